@@ -1,0 +1,22 @@
+# The README's two commands. Each makes .venv if it is not there and does everything; see README.md.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint
+
+demo: .venv/installed
+	$(BIN)/python -m qrt_eval.demo
+
+test: .venv/installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[serve,plot,test]"
+	touch $@

@@ -1,0 +1,93 @@
+"""Run a checkpoint one decoder layer at a time, with transformers' own modules as the executor.
+
+The model is built on the meta device, so it has no memory; one layer is filled with weights, run, and freed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qrt.arch import Arch
+from qrt.errors import CheckpointError
+from qrt.quant.checkpoint import Checkpoint
+
+BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations inside it
+
+
+class Decoder:
+    """The decoder layers of one checkpoint, for windows of `seqlen` tokens, computed in fp32 on `device`."""
+
+    def __init__(self, checkpoint: Checkpoint, arch: Arch, seqlen: int, device: torch.device) -> None:
+        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model.requires_grad_(False)
+        self._checkpoint = checkpoint
+        self._arch = arch
+        self._device = device
+        self._layers = model.get_submodule(arch.layers)
+        self._arguments = _layer_arguments(model, arch, seqlen, device)
+
+    def embed(self, windows: Tensor) -> Tensor:
+        """Token ids [B, T] -> hidden states [B, T, H], fp32 on the CPU."""
+        table = self._checkpoint.tensor(f"{self._arch.embed}.weight")
+        if int(windows.max()) >= table.shape[0]:
+            raise CheckpointError(
+                f"{self._checkpoint.path}: the tokenizer gives id {int(windows.max())}, "
+                f"but the embedding has {table.shape[0]} rows"
+            )
+        return nn.functional.embedding(windows, table).float()
+
+    def load(self, index: int, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """Layer `index` with weights `tensors` (names relative to the layer), in fp32 on the device."""
+        layer = copy.deepcopy(self._layers[index])
+        filled = {}
+        for name, wanted in layer.state_dict().items():
+            full = f"{self._arch.layers}.{index}.{name}"
+            if name not in tensors:
+                raise CheckpointError(f"{self._checkpoint.path}: tensor {full} is missing")
+            if tensors[name].shape != wanted.shape:
+                raise CheckpointError(
+                    f"{full}: shape {list(tensors[name].shape)}, but config.json says {list(wanted.shape)}"
+                )
+            filled[name] = tensors[name].to(self._device, torch.float32, copy=True)
+        layer.load_state_dict(filled, assign=True)
+        return layer
+
+    def run(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """Hidden states [B, T, H] -> the layer's output, fp32 on the device."""
+        return layer(hidden.to(self._device), **self._arguments[index])
+
+    def outputs(self, index: int, layer: nn.Module, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run all of `hidden` [B, T, H] a few windows at a time: views of the inputs, with their outputs."""
+        for part in hidden.split(max(1, BATCH_TOKENS // hidden.shape[1])):
+            yield part, self.run(index, layer, part)
+
+
+def _layer_arguments(model: Any, arch: Arch, seqlen: int, device: torch.device) -> list[dict[str, Any]]:
+    """What the model passes to each decoder layer besides hidden states: RoPE tables, attention mask.
+
+    The model's own forward decides (families differ in masks and sliding windows); its layers only record.
+    """
+    body = model.base_model
+    body.rotary_emb = type(body.rotary_emb)(model.config).to(device)
+    layers = model.get_submodule(arch.layers)
+    recorded: list[dict[str, Any]] = []
+
+    def record(hidden: Tensor, **arguments: Any) -> Tensor:
+        recorded.append(arguments)
+        return hidden
+
+    idle = [*layers, model.get_submodule(arch.norm)]
+    for module in idle:
+        module.forward = record
+    body(inputs_embeds=torch.zeros(1, seqlen, model.config.hidden_size, device=device), use_cache=False)
+    for module in idle:
+        del module.forward
+    return recorded[: len(layers)]

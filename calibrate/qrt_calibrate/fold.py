@@ -1,0 +1,73 @@
+"""Move channel scales from a source into its readers without changing the function.
+
+`source` output / s, `readers` input * s (AWQ, arXiv:2306.00978; SmoothQuant, arXiv:2211.10438). The scales
+are powers of two, so a fold only changes exponents: norms and biases, which stay in the model dtype, lose no
+bit, and the layer's output is the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from qrt.arch.base import Smooth
+from qrt.errors import QrtError
+
+TOLERANCE = 1e-4  # largest relative change of a layer's contribution that a fold may cause in fp32
+
+
+class Pair:
+    """One smoothing pair of one layer: the modules, and how source channels feed reader channels.
+
+    In grouped-query attention every query head of a group reads the same value channels, so the o_proj
+    columns (kv head, query head of the group, d) share the scale of v_proj's row (kv head, d): `heads` query
+    heads per KV head, `head_dim` channels each. Everywhere else channel j of the source feeds channel j.
+    """
+
+    def __init__(self, layer: nn.Module, smooth: Smooth, head_dim: int) -> None:
+        self.readers = [linear(layer, name) for name in smooth.readers]
+        self._source = list(layer.get_submodule(smooth.source).parameters())
+        channels = self._source[0].shape[0]
+        self._heads = self.readers[0].in_features // channels
+        self._width = head_dim if self._heads > 1 else channels
+
+    def tie(self, statistic: Tensor) -> Tensor:
+        """Reader channels [K] -> source channels: the mean over the channels that share one scale."""
+        return statistic.view(-1, self._heads, self._width).mean(1).flatten()
+
+    def spread(self, scales: Tensor) -> Tensor:
+        """Source channels -> reader channels [K]."""
+        return scales.view(-1, 1, self._width).expand(-1, self._heads, -1).flatten()
+
+    def is_exact(self, scales: Tensor, dtype: torch.dtype) -> bool:
+        """Whether the folded norm or bias is exact in the model dtype (fp16 can underflow)."""
+        return all(torch.equal(t.to(dtype).float(), t) for t in self._divided(scales) if t.dim() == 1)
+
+    def fold(self, scales: Tensor) -> None:
+        """Apply `scales` (source channels) in place."""
+        for parameter, divided in zip(self._source, self._divided(scales), strict=True):
+            parameter.copy_(divided)
+        for reader in self.readers:
+            reader.weight.mul_(self.spread(scales))
+
+    def _divided(self, scales: Tensor) -> list[Tensor]:
+        return [p / (scales[:, None] if p.dim() == 2 else scales) for p in self._source]
+
+
+def linear(layer: nn.Module, name: str) -> nn.Linear:
+    """The Linear `name` of a layer."""
+    return cast(nn.Linear, layer.get_submodule(name))
+
+
+def check_unchanged(before: Tensor, after: Tensor, hidden: Tensor, layer: str, smooth: Smooth) -> None:
+    """Raise QrtError unless the layer adds the same to `hidden` before and after a fold."""
+    change, added = float((after - before).norm()), float((before - hidden).norm())
+    if not change <= TOLERANCE * added:  # NaN is a change too
+        readers = ", ".join(smooth.readers)
+        raise QrtError(
+            f"{layer}: folding scales from {smooth.source} into {readers} changed the layer's output by "
+            f"{change / (added or 1):.1e} of what it adds (at most {TOLERANCE:.0e}): this pair does "
+            "not preserve the function; correct the architecture's `smooth`, or use --method rtn"
+        )

@@ -1,0 +1,1 @@
+"""qrt's evaluators: what quantization cost (perplexity) and what it bought (bytes, speed)."""

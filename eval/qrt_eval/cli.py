@@ -1,0 +1,69 @@
+"""`qrt-eval ppl | latency`: the command line of the evaluators."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+
+from qrt.cli import ArgumentParser, run_main
+
+KV_CHOICES = ("auto", "fp16", "bf16", "int8", "int4")
+
+
+def parser() -> ArgumentParser:
+    """The whole command line."""
+    top = ArgumentParser(prog="qrt-eval", description="What quantization cost, and what it bought.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_ppl(commands.add_parser("ppl", help="perplexity of a model, beside a baseline"))
+    _add_latency(commands.add_parser("latency", help="prefill and decode times of a batch"))
+    return top
+
+
+def _add_ppl(command: ArgumentParser) -> None:
+    command.add_argument("dataset", metavar="wikitext|pydoc|FILE", help="the text to score")
+    command.add_argument("--model", required=True, help="checkpoint folder, or 'tiny'")
+    command.add_argument("--baseline", metavar="MODEL", help="also score this one, with unquantized KV")
+    command.add_argument("--kv", default="auto", choices=KV_CHOICES, help="KV format (default: unquantized)")
+    command.add_argument(
+        "--protocol", default="gptq", choices=("gptq",), help="how windows are cut and scored"
+    )
+    command.add_argument(
+        "--seqlen", type=int, help="tokens of a window (default: 2048, or the model's context)"
+    )
+    command.add_argument("--limit", type=int, metavar="N", help="score the first N windows only")
+    command.add_argument("--data-file", metavar="PATH", help="local wiki.test.raw, instead of the download")
+    command.add_argument("--dtype", default="auto", help="activations (default: float32 on a CPU)")
+    command.add_argument("--json", metavar="FILE", help="write the result there")
+
+
+def _add_latency(command: ArgumentParser) -> None:
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help="checkpoint folder, or 'tiny'")
+    source.add_argument("--shape", help="random weights of a known shape, e.g. llama-3-8b")
+    command.add_argument("--weights", default="w4a16", help="weight scheme of --shape (default: w4a16)")
+    command.add_argument("--kv", default="auto", choices=KV_CHOICES, help="KV format (default: unquantized)")
+    command.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="requests at once")
+    command.add_argument("--input-len", type=int, default=1024, metavar="TOKENS", help="prompt length")
+    command.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="tokens to decode")
+    command.add_argument("--json", metavar="FILE", help="write the result there")
+
+
+def _ppl(arguments: Namespace) -> None:
+    from qrt_eval.ppl import run
+
+    run(arguments)
+
+
+def _latency(arguments: Namespace) -> None:
+    from qrt_eval.latency import run
+
+    run(arguments)
+
+
+COMMANDS: dict[str, Callable[[Namespace], None]] = {"ppl": _ppl, "latency": _latency}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of `qrt-eval`; returns the exit code."""
+    arguments = parser().parse_args(argv)
+    return run_main(lambda: COMMANDS[arguments.command](arguments))

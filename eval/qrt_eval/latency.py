@@ -1,0 +1,135 @@
+"""Prefill and decode times of a batch, through the engine: `qrt-eval latency`.
+
+decode_ms_per_step is the median over steps in which every request decodes one token; its floor is what the
+step must read (all weights once, every request's K/V once) over the copy bandwidth.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from argparse import Namespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from qrt.config import EngineConfig, SamplingParams
+from qrt.engine.engine import Engine
+from qrt.model.decoder import Decoder
+from qrt_eval.results import write_json
+from qrt_eval.shapes import shape
+
+# A device-to-device copy on one H200, bytes read and written (design section 5); other devices get no floor.
+COPY_BYTES_PER_S = {"NVIDIA H200": 4.3e12}
+
+
+def run(arguments: Namespace) -> None:
+    """Build the engine once, time each batch size, print a table, write the JSON."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine = build_engine(arguments, device)
+    rows = []
+    for batch in arguments.batch:
+        measure(engine, batch, arguments.input_len, arguments.output_len)  # compiles kernels; not reported
+        rows.append(measure(engine, batch, arguments.input_len, arguments.output_len))
+    print_table(arguments, rows)
+    if arguments.json:
+        facts = {
+            "model": arguments.model or arguments.shape,
+            "weights": engine.model.scheme,
+            "kv": arguments.kv,
+        }
+        write_json(arguments.json, {**facts, "weight_bytes": engine.model.num_bytes, "rows": rows})
+        print(f"result written to {arguments.json}", file=sys.stderr)
+
+
+def build_engine(arguments: Namespace, device: str) -> Engine:
+    """An engine over a checkpoint, or over random weights of a known shape."""
+    length = arguments.input_len + arguments.output_len
+    config = EngineConfig(
+        model=arguments.model or arguments.shape,
+        kv=arguments.kv,
+        device=device,
+        max_model_len=length,
+        max_num_seqs=max(arguments.batch),
+        enable_prefix_caching=False,
+    )
+    return Engine(config, random_decoder(arguments, device) if arguments.shape else None)
+
+
+def random_decoder(arguments: Namespace, device: str) -> Decoder:
+    """Random weights of `--shape` in `--weights`, made on the device."""
+    from qrt.model.random import random_model
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return random_model(shape(arguments.shape), arguments.weights, device=torch.device(device), dtype=dtype)
+
+
+def measure(engine: Engine, batch: int, input_len: int, output_len: int) -> dict[str, Any]:
+    """Times of `batch` random prompts of `input_len` tokens, each decoding `output_len` tokens greedily."""
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    prompts = torch.randint(0, engine.model.config.vocab_size, (batch, input_len)).tolist()
+    for index, prompt in enumerate(prompts):
+        engine.add(f"{batch}-{index}", prompt, params)
+    prefill_s, steps_s = 0.0, []
+    first: set[str] = set()
+    while engine.has_work:
+        prefilling = len(first) < batch
+        started = time.perf_counter()
+        deltas = engine.step()
+        _synchronize()
+        seconds = time.perf_counter() - started
+        if prefilling:
+            prefill_s += seconds
+            first |= {delta.request_id for delta in deltas if delta.token_ids}
+        else:
+            steps_s.append(seconds)
+    return summary(engine, batch, input_len, output_len, prefill_s, steps_s)
+
+
+def summary(
+    engine: Engine, batch: int, input_len: int, output_len: int, prefill_s: float, steps_s: list[float]
+) -> dict[str, Any]:
+    """One row of the result: times, rates and the floor of a decode step."""
+    decode_s = statistics.median(steps_s)
+    kv_bytes = batch * (input_len + output_len // 2) * engine.kv_bytes_per_token
+    weight_bytes = sum(t.nbytes for linear in engine.model.linears() for t in linear.parameters())
+    rate = COPY_BYTES_PER_S.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return {
+        "batch": batch,
+        "input_len": input_len,
+        "output_len": output_len,
+        "prefill_tokens_per_s": batch * input_len / prefill_s,
+        "time_to_first_tokens_s": prefill_s,
+        "decode_ms_per_step": decode_s * 1e3,
+        "decode_ms_p99": sorted(steps_s)[int(len(steps_s) * 0.99)] * 1e3,
+        "decode_tokens_per_s": batch / decode_s,
+        "kv_bytes_per_step": kv_bytes,
+        "weight_bytes_per_step": weight_bytes,
+        "floor_ms": (weight_bytes + kv_bytes) / rate * 1e3 if rate else None,
+    }
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def print_table(arguments: Namespace, rows: list[dict[str, Any]]) -> None:
+    """The rows on stdout."""
+    name = arguments.model or f"{arguments.shape} {arguments.weights}"
+    table = Table(title=f"{name}, KV {arguments.kv}, {rows[0]['input_len']} tokens in")
+    for column in ("batch", "prefill tokens/s", "decode ms/step", "floor ms", "decode tokens/s"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        floor = "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}"
+        table.add_row(
+            str(row["batch"]),
+            f"{row['prefill_tokens_per_s']:,.0f}",
+            f"{row['decode_ms_per_step']:.2f}",
+            floor,
+            f"{row['decode_tokens_per_s']:,.0f}",
+        )
+    Console().print(table)

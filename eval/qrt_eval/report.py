@@ -1,0 +1,74 @@
+"""README's tables, from the files in eval/results: `python -m qrt_eval.report [FOLDER]` prints them.
+
+tests/eval/test_report.py holds README to what is printed here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+
+
+def load(folder: Path) -> list[Result]:
+    """Every result file below `folder`, in the order of their names."""
+    return [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def perplexities(results: list[Result]) -> str:
+    """One row per text, model and KV format, with the change against the unquantized pair."""
+    runs = [result for result in results if "ppl" in result]
+    plain = {run["dataset"]: run["ppl"] for run in runs if (run["weights"], run["kv"]) == ("fp16", "fp16")}
+    rows = []
+    for run in runs:
+        change = 100 * (run["ppl"] / plain[run["dataset"]] - 1)
+        rows.append(
+            (run["dataset"], run["model"], run["weights"], run["kv"], f"{run['ppl']:.3f}", f"{change:+.2f} %")
+        )
+    return table(("text", "model", "weights", "KV", "perplexity", "change"), rows)
+
+
+def latencies(results: list[Result]) -> str:
+    """One row per model, KV format, batch and prompt length."""
+    rows = []
+    for result in results:
+        for row in result.get("rows", ()):
+            rows.append(
+                (
+                    f"{result['model']} {result['weights']}",
+                    result["kv"],
+                    f"{row['batch']} x {row['input_len']:,}",
+                    f"{row['prefill_tokens_per_s']:,.0f}",
+                    f"{row['decode_ms_per_step']:.1f}",
+                    f"{row['floor_ms']:.2f}" if row["floor_ms"] else "",
+                )
+            )
+    head = ("model", "KV", "batch x prompt", "prefill tokens/s", "decode ms/step", "floor ms")
+    return table(head, rows)
+
+
+def report(folder: Path) -> str:
+    """Both tables, with where they were measured."""
+    results = load(folder)
+    where = sorted({describe(result["environment"]) for result in results})
+    return "\n\n".join(["Measured on " + "; ".join(where) + ".", perplexities(results), latencies(results)])
+
+
+def describe(environment: Result) -> str:
+    """Device and versions of one run."""
+    versions = environment["versions"]
+    return f"{environment['device']}, torch {versions['torch']}, Triton {versions['triton']}"
+
+
+if __name__ == "__main__":
+    print(report(Path(sys.argv[1] if len(sys.argv) > 1 else "eval/results")))

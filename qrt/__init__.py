@@ -1,0 +1,26 @@
+"""qrt: a quantization-focused LLM inference runtime.
+
+    from qrt import LLM, SamplingParams
+    llm = LLM("tiny", kv="int8")
+    print(llm.generate(["The"], SamplingParams(max_tokens=32))[0].outputs[0].text)
+
+Importing this package touches neither CUDA nor Triton; the names below load on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qrt.config import EngineConfig, SamplingParams
+    from qrt.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+
+_LAZY = {"LLM": "qrt.llm", "EngineConfig": "qrt.config", "SamplingParams": "qrt.config"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'qrt' has no attribute {name!r}")

@@ -1,0 +1,181 @@
+"""`Arch`: what one model family looks like; `ModelConfig`: the sizes of one checkpoint of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qrt.errors import CheckpointError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """Channel scales that move without changing the function: `source` output / s, `readers` input * s.
+
+    Names are relative to a decoder layer. `source` is a norm, or a projection whose output the readers read.
+    """
+
+    source: str
+    readers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One decoder family: y = x + attention(norm(x)); z = y + mlp(norm(y)), with RMSNorm, RoPE and SwiGLU.
+
+    `qkv_bias`, `o_bias` and `mlp_bias` take the raw config and say whether those projections have a bias;
+    `sliding_window` gives the window in tokens when any layer slides one, else None.
+    `fuse` maps a fused projection to the checkpoint's projections it stacks, in order.
+    """
+
+    name: str
+    qkv_bias: Callable[[Mapping[str, Any]], bool] = lambda config: bool(config.get("attention_bias", False))
+    o_bias: Callable[[Mapping[str, Any]], bool] = lambda config: bool(config.get("attention_bias", False))
+    mlp_bias: Callable[[Mapping[str, Any]], bool] = lambda config: bool(config.get("mlp_bias", False))
+    sliding_window: Callable[[Mapping[str, Any]], int | None] = lambda config: None
+    qk_norm: bool = False
+    fuse: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        ("self_attn.o_proj", ("self_attn.o_proj",)),
+        ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+        ("mlp.down_proj", ("mlp.down_proj",)),
+    )
+    smooth: tuple[Smooth, ...] = (
+        Smooth("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        Smooth("self_attn.v_proj", ("self_attn.o_proj",)),
+        Smooth("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+        Smooth("mlp.up_proj", ("mlp.down_proj",)),
+    )
+    layers: str = "model.layers"
+    embed: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The checkpoint's Linear names inside a decoder layer, in fuse order."""
+        return tuple(part for _, parts in self.fuse for part in parts)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: frequencies theta^(-2i/D), rescaled by `kind`: "default", "linear" or "llama3"."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and facts of one checkpoint, read from its config.json."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    rope: RopeConfig
+    tied_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: int | None
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], arch: Arch) -> ModelConfig:
+        """Read a Hugging Face config.json; CheckpointError names a missing or impossible entry."""
+        heads = _positive(config, "num_attention_heads")
+        hidden = _positive(config, "hidden_size")
+        if config.get("hidden_act", "silu") != "silu":
+            raise UnsupportedError(f"config.json: hidden_act {config['hidden_act']!r}; qrt runs 'silu'")
+        max_position = _positive(config, "max_position_embeddings")
+        eos = config.get("eos_token_id")
+        return cls(
+            architecture=arch.name,
+            vocab_size=_positive(config, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_positive(config, "intermediate_size"),
+            num_layers=_positive(config, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=_positive(config, "num_key_value_heads", heads),
+            head_dim=_positive(config, "head_dim", hidden // heads),
+            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            max_position=max_position,
+            rope=_rope(config, max_position),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=arch.qkv_bias(config),
+            o_bias=arch.o_bias(config),
+            mlp_bias=arch.mlp_bias(config),
+            qk_norm=arch.qk_norm,
+            sliding_window=arch.sliding_window(config),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        )
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"config.json: {self.num_heads} attention heads are not a multiple of "
+                f"{self.num_kv_heads} KV heads"
+            )
+        if self.head_dim % 2:
+            raise UnsupportedError(
+                f"config.json: head_dim {self.head_dim} is odd; RoPE turns pairs of channels"
+            )
+
+
+def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {key} is {value!r}, wanted a positive integer")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise CheckpointError(f"config.json: {key} is {value!r}, wanted a positive number")
+    return float(value)
+
+
+def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
+    """transformers 5 writes `rope_parameters`; older checkpoints `rope_theta` and `rope_scaling`."""
+    own = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, Mapping) for value in own.values()):
+        raise UnsupportedError("config.json: rope_parameters differ between layers, which qrt does not run")
+    entry = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | own
+    kind = entry.get("rope_type") or entry.get("type") or "default"
+    if _number(entry, "partial_rotary_factor", 1.0) != 1:
+        raise UnsupportedError("config.json: partial_rotary_factor other than 1 is not run by qrt")
+    theta = _number(entry, "rope_theta", 10000.0)
+    match kind:
+        case "default":
+            return RopeConfig(theta)
+        case "linear":
+            return RopeConfig(theta, kind, _number(entry, "factor"))
+        case "llama3":
+            return RopeConfig(
+                theta,
+                kind,
+                factor=_number(entry, "factor"),
+                low_freq_factor=_number(entry, "low_freq_factor"),
+                high_freq_factor=_number(entry, "high_freq_factor"),
+                original_max_position=_positive(entry, "original_max_position_embeddings", max_position),
+            )
+    raise UnsupportedError(f"config.json: RoPE type {kind!r}; qrt runs 'default', 'linear' and 'llama3'")

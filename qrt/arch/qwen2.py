@@ -1,0 +1,26 @@
+"""Qwen2 and Qwen2.5 (dense): Llama's shape with a bias on q, k and v only.
+
+The upper layers (from `max_window_layers`) slide a window when the config turns it on; no released one does.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qrt.arch.base import Arch
+
+
+def window(config: Mapping[str, Any]) -> int | None:
+    """The window in tokens if any layer slides it."""
+    slides = (
+        config.get("use_sliding_window") and config.get("max_window_layers", 28) < config["num_hidden_layers"]
+    )
+    return config.get("sliding_window", 4096) if slides else None
+
+
+QWEN2 = Arch(
+    "Qwen2ForCausalLM",
+    qkv_bias=lambda config: True,
+    o_bias=lambda config: False,
+    mlp_bias=lambda config: False,
+    sliding_window=window,
+)

@@ -1,0 +1,64 @@
+"""What qrt's command lines share: a parser that suggests the flag you meant, and exit codes.
+
+    def main(argv: list[str] | None = None) -> int:
+        arguments = parser().parse_args(argv)
+        return run_main(lambda: work(arguments))
+
+Results go to stdout; errors, logs and progress to stderr.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any, NoReturn
+
+from qrt.errors import QrtError
+from qrt.registry import nearest
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with one-line errors; flags are never abbreviated, and `--a_b` means `--a-b`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options.setdefault("allow_abbrev", False)
+        super().__init__(*args, **options)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse, except that an unknown flag is an error, reported before anything else."""
+        words = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        known = self._option_string_actions
+        for word in takewhile(lambda word: word not in self._ends(), words):  # a subcommand checks its own
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and flag not in known:
+                self.error(f"unknown flag {flag}{nearest(flag, list(known))}")
+        return super().parse_known_args(words, namespace)
+
+    def _ends(self) -> set[str]:
+        """Words after which flags are no longer this parser's."""
+        subcommands = [a.choices or () for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        return {"--"}.union(*subcommands)
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line on stderr and exit 2."""
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def _dashed(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
+
+
+def run_main(work: Callable[[], int | None]) -> int:
+    """Run a command's work; its exit code, with QrtError and OSError as one line on stderr."""
+    try:
+        return work() or 0
+    except (QrtError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,1 @@
+"""Requests in, tokens out: request, scheduler, batch, runner, sampler and the loop that joins them."""

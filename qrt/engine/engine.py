@@ -1,0 +1,192 @@
+"""Engine: token ids in, token ids out. Builds model, pool and loop from one config."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qrt.config import EngineConfig, SamplingParams
+from qrt.engine.generation import GenerationConfig
+from qrt.engine.output import RequestDelta
+from qrt.engine.profile import peak_step_bytes
+from qrt.engine.runner import Runner
+from qrt.engine.scheduler import Limits, Scheduler
+from qrt.engine.table import RequestTable
+from qrt.errors import ConfigError
+from qrt.mem.manager import KVManager
+from qrt.mem.sizing import PoolSize, kv_budget_bytes, pool_size
+from qrt.mem.storage import KVStorage
+from qrt.model.decoder import Decoder
+from qrt.model.loader import load_model
+from qrt.quant.checkpoint import Checkpoint, open_checkpoint
+from qrt.quant.kv import KV_FORMATS, KVFormat
+
+logger = logging.getLogger(__name__)
+
+UNQUANTIZED_KV = ("auto", "bf16")  # other names of the format that stores K and V in the model dtype
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Engine:
+    """A model and the requests it works on. One thread at a time calls it:
+
+        engine.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
+        while engine.has_work:
+            for delta in engine.step(): ...
+
+    model         the decoder
+    formats       KV format of each layer
+    pool          size of the KV pool
+    generation    the checkpoint's defaults
+    scheduler     waiting and running requests, for counts
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: Decoder | None = None, *, eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        """Load the checkpoint `config.model`, or take `model` (then nothing is read from disk).
+
+        `eos_token_ids` (the tokenizer's) end the text beside those that the checkpoint names.
+        Raises QrtError kinds as the loader and the pool do, ConfigError for a max_model_len beyond the model.
+        """
+        self.config = config
+        format = _kv_format(config)  # before anything slow
+        self.generation = GenerationConfig()
+        if model is None:
+            checkpoint = open_checkpoint(config.model)
+            self.generation = GenerationConfig.read(Path(checkpoint.path))
+            device = _device(config)
+            model = load_model(checkpoint, device=device, dtype=_dtype(config, checkpoint, device))
+        self.model = model
+        limits = Limits(_max_model_len(config, model), config.max_num_seqs, config.max_num_batched_tokens)
+        self.formats = [format] * model.config.num_layers
+        self.pool = _pool(config, model, self.formats, limits)
+        heads, dim = model.config.num_kv_heads, model.config.head_dim
+        kv = KVStorage(self.formats, self.pool.num_slots, heads, dim, model.dtype, model.device)
+        table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
+        self.runner = Runner(model, kv, table, attend_cache=config.attend_cache)
+        manager = KVManager(self.pool.num_slots, prefix_caching=config.enable_prefix_caching)
+        vocab = model.config.vocab_size
+        eos = {*model.config.eos_token_ids, *self.generation.eos_token_ids, *eos_token_ids}
+        self.scheduler = Scheduler(manager, limits, (token for token in eos if token < vocab), config.seed)
+        logger.info("model: %s, on %s", model, model.device)
+        logger.info("%s", self.pool)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one request, prompt and output together."""
+        return self.scheduler.limits.max_model_len
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's K and V, all layers, scales included."""
+        heads, dim = self.model.config.num_kv_heads, self.model.config.head_dim
+        return sum(format.bytes_per_slot(heads, dim, self.model.dtype) for format in self.formats)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs, so that `step` is worth calling."""
+        return self.scheduler.has_work
+
+    def validate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, generate: bool = True
+    ) -> NDArray[np.int32]:
+        """The prompt as an array, when `add` will take it. Changes nothing; any thread may ask.
+
+        Raises ConfigError when the prompt is empty or too long, or a token id is outside the vocabulary.
+        """
+        ids, vocab = np.asarray(prompt_ids), self.model.config.vocab_size
+        if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"prompt: got {ids.dtype} of shape {list(ids.shape)}, wanted a list of token ids"
+            )
+        for name, values in (("prompt", ids), ("stop_token_ids", np.array(params.stop_token_ids, object))):
+            wrong = values[(values < 0) | (values >= vocab)]
+            if wrong.size:
+                raise ConfigError(
+                    f"{name}: token id {wrong[0]}, wanted 0 to {vocab - 1}, the model's vocabulary"
+                )
+        self.scheduler.max_len(ids.size, params.max_tokens if generate else 0)
+        return ids.astype(np.int32)
+
+    def add(
+        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, generate: bool = True
+    ) -> None:
+        """Queue a request (`params.n` is the caller's business); generate=False only scores the prompt.
+
+        Raises ConfigError as `validate` does, and when the id is in use.
+        """
+        ids = self.validate(prompt_ids, params, generate=generate)
+        self.scheduler.add(request_id, ids, params, generate=generate)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; nothing happens when it is not, or no longer, there."""
+        self.scheduler.abort(request_id)
+
+    def step(self) -> list[RequestDelta]:
+        """Run one step and say what it added to each request.
+
+        An error in a step ends the requests that took part in it (`RequestDelta.error`); the others go on.
+        """
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        try:
+            result = self.runner.run(plan)
+        except Exception as error:
+            logger.exception("a step failed; its %d requests are given up", len(plan.request_ids))
+            return self.scheduler.fail(plan, f"{type(error).__name__}: {error}".splitlines()[0])
+        return self.scheduler.commit(plan, result)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16"
+    if stored not in DTYPES:
+        raise ConfigError(f"dtype: the checkpoint's is {stored!r}; choose {' or '.join(DTYPES)} with --dtype")
+    return DTYPES[stored]
+
+
+def _max_model_len(config: EngineConfig, model: Decoder) -> int:
+    longest = model.config.max_position
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len: got {config.max_model_len}, wanted at most {longest}, the model's context"
+        )
+    return config.max_model_len or longest
+
+
+def _kv_format(config: EngineConfig) -> KVFormat:
+    return KV_FORMATS["fp16" if config.kv in UNQUANTIZED_KV else config.kv]
+
+
+def _pool(config: EngineConfig, model: Decoder, formats: list[KVFormat], limits: Limits) -> PoolSize:
+    """The pool that fits beside the weights and the largest step."""
+    measured = model.device.type == "cuda" and config.kv_cache_memory_bytes is None
+    budget = kv_budget_bytes(
+        model.device,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        reserve_bytes=peak_step_bytes(model, formats, limits) if measured else 0,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+    )
+    return pool_size(
+        formats,
+        model.config.num_kv_heads,
+        model.config.head_dim,
+        model.dtype,
+        budget_bytes=budget,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+    )

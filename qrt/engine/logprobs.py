@@ -1,0 +1,61 @@
+"""Log-probabilities of given tokens and of the likeliest, from raw logits: no temperature, no filters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities at n places, natural logarithm.
+
+    logprobs       fp32 [n]      of the token that came
+    ranks          int64 [n]     its rank by probability, 1 = likeliest (ties share the better rank)
+    top_ids        int64 [n, k]  the k likeliest tokens, likeliest first
+    top_logprobs   fp32 [n, k]
+    """
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def cpu(self) -> Scores:
+        """A copy in host memory."""
+        return Scores(self.logprobs.cpu(), self.ranks.cpu(), self.top_ids.cpu(), self.top_logprobs.cpu())
+
+    def part(self, start: int, stop: int, num_top: int) -> Scores:
+        """Places [start, stop), the `num_top` likeliest tokens of each."""
+        rows = slice(start, stop)
+        return Scores(
+            self.logprobs[rows],
+            self.ranks[rows],
+            self.top_ids[rows, :num_top],
+            self.top_logprobs[rows, :num_top],
+        )
+
+
+def score(logits: Tensor, targets: Tensor, num_top: int) -> Scores:
+    """Scores of `targets` int64 [n] under softmax(`logits` fp32 [n, V]), on the logits' device."""
+    total = logits.logsumexp(-1)
+    chosen = logits.gather(-1, targets[:, None])
+    ranks = (logits > chosen).sum(-1) + 1
+    top = logits.topk(num_top, dim=-1)
+    return Scores(chosen[:, 0] - total, ranks, top.indices, top.values - total[:, None])
+
+
+def concat(parts: Sequence[Scores]) -> Scores:
+    """The places of all parts, in order."""
+    return Scores(
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat([part.ranks for part in parts]),
+        torch.cat([part.top_ids for part in parts]),
+        torch.cat([part.top_logprobs for part in parts]),
+    )

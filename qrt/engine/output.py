@@ -1,0 +1,29 @@
+"""RequestDelta: what one step added to one request."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from qrt.engine.logprobs import Scores
+from qrt.engine.request import FinishReason
+
+
+class RequestDelta(NamedTuple):
+    """What a step added to a request; the request is gone from the engine once `finish_reason` is set.
+
+    token_ids       new tokens, an end-of-text or stop token included
+    stop_reason     the stop token id that ended it (None: end-of-text)
+    logprobs        one row per new token, where asked for
+    prompt_scores   one row for each prompt token scored in this step, in order from the second, where asked
+    num_cached      prompt tokens found in the prefix cache
+    error           why the engine gave the request up (finish_reason is ABORT)
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: Scores | None = None
+    prompt_scores: Scores | None = None
+    num_cached: int = 0
+    error: str | None = None

@@ -1,0 +1,46 @@
+"""How much memory a step takes besides weights and K/V: measured by running the largest one once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from qrt.engine.plan import Chunk, Plan, Sampling, Scoring
+from qrt.engine.runner import SCORED_ROWS, Runner
+from qrt.engine.scheduler import Limits
+from qrt.engine.table import RequestTable
+from qrt.mem.storage import KVStorage
+from qrt.model.decoder import Decoder
+from qrt.quant.kv.base import KVFormat
+
+
+def peak_step_bytes(model: Decoder, formats: Sequence[KVFormat], limits: Limits) -> int:
+    """Bytes of GPU memory that a request table and the most expensive step take besides weights and K/V."""
+    config, tokens = model.config, limits.max_num_batched_tokens
+    kv = KVStorage(formats, tokens, config.num_kv_heads, config.head_dim, model.dtype, model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
+    Runner(model, kv, table).run(largest_plan(limits))
+    return torch.cuda.max_memory_allocated(model.device) - before
+
+
+def largest_plan(limits: Limits) -> Plan:
+    """A step of as many tokens, of as many requests, as the limits allow: all sampled the expensive way, the
+    first also scored. Its slots are 0, 1, 2, ..."""
+    tokens = limits.max_num_batched_tokens
+    requests = min(limits.max_num_seqs, tokens)
+    tokens = min(tokens, requests * limits.max_model_len)
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=0.9, seed=0, num_logprobs=1)
+    chunks: list[Chunk] = []
+    done = 0
+    for row in range(requests):
+        size = min(limits.max_model_len, tokens - done - (requests - row - 1))
+        ids = np.zeros(size, np.int32)
+        scoring = Scoring(0, ids[:SCORED_ROWS], 1) if row == 0 else None
+        slots = np.arange(done, done + size, dtype=np.int32)
+        chunks.append(Chunk(str(row), row, 0, ids, slots, True, sampling, (), scoring))
+        done += size
+    return Plan(tuple((chunk.row, sampling) for chunk in chunks), (), tuple(chunks))

@@ -1,0 +1,65 @@
+"""RequestTable: what the device knows of the running requests, one row each.
+
+It lives on the device so that a step of decodes can follow another without anything but slot numbers going
+there: last tokens, lengths and sampling parameters are already in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qrt.engine.plan import Sampling
+from qrt.engine.transfer import to_device
+
+ROW_MULTIPLE = 64  # rows of the slot table start on 256 bytes: wide loads, one Triton specialization
+
+
+class RequestTable:
+    """R = max_num_seqs + 1 rows; the last one pads batches of fixed size and always points to the pad slot.
+
+    last_token    [R] int64   sampled last, its K/V not yet written
+    length        [R] int32   tokens known, the last one included: the position of the next sampled token
+    temperature   [R] fp32    0: greedy
+    top_k         [R] int64   0: off
+    top_p         [R] fp32
+    seed          [R] int64
+    slot_table    [R, Lmax] int32   slot of each position; what lies beyond a request's length is stale
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, pad_slot: int, device: torch.device) -> None:
+        rows = max_num_seqs + 1
+        width = -(-max_model_len // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.device = device
+        self.pad_row = max_num_seqs
+        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.length = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
+        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.slot_table = torch.full((rows, width), pad_slot, dtype=torch.int32, device=device)
+
+    def admit(self, admitted: Sequence[tuple[int, Sampling]]) -> None:
+        """Write the sampling parameters of requests that have just got a row."""
+        rows, sampling = [row for row, _ in admitted], [sampling for _, sampling in admitted]
+        new = to_device(
+            {
+                "rows": np.array(rows, np.int64),
+                "seed": np.array([s.seed for s in sampling], np.int64),
+                "top_k": np.array([s.top_k for s in sampling], np.int64),
+                "temperature": np.array([s.temperature for s in sampling], np.float32),
+                "top_p": np.array([s.top_p for s in sampling], np.float32),
+            },
+            self.device,
+        )
+        for name in ("seed", "top_k", "temperature", "top_p"):
+            getattr(self, name).index_copy_(0, new["rows"], new[name])
+
+    def advance(self, rows: Tensor, tokens: Tensor) -> None:
+        """Note the sampled `tokens` int64 [n] of `rows` int64 [n]."""
+        self.last_token.index_copy_(0, rows, tokens)
+        self.length.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32))

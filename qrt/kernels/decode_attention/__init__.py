@@ -1,0 +1,70 @@
+"""decode_attention: one query token per request against the cached tokens of that request.
+
+q [B, Hq, D] (heads contiguous, any token stride), in the basis of the cache; kv: the layer's buffers in the
+order of `KVFormat.buffers`; slot_table int32 [R, L]: row r, column p holds the slot of position p;
+rows, kv_lens, num_splits int32 [B]: row of the table, tokens to attend, parts to cut them into. Query head
+h reads KV head h // (Hq/Hkv). Returns softmax(scale * q K^T) V, [B, Hq, D] in q's dtype and the model's
+basis; zeros where kv_lens is 0.
+
+The grid depends on shapes only and lengths are read on the device, so a CUDA graph captured once serves
+every context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from qrt.kernels.decode_attention import ref
+from qrt.kernels.op import define
+
+MIN_SPLIT_TOKENS = 256  # a shorter part costs more to merge than it gains
+PROGRAMS_PER_SM = 12  # one-warp programs that hide each other's latency
+SPLITS = (8, 128)  # bounds of max_splits: one long request among many short ones, one request alone
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def max_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
+    """Parts of a request's KV that the grid has room for: of shapes and device only."""
+    programs = 4 * PROGRAMS_PER_SM * _multiprocessors(device)
+    return min(max(programs // max(batch * num_kv_heads, 1), SPLITS[0]), SPLITS[1])
+
+
+def plan_splits(kv_lens: Tensor, num_kv_heads: int) -> Tensor:
+    """Parts for each of kv_lens int32 [B], so that all parts are alike and fill the GPU: int32 [B].
+
+    On the device, without a sync; once per step, for all layers.
+    """
+    programs = PROGRAMS_PER_SM * _multiprocessors(kv_lens.device)
+    tokens = kv_lens.sum() * num_kv_heads / programs
+    parts = torch.ceil(kv_lens / tokens.clamp(min=MIN_SPLIT_TOKENS))
+    return parts.clamp(1, max_splits(kv_lens.shape[0], num_kv_heads, kv_lens.device)).to(torch.int32)
+
+
+def _fake(
+    q: Tensor,
+    kv: Sequence[Tensor],
+    slot_table: Tensor,
+    rows: Tensor,
+    kv_lens: Tensor,
+    num_splits: Tensor,
+    format: str,
+    scale: float,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+decode_attention = define(
+    "decode_attention(Tensor q, Tensor[] kv, Tensor slot_table, Tensor rows, Tensor kv_lens, "
+    "Tensor num_splits, str format, float scale) -> Tensor",
+    ref=ref.decode_attention,
+    triton="qrt.kernels.decode_attention.kernel:decode_attention",
+    fake=_fake,
+)

@@ -1,0 +1,153 @@
+"""Triton kernels of decode_attention: see the package's docstring for the contract.
+
+A program of the first kernel attends one part of one request's tokens for the query heads of one KV head,
+packed into the rows of the dot. The second kernel merges the parts by their base-2 log-sum-exp and leaves
+the basis of the cache (research/kv.md section 2.5).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qrt.checks import expect
+from qrt.kernels.decode_attention import max_splits
+from qrt.kernels.device import (
+    cross,
+    half_width,
+    load_halves,
+    load_signs,
+    online_softmax,
+    signs,
+    store_halves,
+    token_stride,
+)
+from qrt.quant.kv import KV_FORMATS
+from qrt.quant.kv.device import KVDevice, part_columns
+
+MIN_ROWS = 16  # of a tensor-core dot; unused rows cost nothing
+TOKENS = 32  # per tile; with one warp a program needs no barrier
+STAGES = 3
+MAX_REGISTERS = {1: 168, 2: 255, 4: 255}  # by warps; 168 lets 12 one-warp programs share an SM
+MERGE_SPLITS = 16  # parts merged at a time
+MERGE_WARPS = 4
+
+
+def _warps(head_dim: int, dtype: torch.dtype) -> int:
+    if dtype is torch.float32:  # exact dots run outside the tensor cores
+        return 4
+    return 1 if head_dim <= 128 else 2
+
+
+@triton.jit
+def _part(kv_len, splits, MAX_SPLITS: tl.constexpr, TILE: tl.constexpr):
+    """Tokens per part: whole tiles, so that every program but the last runs full ones."""
+    return tl.cdiv(tl.cdiv(kv_len, tl.minimum(splits, MAX_SPLITS)), TILE) * TILE
+
+
+@triton.jit
+def _attend_kernel(
+    q, buffers, slot_table, rows, kv_lens, num_splits, partial, lse, scale, num_slots,
+    stride_q, stride_table, MAX_SPLITS: tl.constexpr,
+    G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
+    TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """grid (B, Hkv, MAX_SPLITS); writes partial [B, Hq, MAX_SPLITS, D], each part normalized, and lse."""
+    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_len = tl.load(kv_lens + request)
+    part = _part(kv_len, tl.load(num_splits + request), MAX_SPLITS, TILE)
+    start, end = split * part, tl.minimum(split * part + part, kv_len)
+    if start >= end:
+        return
+    row = tl.arange(0, M)
+    live, head = row < G, kv_head * G + row
+    dims, real = part_columns(D, FMT.parts, H)
+    lo, hi = load_halves(q + request.to(tl.int64) * stride_q + head * D, live, dims, real, D)
+    query = FMT.query(lo, hi, scale)
+    m, l, acc = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32), FMT.empty(M, H)
+    table = slot_table + tl.load(rows + request).to(tl.int64) * stride_table
+    for first in tl.range(start, end, TILE, num_stages=STAGES):
+        token = first + tl.arange(0, TILE)
+        valid = token < end
+        slots = tl.load(table + token, mask=valid, other=0).to(tl.int64)
+        tile = FMT.load(buffers, slots, valid, kv_head, num_slots, HKV, D, H)
+        m, l, acc = online_softmax(query, tile, valid[None, :], m, l, acc, FMT)
+    lo, hi = FMT.finish(acc)
+    at = (request.to(tl.int64) * (HKV * G) + head) * MAX_SPLITS + split
+    store_halves(partial + at * D, lo / l[:, None], hi / l[:, None], live, dims, real, D)
+    tl.store(lse + at, m + tl.log2(l), mask=live)
+
+
+@triton.jit
+def _merge_kernel(
+    partial, lse, kv_lens, num_splits, rotation, out, MAX_SPLITS: tl.constexpr,
+    HQ: tl.constexpr, D: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """grid (B, Hq): out = sum_s 2^lse[s] partial[s] / sum_s 2^lse[s], back in the model's basis."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    kv_len = tl.load(kv_lens + request)
+    part = _part(kv_len, tl.load(num_splits + request), MAX_SPLITS, TILE)
+    splits = tl.cdiv(kv_len, tl.maximum(part, 1))
+    at = request.to(tl.int64) * HQ + head
+    dims, real = part_columns(D, 1, H)
+    lo, hi = tl.zeros([H], tl.float32), tl.zeros([H], tl.float32)
+    m, l = -float("inf"), 0.0
+    for first in range(0, splits, N):
+        split = first + tl.arange(0, N)
+        live = split < splits
+        part_lse = tl.load(lse + at * MAX_SPLITS + split, mask=live, other=-float("inf"))
+        m_new = tl.maximum(m, tl.max(part_lse, 0))
+        alpha, weight = tl.exp2(m - m_new), tl.exp2(part_lse - m_new)
+        part_lo, part_hi = load_halves(partial + (at * MAX_SPLITS + split) * D, live, dims, real, D)
+        lo = lo * alpha + tl.sum(part_lo * weight[:, None], 0)
+        hi = hi * alpha + tl.sum(part_hi * weight[:, None], 0)
+        m, l = m_new, l * alpha + tl.sum(weight, 0)
+    norm = 1.0 / tl.maximum(l, 1.0)  # l is at least 1 unless there is no token
+    if rotation is not None:
+        matrix = load_signs(rotation[0], dims, real, D, False)
+        lo, hi = cross(lo, hi, D)
+        lo, hi = tl.sum(matrix * lo[None, :], 1), tl.sum(matrix * hi[None, :], 1)
+        norm *= rotation[1]
+    tl.store(out + at * D + dims, (lo * norm).to(out.dtype.element_ty), mask=real)
+    tl.store(out + at * D + D // 2 + dims, (hi * norm).to(out.dtype.element_ty), mask=real)
+
+
+def decode_attention(
+    q: Tensor,
+    kv: Sequence[Tensor],
+    slot_table: Tensor,
+    rows: Tensor,
+    kv_lens: Tensor,
+    num_splits: Tensor,
+    format: str,
+    scale: float,
+) -> Tensor:
+    """See the package's docstring."""
+    B, Hq, D = expect(q, "B Hq D", name="q").values()
+    Hkv = kv[0].shape[1]
+    for name, lens in {"rows": rows, "kv_lens": kv_lens, "num_splits": num_splits}.items():
+        expect(lens, "B", torch.int32, name, B=B)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if B == 0:
+        return out
+    fmt = KV_FORMATS[format]
+    device: KVDevice = fmt.device()
+    splits, warps = max_splits(B, Hkv, q.device), _warps(D, q.dtype)
+    partial = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
+    lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
+    _attend_kernel[(B, Hkv, splits)](
+        q, tuple(kv), slot_table, rows, kv_lens, num_splits, partial, lse, scale * math.log2(math.e),
+        kv[0].shape[0], token_stride(q, "q"), slot_table.stride(0), MAX_SPLITS=splits,
+        G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts),
+        M=max(MIN_ROWS, triton.next_power_of_2(Hq // Hkv)),
+        TILE=TOKENS, FMT=device, STAGES=STAGES, num_warps=warps, maxnreg=MAX_REGISTERS[warps],
+    )  # fmt: skip
+    _merge_kernel[(B, Hq)](
+        partial, lse, kv_lens, num_splits, signs(D, q.device) if fmt.rotated else None, out,
+        MAX_SPLITS=splits, HQ=Hq, D=D, H=half_width(D, 1), TILE=TOKENS, N=MERGE_SPLITS,
+        num_warps=MERGE_WARPS,
+    )  # fmt: skip
+    return out

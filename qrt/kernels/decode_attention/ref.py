@@ -1,0 +1,50 @@
+"""decode_attention from its definition, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qrt.quant.kv import KV_FORMATS
+
+GATHER_TOKENS = 1 << 13  # decoded at a time: bounds the fp32 copy of K and V and keeps it in cache
+
+
+def decode_attention(
+    q: Tensor,
+    kv: Sequence[Tensor],
+    slot_table: Tensor,
+    rows: Tensor,
+    kv_lens: Tensor,
+    num_splits: Tensor,
+    format: str,
+    scale: float,
+) -> Tensor:
+    """See the package's docstring; `num_splits` does not matter here."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    longest = int(kv_lens.max()) if len(kv_lens) else 0
+    many = max(1, GATHER_TOKENS // max(longest, 1))
+    for some in torch.arange(len(q)).split(many):
+        part = slice(int(some[0]), int(some[-1]) + 1)
+        length = int(kv_lens[part].max())
+        slots = slot_table[rows[part], :length]
+        out[part] = _attend(q[part], kv, slots, kv_lens[part], format, scale)
+    return out
+
+
+def _attend(
+    q: Tensor, kv: Sequence[Tensor], slots: Tensor, kv_lens: Tensor, format: str, scale: float
+) -> Tensor:
+    """q [B, Hq, D], slots [B, L] of which the first kv_lens [B] count -> fp32 [B, Hq, D]."""
+    fmt = KV_FORMATS[format]
+    B, L = slots.shape
+    live = torch.arange(L, device=q.device) < kv_lens[:, None]
+    own = slots[:, :1].where(live[:, :1], 0)
+    slots = slots.where(live, own)  # what lies past the end need not be a slot
+    k, v = (x.unflatten(0, (B, L)).transpose(1, 2) for x in fmt.decode_ref(kv, slots.flatten()))
+    queries = q.float().unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
+    scores = (queries @ k.mT * scale).masked_fill(~live[:, None, None], -torch.inf)
+    values = fmt.from_basis((torch.softmax(scores, -1) @ v).flatten(1, 2))
+    return values.masked_fill(~live.any(1)[:, None, None], 0.0)

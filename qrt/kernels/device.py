@@ -1,0 +1,87 @@
+"""Device code that the attention-side kernels share: tiles of half heads, the rotation, online softmax."""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qrt.quant import rotation
+
+CROSSED_BELOW = tl.constexpr(rotation.CROSSED_BELOW)
+MIN_COLUMNS = 16  # a tensor-core dot wants at least 16 in every dimension
+
+
+def half_width(head_dim: int, parts: int) -> int:
+    """H: columns of a half-head tile, `parts` parts of D/2/parts dims each padded to a power of two."""
+    return parts * max(MIN_COLUMNS, triton.next_power_of_2(head_dim // 2 // parts))
+
+
+def token_stride(x: Tensor, name: str) -> int:
+    """Elements between tokens of x [T, heads, D]; ValueError unless a token's heads are contiguous."""
+    if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+        raise ValueError(f"{name}: strides {x.stride()}, wanted contiguous heads (.., {x.shape[2]}, 1)")
+    return x.stride(0)
+
+
+@lru_cache(maxsize=64)
+def signs(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
+    """`rotation.matrix` as entries -1, 0 and 1 (fp16 [D/2, D/2] on `device`) and their common factor, that of
+    `cross` included."""
+    matrix = rotation.matrix(head_dim)
+    factor = 2**-0.5 if head_dim < rotation.CROSSED_BELOW else 1.0
+    return matrix.sign().half().to(device), matrix.abs().max().item() * factor
+
+
+@triton.jit
+def load_halves(rows, live, dims, real, D: tl.constexpr):
+    """Vectors at `rows` [M] (pointers) -> lo, hi [M, H]; zero where not `live` [M] or not `real` [H]."""
+    at, mask = rows[:, None] + dims[None, :], live[:, None] & real[None, :]
+    return tl.load(at, mask=mask, other=0.0), tl.load(at + D // 2, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_halves(rows, lo, hi, live, dims, real, D: tl.constexpr):
+    """The inverse of `load_halves`, rounding to the dtype of `rows`."""
+    at, mask = rows[:, None] + dims[None, :], live[:, None] & real[None, :]
+    tl.store(at, lo.to(rows.dtype.element_ty), mask=mask)
+    tl.store(at + D // 2, hi.to(rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_signs(matrix, dims, real, D: tl.constexpr, TRANSPOSE: tl.constexpr):
+    """The rotation's signs [H, H] fp32 (their transpose undoes it), zero outside `real`."""
+    row, column = dims[:, None], dims[None, :]
+    at = column * (D // 2) + row if TRANSPOSE else row * (D // 2) + column
+    return tl.load(matrix + at, mask=real[:, None] & real[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def cross(lo, hi, D: tl.constexpr):
+    """The exchange between the halves of a narrow head, times sqrt(2); its own inverse but for a factor."""
+    if D < CROSSED_BELOW:
+        lo, hi = lo + hi, lo - hi
+    return lo, hi
+
+
+@triton.jit
+def rotate(x, matrix, factor):
+    """x [M, H] fp32 times signs [H, H] times factor: two TF32 terms hold 22 of x's 24 bits."""
+    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # what TF32 keeps
+    y = tl.dot(high, matrix, input_precision="tf32")
+    return tl.dot(x - high, matrix, y, input_precision="tf32") * factor
+
+
+@triton.jit
+def online_softmax(query, tile, visible, m, l, acc, FMT: tl.constexpr):
+    """Attend one tile of tokens: running reference m [M], sum l [M] and accumulator, in base 2.
+
+    m is the rows' maximum plus the format's headroom. Every row must see a token of the first tile it
+    meets, or m stays -inf (Milakov and Gimelshein 2018, arXiv:1805.02867).
+    """
+    scores = tl.where(visible, FMT.scores(query, tile), -float("inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1) + FMT.headroom(tile))
+    alpha = tl.exp2(m - m_new)
+    p = tl.exp2(scores - m_new[:, None])
+    return m_new, l * alpha + tl.sum(p, 1), FMT.accumulate(acc, p, alpha, tile)

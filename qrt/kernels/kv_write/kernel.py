@@ -1,0 +1,95 @@
+"""Triton kernel of kv_write: see the package's docstring for the contract.
+
+A program takes 64 vectors (token, head) of q, of k or of v. The tile is the same for every T, so that a
+token's bytes are too.
+"""
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qrt.checks import expect
+from qrt.kernels.device import (
+    cross,
+    half_width,
+    load_halves,
+    load_signs,
+    rotate,
+    signs,
+    store_halves,
+    token_stride,
+)
+from qrt.quant.kv import KV_FORMATS
+from qrt.quant.kv.device import KVDevice, part_columns
+
+ROWS = 64  # of a Hopper tensor-core dot, which reads the signs from shared memory
+WARPS = 4
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _kv_write_kernel(
+    q, k, v, cos, sin, positions, slots, buffers, rotation, tokens, num_slots,
+    stride_q, stride_k, stride_v,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
+    FMT: tl.constexpr,
+):  # fmt: skip
+    """grid: tiles of q, then of k, then of v; all take one path, v turning by no angle."""
+    tile = tl.program_id(0)
+    q_tiles, kv_tiles = tl.cdiv(tokens * HQ, M), tl.cdiv(tokens * HKV, M)
+    is_q, is_v = tile < q_tiles, tile >= q_tiles + kv_tiles
+    x = tl.where(is_q, q, tl.where(is_v, v, k))
+    stride = tl.where(is_q, stride_q, tl.where(is_v, stride_v, stride_k))
+    first = tl.where(is_q, 0, tl.where(is_v, q_tiles + kv_tiles, q_tiles))
+    heads = tl.where(is_q, HQ, HKV)
+
+    row = (tile - first) * M + tl.arange(0, M)
+    token, head, live = row // heads, row % heads, row < tokens * heads
+    dims, real = part_columns(D, FMT.parts, H)
+    rows = x + token.to(tl.int64) * stride + head * D
+    lo, hi = load_halves(rows, live, dims, real, D)
+    lo, hi = lo.to(tl.float32), hi.to(tl.float32)
+
+    position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
+    angle = position[:, None] * (D // 2) + dims[None, :]
+    turned = (live & (is_v == 0))[:, None] & real[None, :]
+    c, s = tl.load(cos + angle, mask=turned, other=1.0), tl.load(sin + angle, mask=turned, other=0.0)
+    lo, hi = lo * c - hi * s, hi * c + lo * s
+
+    if rotation is not None:
+        matrix = load_signs(rotation[0], dims, real, D, False)
+        lo, hi = cross(lo, hi, D)
+        lo, hi = rotate(lo, matrix, rotation[1]), rotate(hi, matrix, rotation[1])
+    store_halves(rows, lo, hi, live, dims, real, D)
+    if tile >= q_tiles:
+        slot = tl.load(slots + token, mask=live, other=0).to(tl.int64)
+        FMT.encode(lo, hi, buffers, slot, head, live, num_slots, is_v.to(tl.int32), HKV, D)
+
+
+def kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    kv: Sequence[Tensor],
+    format: str,
+) -> None:
+    """See the package's docstring."""
+    T, Hq, D = expect(q, "T Hq D", name="q").values()
+    Hkv = expect(k, "T Hkv D", q.dtype, "k", T=T, D=D)["Hkv"]
+    expect(v, "T Hkv D", q.dtype, "v", T=T, Hkv=Hkv, D=D)
+    if T == 0:
+        return
+    fmt = KV_FORMATS[format]
+    device: KVDevice = fmt.device()
+    grid = (triton.cdiv(T * Hq, ROWS) + 2 * triton.cdiv(T * Hkv, ROWS),)
+    _kv_write_kernel[grid](
+        q, k, v, cos, sin, positions, slots, tuple(kv), signs(D, q.device) if fmt.rotated else None, T,
+        kv[0].shape[0],
+        token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
+        HQ=Hq, HKV=Hkv, D=D, H=half_width(D, device.parts), M=ROWS, FMT=device, num_warps=WARPS,
+    )  # fmt: skip

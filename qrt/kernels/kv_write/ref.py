@@ -1,0 +1,37 @@
+"""kv_write from its definition, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qrt.quant.kv import KV_FORMATS
+
+
+def kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    kv: Sequence[Tensor],
+    format: str,
+) -> None:
+    """See the package's docstring."""
+    fmt = KV_FORMATS[format]
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    q.copy_(fmt.to_basis(_rope(q, c, s)))
+    stored_k, stored_v = fmt.to_basis(_rope(k, c, s)), fmt.to_basis(v)
+    fmt.encode_ref(stored_k, stored_v, kv, slots)
+    k.copy_(stored_k)
+    v.copy_(stored_v)
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D] turned by cos, sin [T, 1, D/2], fp32."""
+    lo, hi = x.float().chunk(2, -1)
+    return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), -1)

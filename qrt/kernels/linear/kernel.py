@@ -1,0 +1,245 @@
+"""`qrt::linear` on the GPU: x [T, K] -> [T, N], and the GEMM over tiles that the weight-only schemes share.
+
+Few tokens: one kernel reads every weight once and is bound by that read. It computes W @ x^T, so that the
+unpacked weights are the register operand of the tensor core and never touch shared memory, keeps codes as
+exact small integers and applies scales to fp32 group sums. Where N / 64 programs would leave SMs idle, K is
+split; the last program of a row block to arrive adds the partial sums in split order, so results do not
+depend on timing. Many tokens: the weight is dequantized block by block to scratch and torch multiplies.
+Layout: quant/weight/tiles.py. A format is its `unpack` device function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
+
+FUSED_TOKENS = {2: 64, 4: 16}  # most of one launch, by bytes of x: accumulators and planes fill the registers
+FUSED_LAUNCHES = 2  # two reads of packed weights move fewer bytes than writing and reading them dequantized
+SCRATCH_BYTES = 64 << 20  # of dequantized weight: near the L2 cache, and small beside a model
+_TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@triton.jit
+def _scale(ptr, run: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr):
+    """fp32 scale of each row's `run`. 16-bit scales come in pairs: an async copy moves 4 bytes or more."""
+    if SCALE == tl.float32:
+        return tl.load(ptr + run * ROWS).to(tl.float32, bitcast=True)
+    else:
+        pair = tl.load(ptr + run // 2 * ROWS)
+        return ((pair >> (run % 2 * 16)) & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _zero(zeros, run: tl.constexpr):
+    """Signed byte `run` of each row's word."""
+    return (zeros << (24 - 8 * run)) >> 24
+
+
+@triton.jit(do_not_specialize=["M"])
+def _fused(
+    X, W, SCALES, ZEROS, BIAS, Y, PARTS, ARRIVALS, M, N,
+    K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, RUNS: tl.constexpr,
+    SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr,
+    DOT: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (row blocks, SPLITS): Y [M, N] = X [M, K] @ W.T for M <= BM; no split is left without a tile."""
+    TILE: tl.constexpr = PLANES * J
+    TILES: tl.constexpr = (K + TILE - 1) // TILE
+    SHARE: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
+    WORDS: tl.constexpr = 1 if SCALE == tl.float32 else 2  # scales a 32-bit word
+    PER_RUN: tl.constexpr = PLANES // RUNS
+    block = tl.program_id(0)
+    split = tl.program_id(1)
+    first = split * SHARE
+    rows = tl.arange(0, ROWS)
+    words = tl.arange(0, J)
+    tokens = tl.arange(0, BM)
+    live = (tokens < M)[None, :]
+    tile = block * TILES + first
+    wp = W + tile.to(tl.int64) * (ROWS * J) + rows[:, None] * J + words[None, :]
+    sp = SCALES + tile * (RUNS // WORDS * ROWS) + rows
+    zp = ZEROS + tile * ROWS + rows
+    xp = X + tokens[None, :] * K + first * TILE + words[:, None]
+    acc = tl.zeros([ROWS, BM], tl.float32)
+    steps = SHARE if TILES % SHARE == 0 else tl.minimum(SHARE, TILES - first)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        planes = UNPACK(tl.load(wp, eviction_policy="evict_first"), DOT, ASM)
+        if ASYMMETRIC:
+            zeros = tl.load(zp)
+        for run in tl.static_range(RUNS):
+            part = tl.zeros([ROWS, BM], tl.float32)
+            for p in tl.static_range(run * PER_RUN, (run + 1) * PER_RUN):
+                plane = planes[p]
+                if ASYMMETRIC:
+                    plane -= _zero(zeros, run).to(DOT)[:, None]
+                inside = live
+                if K % TILE:
+                    inside = live & ((first + i) * TILE + p * J + words < K)[:, None]
+                x = tl.load(xp + p * J, mask=inside, other=0.0)
+                part = tl.dot(plane, x.to(DOT), part, input_precision="ieee")
+            acc += part * _scale(sp, run, ROWS, SCALE)[:, None]
+        wp += ROWS * J
+        sp += RUNS // WORDS * ROWS
+        zp += ROWS
+        xp += TILE
+
+    n = block * ROWS + rows
+    inside = live & (n < N)[:, None]
+    last = True
+    if SPLITS > 1:
+        tl.store(PARTS + (split * N + n)[:, None] * M + tokens[None, :], acc, mask=inside)
+        tl.debug_barrier()  # every thread's part is stored before this program counts as arrived
+        last = tl.atomic_add(ARRIVALS + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    if last:
+        if SPLITS > 1:
+            acc = tl.zeros([ROWS, BM], tl.float32)
+            for s in tl.static_range(SPLITS):
+                part = PARTS + (s * N + n)[:, None] * M + tokens[None, :]
+                acc += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(ARRIVALS + block, 0)
+        if BIASED:
+            acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(Y + tokens[None, :] * N + n[:, None], acc.to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dequantize(
+    W, SCALES, ZEROS, OUT, TILES,
+    K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, RUNS: tl.constexpr,
+    SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, row blocks): OUT [64 * row blocks, K] = (code - zero) * scale, rounded to OUT's dtype."""
+    WORDS: tl.constexpr = 1 if SCALE == tl.float32 else 2
+    PER_RUN: tl.constexpr = PLANES // RUNS
+    column = tl.program_id(0)
+    block = tl.program_id(1)
+    rows = tl.arange(0, ROWS)
+    words = tl.arange(0, J)
+    tile = block.to(tl.int64) * TILES + column
+    packed = tl.load(W + tile * (ROWS * J) + rows[:, None] * J + words[None, :])
+    planes = UNPACK(packed, OUT.dtype.element_ty, ASM)
+    if ASYMMETRIC:
+        zeros = tl.load(ZEROS + tile * ROWS + rows)
+    for p in tl.static_range(PLANES):
+        plane = planes[p].to(tl.float32)
+        if ASYMMETRIC:
+            plane -= _zero(zeros, p // PER_RUN).to(tl.float32)[:, None]
+        scales = SCALES + tile * (RUNS // WORDS * ROWS) + rows
+        plane *= _scale(scales, p // PER_RUN, ROWS, SCALE)[:, None]
+        k = (column * PLANES + p) * J + words
+        out = OUT + (block * ROWS + rows).to(tl.int64)[:, None] * K + k[None, :]
+        tl.store(out, plane.to(OUT.dtype.element_ty), mask=(k < K)[None, :])
+
+
+class Plan(NamedTuple):
+    """How `_fused` is launched for one shape."""
+
+    width: int  # BM
+    splits: int
+    warps: int
+    stages: int
+
+
+def plan(tokens: int, blocks: int, tiles: int) -> Plan:
+    """Enough programs to fill 132 SMs about twice, and no share of K that is long while there are few.
+
+    The constants are those that won on an H200 for Llama-3-8B's shapes (shared/prototypes/gemm).
+    """
+    width = 8 if tokens <= 8 else max(16, triton.next_power_of_2(tokens))
+    splits = triton.next_power_of_2(triton.cdiv(256 if width <= 32 else 192, blocks))
+    if width <= 32 and tiles > 8 * splits and blocks * splits <= 256:
+        splits *= 2
+    crowded = blocks * splits >= 448  # smaller programs, so that more fit on an SM
+    warps = 2 if width == 8 or (width == 16 and crowded) else 4
+    share = triton.cdiv(tiles, min(splits, tiles, 16))
+    return Plan(width, triton.cdiv(tiles, share), warps, 4 if width == 8 and splits == 1 else 3)
+
+
+def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, unpack: Any) -> Tensor:
+    """x [T, K] (columns in the order of the codes) times the tiled weight -> [T, N] in x's dtype.
+
+    `unpack` is the format's device function (`TiledScheme.unpacker`). Bias is added in fp32. A call returns
+    the same bits every time.
+    """
+    y = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
+    most = FUSED_TOKENS[x.itemsize]
+    if x.shape[0] <= most * FUSED_LAUNCHES:
+        for first in range(0, x.shape[0], most):
+            part = slice(first, first + most)
+            _launch_fused(x[part].contiguous(), weight, bias, y[part], _layout(weight, bits, unpack))
+        return y
+    blocks = max(1, SCRATCH_BYTES // (TILE_ROWS * x.shape[1] * x.itemsize))
+    for first in range(0, weight.packed.shape[0], blocks):
+        matrix = _launch_dequantize(x, weight, slice(first, first + blocks), _layout(weight, bits, unpack))
+        columns = slice(first * TILE_ROWS, min((first + blocks) * TILE_ROWS, weight.out_features))
+        matrix = matrix[: columns.stop - columns.start].T
+        if bias is None:
+            torch.mm(x, matrix, out=y[:, columns])
+        else:
+            torch.addmm(bias[columns], x, matrix, out=y[:, columns])
+    return y
+
+
+def _launch_fused(
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any]
+) -> None:
+    (tokens, k), n = x.shape, weight.out_features
+    blocks, tiles, rows, words = weight.packed.shape
+    chosen = plan(tokens, blocks, tiles)
+    stage_bytes = rows * words * 2 + layout["PLANES"] * words * chosen.width * x.itemsize
+    parts = torch.empty(chosen.splits * n * tokens if chosen.splits > 1 else 0, device=x.device)
+    _fused[(blocks, chosen.splits)](
+        x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
+        parts, weight.arrivals, tokens, n, k,
+        DOT=_dot_type(x), BIASED=bias is not None, BM=chosen.width, SPLITS=chosen.splits,
+        STAGES=min(chosen.stages, _shared_bytes(x.device) // stage_bytes), num_warps=chosen.warps, **layout,
+    )  # fmt: skip
+
+
+def _launch_dequantize(x: Tensor, weight: TiledWeight, blocks: slice, layout: dict[str, Any]) -> Tensor:
+    """Row blocks of the weight as [rows, K] in x's dtype."""
+    packed, scale, zero = weight.packed[blocks], weight.scale[blocks], weight.zero[blocks]
+    out = torch.empty(packed.shape[0] * TILE_ROWS, x.shape[1], dtype=x.dtype, device=x.device)
+    _dequantize[(packed.shape[1], packed.shape[0])](
+        packed, scale.view(torch.int32), zero.view(torch.int32), out, packed.shape[1], x.shape[1], **layout
+    )
+    return out
+
+
+def _layout(weight: TiledWeight, bits: int, unpack: Any) -> dict[str, Any]:
+    """The constexpr arguments that describe a tiled weight."""
+    return {
+        "ROWS": TILE_ROWS,
+        "J": weight.packed.shape[3],
+        "PLANES": 16 // bits,
+        "RUNS": weight.runs,
+        "SCALE": _TL[weight.scale.dtype],
+        "ASYMMETRIC": weight.zero.numel() > 0,
+        "UNPACK": unpack,
+        "ASM": not triton.knobs.runtime.interpret,
+    }
+
+
+def _dot_type(x: Tensor) -> tl.dtype:
+    """x's dtype; the interpreter would multiply bf16 as bit patterns, so there fp32."""
+    return tl.float32 if triton.knobs.runtime.interpret else _TL[x.dtype]
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory one program may have, less a margin for scales and zeros."""
+    if device.type != "cuda":
+        return 224 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - (4 << 10)
+
+
+def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    """`qrt::linear` on CUDA tensors."""
+    return WEIGHT_SCHEMES[scheme].linear_triton(x, weight, bias, tile_gemm)

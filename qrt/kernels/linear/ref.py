@@ -1,0 +1,14 @@
+"""`linear` in torch: every scheme defines its own product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from qrt.quant.weight import WEIGHT_SCHEMES
+
+
+def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    """x [T, K] -> [T, N] in x's dtype."""
+    return WEIGHT_SCHEMES[scheme].linear_ref(x, weight, bias)

@@ -1,0 +1,56 @@
+"""prefill_attention from its definition, in fp32, a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qrt.quant.kv import KV_FORMATS
+
+QUERIES = 256  # rows of the score matrix at a time
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Sequence[Tensor],
+    slot_table: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    kv_lens: Tensor,
+    max_query_len: int,
+    attend_cache: bool,
+    format: str,
+    scale: float,
+) -> Tensor:
+    """See the package's docstring; `max_query_len` does not matter here."""
+    fmt = KV_FORMATS[format]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    bounds = query_start.tolist()
+    for i, (row, kv_len) in enumerate(zip(rows.tolist(), kv_lens.tolist(), strict=True)):
+        chunk = slice(bounds[i], bounds[i + 1])
+        own = bounds[i + 1] - bounds[i]
+        keys, values = fmt.decode_ref(kv, slot_table[row, : kv_len if attend_cache else kv_len - own])
+        if not attend_cache:
+            keys, values = torch.cat((keys, k[chunk].float())), torch.cat((values, v[chunk].float()))
+        attended = causal_attention(q[chunk].float() * scale, keys, values)
+        out[chunk] = fmt.from_basis(attended)
+    return out
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [n, Hq, D] are the last n of the L positions of k, v [L, Hkv, D] -> [n, Hq, D]; all fp32."""
+    n, L = len(q), len(k)
+    k, v = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]  # [Hkv, 1, L, D]
+    queries = q.unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
+    position = torch.arange(L - n, L, device=q.device)
+    parts = []
+    for some, at in zip(queries.split(QUERIES, 2), position.split(QUERIES), strict=True):
+        seen = int(at[-1]) + 1  # no query of this block looks further
+        hidden = torch.arange(seen, device=q.device) > at[:, None]
+        scores = (some @ k[..., :seen, :].mT).masked_fill_(hidden, -torch.inf)
+        parts.append(torch.softmax(scores, -1) @ v[..., :seen, :])
+    return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(1, 2)

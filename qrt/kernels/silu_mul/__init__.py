@@ -1,0 +1,25 @@
+"""`silu_mul`: the activation of a gated MLP (SwiGLU, Shazeer 2020, arXiv:2002.05202).
+
+silu_mul(gate_up [T, 2*I]) -> [T, I] = silu(gate_up[:, :I]) * gate_up[:, I:]
+
+silu is computed in fp32 and rounded to the dtype before the product, the order of transformers.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qrt.kernels.op import define
+from qrt.kernels.silu_mul import ref
+
+
+def _fake(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+silu_mul = define(
+    "silu_mul(Tensor gate_up) -> Tensor",
+    ref=ref.silu_mul,
+    triton="qrt.kernels.silu_mul.kernel:silu_mul",
+    fake=_fake,
+)

@@ -1,0 +1,92 @@
+"""Self-attention over the token-granular KV cache: project, store K and V, attend, project back.
+
+The only layer that touches the cache. Queries, and K and V on their way to the cache, are in the basis of
+the KV format from `kv_write` on; the attention operators return to the model's basis.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qrt.kernels.decode_attention import decode_attention
+from qrt.kernels.kv_write import kv_write
+from qrt.kernels.prefill_attention import prefill_attention
+from qrt.kernels.step import StepMeta
+from qrt.layers.linear import Linear
+from qrt.layers.norm import RMSNorm
+from qrt.layers.rope import RopeTables
+from qrt.mem.storage import KVLayer
+
+
+class Attention:
+    """Grouped-query attention: query head h reads KV head h // (Hq/Hkv).
+
+    qkv              stacks q [Hq*D], k [Hkv*D] and v [Hkv*D]
+    o                [Hq*D] -> [H]
+    q_norm, k_norm   RMSNorm over each head of q and k before RoPE, or None
+    """
+
+    def __init__(
+        self,
+        qkv: Linear,
+        o: Linear,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
+        self.qkv = qkv
+        self.o = o
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.heads = (num_heads, num_kv_heads, num_kv_heads)
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+
+    def __call__(self, x: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
+        """x [T, H] -> [T, H]; writes this layer's K and V of the step's tokens into `kv`."""
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        kv_write(q, k, v, rope.cos, rope.sin, step.positions, step.slots, kv.buffers, kv.format)
+        return self.o(self._attend(q, k, v, step, kv).flatten(1))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer) -> Tensor:
+        """[T, Hq, D]: the first `num_decodes` tokens attend the cache, the rest their prefix and chunk."""
+        n, parts = step.num_decodes, []
+        if step.decode is not None:
+            decode = step.decode
+            parts.append(
+                decode_attention(
+                    q[:n],
+                    kv.buffers,
+                    step.slot_table,
+                    decode.rows,
+                    decode.kv_lens,
+                    decode.num_splits,
+                    kv.format,
+                    self.scale,
+                )
+            )
+        if step.prefill is not None:
+            chunk = step.prefill
+            parts.append(
+                prefill_attention(
+                    q[n:],
+                    k[n:],
+                    v[n:],
+                    kv.buffers,
+                    step.slot_table,
+                    chunk.rows,
+                    chunk.query_start,
+                    chunk.kv_lens,
+                    chunk.max_query_len,
+                    chunk.attend_cache,
+                    kv.format,
+                    self.scale,
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

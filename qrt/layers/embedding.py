@@ -1,0 +1,17 @@
+"""Token embedding: one row of the table per token."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+class Embedding:
+    """The table, weight [V, H] in the model dtype."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens [T] int64 -> [T, H], a new tensor."""
+        return functional.embedding(tokens, self.weight)

@@ -1,0 +1,222 @@
+"""LLM: the engine as a Python object. Prompts in, RequestOutputs out, in vLLM's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from qrt.config import EngineConfig, SamplingParams
+from qrt.engine.engine import Engine
+from qrt.engine.output import RequestDelta
+from qrt.errors import ConfigError, QrtError
+from qrt.registry import nearest
+from qrt.serve.output import RequestCollector, RequestOutput
+from qrt.serve.tokenizer import Message, Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+ALIASES = {"kv_cache_dtype": "kv"}  # vLLM's name
+
+
+class LLM:
+    """A model ready to generate:
+
+        llm = LLM("tiny", kv="int8")
+        llm.generate(["The"], SamplingParams(max_tokens=32))[0].outputs[0].text
+
+    engine    the engine; it must not be driven from elsewhere at the same time
+    """
+
+    def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
+        """`settings` are the fields of EngineConfig; an unknown one is a ConfigError."""
+        config = _config(model, {"kv": kv, **settings})
+        self._tokenizer = Tokenizer(config.tokenizer or config.model)
+        self.engine = Engine(config, eos_token_ids=self._tokenizer.eos_token_ids)
+        self._ids = count()
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one request, prompt and output together."""
+        return self.engine.max_model_len
+
+    @property
+    def weight_scheme(self) -> str:
+        """The scheme of the layers' weights, e.g. "w4a16"; "fp16+w4a16" where it is not one for all."""
+        return self.engine.model.scheme
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights."""
+        return self.engine.model.num_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Memory of one token's K and V, all layers."""
+        return self.engine.kv_bytes_per_token
+
+    @property
+    def dtype(self) -> str:
+        """Of activations: "float32", "float16" or "bfloat16"."""
+        return str(self.engine.model.dtype).removeprefix("torch.")
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the checkpoint, or that given as `tokenizer`."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends; used where no parameters are given."""
+        return self.engine.generation.sampling
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results in the order of the prompts.
+
+        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; parameters are
+        one for all or one for each. ConfigError for a prompt that does not fit; QrtError when a step fails.
+        """
+        listed = _listed(prompts)
+        params = self._params(sampling_params, len(listed))
+        collectors = [self._collector(prompt, own) for prompt, own in zip(listed, params, strict=True)]
+        by_id = {engine_id: collector for collector in collectors for engine_id in collector.engine_ids}
+        try:
+            for collector in collectors:
+                for engine_id, own in collector.engine_requests():
+                    self.engine.add(engine_id, collector.prompt_ids, own)
+            with tqdm(total=len(collectors), desc="Processed prompts", disable=not use_tqdm) as bar:
+                tokens = 0
+                for delta in self._deltas():
+                    collector = by_id[delta.request_id]
+                    if collector.feed(delta).abort:
+                        self.engine.abort(delta.request_id)
+                    tokens += len(delta.token_ids)
+                    if collector.finished:
+                        bar.set_postfix_str(f"{_rate(tokens, bar)} output tokens/s", refresh=False)
+                        bar.update()
+        finally:  # an interrupt or a refused prompt leaves nothing behind
+            for engine_id in by_id:
+                self.engine.abort(engine_id)
+        return [collector.output() for collector in collectors]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, by the checkpoint's chat template."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        prompts = []
+        for conversation in conversations:
+            text = self._tokenizer.render_chat(conversation, **options)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def score(self, token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probability (natural) of every token after the first, given those before it: for each list of
+        n ids fp32 [n - 1], on the CPU. Lists may be as long as `max_model_len`."""
+        params = SamplingParams(prompt_logprobs=0)
+        parts: dict[str, list[Tensor]] = {f"score-{next(self._ids)}": [] for _ in token_ids}
+        try:
+            for request_id, ids in zip(parts, token_ids, strict=True):
+                self.engine.add(request_id, ids, params, generate=False)
+            for delta in self._deltas():
+                if delta.prompt_scores is not None:
+                    parts[delta.request_id].append(delta.prompt_scores.logprobs)
+        finally:
+            for request_id in parts:
+                self.engine.abort(request_id)
+        return [_concatenate(scores) for scores in parts.values()]
+
+    def _deltas(self) -> Iterator[RequestDelta]:
+        """Step until the engine has no work left; QrtError when a step has failed."""
+        while self.engine.has_work:
+            for delta in self.engine.step():
+                if delta.error:
+                    raise QrtError(f"request {delta.request_id} failed in a step: {delta.error}")
+                yield delta
+
+    def _collector(self, prompt: Prompt, params: SamplingParams) -> RequestCollector:
+        text, ids = self._prompt(prompt)
+        self.engine.validate(ids, params)
+        return RequestCollector(str(next(self._ids)), text, ids, params, self._tokenizer)
+
+    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text, if there is one, and token ids."""
+        if isinstance(prompt, Mapping):
+            if unknown := [key for key in prompt if key not in PROMPT_KEYS]:
+                raise ConfigError(
+                    f"prompt: unknown key {unknown[0]!r}{nearest(unknown[0], list(PROMPT_KEYS))}"
+                )
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            prompt = prompt.get("prompt", ())
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence):
+            got = type(prompt).__name__
+            raise ConfigError(f"prompt: got {got}, wanted text, token ids or a dictionary")
+        ids: Any = prompt
+        return None, list(ids)
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        """One for each of `count` prompts."""
+        if given is None:
+            given = self.get_default_sampling_params()
+        params = [given] * count if isinstance(given, SamplingParams) else given
+        if len(params) != count:
+            raise ConfigError(f"sampling_params: got {len(params)} for {count} prompts, wanted one each")
+        return params
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """The prompts as a list, one prompt alone included."""
+    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
+    known = [field.name for field in fields(EngineConfig)]
+    given: dict[str, Any] = {}
+    for name, value in settings.items():
+        field = ALIASES.get(name, name)
+        if field not in known:
+            raise ConfigError(f"LLM: unknown setting {name!r}{nearest(name, [*known, *ALIASES])}")
+        given[field] = value
+    return EngineConfig(model, **given)
+
+
+def _rate(count: int, bar: Any) -> str:
+    seconds = bar.format_dict["elapsed"]
+    return f"{count / seconds:.0f}" if seconds else "?"
+
+
+def _concatenate(scores: list[Tensor]) -> Tensor:
+    return torch.cat(scores) if scores else torch.empty(0)

@@ -1,0 +1,204 @@
+"""The prefix cache: a radix tree from token ids to the slots that hold their K/V, one token at a time.
+
+A node owns the slots of its tokens until they are evicted. Running sequences lock the path they read. What is
+not locked can be evicted, least recently used leaf token first. (SGLang's RadixAttention, arXiv:2312.07104,
+with pages of one token as in LightLLM.)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from qrt.mem.slots import Ints
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """An edge and its end: the tokens `key` [n], which follow the parent's, and their `slots` [n]."""
+
+    key: Ints
+    slots: Ints
+    parent: Node | None = None
+    children: dict[int, Node] = field(default_factory=dict)  # by the first token of their keys
+    ref: int = 0  # locks whose path contains this node
+    last_use: int = 0  # never earlier than a child's
+    queued: bool = False  # whether the eviction queue has an entry for it
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix of some ids; valid until the tree changes.
+
+    node       where it ends
+    within     how many tokens of `node` belong to it
+    length     tokens in total
+    unlocked   how many of them are evictable now
+    """
+
+    node: Node
+    within: int
+    length: int
+    unlocked: int
+
+
+class RadixCache:
+    """Token ids -> slots. `evictable` and `locked` count the tokens it holds."""
+
+    def __init__(self) -> None:
+        self.evictable = self.locked = 0
+        self._root = Node(np.empty(0, np.int32), np.empty(0, np.int32))
+        self._clock = 0
+        # Nodes that were an unlocked leaf once, by the last use of that time: at most one entry per node,
+        # and `evict` sets it right when it comes up.
+        self._queue: list[tuple[int, int, Node]] = []
+        self._serial = count()
+
+    def match(self, ids: Ints) -> Match:
+        """The longest cached prefix of `ids` [n]. Changes nothing, not even the order of eviction."""
+        node, within, length, unlocked = self._root, 0, 0, 0
+        while length < len(ids) and (child := node.children.get(int(ids[length]))) is not None:
+            node = child
+            within = _common_prefix(node.key, ids[length:])
+            length += within
+            if not node.ref:
+                unlocked += within
+            if within < len(node.key):
+                break
+        return Match(node, within, length, unlocked)
+
+    def lock(self, match: Match) -> Node:
+        """Keep the matched prefix until `unlock` of the node returned, which is where the prefix ends."""
+        end = self._end(match)
+        for node in _path(end):
+            if not node.ref:
+                self.evictable -= len(node.key)
+                self.locked += len(node.key)
+            node.ref += 1
+        return end
+
+    def unlock(self, end: Node) -> None:
+        """Undo one `lock`; the prefix counts as used just now."""
+        for node in _path(end):
+            node.ref -= 1
+            assert node.ref >= 0, "prefix unlocked more often than locked"
+            if not node.ref:
+                self.locked -= len(node.key)
+                self.evictable += len(node.key)
+        self._touch(end)
+        self._offer(end)
+
+    def slots(self, end: Node) -> Ints:
+        """The slots of the whole prefix that ends at `end`, int32 [its length], a copy."""
+        parts = [node.slots for node in _path(end)]
+        return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
+
+    def insert(self, match: Match, ids: Ints, slots: Ints) -> None:
+        """Add `ids` [n], of which `match` is the cached prefix. The tree becomes the owner of
+        `slots[match.length:]`; the first `match.length` slots are duplicates and stay the caller's."""
+        end = self._end(match)
+        if match.length < len(ids):
+            rest = slice(match.length, None)
+            leaf = Node(ids[rest].copy(), slots[rest].copy(), end)
+            end.children[int(leaf.key[0])] = leaf
+            self.evictable += len(leaf.key)
+            end = leaf
+        self._touch(end)
+        self._offer(end)
+
+    def evict(self, need: int) -> Ints:
+        """Forget `need` unlocked tokens (all of them, if there are fewer), least recently used leaf token
+        first, so that a long leaf is shortened from its end. Their slots are the caller's."""
+        freed = []
+        while need > 0 and self._queue:
+            last_use, _, node = heapq.heappop(self._queue)
+            node.queued = False
+            if node.children or node.ref or node.last_use != last_use:
+                self._offer(node)
+                continue
+            keep = max(0, len(node.key) - need)
+            freed.append(node.slots[keep:])
+            need -= len(node.key) - keep
+            self.evictable -= len(node.key) - keep
+            if keep:
+                node.key, node.slots = node.key[:keep], node.slots[:keep]
+                self._offer(node)
+            else:
+                self._remove(node)
+        return np.concatenate(freed) if freed else np.empty(0, np.int32)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents first."""
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            if node.parent is not None:
+                yield node
+
+    def check(self) -> None:
+        """Assert the invariants of the tree. O(tokens)."""
+        evictable = locked = 0
+        queued = {id(node) for _, _, node in self._queue}
+        assert len(queued) == len(self._queue)
+        for node in self.nodes():
+            parent = node.parent
+            assert parent is not None and parent.children[int(node.key[0])] is node
+            assert len(node.key) == len(node.slots) > 0
+            assert node.queued == (id(node) in queued)
+            assert node.queued or node.children or node.ref, "an evictable leaf that eviction cannot find"
+            if parent.parent is not None:
+                assert parent.ref >= node.ref and parent.last_use >= node.last_use
+            evictable += 0 if node.ref else len(node.key)
+            locked += len(node.key) if node.ref else 0
+        assert (self.evictable, self.locked) == (evictable, locked)
+
+    def _end(self, match: Match) -> Node:
+        """The node that ends where the match ends, split off if need be."""
+        node, within, parent = match.node, match.within, match.node.parent
+        if within == len(node.key):
+            return node
+        assert parent is not None
+        # The upper part is the new node: locks and queue entries refer to ends of paths. Both parts are
+        # copied, so that the short one does not keep the long array alive.
+        upper = Node(node.key[:within].copy(), node.slots[:within].copy(), parent)
+        upper.ref, upper.last_use = node.ref, node.last_use
+        parent.children[int(upper.key[0])] = upper
+        node.key, node.slots, node.parent = node.key[within:].copy(), node.slots[within:].copy(), upper
+        upper.children[int(node.key[0])] = node
+        return upper
+
+    def _touch(self, end: Node) -> None:
+        self._clock += 1
+        for node in _path(end):
+            node.last_use = self._clock
+
+    def _offer(self, node: Node) -> None:
+        """Queue `node` for eviction if it is an unlocked leaf."""
+        if not (node.children or node.ref or node.queued or node.parent is None):
+            node.queued = True
+            heapq.heappush(self._queue, (node.last_use, next(self._serial), node))
+
+    def _remove(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[int(leaf.key[0])]
+        self._offer(parent)
+
+
+def _path(node: Node) -> Iterator[Node]:
+    """From `node` up to the root, which is left out."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def _common_prefix(a: Ints, b: Ints) -> int:
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    first = int(differ.argmax()) if n else 0
+    return first if n and differ[first] else n

@@ -1,0 +1,79 @@
+"""KVStorage: the tensors behind the slots, one KV format per layer over the same slot ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qrt.errors import QrtError
+from qrt.mem.sizing import GIB, PAD_SLOTS, pool_bytes
+from qrt.quant.kv.base import KVFormat
+from qrt.quant.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """What attention needs of one layer.
+
+    format    the format's name in KV_FORMATS
+    buffers   its tensors, in the order of `KVFormat.buffers`
+    """
+
+    format: str
+    buffers: list[Tensor]
+
+
+class KVStorage:
+    """The K/V of `num_slots` tokens, for all layers, zero at first.
+
+    Behind them lies `pad_slot` (= num_slots), which takes the writes of padded rows and is never handed out.
+    Zeros, so that a padded row that reads a slot sees no NaN.
+    """
+
+    def __init__(
+        self,
+        formats: Sequence[KVFormat],
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """`formats` [layers]; `dtype` is the model's. QrtError when the memory cannot be had."""
+        self.num_slots = self.pad_slot = num_slots
+        self._layers = []
+        try:
+            for format in formats:
+                specs = format.buffers(num_slots + PAD_SLOTS, num_kv_heads, head_dim, dtype)
+                self._layers.append(KVLayer(format.name, [_zeros(spec, device) for spec in specs.values()]))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            wanted = pool_bytes(formats, num_slots, num_kv_heads, head_dim, dtype)
+            raise QrtError(
+                f"KV pool: could not allocate {wanted / GIB:.2f} GiB on {device} for {num_slots} tokens in "
+                f"{len(formats)} layers (got {self.num_bytes / GIB:.2f} GiB); lower "
+                f"--kv-cache-memory-bytes or --gpu-memory-utilization ({str(error).splitlines()[0]})"
+            ) from error
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self._layers)
+
+    def layer(self, index: int) -> KVLayer:
+        """The format and tensors of layer `index`."""
+        return self._layers[index]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, the pad slot's included."""
+        return sum(buffer.nbytes for layer in self._layers for buffer in layer.buffers)
+
+
+def _zeros(spec: TensorSpec, device: torch.device | str) -> Tensor:
+    if torch.device(device).type != "cpu":
+        return spec.zeros(device)
+    # numpy's zeros are pages the system hands out when they are first written, torch's are written at once
+    return torch.from_numpy(np.zeros(spec.num_bytes, np.uint8)).view(spec.dtype).view(spec.shape)

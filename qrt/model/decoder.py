@@ -1,0 +1,122 @@
+"""The one decoder of every architecture: layers of y = x + attention(norm(x)); z = y + mlp(norm(y))."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from qrt.arch import ModelConfig
+from qrt.kernels.step import StepMeta
+from qrt.layers.attention import Attention
+from qrt.layers.embedding import Embedding
+from qrt.layers.linear import Linear
+from qrt.layers.mlp import MLP
+from qrt.layers.norm import RMSNorm
+from qrt.layers.rope import RopeTables
+from qrt.mem.storage import KVLayer, KVStorage
+
+
+class DecoderLayer:
+    """Attention and MLP with the norm before each; the residual stream is kept by the caller."""
+
+    def __init__(self, norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP) -> None:
+        self.norm = norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(self, x: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
+        """x [T, H] is `norm(residual)`; adds the attention to `residual` [T, H] in place.
+
+        Returns the MLP's output [T, H], which the norm that follows the layer adds.
+        """
+        x = self.attention(x, step, kv, rope)
+        return self.mlp(self.mlp_norm.add(residual, x))
+
+
+class Decoder:
+    """A loaded model: weights, and nothing of requests. A step's state comes in StepMeta and KVStorage.
+
+    config    sizes and facts; `config.max_position` is the longest context it answers rightly
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embed: Embedding,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        head: Linear,
+        rope: RopeTables,
+    ) -> None:
+        self.config = config
+        self.embed = embed
+        self.layers = layers
+        self.norm = norm
+        self.head = head
+        self.rope = rope
+
+    def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
+        """Run one step; the hidden states [T, H] after the final norm. K and V go into `kv`."""
+        residual = self.embed(step.tokens)
+        x = self.layers[0].norm(residual)
+        following = [layer.norm for layer in self.layers[1:]] + [self.norm]
+        for i, (layer, norm) in enumerate(zip(self.layers, following, strict=True)):
+            x = layer(x, residual, step, kv.layer(i), self.rope)
+            x = norm.add(residual, x)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [L, H] -> fp32 [L, V]; pass only the rows that are needed (`step.logit_rows`)."""
+        return self.head(hidden).float()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, norms and the embedding."""
+        return self.embed.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed.weight.device
+
+    def linears(self) -> Iterator[Linear]:
+        """Every Linear, the head last."""
+        for layer in self.layers:
+            yield from (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
+        yield self.head
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Every weight tensor; a tied head yields the embedding's table again."""
+        yield self.embed.weight
+        for linear in self.linears():
+            yield from linear.parameters()
+        for layer in self.layers:
+            norms = (layer.norm, layer.mlp_norm, layer.attention.q_norm, layer.attention.k_norm)
+            yield from (norm.weight for norm in norms if norm is not None)
+        yield self.norm.weight
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all weights; shared ones count once. The RoPE tables are not weights."""
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self.parameters()}.values())
+
+    @property
+    def schemes(self) -> Counter[str]:
+        """How many projections of the layers each weight scheme has; the head is not counted."""
+        return Counter(linear.scheme for linear in self.linears() if linear is not self.head)
+
+    @property
+    def scheme(self) -> str:
+        """The layers' weight scheme in one word: `w4a16`, or `fp16+w4a16` where they differ."""
+        return "+".join(sorted(self.schemes))
+
+    def __str__(self) -> str:
+        """For start-up: `LlamaForCausalLM, 32 layers, w4a16 (head fp16), 5.35 GiB, torch.bfloat16`."""
+        return (
+            f"{self.config.architecture}, {self.config.num_layers} layers, {self.scheme} "
+            f"(head {self.head.scheme}), {self.num_bytes / 2**30:.2f} GiB, {self.dtype}"
+        )

@@ -1,0 +1,162 @@
+"""Fill a decoder from a checkpoint: every tensor used, checked against the config, moved layer by layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qrt.arch import ARCHS, Arch, ModelConfig
+from qrt.errors import CheckpointError
+from qrt.layers.linear import Linear
+from qrt.model.build import LinearShape, build, layer_norms, layer_shapes
+from qrt.model.decoder import Decoder
+from qrt.quant.checkpoint import Checkpoint, open_checkpoint
+from qrt.quant.weight.base import fuse
+
+logger = logging.getLogger(__name__)
+
+# Derived from the config (old checkpoints store them), or scales of another runtime's static KV cache.
+IGNORED = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale")
+
+
+def load_model(source: str | Path | Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Load a checkpoint folder (or "tiny") on `device`; what is not quantized is cast to `dtype`.
+
+    Raises UnsupportedError for an architecture or scheme qrt does not run, CheckpointError for tensors
+    that are missing, left over or of another shape than config.json says, each by name.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    arch = _architecture(checkpoint)
+    config = _cap_to_window(ModelConfig.from_hf(checkpoint.config, arch))
+    config = _untie(config, arch, checkpoint)
+    _check_names(config, arch, checkpoint)
+    weights = CheckpointWeights(checkpoint, device, dtype)
+    decoder = build(config, arch, weights, progress="Loading weights")
+    left = [module for module in weights.unquantized if module != arch.head]
+    if left and len(decoder.schemes) > 1:
+        logger.warning("left unquantized by the checkpoint: %s", _some(left))
+    return decoder
+
+
+class CheckpointWeights:
+    """The WeightSource of a checkpoint.
+
+    unquantized    names of the Linears that turned out to be plain weights
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        self.checkpoint = checkpoint
+        self.device = device
+        self.dtype = dtype
+        self.unquantized: list[str] = []
+
+    def linear(self, modules: tuple[str, ...], shape: LinearShape) -> Linear:
+        """Read, check and stack; CheckpointError when the parts are not quantized alike."""
+        schemes, parts = [], []
+        for module, out in zip(modules, shape.outs, strict=True):
+            scheme, part = self.checkpoint.linear(module)
+            if part.values.shape != (out, shape.in_features):
+                raise self._mismatch(module, part.values.shape, (out, shape.in_features))
+            schemes.append(scheme)
+            parts.append(part)
+        remedy = "fused projections must be quantized alike; quantize or ignore them together"
+        if len(set(schemes)) > 1:
+            came = ", ".join(f"{m} is {s}" for m, s in zip(modules, schemes, strict=True))
+            raise CheckpointError(f"{self.checkpoint.path}: {came}: {remedy}")
+        try:
+            weight = fuse(parts)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {', '.join(modules)}: {error}: {remedy}"
+            ) from error
+        self.unquantized += modules if weight.scale is None else ()
+        return Linear.pack(schemes[0], weight, self.device, self.dtype)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read and check an embedding or a norm."""
+        tensor = self.checkpoint.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise self._mismatch(name, tensor.shape, shape)
+        return tensor.to(self.device, self.dtype)
+
+    def _mismatch(self, name: str, came: Iterable[int], wanted: Iterable[int]) -> CheckpointError:
+        return CheckpointError(
+            f"{self.checkpoint.path}: {name} has shape {list(came)}, config.json says {list(wanted)}"
+        )
+
+
+def _architecture(checkpoint: Checkpoint) -> Arch:
+    names = checkpoint.config.get("architectures") or []
+    if len(names) != 1:
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json names no architecture ('architectures' is {names!r})"
+        )
+    return ARCHS[names[0]]
+
+
+def _cap_to_window(config: ModelConfig) -> ModelConfig:
+    """Within its first `sliding_window` tokens a sliding layer is a full one: run that far and no further."""
+    window = config.sliding_window
+    if window is None or window >= config.max_position:
+        return config
+    logger.warning(
+        "context capped at the model's sliding window: %d of %d tokens", window, config.max_position
+    )
+    return replace(config, max_position=window)
+
+
+def _untie(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> ModelConfig:
+    """A head that is stored and differs from the embedding is a head of its own, whatever the config says."""
+    stored = [name for name in checkpoint.names() if name.startswith(f"{arch.head}.")]
+    if not config.tied_embeddings or not stored:
+        return config
+    if stored == [f"{arch.head}.weight"]:
+        if torch.equal(checkpoint.tensor(stored[0]), checkpoint.tensor(f"{arch.embed}.weight")):
+            return config
+    logger.warning(
+        "%s is stored apart from the embedding: used, though config.json says they are tied", arch.head
+    )
+    return replace(config, tied_embeddings=False)
+
+
+def _check_names(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> None:
+    """Every module and bias that the config asks for is there, and nothing else is."""
+    wanted, biases = _modules(config, arch), _biases(config, arch)
+    names = checkpoint.names()
+    found = {name.rpartition(".")[0] for name in names}
+    if missing := sorted(wanted - found) + sorted(biases - set(names)):
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(missing)} missing that config.json asks for: {_some(missing)}"
+        )
+    known = wanted | {arch.head} if config.tied_embeddings else wanted
+    unused = [n for n in names if n.rpartition(".")[0] not in known and not n.endswith(IGNORED)]
+    extra = [n for n in names if n.endswith(".bias") and n not in biases and n not in unused]
+    unused += [n for n in extra if checkpoint.tensor(n).any()]  # GPTQ tools store zeros where no bias is
+    if unused:
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(unused)} tensors that {config.architecture} with this config.json "
+            f"does not use: {_some(unused)}"
+        )
+
+
+def _modules(config: ModelConfig, arch: Arch) -> set[str]:
+    """Names of every module of the checkpoint that holds a weight."""
+    inside = (*arch.projections, *layer_norms(config))
+    layers = {f"{arch.layers}.{i}.{name}" for i in range(config.num_layers) for name in inside}
+    return layers | {arch.embed, arch.norm} | (set() if config.tied_embeddings else {arch.head})
+
+
+def _biases(config: ModelConfig, arch: Arch) -> set[str]:
+    """Names of every bias."""
+    shapes = layer_shapes(config)
+    biased = [part for role, parts in arch.fuse if shapes[role].bias for part in parts]
+    return {f"{arch.layers}.{i}.{part}.bias" for i in range(config.num_layers) for part in biased}
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,92 @@
+"""A decoder with random weights, made on the device in seconds: users' sizes without a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from qrt.arch import ARCHS, ModelConfig
+from qrt.layers.linear import Linear
+from qrt.model.build import LinearShape, build
+from qrt.model.decoder import Decoder
+from qrt.quant.spec import Granularity, QuantSpec
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+
+
+def random_model(
+    config: ModelConfig,
+    scheme: str,
+    group_size: int | None = None,
+    symmetric: bool | None = None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> Decoder:
+    """A decoder of `config`'s sizes whose layers are in `scheme`; embedding and head stay in `dtype`.
+
+    `group_size` and `symmetric` replace those of the scheme's grid. Weights have variance 1/K, so activations
+    stay of order one through any depth. Raises as the scheme does for a grid it does not run.
+    """
+    spec = WEIGHT_SCHEMES[scheme].spec
+    if spec is not None and group_size is not None:
+        spec = replace(spec, granularity=Granularity.GROUP, group_size=group_size)
+    if spec is not None and symmetric is not None:
+        spec = replace(spec, symmetric=symmetric)
+    arch = ARCHS[config.architecture]
+    weights = RandomWeights(scheme, spec, arch.head, device, dtype, seed)
+    return build(config, arch, weights, progress="Making weights")
+
+
+class RandomWeights:
+    """The WeightSource of `random_model`: uniform codes, and scales that give the weight variance 1/K."""
+
+    def __init__(
+        self,
+        scheme: str,
+        spec: QuantSpec | None,
+        head: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        self.scheme = scheme
+        self.spec = spec
+        self.head = head
+        self.device = device
+        self.dtype = dtype
+        self.random = torch.Generator(device).manual_seed(seed)
+
+    def linear(self, modules: tuple[str, ...], shape: LinearShape) -> Linear:
+        """One Linear of all parts; the head is unquantized, as checkpoints have it."""
+        out, in_features = sum(shape.outs), shape.in_features
+        bias = self._normal((out,), 0.1) if shape.bias else None
+        if self.spec is None or modules == (self.head,):
+            weight = WeightData(self._normal((out, in_features), in_features**-0.5), bias=bias)
+            return Linear.pack("fp16", weight, self.device, self.dtype)
+        weight = self._codes(out, in_features, self.spec, bias)
+        return Linear.pack(self.scheme, weight, self.device, self.dtype)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Norm weights of one; an embedding of unit variance."""
+        if len(shape) == 1:
+            return torch.ones(shape, device=self.device, dtype=self.dtype)
+        return self._normal(shape, 1.0)
+
+    def _normal(self, shape: tuple[int, ...], deviation: float) -> Tensor:
+        x = torch.empty(shape, device=self.device, dtype=self.dtype)
+        return x.normal_(0, deviation, generator=self.random)
+
+    def _codes(self, out: int, in_features: int, spec: QuantSpec, bias: Tensor | None) -> WeightData:
+        """Uniform codes have variance (levels^2 - 1) / 12; scales vary around the one that makes it 1/K."""
+        groups = (out, in_features // spec.group_of(in_features))
+        codes = self._integers(0, spec.levels, (out, in_features))
+        zero = None if spec.symmetric else self._integers(spec.midpoint - 1, spec.midpoint + 2, groups)
+        typical = ((spec.levels**2 - 1) / 12 * in_features) ** -0.5
+        scale = torch.rand(groups, generator=self.random, device=self.device) + 0.5
+        return WeightData(codes, (scale * typical).to(self.dtype), zero, bias=bias, bits=spec.bits)
+
+    def _integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.random, device=self.device, dtype=torch.uint8)

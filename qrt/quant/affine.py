@@ -1,0 +1,121 @@
+"""The only rounding in the project: every quantizer, on the CPU, is one of these functions.
+
+Device functions (`*/device.py`) repeat the arithmetic in Triton and are tested against this file.
+Scales are rounded to their stored dtype first and codes are chosen with the *rounded* scale, in fp32:
+rounding in bf16 misplaces 9-12 % of int8 codes (research/weights.md section 1.5).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qrt.quant.spec import QuantSpec
+
+INT8_MAX = 127  # symmetric int8 activations: scale = absmax / 127
+_TINY = 1e-10  # a scale is never zero: an all-zero group decodes to zeros, not to NaN
+
+
+def _grouped(x: Tensor, group: int) -> Tensor:
+    return x.float().unflatten(-1, (-1, group))
+
+
+def choose_qparams(
+    weight: Tensor, spec: QuantSpec, dtype: torch.dtype, shrink: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero of round-to-nearest for `weight` [N, K].
+
+    Returns scale [N, K/G] in `dtype` and zero [N, K/G] uint8 (None when symmetric).
+    Symmetric: scale = absmax / ((2^b - 1) / 2); asymmetric: the range, widened to hold 0, over 2^b - 1
+    (compressed-tensors' conventions). `shrink` (a factor, or a tensor [N, K/G]) clips the range.
+    """
+    groups = _grouped(weight, spec.group_of(weight.shape[-1]))
+    if spec.symmetric:
+        scale = groups.abs().amax(-1) * shrink * (2 / (spec.levels - 1))
+        return _storable(scale, dtype), None
+    low = groups.amin(-1).clamp(max=0) * shrink
+    high = groups.amax(-1).clamp(min=0) * shrink
+    scale = _storable((high - low) / (spec.levels - 1), dtype)
+    zero = torch.round(-low / scale.float()).clamp(0, spec.levels - 1)
+    return scale, zero.to(torch.uint8)
+
+
+def _storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`scale` rounded to `dtype`, with zero (and what underflows to it) replaced by the smallest normal."""
+    floor = max(_TINY, torch.finfo(dtype).tiny)
+    return scale.clamp(min=floor).to(dtype)
+
+
+def quantize(weight: Tensor, scale: Tensor, zero: Tensor | None, spec: QuantSpec) -> Tensor:
+    """Codes uint8 [N, K] nearest to `weight` [N, K] on the grid of `scale`, `zero` [N, K/G]; ties to even."""
+    groups = _grouped(weight, weight.shape[-1] // scale.shape[-1])
+    offset = spec.midpoint if zero is None else zero.float()[..., None]
+    codes = torch.round(groups / scale.float()[..., None] + offset)
+    return codes.clamp(0, spec.levels - 1).to(torch.uint8).flatten(-2)
+
+
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
+    """(code - zero) * scale in fp32, [N, K]: codes uint8 [N, K], scale [N, K/G], zero uint8 or None."""
+    groups = _grouped(codes, codes.shape[-1] // scale.shape[-1])
+    offset = float(1 << (bits - 1)) if zero is None else zero.float()[..., None]
+    return ((groups - offset) * scale.float()[..., None]).flatten(-2)
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Dynamic per-token int8: x [..., K] -> codes int8 [..., K], scale fp32 [..., 1]; x ~ codes * scale.
+
+    scale = absmax / 127; halves round up (`floor(v + 0.5)`), as the device code does.
+    """
+    x = x.float()
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=_TINY) / INT8_MAX
+    return torch.floor(x / scale + 0.5).clamp(-128, 127).to(torch.int8), scale
+
+
+def _kv_scale(scale: Tensor) -> Tensor:
+    """`scale` rounded to fp16, within what fp16 holds; subnormals count, so a V of 1e-4 keeps its levels."""
+    half = torch.finfo(torch.float16)
+    return scale.clamp(half.smallest_normal * half.eps, half.max).to(torch.float16)
+
+
+def quantize_midtread8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """KV int8: x [..., D] -> codes uint8 [..., D] and scale fp16 [..., D/group]; x ~ (code - 128) * scale."""
+    groups = _grouped(x, group)
+    scale = _kv_scale(groups.abs().amax(-1) / INT8_MAX)
+    codes = torch.floor(groups / scale.float()[..., None] + 128.5)
+    return codes.clamp(0, 255).to(torch.uint8).flatten(-2), scale
+
+
+MIDRISE_STEPS = (8.0, 7.75, 7.5, 7.25, 7.0)  # absmax in steps; none clips
+
+
+def quantize_midrise4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """KV int4: x [..., D] -> codes uint8 0..15 and scale fp16 [..., D/group]; x ~ (code - 7.5) * scale.
+
+    Sixteen levels around zero without a zero point (research/kv.md section 4.2). scale = absmax / m, with
+    the m of MIDRISE_STEPS that errs least: where the largest values fall between levels decides a fifth of
+    the squared error of a group of 32.
+    """
+    groups = _grouped(x, group)
+    absmax = groups.abs().amax(-1)
+    scale = _kv_scale(absmax / MIDRISE_STEPS[0])
+    least = _midrise_error(groups, scale)
+    for steps in MIDRISE_STEPS[1:]:
+        candidate = _kv_scale(absmax / steps)
+        error = _midrise_error(groups, candidate)
+        scale, least = torch.where(error < least, candidate, scale), torch.minimum(error, least)
+    return _midrise_codes(groups, scale).to(torch.uint8).flatten(-2), scale
+
+
+def _midrise_codes(groups: Tensor, scale: Tensor) -> Tensor:
+    return (torch.floor(groups / scale.float()[..., None]) + 8).clamp(0, 15)
+
+
+def _midrise_error(groups: Tensor, scale: Tensor) -> Tensor:
+    """Sum of squares lost by each group at `scale`."""
+    return ((_midrise_codes(groups, scale) - 7.5) * scale.float()[..., None] - groups).square().sum(-1)
+
+
+def decode_groups(codes: Tensor, scale: Tensor, center: float) -> Tensor:
+    """(code - center) * scale in fp32: codes [..., D], scale [..., D/group]; the inverse of both KV grids."""
+    groups = _grouped(codes, codes.shape[-1] // scale.shape[-1])
+    return ((groups - center) * scale.float()[..., None]).flatten(-2)

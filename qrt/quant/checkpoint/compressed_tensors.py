@@ -1,0 +1,231 @@
+"""compressed-tensors: which Linear is quantized how, from `quantization_config`, and that config written.
+
+Read: groups of int4 and int8 weights in either layout, chosen per group, for modules named exactly, by
+regular expression or by class. Whatever else the config asks for would change what the model computes and is
+refused by name. Written: the minimal config that every compressed-tensors version loads (weights.md 1.7).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qrt.errors import CheckpointError, UnsupportedError
+from qrt.quant.checkpoint.folder import TensorFolder
+from qrt.quant.checkpoint.format import CheckpointFormat
+from qrt.quant.checkpoint.layout import IntQuantized, Layout, PackQuantized
+from qrt.quant.checkpoint.plain import Plain
+from qrt.quant.spec import Granularity, QuantSpec
+from qrt.quant.weight.base import WeightData
+
+LINEAR = "Linear"  # the class name of every module that `Checkpoint.linear` is asked for
+REGEX = "re:"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a weight scheme lies in a file: codes of `bits` in `layout`; activations int8 per token, or not."""
+
+    scheme: str
+    bits: int
+    layout: Layout
+    int8_activations: bool
+
+
+STORED = (
+    Stored("w4a16", 4, PackQuantized(), False),
+    Stored("w8a16", 8, PackQuantized(), False),
+    Stored("w8a8", 8, IntQuantized(), True),
+)
+# What `weights` and `input_activations` mean where they are silent (compressed-tensors' QuantizationArgs).
+DEFAULTS: dict[str, Any] = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": None,
+    "group_size": None,
+    "dynamic": False,
+    "actorder": None,
+    "block_structure": None,
+}
+WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "type": ("int",),
+    "symmetric": (True, False),
+    "strategy": ("group", "channel"),
+    "dynamic": (False,),
+    "actorder": (None, False, "weight", "static"),  # "static" order leaves no trace in the file
+    "block_structure": (None,),
+}
+ACTIVATIONS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (8,),
+    "type": ("int",),
+    "symmetric": (True,),
+    "strategy": ("token",),
+    "dynamic": (True,),
+}
+# Entries that change what the model computes; absent or empty is fine.
+REFUSED = {
+    "kv_cache_scheme": "delete the entry and choose the KV format with --kv",
+    "transform_config": "quantize without transforms",
+    "sparsity_config": "quantize without sparsity",
+    "moe_sparsity_config": "quantize without sparsity",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One entry of config_groups: the modules it targets, their grid and how they are stored."""
+
+    targets: tuple[str, ...]
+    spec: QuantSpec
+    stored: Stored
+
+
+class CompressedTensors(CheckpointFormat):
+    """quant_method "compressed-tensors"."""
+
+    def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
+        where = f"{tensors.path}/config.json"
+        for key, remedy in REFUSED.items():
+            if config.get(key) and config[key] != {"format": "dense"}:
+                raise UnsupportedError(f"{where}: quantization_config.{key} is not read; {remedy}")
+        self._ignore = _patterns(where, config.get("ignore") or [])
+        groups = config.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            raise CheckpointError(f"{where}: config_groups is {groups!r}, wanted at least one group")
+        self._groups = [_group(where, name, entry, config.get("format")) for name, entry in groups.items()]
+        modules = {name.rpartition(".")[0] for name in tensors.names()}
+        for target in (target for group in self._groups for target in group.targets):
+            if not target.startswith(REGEX) and target != LINEAR and target not in modules:
+                raise UnsupportedError(
+                    f"{where}: target {target!r} is neither a module of this checkpoint nor {LINEAR!r}, "
+                    "the one class that qrt runs quantized"
+                )
+
+    def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:
+        """Decode `module` as its group says; unquantized where it is ignored or no group targets it."""
+        group = None if match_rank(module, self._ignore) else self._group_of(module)
+        if group is None:
+            return Plain().linear(tensors, module)
+        return group.stored.scheme, group.stored.layout.decode(tensors, module, group.spec)
+
+    def _group_of(self, module: str) -> Group | None:
+        """The group that means `module` most exactly; of equals the first in the file."""
+        ranked = [(rank, group) for group in self._groups if (rank := match_rank(module, group.targets))]
+        return max(ranked, key=lambda pair: pair[0])[1] if ranked else None
+
+
+def match_rank(module: str, targets: Sequence[str]) -> int:
+    """How exactly `targets` mean a Linear called `module`: 3 by name, 2 by "re:<regex from its start>",
+    1 by class, 0 not at all."""
+    if module in targets:
+        return 3
+    if any(t.startswith(REGEX) and re.match(t.removeprefix(REGEX), module) for t in targets):
+        return 2
+    return int(LINEAR in targets)
+
+
+def quantization_config(
+    scheme: str, spec: QuantSpec, ignore: Sequence[str], metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The minimal config of a checkpoint whose Linears all have `scheme`, but for those in `ignore`."""
+    stored = stored_as(scheme)
+    weights = {
+        "num_bits": spec.bits,
+        "type": "int",
+        "symmetric": spec.symmetric,
+        "strategy": spec.granularity.value,
+    }
+    if spec.group_size is not None:
+        weights["group_size"] = spec.group_size
+    group: dict[str, Any] = {"targets": [LINEAR], "format": stored.layout.name, "weights": weights}
+    if stored.int8_activations:
+        group["input_activations"] = {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored.layout.name,
+        "quantization_status": "compressed",
+        "ignore": list(ignore),
+        "config_groups": {"group_0": group},
+        "qrt": dict(metadata),
+    }
+
+
+def stored_as(scheme: str) -> Stored:
+    """How `scheme` is written; UnsupportedError for a scheme that has no layout here."""
+    for stored in STORED:
+        if stored.scheme == scheme:
+            return stored
+    known = ", ".join(stored.scheme for stored in STORED)
+    raise UnsupportedError(f"weight scheme {scheme!r} has no compressed-tensors layout (known: {known})")
+
+
+def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
+    """Check one entry of config_groups and turn it into values."""
+    where = f"{where}: config_groups.{name}"
+    if not isinstance(entry, dict):
+        raise UnsupportedError(f"{where} is {entry!r}; qrt reads groups written out as objects, not presets")
+    weights = _arguments(f"{where}.weights", entry.get("weights"), WEIGHTS)
+    activations = entry.get("input_activations")
+    if activations is not None:
+        _arguments(f"{where}.input_activations", activations, ACTIVATIONS)
+    if entry.get("output_activations") is not None:
+        raise UnsupportedError(f"{where}.output_activations is not read; quantize without it")
+    layout, bits = entry.get("format") or default_format, weights["num_bits"]
+    for stored in STORED:
+        if (stored.layout.name, stored.bits, stored.int8_activations) == (
+            layout,
+            bits,
+            activations is not None,
+        ):
+            spec = QuantSpec(
+                bits, weights["symmetric"], Granularity(weights["strategy"]), weights["group_size"]
+            )
+            if stored.layout.holds(spec):
+                return Group(_patterns(where, entry.get("targets")), spec, stored)
+    raise UnsupportedError(
+        f"{where}: {layout} with {bits}-bit {weights['strategy']} weights"
+        f"{' and int8 activations' if activations is not None else ''} is not read; qrt reads pack-quantized "
+        "4 and 8 bits without activations, and int-quantized symmetric 8-bit channels with int8 activations"
+    )
+
+
+def _arguments(where: str, entry: Any, wanted: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """A `weights` or `input_activations` entry with its defaults, each value one of those wanted."""
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where} is {entry!r}, wanted an object")
+    values = {**DEFAULTS, **entry}
+    size = values["group_size"]
+    if values["strategy"] is None and size is not None:
+        values["strategy"] = "channel" if size == -1 else "group"
+    if values["strategy"] == "group":
+        if type(size) is not int or size < 1:
+            raise CheckpointError(f"{where}.group_size is {size!r}, wanted a positive number")
+    else:
+        values["group_size"] = None
+    for key, allowed in wanted.items():
+        if values[key] not in allowed:
+            raise UnsupportedError(
+                f"{where}.{key} is {values[key]!r}; qrt reads {' or '.join(repr(value) for value in allowed)}"
+            )
+    return values
+
+
+def _patterns(where: str, entry: Any) -> tuple[str, ...]:
+    """A list of `targets` or `ignore`: strings, each "re:" one a regular expression that compiles."""
+    if not isinstance(entry, list) or not all(isinstance(target, str) for target in entry):
+        raise CheckpointError(f"{where}: targets and ignore are lists of strings, got {entry!r}")
+    for target in entry:
+        try:
+            re.compile(target.removeprefix(REGEX) if target.startswith(REGEX) else "")
+        except re.error as error:
+            raise CheckpointError(f"{where}: {target!r} is not a regular expression ({error})") from None
+    return tuple(entry)

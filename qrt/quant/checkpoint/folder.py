@@ -1,0 +1,129 @@
+"""The tensors of a checkpoint folder, by name, over one or many safetensors files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qrt.checks import expect
+from qrt.errors import CheckpointError
+from qrt.quant.checkpoint.shard import Shard, open_shard
+from qrt.quant.spec import TensorSpec
+from qrt.registry import nearest
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class TensorFolder:
+    """Tensors by name. Opening reads the headers of all shards and no data.
+
+    path      the folder
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._shard_of = _shards(path)
+
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return sorted(self._shard_of)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor `name`."""
+        return name in self._shard_of
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype of a tensor, without reading its data; CheckpointError when it is absent."""
+        return self._shard(name).tensors[name][0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors as stored."""
+        return sum(self.spec(name).num_bytes for name in self._shard_of)
+
+    def tensor(
+        self,
+        name: str,
+        shape: str | None = None,
+        dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+        **sizes: int,
+    ) -> Tensor:
+        """One tensor as stored, on CPU, mapped: its data are read from disk when they are used.
+
+        Raises CheckpointError naming tensor and folder when it is absent, or when its shape or dtype are
+        not those asked for (`shape`, `dtype` and `sizes` are those of `qrt.checks.expect`).
+        """
+        shard = self._shard(name)
+        if shape is not None:
+            try:
+                expect(self.spec(name), shape, dtype, name, **sizes)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{self.path}: {error}; the file does not match its config.json"
+                ) from None
+        return shard.tensor(name)
+
+    def _shard(self, name: str) -> Shard:
+        if name not in self._shard_of:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}{nearest(name, list(self._shard_of))}")
+        return self._shard_of[name]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; CheckpointError when it cannot be read or is something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({error}); download or copy it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: wanted a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _shards(folder: Path) -> dict[str, Shard]:
+    """Tensor name -> opened shard; a single file wins over an index, as in transformers."""
+    single, index = folder / SINGLE, folder / INDEX
+    if single.is_file():
+        shard = open_shard(single)
+        return dict.fromkeys(shard.tensors, shard)
+    if not index.is_file():
+        raise _no_weights(folder)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(f'{index}: wanted a "weight_map" from tensor names to file names')
+    shards = {file: _open_listed(index, file) for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        if name not in shards[file].tensors:
+            raise CheckpointError(f"{index}: tensor {name!r} is not in {file}; download both again")
+    return {name: shards[file] for name, file in weight_map.items()}
+
+
+def _open_listed(index: Path, file: str) -> Shard:
+    """Open a shard that an index names; a name that leaves the folder is refused (links inside are fine)."""
+    if file != Path(file).name or file == "..":
+        raise CheckpointError(f"{index}: names {file!r}; wanted plain file names inside the folder")
+    if not (index.parent / file).is_file():
+        raise CheckpointError(f"{index}: names {file!r}, which is not there; download the missing shard")
+    return open_shard(index.parent / file)
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    """Say which other weights there are and what to do about them."""
+    files = sorted(path.name for path in folder.iterdir())
+    stray = [file for file in files if file.endswith(".safetensors")]
+    other = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf"))]
+    if stray:
+        return CheckpointError(f"{folder}: {stray[0]} but neither {SINGLE} nor {INDEX}; download the index")
+    if not other:
+        return CheckpointError(f"{folder}: no weights; wanted {SINGLE}, or {INDEX} and its shards")
+    return CheckpointError(
+        f"{folder}: only {other[0]}, no safetensors, and qrt opens nothing else; convert with transformers: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+    )

@@ -1,0 +1,16 @@
+"""Unquantized checkpoints: every Linear is `P.weight` [N, K] and perhaps `P.bias` [N]."""
+
+from __future__ import annotations
+
+from qrt.quant.checkpoint.folder import TensorFolder
+from qrt.quant.checkpoint.format import FLOATS, CheckpointFormat, bias_of
+from qrt.quant.weight.base import WeightData
+
+
+class Plain(CheckpointFormat):
+    """Weights as they are."""
+
+    def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:
+        """("fp16", the weight in its stored dtype)."""
+        weight = tensors.tensor(f"{module}.weight", "N K", FLOATS)
+        return "fp16", WeightData(weight, bias=bias_of(tensors, module, weight.shape[0]))

@@ -1,0 +1,82 @@
+"""Open a Hugging Face checkpoint folder; hand out tensors by name and Linear weights in canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qrt.assets import model_path
+from qrt.errors import CheckpointError, UnsupportedError
+from qrt.quant.checkpoint.folder import TensorFolder, read_json
+from qrt.quant.checkpoint.format import CheckpointFormat
+from qrt.quant.checkpoint.plain import Plain
+from qrt.quant.weight.base import WeightData
+from qrt.registry import Registry
+
+# quant_method -> class; one file and one line per format
+FORMATS: Registry[Callable[[Mapping[str, Any], TensorFolder], CheckpointFormat]] = Registry(
+    "quant_method",
+    {"compressed-tensors": "qrt.quant.checkpoint.compressed_tensors:CompressedTensors"},
+)
+SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and llm-awq
+
+
+class Checkpoint(TensorFolder):
+    """An opened checkpoint: config.json, an index of tensors over shards, lazily mapped safetensors.
+
+    path      the folder
+    config    config.json as a dict
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.config: dict[str, Any] = read_json(path / "config.json")
+        method = _quant_method(path, self.config)
+        super().__init__(path)
+        self._format = (
+            Plain() if method is None else FORMATS[method](self.config["quantization_config"], self)
+        )
+
+    def linear(self, module: str) -> tuple[str, WeightData]:
+        """Scheme name (a key of WEIGHT_SCHEMES) and canonical weight of a Linear, e.g.
+        "model.layers.0.self_attn.q_proj". Unquantized weights are mapped, codes are unpacked into memory."""
+        return self._format.linear(self, module)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a folder (or the bundled "tiny"); checks what can be checked without reading weights.
+
+    Raises CheckpointError: no such folder, no config.json, no safetensors (says so when only .bin files are
+    there), an index that names a missing shard or a path outside the folder, a truncated shard;
+    UnsupportedError: a quant_method or a quantization_config that qrt does not read.
+    """
+    folder = model_path(str(path)) or Path(path)
+    if not folder.exists():
+        raise CheckpointError(
+            f"{path}: no such folder; give a checkpoint folder "
+            "(hf download ORG/NAME --local-dir FOLDER) or 'tiny'"
+        )
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: not a folder; give the checkpoint folder that holds config.json")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{path}: no config.json; wanted a Hugging Face checkpoint folder")
+    return Checkpoint(folder)
+
+
+def _quant_method(path: Path, config: dict[str, Any]) -> str | None:
+    """The quant_method of a quantized checkpoint, None for a plain one; refuses what qrt does not read."""
+    entry = config.get("quantization_config")
+    if entry is None:
+        method = next((name for file, name in SEPARATE_CONFIGS.items() if (path / file).is_file()), None)
+        if method is None:
+            return None
+    elif not isinstance(entry, dict):
+        raise CheckpointError(f"{path}/config.json: quantization_config is {entry!r}, wanted an object")
+    else:
+        method = str(entry.get("quant_method"))
+    if method not in FORMATS:
+        raise UnsupportedError(
+            f"{path}: quant_method {method!r} is not read (known: {', '.join(FORMATS)}); "
+            "start from the unquantized model and quantize it with qrt-calibrate"
+        )
+    return method

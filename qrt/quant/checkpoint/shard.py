@@ -1,0 +1,107 @@
+"""One safetensors file: its header is checked when it is opened, its tensors are mapped one at a time.
+
+The layout: a little-endian uint64 header length, a JSON header (dtype, shape and data_offsets of each
+tensor), then the data. Each tensor gets a mapping of its own, so that memory is given back with the tensor;
+the library's `safe_open` keeps all pages it ever touched until the whole file is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qrt.errors import CheckpointError, UnsupportedError
+from qrt.quant.spec import TensorSpec
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An opened file: for each tensor its shape and dtype, and the byte of the file where its data begin."""
+
+    path: Path
+    tensors: dict[str, tuple[TensorSpec, int]]
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name`, mapped copy-on-write: pages are read from disk when they are first used."""
+        spec, begin = self.tensors[name]
+        if spec.num_bytes == 0:
+            return spec.zeros("cpu")
+        skip = begin % mmap.ALLOCATIONGRANULARITY
+        with open(self.path, "rb") as file:
+            pages = mmap.mmap(
+                file.fileno(), skip + spec.num_bytes, access=mmap.ACCESS_COPY, offset=begin - skip
+            )
+        flat = torch.frombuffer(pages, dtype=spec.dtype, count=prod(spec.shape), offset=skip)
+        return flat.view(spec.shape)
+
+
+def open_shard(path: Path) -> Shard:
+    """Read and check the header of a safetensors file.
+
+    Raises CheckpointError when the header is damaged or the file is shorter than the header says, and
+    UnsupportedError for a dtype that is not in DTYPES.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        if prefix == b"version ":
+            raise CheckpointError(f"{path}: a Git LFS pointer, not the weights; run `git lfs pull`")
+        header_bytes = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or header_bytes > min(size - 8, MAX_HEADER_BYTES):
+            raise _damaged(path, f"a header of {header_bytes} bytes in a file of {size}")
+        try:
+            header = json.loads(file.read(header_bytes))
+        except (ValueError, RecursionError):
+            header = None
+    if not isinstance(header, dict):
+        raise _damaged(path, "the header is not a JSON object")
+    header.pop("__metadata__", None)
+    data = 8 + header_bytes
+    return Shard(path, {name: _locate(path, name, entry, data, size) for name, entry in header.items()})
+
+
+def _locate(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[TensorSpec, int]:
+    """Shape, dtype and first byte of a tensor whose header entry is `entry`; `data` is where data begin."""
+    try:
+        code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise _damaged(path, f"tensor {name!r} has no dtype, shape or data_offsets") from None
+    if code not in DTYPES:
+        raise UnsupportedError(f"{path}: tensor {name!r} has dtype {code}; qrt reads {', '.join(DTYPES)}")
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise _damaged(path, f"tensor {name!r} has shape {list(shape)} and data_offsets {[begin, end]}")
+    spec = TensorSpec(shape, DTYPES[code])
+    if end - begin != spec.num_bytes:
+        raise _damaged(
+            path, f"tensor {name!r} {code} {list(shape)} takes {spec.num_bytes} bytes, not {end - begin}"
+        )
+    if data + end > size:
+        raise _damaged(path, f"tensor {name!r} ends at byte {data + end} of a file of {size}")
+    return spec, data + begin
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: truncated or not a safetensors file: {what}; download or copy it again")

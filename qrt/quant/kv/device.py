@@ -1,0 +1,113 @@
+"""What a KV format hands to the attention kernels, and the device code that the integer formats share.
+
+A head is worked on as two half heads, tiles [.., H]. A half head is cut into `parts` equal parts, each
+padded to a power of two: column c of a half is its dim (c // P) * (D/2/parts) + c % P, P = H / parts. Where
+D is a power of two columns are dims. A tile of the cache is whatever `load` returns; only the format's own
+functions look inside.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class KVDevice(NamedTuple):
+    """A format's device functions, passed to the kernel bodies as one constexpr.
+
+    parts       of a half head, see above
+    encode      (lo, hi [M, H] fp32, buffers, slots, heads, live, num_slots, which, HEADS, D) writes
+                vectors of K (which 0) or V (which 1)
+    load        (buffers, slots [N] int64, live [N], head, num_slots, HEADS, D, H) -> tile of N tokens
+    query       (lo, hi [M, H], scale) -> the left operand of `scores`; scale turns logits into base 2
+    scores      (query, tile) -> [M, N] fp32, base-2 logits
+    headroom    (tile) -> bits to add to the rows' maxima, so that p (at most 2^-headroom) suits `accumulate`
+    empty       (M, H) -> accumulator of probabilities times V
+    accumulate  (acc, p [M, N] fp32, alpha [M], tile) -> acc * alpha + p @ V
+    finish      (acc) -> lo, hi [M, H] fp32
+    """
+
+    parts: int
+    encode: Any
+    load: Any
+    query: Any
+    scores: Any
+    headroom: Any
+    empty: Any
+    accumulate: Any
+    finish: Any
+
+
+ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no PTX
+HEADROOM_BITS = tl.constexpr(10.0)  # probability times V scale enters the fp16 dot as at most 2^10
+SMALLEST_SCALE = tl.constexpr(2.0**-24)  # as in affine._kv_scale: the fp16 subnormals count
+LARGEST_SCALE = tl.constexpr(65504.0)
+
+
+@triton.jit
+def part_columns(D: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr):
+    """dims [H] of a half head's columns, and which of them are real."""
+    column = tl.arange(0, H)
+    P: tl.constexpr = H // PARTS
+    W: tl.constexpr = D // 2 // PARTS
+    if W == P:
+        return column, column < H
+    else:
+        return column // P * W + column % P, column % P < W
+
+
+@triton.jit
+def load_words(
+    buffers, slots, live, head, num_slots,
+    HEADS: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """K words and V words, int16 [N, P], and the four scales of each token as one int64 [N]."""
+    column = tl.arange(0, P)
+    words = buffers[0] + (slots * (HEADS * 2 * W) + head * (2 * W))[:, None] + column[None, :]
+    mask = live[:, None]
+    if W != P:
+        mask = mask & (column < W)[None, :]
+    k = tl.load(words, mask=mask, other=0)
+    v = tl.load(words + W, mask=mask, other=0)
+    scales = buffers[1].to(tl.pointer_type(tl.int64)) + head.to(tl.int64) * num_slots
+    return k, v, tl.load(scales + slots, mask=live, other=0)
+
+
+@triton.jit
+def scale_of(scales, INDEX: tl.constexpr):
+    """The fp16 at INDEX (k_lo, k_hi, v_lo, v_hi) of each int64, as fp32."""
+    return ((scales >> (16 * INDEX)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def words_headroom(scales):
+    """The `headroom` of V in units of its scales, which keeps probability times scale within fp16."""
+    largest = tl.max(tl.maximum(scale_of(scales, 2), scale_of(scales, 3)), 0)
+    return tl.log2(tl.maximum(largest, SMALLEST_SCALE)) - HEADROOM_BITS
+
+
+@triton.jit
+def store_scale(scale, buffers, slots, heads, live, num_slots, index):
+    """One fp16 of each vector's four."""
+    tl.store(buffers[1] + (heads.to(tl.int64) * num_slots + slots) * 4 + index, scale, mask=live)
+
+
+@triton.jit
+def store_words(words, buffers, slots, heads, live, which, HEADS: tl.constexpr, W: tl.constexpr):
+    """words int32 [M, P] as the int16 words of K (which 0) or V (which 1)."""
+    column = tl.arange(0, words.shape[1])
+    at = buffers[0] + (slots * (HEADS * 2 * W) + heads * (2 * W) + which * W)[:, None] + column[None, :]
+    tl.store(at, words.to(tl.int16), mask=live[:, None] & (column < W)[None, :])
+
+
+@triton.jit
+def half_scale(half, STEPS: tl.constexpr):
+    """The fp16 scale absmax / STEPS of each half head [M, H], as affine._kv_scale rounds it."""
+    scale = tl.div_rn(tl.max(tl.abs(half), 1), tl.full([half.shape[0]], STEPS, tl.float32))
+    return tl.minimum(tl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE).to(tl.float16)
+
+
+@triton.jit
+def steps_of(half, scale):
+    """half / scale [M, H], rounded like torch's division."""
+    return tl.div_rn(half, tl.broadcast_to(scale.to(tl.float32)[:, None], half.shape))

@@ -1,0 +1,206 @@
+"""int4 KV on the device: one lop3 per two values, fp16 dots on the codes.
+
+A word's four nibbles become fp16 by setting the exponent bits above them: 1024 + n in the low nibble of a
+byte, 1024 + 16n in the high one, whose factor 16 is taken from q and from the accumulator. K stays biased
+and is corrected per query row; V is made n - 8, exactly, and the missing half step of the mid-rise grid
+(n - 7.5) is added from the sum of the scaled probabilities, in fp32 (research/kv.md section 2.4).
+"""
+
+import triton
+import triton.language as tl
+
+from qrt.quant.kv.device import (
+    ASM,
+    KVDevice,
+    half_scale,
+    load_words,
+    scale_of,
+    steps_of,
+    store_scale,
+    store_words,
+    words_headroom,
+)
+
+LOW_BIAS = tl.constexpr(1024.0 + 7.5)  # of 1024 + n
+HIGH_BIAS = tl.constexpr(1024.0 + 16 * 7.5)  # of 1024 + 16 n
+
+
+@triton.jit
+def _biased(words):
+    """Words [N, P] -> 1024 + n, 1024 + 16n, 1024 + n, 1024 + 16n of the four nibbles, fp16."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 upper;
+            shr.b32 upper, $4, 8;
+            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 $2, upper, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 $3, upper, 0x00f000f0, 0x64006400, 0xea;
+            }""",
+            "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        a, b, c, d = _nibbles(words)
+        return a + 1024.0, b * 16.0 + 1024.0, c + 1024.0, d * 16.0 + 1024.0
+
+
+@triton.jit
+def _exact(words):
+    """Words [N, P] -> n - 8, 16 (n - 8), n - 8, 16 (n - 8) of the four nibbles, fp16."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 upper, low, high;
+            mov.b32 low, 0x64086408;
+            mov.b32 high, 0x64806480;
+            shr.b32 upper, $4, 8;
+            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
+            lop3.b32 $2, upper, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 $3, upper, 0x00f000f0, 0x64006400, 0xea;
+            sub.f16x2 $0, $0, low;
+            sub.f16x2 $1, $1, high;
+            sub.f16x2 $2, $2, low;
+            sub.f16x2 $3, $3, high;
+            }""",
+            "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        a, b, c, d = _nibbles(words)
+        return a - 8.0, (b - 8.0) * 16.0, c - 8.0, (d - 8.0) * 16.0
+
+
+@triton.jit
+def _nibbles(words):
+    words = words.to(tl.int32)
+    low, high = (words & 15).to(tl.float16), (words >> 4 & 15).to(tl.float16)
+    return low, high, (words >> 8 & 15).to(tl.float16), (words >> 12 & 15).to(tl.float16)
+
+
+@triton.jit
+def _load(buffers, slots, live, head, num_slots, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
+    return load_words(buffers, slots, live, head, num_slots, HEADS, D // 4, H // 2)
+
+
+@triton.jit
+def _parts(half):
+    """[M, H] -> its two parts [M, H/2]."""
+    return tl.split(tl.permute(tl.reshape(half, (half.shape[0], 2, half.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _half(a, b):
+    """The inverse of `_parts`."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def _half_query(half, scale):
+    a, b = _parts(half.to(tl.float32) * scale)
+    a, b = a.to(tl.float16), (b * 0.0625).to(tl.float16)
+    return a, b, tl.sum(a.to(tl.float32), 1) * LOW_BIAS + tl.sum(b.to(tl.float32), 1) * HIGH_BIAS
+
+
+@triton.jit
+def _query(lo, hi, scale):
+    return _half_query(lo, scale) + _half_query(hi, scale)
+
+
+@triton.jit
+def _scores(query, tile):
+    q_a, q_b, bias_lo, q_c, q_d, bias_hi = query
+    k_a, k_b, k_c, k_d = _biased(tile[0])
+    lo = tl.dot(q_b, tl.trans(k_b), tl.dot(q_a, tl.trans(k_a)))
+    hi = tl.dot(q_d, tl.trans(k_d), tl.dot(q_c, tl.trans(k_c)))
+    lo = (lo - bias_lo[:, None]) * scale_of(tile[2], 0)[None, :]
+    return lo + (hi - bias_hi[:, None]) * scale_of(tile[2], 1)[None, :]
+
+
+@triton.jit
+def _headroom(tile):
+    return words_headroom(tile[2])
+
+
+@triton.jit
+def _empty(M: tl.constexpr, H: tl.constexpr):
+    part = tl.zeros([M, H // 2], tl.float32)
+    mass = tl.zeros([M], tl.float32)
+    return part, part, part, part, mass, mass
+
+
+@triton.jit
+def _accumulate(acc, p, alpha, tile):
+    a, b, c, d, mass_lo, mass_hi = acc
+    p_lo, p_hi = p * scale_of(tile[2], 2)[None, :], p * scale_of(tile[2], 3)[None, :]
+    mass_lo = mass_lo * alpha + tl.sum(p_lo, 1)
+    mass_hi = mass_hi * alpha + tl.sum(p_hi, 1)
+    p_lo, p_hi = p_lo.to(tl.float16), p_hi.to(tl.float16)
+    v_a, v_b, v_c, v_d = _exact(tile[1])
+    a = tl.dot(p_lo, v_a, a * alpha[:, None])
+    b = tl.dot(p_lo, v_b, b * alpha[:, None])
+    c = tl.dot(p_hi, v_c, c * alpha[:, None])
+    d = tl.dot(p_hi, v_d, d * alpha[:, None])
+    return a, b, c, d, mass_lo, mass_hi
+
+
+@triton.jit
+def _finish(acc):
+    a, b, c, d, mass_lo, mass_hi = acc
+    lo, hi = _half(a, b * 0.0625), _half(c, d * 0.0625)
+    return lo + 0.5 * mass_lo[:, None], hi + 0.5 * mass_hi[:, None]
+
+
+@triton.jit
+def _byte(half, scale):
+    """The two codes of each word that a half head fills: [M, H] -> [M, H/2], 0..255."""
+    codes = tl.minimum(tl.maximum(tl.floor(steps_of(half, scale)) + 8.0, 0.0), 15.0)
+    low, high = _parts(codes.to(tl.int32))
+    return low | high << 4
+
+
+@triton.jit
+def _error(half, scale):
+    """Sum of squares that each half head [M, H] loses at `scale` [M]; padding, all zero, adds alike."""
+    step = scale.to(tl.float32)[:, None]
+    codes = tl.minimum(tl.maximum(tl.floor(half / step) + 8.0, 0.0), 15.0)
+    lost = (codes - 7.5) * step - half
+    return tl.sum(tl.where(half == 0.0, 0.0, lost * lost), 1)
+
+
+@triton.jit
+def _best_scale(half):
+    """The scale of affine.quantize_midrise4, up to ties that its division breaks another way."""
+    scale = half_scale(half, 8.0)
+    least = _error(half, scale)
+    for i in tl.static_range(1, 5):
+        candidate = half_scale(half, 8.0 - 0.25 * i)
+        error = _error(half, candidate)
+        scale, least = tl.where(error < least, candidate, scale), tl.minimum(error, least)
+    return scale
+
+
+@triton.jit
+def _encode(
+    lo, hi, buffers, slots, heads, live, num_slots, which, HEADS: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    scale_lo, scale_hi = _best_scale(lo), _best_scale(hi)
+    words = _byte(lo, scale_lo) | _byte(hi, scale_hi) << 8
+    store_words(words, buffers, slots, heads, live, which, HEADS, D // 4)
+    store_scale(scale_lo, buffers, slots, heads, live, num_slots, 2 * which)
+    store_scale(scale_hi, buffers, slots, heads, live, num_slots, 2 * which + 1)
+
+
+DEVICE = KVDevice(
+    parts=2,
+    encode=_encode,
+    load=_load,
+    query=_query,
+    scores=_scores,
+    headroom=_headroom,
+    empty=_empty,
+    accumulate=_accumulate,
+    finish=_finish,
+)

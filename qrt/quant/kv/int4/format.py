@@ -1,0 +1,31 @@
+"""int4 KV: mid-rise codes (n - 7.5) * s, s = absmax / 8 per half head, in the rotated basis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from qrt.quant import affine
+from qrt.quant.kv.planes import PlaneFormat
+
+
+class Int4Format(PlaneFormat):
+    """Four planes, two per half head; sixteen levels around zero without a zero point."""
+
+    name = "int4"
+    bits = 4
+    center = 7.5
+
+    def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """See PlaneFormat."""
+        return affine.quantize_midrise4(x, group)
+
+    def device(self) -> Any:
+        """See KVFormat."""
+        from qrt.quant.kv.int4.device import DEVICE
+
+        return DEVICE
+
+
+INT4 = Int4Format()

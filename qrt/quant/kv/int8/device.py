@@ -1,0 +1,129 @@
+"""int8 KV on the device: one shuffle of bytes per two values, fp16 dots on the codes.
+
+K stays biased (1024 + u, an fp16 whose low byte is u) and is corrected per query row; V is made exact
+(u - 128), because a bias would drown the signal of long contexts (research/kv.md section 2.4).
+"""
+
+import triton
+import triton.language as tl
+
+from qrt.quant.kv.device import (
+    ASM,
+    KVDevice,
+    half_scale,
+    load_words,
+    scale_of,
+    steps_of,
+    store_scale,
+    store_words,
+    words_headroom,
+)
+
+K_BIAS = tl.constexpr(1024.0 + 128.0)
+
+
+@triton.jit
+def _biased(words):
+    """Words [N, H] -> 1024 + u of the low and of the high byte, fp16."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """prmt.b32 $0, $2, 0x64646464, 0x4240;
+            prmt.b32 $1, $2, 0x64646464, 0x4341;""",
+            "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        words = words.to(tl.int32)
+        return (words & 0xFF).to(tl.float16) + 1024.0, (words >> 8 & 0xFF).to(tl.float16) + 1024.0
+
+
+@triton.jit
+def _exact(words):
+    """Words [N, H] -> u - 128 of the low and of the high byte, fp16."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bias;
+            mov.b32 bias, 0x64806480;
+            prmt.b32 $0, $2, 0x64646464, 0x4240;
+            prmt.b32 $1, $2, 0x64646464, 0x4341;
+            sub.f16x2 $0, $0, bias;
+            sub.f16x2 $1, $1, bias;
+            }""",
+            "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        words = words.to(tl.int32)
+        return (words & 0xFF).to(tl.float16) - 128.0, (words >> 8 & 0xFF).to(tl.float16) - 128.0
+
+
+@triton.jit
+def _load(buffers, slots, live, head, num_slots, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
+    return load_words(buffers, slots, live, head, num_slots, HEADS, D // 2, H)
+
+
+@triton.jit
+def _query(lo, hi, scale):
+    lo, hi = (lo.to(tl.float32) * scale).to(tl.float16), (hi.to(tl.float32) * scale).to(tl.float16)
+    return lo, hi, tl.sum(lo.to(tl.float32), 1) * K_BIAS, tl.sum(hi.to(tl.float32), 1) * K_BIAS
+
+
+@triton.jit
+def _scores(query, tile):
+    q_lo, q_hi, bias_lo, bias_hi = query
+    k_lo, k_hi = _biased(tile[0])
+    lo = (tl.dot(q_lo, tl.trans(k_lo)) - bias_lo[:, None]) * scale_of(tile[2], 0)[None, :]
+    hi = (tl.dot(q_hi, tl.trans(k_hi)) - bias_hi[:, None]) * scale_of(tile[2], 1)[None, :]
+    return lo + hi
+
+
+@triton.jit
+def _headroom(tile):
+    return words_headroom(tile[2])
+
+
+@triton.jit
+def _empty(M: tl.constexpr, H: tl.constexpr):
+    return tl.zeros([M, H], tl.float32), tl.zeros([M, H], tl.float32)
+
+
+@triton.jit
+def _accumulate(acc, p, alpha, tile):
+    p_lo, p_hi = p * scale_of(tile[2], 2)[None, :], p * scale_of(tile[2], 3)[None, :]
+    v_lo, v_hi = _exact(tile[1])
+    lo = tl.dot(p_lo.to(tl.float16), v_lo, acc[0] * alpha[:, None])
+    hi = tl.dot(p_hi.to(tl.float16), v_hi, acc[1] * alpha[:, None])
+    return lo, hi
+
+
+@triton.jit
+def _finish(acc):
+    return acc
+
+
+@triton.jit
+def _codes(half, scale):
+    return tl.minimum(tl.maximum(tl.floor(steps_of(half, scale) + 128.5), 0.0), 255.0).to(tl.int32)
+
+
+@triton.jit
+def _encode(
+    lo, hi, buffers, slots, heads, live, num_slots, which, HEADS: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    scale_lo, scale_hi = half_scale(lo, 127.0), half_scale(hi, 127.0)
+    words = _codes(lo, scale_lo) | _codes(hi, scale_hi) << 8
+    store_words(words, buffers, slots, heads, live, which, HEADS, D // 2)
+    store_scale(scale_lo, buffers, slots, heads, live, num_slots, 2 * which)
+    store_scale(scale_hi, buffers, slots, heads, live, num_slots, 2 * which + 1)
+
+
+DEVICE = KVDevice(
+    parts=1,
+    encode=_encode,
+    load=_load,
+    query=_query,
+    scores=_scores,
+    headroom=_headroom,
+    empty=_empty,
+    accumulate=_accumulate,
+    finish=_finish,
+)

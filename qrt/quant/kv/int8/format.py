@@ -1,0 +1,31 @@
+"""int8 KV: mid-tread codes (u - 128) * s, s = absmax / 127 per half head, in the rotated basis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from qrt.quant import affine
+from qrt.quant.kv.planes import PlaneFormat
+
+
+class Int8Format(PlaneFormat):
+    """Two planes: a word holds dim j in its low byte and dim j + D/2 in its high byte."""
+
+    name = "int8"
+    bits = 8
+    center = 128.0
+
+    def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """See PlaneFormat."""
+        return affine.quantize_midtread8(x, group)
+
+    def device(self) -> Any:
+        """See KVFormat."""
+        from qrt.quant.kv.int8.device import DEVICE
+
+        return DEVICE
+
+
+INT8 = Int8Format()

@@ -1,0 +1,82 @@
+"""The values that say how numbers are quantized. The single owner of bit widths and group sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+import torch
+
+from qrt.errors import ConfigError
+
+
+class Granularity(Enum):
+    """What one scale covers."""
+
+    CHANNEL = "channel"  # one output row of a weight
+    GROUP = "group"  # `group_size` consecutive inputs of one output row
+    TOKEN = "token"  # one row of activations, measured at run time
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """An integer grid: codes 0..2^bits-1, value (code - zero) * scale.
+
+    Symmetric grids have no stored zero: it is 2^(bits-1).
+    """
+
+    bits: int
+    symmetric: bool
+    granularity: Granularity
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise ConfigError(f"bits: got {self.bits}, wanted 2 to 8")
+        if (self.granularity is Granularity.GROUP) != (self.group_size is not None):
+            raise ConfigError(f"group_size: got {self.group_size} with {self.granularity.value} granularity")
+        if self.group_size is not None and self.group_size < 1:
+            raise ConfigError(f"group_size: got {self.group_size}, wanted a positive number")
+
+    @property
+    def levels(self) -> int:
+        """Number of codes."""
+        return 1 << self.bits
+
+    @property
+    def midpoint(self) -> int:
+        """The zero of a symmetric grid, and the offset between signed and stored codes."""
+        return 1 << (self.bits - 1)
+
+    def group_of(self, in_features: int) -> int:
+        """Inputs per scale for a weight of `in_features`; raises ConfigError when groups do not divide it."""
+        group = self.group_size or in_features
+        if in_features % group:
+            raise ConfigError(
+                f"group size {group} does not divide {in_features} input features; "
+                f"use a group size that does (e.g. {_largest_power_of_two_divisor(in_features)}) "
+                "or leave the layer unquantized with --ignore"
+            )
+        return group
+
+
+def _largest_power_of_two_divisor(n: int) -> int:
+    return n & -n
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that is still to be made."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def zeros(self, device: torch.device | str) -> torch.Tensor:
+        """A zero tensor of this shape."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)

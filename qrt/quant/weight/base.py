@@ -1,0 +1,129 @@
+"""What a weight scheme is, and the one struct that readers, calibrator and schemes exchange."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qrt.quant import affine
+from qrt.quant.spec import QuantSpec
+
+
+@dataclass(frozen=True)
+class WeightData:
+    """One Linear's weight in canonical form, whatever checkpoint format it came from.
+
+    values  [N, K]  codes uint8 0..2^b-1, or the weight itself (fp16/bf16/fp32) when unquantized
+    scale   [N, K/G] in the model dtype; None when unquantized
+    zero    [N, K/G] uint8; None when symmetric (the zero is then 2^(b-1)) or unquantized
+    perm    [K] int64; column j of `values` multiplies input perm[j] (GPTQ act-order); None = identity
+    bias    [N] in the model dtype, or None
+    bits    code width; 0 when unquantized
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    perm: Tensor | None = None
+    bias: Tensor | None = None
+    bits: int = 0
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.values.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.values.shape[1]
+
+    def dequantize(self) -> Tensor:
+        """The weight as fp32 [N, K], columns in input order."""
+        if self.scale is None:
+            return self.values.float()
+        weight = affine.dequantize(self.values, self.scale, self.zero, self.bits)
+        return weight if self.perm is None else weight[:, torch.argsort(self.perm)]
+
+
+def fuse(parts: Sequence[WeightData]) -> WeightData:
+    """Stack weights that read the same input along N (q, k, v or gate, up).
+
+    All parts must have the same bits, group count, symmetry and permutation; ValueError otherwise.
+    """
+    first = parts[0]
+    for part in parts[1:]:
+        same_groups = (part.scale is None) == (first.scale is None) and (
+            part.scale is None or first.scale is None or part.scale.shape[1] == first.scale.shape[1]
+        )
+        same_perm = (part.perm is None) == (first.perm is None) and (
+            part.perm is None or first.perm is None or torch.equal(part.perm, first.perm)
+        )
+        if (
+            part.bits != first.bits
+            or not same_groups
+            or not same_perm
+            or (part.zero is None) != (first.zero is None)
+        ):
+            raise ValueError("parts of a fused Linear differ in bits, groups, symmetry or permutation")
+
+    def stack(name: str) -> Tensor | None:
+        tensors = [getattr(part, name) for part in parts]
+        if all(t is None for t in tensors):
+            return None
+        if name == "bias":  # a fused layer has a bias if any part has one
+            tensors = [
+                t if t is not None else p.values.new_zeros(p.out_features, dtype=_dtype(parts))
+                for t, p in zip(tensors, parts, strict=True)
+            ]
+        return torch.cat(tensors)
+
+    values = torch.cat([part.values for part in parts])
+    return WeightData(values, stack("scale"), stack("zero"), first.perm, stack("bias"), first.bits)
+
+
+def _dtype(parts: Sequence[WeightData]) -> torch.dtype:
+    return next(part.bias.dtype for part in parts if part.bias is not None)
+
+
+# y = gemm(x, tiled weight, bias, bits, unpack): `kernels.linear.kernel.tile_gemm`, handed down to schemes
+# because floor 1 cannot import floor 2
+TileGemm = Callable[[Tensor, Any, Tensor | None, int, Any], Tensor]
+
+
+class WeightScheme(ABC):
+    """How one Linear's weight is stored on the device and multiplied.
+
+    A scheme is a stateless object in WEIGHT_SCHEMES. Its run-time tensors are a tuple in a fixed order
+    that the scheme's docstring documents; `qrt::linear` hands them back to it.
+    """
+
+    name: ClassVar[str]
+    spec: ClassVar[QuantSpec | None]  # default grid of the weight; None when unquantized
+
+    @abstractmethod
+    def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Canonical weight -> run-time tensors on `device`, repacked for the kernel; `dtype` is the model's.
+
+        Raises UnsupportedError for a grid the kernels do not run (names what came and what is run).
+        """
+
+    @abstractmethod
+    def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """x [T, K] -> [T, N] in x's dtype, from the definition, in fp32: the CPU path, oracle and spec."""
+
+    @abstractmethod
+    def linear_triton(
+        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemm: TileGemm
+    ) -> Tensor:
+        """The same on the GPU (or in Triton's interpreter); imports Triton on first call. `gemm` is for
+        schemes of tiled integers; one with a kernel of its own has it in its `device.py`."""
+
+    @abstractmethod
+    def out_features(self, tensors: Sequence[Tensor]) -> int:
+        """N, from the run-time tensors."""

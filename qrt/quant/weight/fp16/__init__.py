@@ -1,0 +1,1 @@
+"""Unquantized weights in the model dtype (fp16, bf16 or fp32)."""

@@ -1,0 +1,38 @@
+"""Unquantized weights, multiplied by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qrt.errors import UnsupportedError
+from qrt.quant.weight.base import TileGemm, WeightData, WeightScheme
+
+
+class FP16Scheme(WeightScheme):
+    """Run-time tensors: (weight [N, K] in the model dtype,)."""
+
+    name = "fp16"
+    spec = None
+
+    def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        if weight.bits:
+            raise UnsupportedError(f"fp16: got {weight.bits}-bit codes, runs unquantized weights only")
+        return (weight.values.to(device, dtype),)
+
+    def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return F.linear(x, tensors[0], bias)
+
+    def linear_triton(
+        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemm: TileGemm
+    ) -> Tensor:
+        return F.linear(x, tensors[0], bias)
+
+    def out_features(self, tensors: Sequence[Tensor]) -> int:
+        return tensors[0].shape[0]
+
+
+FP16 = FP16Scheme()

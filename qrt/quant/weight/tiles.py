@@ -1,0 +1,164 @@
+"""Tile-major run-time layout of weight-only integers: one packing that the kernel reads at every T.
+
+A tile is 64 outputs x (planes * J) inputs, planes = 16 / bits: 64 rows of J int16 words. Code p of word j
+belongs to input p*J + j of the tile, so plane p (code p of all words) meets J consecutive inputs, and one
+`tl.dot` takes a plane as it leaves the unpacker: no shuffle, no permuted x. Tiles of one row block follow
+each other in memory, each in one piece (8 KB for J = 64).
+
+    bits of word j, 4-bit codes:  15..12 | 11..8 | 7..4 | 3..0        8-bit codes:  15..8 | 7..0
+    input within the tile:         3J+j  |  2J+j |  J+j |  j                         J+j  |  j
+
+A run is the inputs of one tile that share a scale: the whole tile, a half or a quarter of it. A group longer
+than a run repeats its scale in every run. N and K are padded to whole tiles; the padding is never read back.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qrt.errors import UnsupportedError
+from qrt.quant.weight.base import TileGemm, WeightData, WeightScheme
+
+TILE_ROWS = 64
+_WORD_BITS = 16
+_ZEROS_PER_ROW = 4  # most runs of a tile; four int8 zeros are one 32-bit load
+
+
+class TiledWeight(NamedTuple):
+    """The run-time tensors of a weight in Nb x Kt tiles, in this order; an absent tensor has no elements.
+
+    packed    [Nb, Kt, 64, J] int16         J = 64 or 32 words a row
+    scale     [Nb, Kt, R/V, 64, V]          R runs a tile; V scales that fill 32 bits (16-bit: 2, fp32: 1)
+    zero      [Nb, Kt, 64, 4] int8          zero - 2^(bits-1) of each run; absent when symmetric
+    perm      [K] int64                     as in WeightData; absent when the identity
+    arrivals  [N] int32                     0 between calls: the kernel's split-K counters. Its length is N
+    """
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor
+    perm: Tensor
+    arrivals: Tensor
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.arrivals.shape[0]
+
+    @property
+    def runs(self) -> int:
+        """Runs of one tile: 1, 2 or 4."""
+        return self.scale.shape[2] * self.scale.shape[4]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [T, K] with its columns in the order of the codes."""
+        return x.index_select(1, self.perm) if self.perm.numel() else x
+
+    def dequantize(self, bits: int, in_features: int) -> Tensor:
+        """(code - zero) * scale as fp32 [N, K], columns in the order of the codes."""
+        blocks, tiles, rows, words = self.packed.shape
+        planes, midpoint = _WORD_BITS // bits, 1 << (bits - 1)
+        weight = torch.empty(blocks, rows, tiles, planes, words, device=self.packed.device)
+        by_row = self.packed.transpose(1, 2)
+        for plane in range(planes):
+            weight[:, :, :, plane] = ((by_row >> (bits * plane)) & (2 * midpoint - 1)) - midpoint
+        weight = weight.view(blocks, rows, tiles, self.runs, -1)
+        if self.zero.numel():
+            weight -= self.zero[..., : self.runs, None].transpose(1, 2)
+        weight *= self.scale.permute(0, 3, 1, 2, 4).reshape(blocks, rows, tiles, self.runs, 1)
+        return weight.view(blocks * rows, -1)[: self.out_features, :in_features]
+
+
+def tile(weight: WeightData, device: torch.device) -> TiledWeight:
+    """Repack on `device`; the group must be K or a multiple of 32 inputs, the codes 4 or 8 bits."""
+    assert weight.scale is not None
+    group = weight.in_features // weight.scale.shape[1]
+    planes = _WORD_BITS // weight.bits
+    words = 64 if group % 64 == 0 or group == weight.in_features else 32
+    runs = _runs(group, words, planes, weight.in_features)
+    blocks, tiles = -(-weight.out_features // TILE_ROWS), -(-weight.in_features // (planes * words))
+    codes = _pad(weight.values.to(device), blocks * TILE_ROWS, tiles * planes * words)
+    planar = codes.view(blocks, TILE_ROWS, tiles, planes, words).transpose(1, 2)
+    packed = planar[..., 0, :].to(torch.int16)
+    for plane in range(1, planes):
+        packed |= planar[..., plane, :].to(torch.int16) << (weight.bits * plane)
+
+    first_input = torch.arange(tiles * runs, device=device) * (planes * words // runs)
+    group_of_run = (first_input // group).clamp(max=weight.scale.shape[1] - 1)
+
+    def by_run(of_group: Tensor) -> Tensor:
+        of_run = _pad(of_group.to(device)[:, group_of_run], blocks * TILE_ROWS, tiles * runs)
+        return of_run.view(blocks, TILE_ROWS, tiles, runs).transpose(1, 2)
+
+    lanes = 4 // weight.scale.itemsize if runs > 1 else 1
+    scale = by_run(weight.scale if runs > 1 else weight.scale.float())
+    scale = _dense(scale.unflatten(-1, (-1, lanes)).transpose(2, 3))
+    zero = torch.empty(0, dtype=torch.int8, device=device)
+    if weight.zero is not None:
+        offsets = weight.zero.to(torch.int16) - (1 << (weight.bits - 1))
+        zero = _dense(F.pad(by_run(offsets.to(torch.int8)), (0, _ZEROS_PER_ROW - runs)))
+    perm = torch.empty(0, dtype=torch.int64) if weight.perm is None else weight.perm
+    arrivals = torch.zeros(weight.out_features, dtype=torch.int32, device=device)
+    return TiledWeight(_dense(packed), scale, zero, perm.to(device), arrivals)
+
+
+def _runs(group: int, words: int, planes: int, in_features: int) -> int:
+    """Fewest runs a tile that no group boundary cuts."""
+    if group == in_features:
+        return 1
+    return next(runs for runs in (1, 2, 4) if group % (planes * words // runs) == 0)
+
+
+def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    return F.pad(matrix, (0, columns - matrix.shape[1], 0, rows - matrix.shape[0]))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Row-major also where a dimension is 1, so that the kernel's launcher may view it as words."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class TiledScheme(WeightScheme):
+    """Weight-only integers of one width in tiles; its run-time tensors are a TiledWeight."""
+
+    @abstractmethod
+    def unpacker(self) -> Any:
+        """The Triton function (`device.py`) `unpack(words, DTYPE, ASM)`: int16 words -> the planes of
+        code - 2^(bits-1) in DTYPE, exact; ASM False asks for plain Triton."""
+
+    @property
+    def bits(self) -> int:
+        """Width of a code."""
+        assert self.spec is not None
+        return self.spec.bits
+
+    def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        groups = 1 if weight.scale is None else weight.scale.shape[1]
+        group = weight.in_features // groups
+        if weight.bits != self.bits or (groups > 1 and group % 32):
+            raise UnsupportedError(
+                f"{self.name}: got {weight.bits}-bit codes in groups of {group}, runs {self.bits}-bit codes "
+                "in groups of a multiple of 32 or one per channel; quantize again with such a group size"
+            )
+        return tile(weight, device)
+
+    def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        weight = TiledWeight(*tensors)
+        matrix = weight.dequantize(self.bits, x.shape[1])
+        y = F.linear(weight.gather(x).float(), matrix, None if bias is None else bias.float())
+        return y.to(x.dtype)
+
+    def linear_triton(
+        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemm: TileGemm
+    ) -> Tensor:
+        weight = TiledWeight(*tensors)
+        return gemm(weight.gather(x), weight, bias, self.bits, self.unpacker())
+
+    def out_features(self, tensors: Sequence[Tensor]) -> int:
+        return TiledWeight(*tensors).out_features

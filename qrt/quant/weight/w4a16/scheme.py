@@ -1,0 +1,23 @@
+"""4-bit weights: codes of one group share a scale and, when asymmetric, a zero point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qrt.quant.spec import Granularity, QuantSpec
+from qrt.quant.weight.tiles import TiledScheme
+
+
+class W4A16Scheme(TiledScheme):
+    """Groups of a multiple of 32 inputs or one per output channel; run-time tensors: a `TiledWeight`."""
+
+    name = "w4a16"
+    spec = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=128)
+
+    def unpacker(self) -> Any:
+        from qrt.quant.weight.w4a16.device import unpack
+
+        return unpack
+
+
+W4A16 = W4A16Scheme()

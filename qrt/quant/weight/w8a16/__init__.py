@@ -1,0 +1,1 @@
+"""8-bit weights in groups, 16-bit activations."""

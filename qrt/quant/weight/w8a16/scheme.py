@@ -1,0 +1,23 @@
+"""8-bit weights: codes of one group share a scale and, when asymmetric, a zero point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qrt.quant.spec import Granularity, QuantSpec
+from qrt.quant.weight.tiles import TiledScheme
+
+
+class W8A16Scheme(TiledScheme):
+    """Groups of a multiple of 32 inputs or one per output channel; run-time tensors: a `TiledWeight`."""
+
+    name = "w8a16"
+    spec = QuantSpec(8, symmetric=True, granularity=Granularity.GROUP, group_size=128)
+
+    def unpacker(self) -> Any:
+        from qrt.quant.weight.w8a16.device import unpack
+
+        return unpack
+
+
+W8A16 = W8A16Scheme()

@@ -1,0 +1,1 @@
+"""8-bit weights, 8-bit activations: an integer product."""

@@ -1,0 +1,88 @@
+"""W8A8 in Triton: per-token int8 activations, an int8 tensor-core product, scales and bias in fp32.
+
+`linear(x [T, K], codes [N, K] int8, scale [N] fp32, bias [N] | None) -> [T, N]` in x's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _quantize_tokens(X, CODES, SCALES, K, BLOCK: tl.constexpr):
+    """Grid (T,): one row; the arithmetic of `affine.quantize_tokens`, bit for bit."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    x = tl.load(X + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), 1e-10), 127.0)
+    codes = tl.floor(tl.div_rn(x, tl.broadcast_to(scale, [BLOCK])) + 0.5)
+    codes = tl.minimum(tl.maximum(codes, -128.0), 127.0)
+    tl.store(CODES + row * K + k, codes.to(tl.int8), mask=k < K)
+    tl.store(SCALES + row, scale)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _int8_gemm(
+    A, TOKEN_SCALES, B, SCALES, BIAS, Y, M, N, K,
+    BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Grid (cdiv(M, BM) * cdiv(N, BN),): Y.T = B [N, K] @ A [M, K].T, so that few tokens waste little MMA.
+
+    Programs walk GROUP token blocks per output block before the next one: both operands stay in L2.
+    """
+    token_blocks = tl.cdiv(M, BM)
+    group_size = GROUP * tl.cdiv(N, BN)
+    group = tl.program_id(0) // group_size
+    width = tl.minimum(token_blocks - group * GROUP, GROUP)
+    place = tl.program_id(0) % group_size
+    m = (group * GROUP + place % width) * BM + tl.arange(0, BM)
+    n = place // width * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    a = A + m.to(tl.int64)[None, :] * K + k[:, None]
+    b = B + n.to(tl.int64)[:, None] * K + k[None, :]
+    acc = tl.zeros([BN, BM], tl.int32)
+    for start in range(0, K, BK):
+        inside = k < K - start
+        left = tl.load(b, mask=(n < N)[:, None] & inside[None, :], other=0)
+        right = tl.load(a, mask=(m < M)[None, :] & inside[:, None], other=0)
+        acc = tl.dot(left, right, acc, out_dtype=tl.int32)
+        a += BK
+        b += BK
+    y = acc.to(tl.float32) * tl.load(TOKEN_SCALES + m, mask=m < M, other=0.0)[None, :]
+    y *= tl.load(SCALES + n, mask=n < N, other=0.0)[:, None]
+    if BIASED:
+        y += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    out = Y + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out, y.to(Y.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, K] contiguous -> codes int8 [T, K] and scale fp32 [T]; equals `affine.quantize_tokens`."""
+    tokens, k = x.shape
+    codes = torch.empty(tokens, k, dtype=torch.int8, device=x.device)
+    scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(k)
+    _quantize_tokens[(tokens,)](x, codes, scale, k, block, num_warps=min(16, max(1, block // 1024)))
+    return codes, scale
+
+
+def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] -> [T, N] in x's dtype; the sum over K is exact."""
+    (tokens, k), n = x.shape, codes.shape[0]
+    y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return y
+    token_codes, token_scale = quantize_tokens(x.contiguous())
+    if tokens <= 64:  # bound by weight bytes: narrow blocks, so that every SM reads
+        bm, bn, bk, warps, stages = max(8, triton.next_power_of_2(tokens)), 32, 256, 4, 4
+    else:
+        bm, bn, bk, warps, stages = 128, 128, 128, 8, 3
+    grid = (triton.cdiv(tokens, bm) * triton.cdiv(n, bn),)
+    _int8_gemm[grid](
+        token_codes, token_scale, codes, scale, bias, y, tokens, n, k,
+        BIASED=bias is not None, BM=bm, BN=bn, BK=bk, GROUP=8, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,67 @@
+"""int8 weights with one scale per output channel, int8 activations with one scale per token, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qrt.errors import UnsupportedError
+from qrt.quant import affine
+from qrt.quant.spec import Granularity, QuantSpec
+from qrt.quant.weight.base import TileGemm, WeightData, WeightScheme
+
+_EXACT_INPUTS = 1024  # sums of so many int8 products (at most 2^14 each) are integers that fp32 holds exactly
+
+
+def integer_product(a: Tensor, b: Tensor) -> Tensor:
+    """a [T, K] @ b [N, K].T of int8 codes, exact, int32 [T, N] (`torch._int_mm` is a plain loop on CPUs)."""
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
+    for left, right in zip(a.split(_EXACT_INPUTS, 1), b.split(_EXACT_INPUTS, 1), strict=True):
+        total += (left.float() @ right.float().T).to(torch.int32)
+    return total
+
+
+class W8A8Scheme(WeightScheme):
+    """y = (xq @ Wq.T) * sx * sw + bias with xq, sx from `affine.quantize_tokens`.
+
+    Run-time tensors: (codes [N, K] int8, scale [N] fp32). The int32 sum holds K up to 131,071.
+    """
+
+    name = "w8a8"
+    spec = QuantSpec(8, symmetric=True, granularity=Granularity.CHANNEL)
+
+    def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        groups = 0 if weight.scale is None else weight.scale.shape[1]
+        if weight.scale is None or groups > 1 or weight.bits != 8 or weight.zero is not None:
+            kind = "symmetric" if weight.zero is None else "asymmetric"
+            raise UnsupportedError(
+                f"w8a8: got {kind} {weight.bits}-bit codes with {groups} scales a row, runs symmetric 8-bit "
+                "codes with one scale per output channel; quantize again with --scheme w8a8"
+            )
+        values = weight.values.to(device)
+        if weight.perm is not None:  # one scale a row: columns can simply go back to input order
+            values = values[:, torch.argsort(weight.perm).to(device)]
+        codes = (values ^ 128).view(torch.int8)  # stored code 0..255 -> code - 128
+        return codes, weight.scale.to(device, torch.float32).flatten()
+
+    def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        codes, scale = tensors
+        tokens, token_scale = affine.quantize_tokens(x)
+        y = integer_product(tokens, codes).float() * token_scale * scale
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    def linear_triton(
+        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemm: TileGemm
+    ) -> Tensor:
+        from qrt.quant.weight.w8a8.device import linear
+
+        codes, scale = tensors
+        return linear(x, codes, scale, bias)
+
+    def out_features(self, tensors: Sequence[Tensor]) -> int:
+        return tensors[0].shape[0]
+
+
+W8A8 = W8A8Scheme()

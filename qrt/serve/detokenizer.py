@@ -1,0 +1,155 @@
+"""Detokenizer: the tokens of one running request to text that can be shown at once.
+
+Two stages. `TextStream` turns ids into text and never gives out half a character; `StopStrings` looks for
+strings that end the text and never gives out what may be the start of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qrt.config import SamplingParams
+from qrt.serve.tokenizer import Tokenizer
+
+INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not a character, or not yet
+MOST_PENDING = 3  # bytes of a character that lacks its last one
+# A window of tokens is decoded again for each new one; its start gives the context for spaces and bytes.
+LONG_WINDOW, LONGEST_WINDOW = 16, 64
+# Candidates for the start of a window, in tokens before its end: among four in a row one starts a character.
+TAILS = (6, 7, 8, 9)
+# A longer run of INCOMPLETE, the window's start included, is no unfinished character but invalid bytes.
+LONGEST_RUN = 4 * max(TAILS)
+
+
+class TextStream:
+    """Ids to text: concatenated, what it gives is the decoding of all ids behind the prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        whole = self._whole(prompt_ids)
+        self._window, self._text = self._tail(prompt_ids[:whole])
+        self._given = len(self._text)  # characters of `_text` that are out
+        self._window += prompt_ids[whole:]
+
+    def feed(self, token_id: int) -> str:
+        """The text that the token makes certain; what may be an unfinished character waits."""
+        self._window.append(token_id)
+        self._text = self._decode(self._window)
+        whole = len(self._text.rstrip(INCOMPLETE))
+        if len(self._text) - whole > LONGEST_RUN:
+            whole = len(self._text) - MOST_PENDING
+        text = self._text[self._given : whole]
+        self._given = max(self._given, whole)
+        clean = whole == len(self._text)
+        if len(self._window) > (LONG_WINDOW if clean else LONGEST_WINDOW):
+            pending = len(self._text) - self._given
+            self._window, self._text = self._tail(self._window)
+            self._given = len(self._text) - pending
+        return text
+
+    def finish(self) -> str:
+        """What still waited: the end of the text."""
+        text = self._text[self._given :]
+        self._given = len(self._text)
+        return text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip_special)
+
+    def _whole(self, prompt_ids: Sequence[int]) -> int:
+        """How many of the prompt's tokens end with a whole character: all, or all but a few."""
+        for end in range(len(prompt_ids), max(len(prompt_ids) - MOST_PENDING, 0) - 1, -1):
+            if not self._tail(prompt_ids[:end])[1].endswith(INCOMPLETE):
+                return end
+        return len(prompt_ids)  # invalid bytes, not an unfinished character
+
+    def _tail(self, token_ids: Sequence[int]) -> tuple[list[int], str]:
+        """The last few tokens and their text, starting with a whole character if possible: a byte-fallback
+        decoder gives up a whole run of bytes when the run starts inside a character."""
+        for length in TAILS:
+            window = list(token_ids[-length:])
+            text = self._decode(window)
+            if not text.startswith(INCOMPLETE):
+                break
+        return window, text
+
+
+class StopStrings:
+    """Text to text, up to the first stop string.
+
+    found    the stop string that ended the text; of several that end at the same character the longest
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        self._stops = stops
+        self._include = include
+        self._held = ""
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        """The text that cannot be part of a stop string, or, once one is complete, all that is before it
+        (or up to its end, with `include`)."""
+        text = self._held + text
+        matches = [(start + len(s), start, s) for s in self._stops if (start := text.find(s)) >= 0]
+        if matches:
+            end, start, self.found = min(matches)
+            self._held = ""
+            return text[: end if self._include else start]
+        held = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        """What was held back: no stop string came of it."""
+        text, self._held = self._held, ""
+        return text
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that is a start of `stop`, all of `stop` excepted."""
+        longest = min(len(stop) - 1, len(text))
+        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Detokenizer:
+    """The text of one request, piece by piece.
+
+    text           all that has been given out
+    num_tokens     tokens fed, up to the one that completed a stop string
+    stop_reason    the stop string that ended the text; what is fed afterwards is ignored
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        self._stream = TextStream(tokenizer, prompt_ids, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens
+        self.text = ""
+        self.num_tokens = 0
+
+    @property
+    def stop_reason(self) -> str | None:
+        """See the class."""
+        return self._stops.found
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that can be shown now. No stop string is looked for before `min_tokens`."""
+        pieces = []
+        for token_id in token_ids:
+            if self.stop_reason is not None:
+                break
+            self.num_tokens += 1
+            piece = self._stream.feed(token_id)
+            pieces.append(self._stops.feed(piece) if self.num_tokens > self._min_tokens else piece)
+        return self._add("".join(pieces))
+
+    def finish(self) -> str:
+        """The rest of the text, when no more tokens come; it may still bring a stop string."""
+        if self.stop_reason is not None:
+            return ""
+        text = self._stops.feed(self._stream.finish())
+        return self._add(text if self.stop_reason is not None else text + self._stops.finish())
+
+    def _add(self, text: str) -> str:
+        self.text += text
+        return text

@@ -1,0 +1,224 @@
+"""What callers get: RequestOutput in vLLM's shape, built from the engine's deltas in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from qrt.config import SamplingParams
+from qrt.engine.logprobs import Scores
+from qrt.engine.output import RequestDelta
+from qrt.engine.request import FinishReason
+from qrt.serve.detokenizer import Detokenizer
+from qrt.serve.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Of one token at one place: natural logarithm, rank (1 = likeliest) and the token's text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+TokenLogprobs = dict[int, Logprob]  # by token id: the token that came first, then the likeliest
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One of the n completions of a prompt.
+
+    finish_reason   "stop", "length" or "abort"; None while it runs
+    stop_reason     the stop string or stop token id that ended it; None for end-of-text
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its completions. `prompt_logprobs` has None for the first token."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class CompletionDelta:
+    """What a step added to one completion; `abort` says that the engine must be told to end it."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    abort: bool
+
+
+@dataclass
+class _Completion:
+    """One completion in the making."""
+
+    detokenizer: Detokenizer
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class RequestCollector:
+    """One prompt with its n completions, each a request of its own in the engine.
+
+    error    why the engine gave it up, if it did
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.error: str | None = None
+        self._tokenizer = tokenizer
+        self._indices = {f"{request_id}#{index}": index for index in range(params.n)}
+        self._completions = [_Completion(Detokenizer(tokenizer, prompt_ids, params)) for _ in range(params.n)]
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._num_cached = 0
+
+    @property
+    def engine_ids(self) -> list[str]:
+        """Ids of its requests in the engine."""
+        return list(self._indices)
+
+    def engine_requests(self) -> Iterator[tuple[str, SamplingParams]]:
+        """Id and parameters of each request to add to the engine. A seed gives each completion its own; the
+        prompt is scored once."""
+        for engine_id, index in self._indices.items():
+            seed = self.params.seed
+            if seed is not None:
+                seed = (seed + index + 2**63) % 2**64 - 2**63
+            prompt_logprobs = self.params.prompt_logprobs if index == 0 else None
+            yield engine_id, replace(self.params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all completions have ended."""
+        return all(completion.finish_reason for completion in self._completions)
+
+    def feed(self, delta: RequestDelta) -> CompletionDelta:
+        """Take in a delta of one of `engine_ids`; what comes after the end is ignored."""
+        index = self._indices[delta.request_id]
+        completion = self._completions[index]
+        if completion.finish_reason:
+            reasons = completion.finish_reason, completion.stop_reason
+            return CompletionDelta(index, "", (), None, *reasons, abort=False)
+        self.error = self.error or delta.error
+        self._num_cached = max(self._num_cached, delta.num_cached)
+        if delta.prompt_scores is not None:
+            self._add_prompt(delta.prompt_scores)
+        shown = delta.token_ids
+        if delta.finish_reason is FinishReason.STOP and not self.params.include_stop_str_in_output:
+            shown = shown[:-1]  # the end-of-text or stop token is not text
+        text = completion.detokenizer.feed(shown)
+        if delta.finish_reason:
+            text += completion.detokenizer.finish()
+        stop_string = completion.detokenizer.stop_reason
+        new = _new_tokens(completion, delta, stop_string is not None)
+        logprobs = self._add_tokens(completion, new, delta.logprobs)
+        if stop_string is not None:
+            completion.finish_reason, completion.stop_reason = FinishReason.STOP.value, stop_string
+        elif delta.finish_reason:
+            completion.finish_reason, completion.stop_reason = delta.finish_reason.value, delta.stop_reason
+        abort = completion.finish_reason is not None and delta.finish_reason is None
+        return CompletionDelta(
+            index, text, new, logprobs, completion.finish_reason, completion.stop_reason, abort
+        )
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        prompt_logprobs = self._prompt_logprobs if self.params.prompt_logprobs is not None else None
+        outputs = [self._completion_output(index) for index in range(self.params.n)]
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_ids,
+            prompt_logprobs,
+            outputs,
+            self.finished,
+            self._num_cached,
+        )
+
+    def _completion_output(self, index: int) -> CompletionOutput:
+        completion, wanted = self._completions[index], self.params.logprobs is not None
+        return CompletionOutput(
+            index,
+            completion.detokenizer.text,
+            completion.token_ids,
+            completion.cumulative_logprob if wanted else None,
+            completion.logprobs if wanted else None,
+            completion.finish_reason,
+            completion.stop_reason,
+        )
+
+    def _add_tokens(
+        self, completion: _Completion, new: Sequence[int], scores: Scores | None
+    ) -> list[TokenLogprobs] | None:
+        completion.token_ids += new
+        if scores is None:
+            return None
+        logprobs = self._describe(scores, new)
+        completion.logprobs += logprobs
+        completion.cumulative_logprob += sum(scores.logprobs[: len(new)].tolist())
+        return logprobs
+
+    def _add_prompt(self, scores: Scores) -> None:
+        start = len(self._prompt_logprobs)
+        self._prompt_logprobs += self._describe(scores, self.prompt_ids[start : start + len(scores)])
+
+    def _describe(self, scores: Scores, token_ids: Sequence[int]) -> list[TokenLogprobs]:
+        """Per token that came: itself and the likeliest, as dictionaries."""
+        rows = zip(
+            token_ids,
+            scores.logprobs.tolist(),
+            scores.ranks.tolist(),
+            scores.top_ids.tolist(),
+            scores.top_logprobs.tolist(),
+            strict=False,  # tokens after a stop string are dropped
+        )
+        described = []
+        for token, logprob, rank, top_ids, top_logprobs in rows:
+            entries = {token: Logprob(logprob, rank, self._text(token))}
+            for place, (other, value) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
+                entries.setdefault(other, Logprob(value, place, self._text(other)))
+            described.append(entries)
+        return described
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _new_tokens(completion: _Completion, delta: RequestDelta, stopped: bool) -> Sequence[int]:
+    """The delta's tokens, up to the one that completed a stop string."""
+    if not stopped:
+        return delta.token_ids
+    return delta.token_ids[: completion.detokenizer.num_tokens - len(completion.token_ids)]

@@ -1,0 +1,82 @@
+"""Tokenizer: text to token ids and back, and chat templates. Local files only, never a model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from qrt.assets import model_path
+from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder (or of the bundled "tiny").
+
+    hf    the transformers tokenizer, for what is not offered here
+
+    Encoding and decoding go to its Rust backend, which many threads may use at once.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """CheckpointError when there is no such folder or no readable tokenizer in it, UnsupportedError for
+        one without a fast backend."""
+        from transformers import AutoTokenizer  # here, because it imports Triton
+
+        folder = model_path(str(path)) or Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(f"{path}: no such folder; give a folder with tokenizer.json (--tokenizer)")
+        try:
+            self.hf: Any = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # the Rust side raises bare Exceptions for a damaged file
+            lines = str(error).strip().splitlines() or [""]
+            raise CheckpointError(
+                f"{path}: no usable tokenizer ({type(error).__name__}: {lines[0]}); wanted a tokenizer.json"
+            ) from error
+        if not getattr(self.hf, "is_fast", False):
+            raise UnsupportedError(
+                f"{path}: {type(self.hf).__name__} has no fast backend; add tokenizer.json"
+            )
+        self._backend = self.hf.backend_tokenizer
+        self._backend.no_truncation()  # some tokenizer.json files cut to 512 tokens
+        self._backend.no_padding()
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-text token, if there is one."""
+        return () if self.hf.eos_token_id is None else (int(self.hf.eos_token_id),)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with BOS where the tokenizer puts one."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids` as the model wrote it: spaces are not cleaned up, bytes that are not UTF-8
+        become U+FFFD, ids outside the vocabulary nothing. ConfigError for what cannot be a token id."""
+        try:
+            return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        except (OverflowError, TypeError) as error:
+            raise ConfigError(f"token ids: wanted integers of 0 or more below 2^32 ({error})") from error
+
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+        """The prompt of a conversation, by the checkpoint's chat template (sandboxed by transformers).
+
+        `options` as transformers' `apply_chat_template`: add_generation_prompt, continue_final_message,
+        chat_template, tools, and the template's own. ConfigError when there is no template or it refuses.
+        """
+        if not (options.get("chat_template") or self.hf.chat_template):
+            raise ConfigError("chat: the checkpoint has no chat template; send a plain prompt or give one")
+        try:
+            return str(self.hf.apply_chat_template(list(messages), tokenize=False, **options))
+        except (TemplateError, ValueError, TypeError) as error:
+            raise ConfigError(f"chat: the template refuses these messages: {error}") from error
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of `render_chat`: the template writes BOS itself, so none is added."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)

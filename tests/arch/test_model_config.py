@@ -1,0 +1,185 @@
+"""ModelConfig.from_hf against transformers' own reading of the same config.json."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import qrt.arch
+from qrt.arch import ARCHS, ModelConfig
+from qrt.errors import CheckpointError, UnsupportedError
+
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+OLD_THETA = {"rope_theta": 500000.0}
+CASES = {
+    "llama-2": ("Llama", {}),
+    "llama-2-mha": ("Llama", {"num_key_value_heads": None}),
+    "llama-linear-old": ("Llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama-3-old": ("Llama", OLD_THETA),
+    "llama-3.1-old": ("Llama", {**OLD_THETA, "rope_scaling": LLAMA3, "eos_token_id": [5, 6]}),
+    "llama-3.1-new": ("Llama", {"rope_parameters": {**OLD_THETA, **LLAMA3}, "tie_word_embeddings": True}),
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral-v0.1": ("Mistral", {"sliding_window": 1024, **OLD_THETA}),
+    "mistral-v0.3": ("Mistral", {"sliding_window": None, "head_dim": 64, "rope_parameters": OLD_THETA}),
+    "mistral-default-window": ("Mistral", {}),
+    "qwen2": ("Qwen2", {"rope_theta": 1e6, "sliding_window": 2048, "use_sliding_window": False}),
+    "qwen2.5-upper-layers-slide": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 1},
+    ),
+    "qwen2.5-no-layer-slides": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 3},
+    ),
+    "qwen3": (
+        "Qwen3",
+        {"head_dim": 128, "rope_parameters": {"rope_theta": 1e6}, "tie_word_embeddings": True},
+    ),
+    "qwen3-biased": ("Qwen3", {"head_dim": 128, "attention_bias": True, "rope_theta": 1e6}),
+}
+
+
+def read(family: str, config: dict) -> ModelConfig:
+    name = f"{family}ForCausalLM"
+    return ModelConfig.from_hf({**config, "architectures": [name]}, ARCHS[name])
+
+
+def settled(family: str, config: dict) -> transformers.PretrainedConfig:
+    """transformers' config object with every default filled in."""
+    return getattr(transformers, f"{family}Config")(**config)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("saved_by", ["hand", "transformers"])
+def test_agrees_with_transformers(case, saved_by):
+    family, extra = CASES[case]
+    raw = {**SIZES, **extra}
+    truth = settled(family, json.loads(json.dumps(raw)))
+    ours = read(family, raw if saved_by == "hand" else json.loads(truth.to_json_string()))
+    for name, theirs in (
+        ("vocab_size", truth.vocab_size),
+        ("hidden_size", truth.hidden_size),
+        ("intermediate_size", truth.intermediate_size),
+        ("num_layers", truth.num_hidden_layers),
+        ("num_heads", truth.num_attention_heads),
+        ("num_kv_heads", truth.num_key_value_heads),
+        ("head_dim", getattr(truth, "head_dim", truth.hidden_size // truth.num_attention_heads)),
+        ("rms_norm_eps", truth.rms_norm_eps),
+        ("max_position", truth.max_position_embeddings),
+        ("tied_embeddings", truth.tie_word_embeddings),
+    ):
+        assert getattr(ours, name) == theirs, name
+    rope = truth.rope_parameters
+    assert (ours.rope.kind, ours.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+    if ours.rope.kind != "default":
+        assert ours.rope.factor == rope["factor"]
+    if ours.rope.kind == "llama3":
+        assert ours.rope.low_freq_factor == rope["low_freq_factor"]
+        assert ours.rope.high_freq_factor == rope["high_freq_factor"]
+        assert ours.rope.original_max_position == rope["original_max_position_embeddings"]
+    if "layer_types" in truth:
+        slides = "sliding_attention" in truth.layer_types
+        assert ours.sliding_window == (truth.sliding_window if slides else None)
+    else:
+        assert ours.sliding_window == getattr(truth, "sliding_window", None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_biases_and_norms_are_those_of_the_transformers_model(case):
+    family, extra = CASES[case]
+    raw = {**SIZES, **extra}
+    ours = read(family, raw)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(settled(family, json.loads(json.dumps(raw))))
+    layer = model.model.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
+        assert (linear.bias is not None) == ours.qkv_bias
+    assert (attention.o_proj.bias is not None) == ours.o_bias
+    assert all(
+        (linear.bias is not None) == ours.mlp_bias for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    )
+    assert hasattr(attention, "q_norm") == hasattr(attention, "k_norm") == ours.qk_norm
+
+
+def test_eos_and_dtype():
+    assert read("Llama", SIZES).eos_token_ids == ()
+    assert read("Llama", {**SIZES, "eos_token_id": 2}).eos_token_ids == (2,)
+    assert read("Llama", {**SIZES, "eos_token_id": [2, 7]}).eos_token_ids == (2, 7)
+    assert read("Llama", {**SIZES, "torch_dtype": "float16"}).dtype == "float16"
+    assert read("Llama", {**SIZES, "dtype": "float32"}).dtype == "float32"
+
+
+BAD = {
+    "no layers": ({"num_hidden_layers": None}, CheckpointError, "num_hidden_layers is None"),
+    "size as text": ({"hidden_size": "256"}, CheckpointError, "hidden_size is '256'"),
+    "size as bool": ({"vocab_size": True}, CheckpointError, "vocab_size is True"),
+    "negative": ({"intermediate_size": -1}, CheckpointError, "intermediate_size is -1"),
+    "heads": ({"num_key_value_heads": 3}, CheckpointError, "8 attention heads .* 3 KV heads"),
+    "odd head": ({"head_dim": 33}, UnsupportedError, "head_dim 33"),
+    "theta as text": ({"rope_theta": "big"}, CheckpointError, "rope_theta is 'big'"),
+    "eps of zero": ({"rms_norm_eps": 0}, CheckpointError, "rms_norm_eps is 0"),
+    "activation": ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act 'gelu'"),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, UnsupportedError, "RoPE type 'yarn'"),
+    "partial": ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor"),
+    "linear without factor": ({"rope_scaling": {"type": "linear"}}, CheckpointError, "factor is None"),
+    "llama3 without its numbers": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        CheckpointError,
+        "low_freq_factor is None",
+    ),
+    "rope per layer type": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+        UnsupportedError,
+        "differ between layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_config_names_the_entry(case):
+    change, error, text = BAD[case]
+    with pytest.raises(error, match=text) as raised:
+        read("Llama", {**SIZES, **change})
+    assert "config.json" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_unknown_architecture_lists_the_known_and_suggests():
+    with pytest.raises(UnsupportedError, match=r"known: LlamaForCausalLM.*did you mean 'Qwen2ForCausalLM'\?"):
+        ARCHS["Qwen2VLForCausalLM"]
+
+
+def test_an_architecture_is_at_most_30_lines():
+    for path in Path(qrt.arch.__file__).parent.glob("*.py"):
+        if path.name != "base.py":
+            assert len(path.read_text().splitlines()) <= 30, path
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_arch_facts_are_consistent(name):
+    """Smoothing pairs name projections or norms of a layer, and the registry's name is the arch's."""
+    arch = ARCHS[name]
+    assert arch.name == name
+    norms = {"input_layernorm", "post_attention_layernorm"}
+    for pair in arch.smooth:
+        assert {pair.source} <= norms | set(arch.projections)
+        assert set(pair.readers) <= set(arch.projections)
+    assert len(set(arch.projections)) == 7

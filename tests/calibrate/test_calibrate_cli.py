@@ -1,0 +1,194 @@
+"""Every wrong input is one line that names the thing and the remedy; nothing is left behind."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import qrt
+from qrt.quant.checkpoint import open_checkpoint
+from qrt_calibrate import awq, cli, pipeline, search
+
+
+@pytest.fixture
+def run(calib, tmp_path, monkeypatch, capsys):
+    """run("--bits", "4", model=...) -> exit code and stderr; runs in an empty folder, with little text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search, "GRID", 4)
+
+    def call(*flags, model, text=calib):
+        words = ["--model", str(model), "--calib", str(text), "--n-samples", "4", "--seqlen", "64", *flags]
+        try:
+            code = cli.main(words)
+        except SystemExit as stopped:
+            code = stopped.code
+        return code, capsys.readouterr()
+
+    return call
+
+
+def damaged(source, out, change):
+    """A copy of `source` whose tensors went through `change`."""
+    out.mkdir()
+    for path in source.iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_default_output_and_summary(run, llama, calib, tmp_path):
+    code, shown = run("--bits", "4", "--ignore", "layers.1.*", model=llama)
+    assert code == 0
+    out = tmp_path / f"{llama.name}-w4"
+    assert f"written to {out.name}" in shown.out and "7 Linears at 4.1" in shown.out
+    assert "model.layers.0" in shown.out and "Calibrating" in shown.err
+    config = open_checkpoint(out).config["quantization_config"]
+    assert config["ignore"] == ["lm_head", *(f"model.layers.1.{p}" for p in awq_projections())]
+    weights = config["config_groups"]["group_0"]["weights"]
+    assert weights == {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "group",
+        "group_size": 128,
+    }
+    text = {"text": "calib.txt", "sha256": hashlib.sha256(calib.read_bytes()).hexdigest()}
+    calibration = {**text, "n_samples": 4, "seqlen": 64, "seed": 0}
+    recipe = {"version": qrt.__version__, "scheme": "w4a16", "method": "awq", "calibration": calibration}
+    assert config["qrt"] == recipe
+
+
+def awq_projections():
+    attention = [f"self_attn.{p}_proj" for p in "qkvo"]
+    return [*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+
+
+@pytest.mark.parametrize(
+    "flags, folder, scheme",
+    [
+        (["--bits", "8"], "w8", {"num_bits": 8, "symmetric": True, "strategy": "group", "group_size": 128}),
+        (
+            ["--bits", "4", "--sym", "--group-size", "64"],
+            "w4",
+            {"num_bits": 4, "symmetric": True, "group_size": 64},
+        ),
+        (["--scheme", "w8a8"], "w8a8", {"num_bits": 8, "symmetric": True, "strategy": "channel"}),
+        (["--scheme", "w8a8", "--bits", "8"], "w8a8", {"num_bits": 8}),
+    ],
+)
+def test_grids(run, llama, tmp_path, flags, folder, scheme):
+    code, shown = run(*flags, "--method", "rtn", "--out", folder, model=llama, text="no such file")
+    assert code == 0, shown.err
+    group = open_checkpoint(tmp_path / folder).config["quantization_config"]["config_groups"]["group_0"]
+    assert scheme.items() <= group["weights"].items()
+    assert ("input_activations" in group) == (folder == "w8a8")
+
+
+@pytest.mark.parametrize(
+    "flags, code, message",
+    [
+        (["--bts", "4"], 2, "error: unknown flag --bts; did you mean '--bits'? (see qrt-calibrate --help)"),
+        (["--bits", "3"], 2, "argument --bits: invalid choice: 3"),
+        (["--method", "gptq"], 2, "argument --method: invalid choice: 'gptq'"),
+        (["--sym", "--asym"], 2, "argument --asym: not allowed with argument --sym"),
+        (["--bits", "4", "--scheme", "w8a8"], 1, "--bits 4 contradicts --scheme w8a8; give one of the two"),
+        (
+            ["--scheme", "w8a8", "--group-size", "64"],
+            1,
+            "--group-size: w8a8 has one scale per output channel",
+        ),
+        (["--scheme", "w8a8", "--asym"], 1, "--asym: w8a8"),
+        (["--scheme", "w8a8", "--method", "awq"], 1, "--method awq: for weight-only schemes, not w8a8"),
+        (
+            ["--group-size", "96"],
+            1,
+            "model.layers.0.self_attn.q_proj: group size 96 does not divide 128 input features; use a group "
+            "size that does (e.g. 128) or leave the layer unquantized with --ignore",
+        ),
+        (["--group-size", "16"], 1, "in groups of 16, runs 4-bit codes in groups of a multiple of 32"),
+        (["--group-size", "0"], 1, "group_size: got 0, wanted a positive number"),
+        (["--ignore", "nothing"], 1, "--ignore 'nothing' matches no Linear"),
+        (["--ignore", "k_proj"], 1, "self_attn.qkv_proj, which engines run as one Linear"),
+        (["--ignore", "*"], 1, "leaves nothing to quantize"),
+        (["--calib", "ultrachat"], 1, "--calib: no file 'ultrachat'"),
+        (["--n-samples", "0"], 1, "--n-samples: got 0, wanted at least 1"),
+        (["--n-samples", "100000"], 1, "calibration text: "),
+        (["--seed", "-1"], 1, "--seed: got -1, wanted 0 to 2^63 - 1"),
+        (["--seqlen", "513"], 1, "--seqlen: got 513, the model holds 512 tokens"),
+        (["--device", "gpu"], 1, "--device: got 'gpu', wanted e.g. cuda"),
+        (["--out", "full"], 1, "full: already there and not an empty folder"),
+    ],
+)
+def test_wrong_flags(run, llama, tmp_path, flags, code, message):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    got, shown = run(*flags, model=llama)
+    assert (got, shown.out) == (code, "")
+    assert message in shown.err and shown.err.startswith("error: ") and shown.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_what_groups_do_not_divide_can_be_ignored(run, make_checkpoint, tmp_path):
+    model = make_checkpoint("LlamaForCausalLM", intermediate_size=320)
+    code, shown = run("--bits", "4", "--out", "out", model=model)
+    assert code == 1 and "mlp.down_proj: group size 128 does not divide 320" in shown.err
+    code, shown = run("--bits", "4", "--out", "out", "--ignore", "down_proj", model=model)
+    assert code == 0 and "12 Linears" in shown.out, shown.err
+
+
+def edit_config(source, out, **changes):
+    copy = damaged(source, out, lambda tensors: None)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **changes}))
+    return copy
+
+
+def test_wrong_checkpoints(run, llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wrong")
+    last = "model.layers.1.mlp.down_proj.weight"
+    cases = {
+        folder / "missing": "missing: no such folder",
+        edit_config(
+            llama, folder / "arch", architectures=["GPT2LMHeadModel"]
+        ): "unknown architecture 'GPT2LMH",
+        edit_config(llama, folder / "none", architectures=None): "architectures is None, wanted one name",
+        edit_config(llama, folder / "dtype", dtype="float7"): "dtype 'float7' is not a torch dtype",
+        damaged(llama, folder / "nan", lambda t: t[last].view(-1)[7:8].fill_(torch.nan)): f"{last} holds NaN",
+        damaged(
+            llama, folder / "inf", lambda t: t["lm_head.weight"][3].fill_(torch.inf)
+        ): "lm_head.weight holds",
+        damaged(llama, folder / "gone", lambda t: t.pop(last)): f"no tensor '{last}'",
+    }
+    for model, message in cases.items():
+        code, shown = run("--bits", "4", "--out", "out", model=model)
+        last_line = shown.err.splitlines()[-1]
+        assert code == 1 and shown.out == "" and last_line.startswith("error: ") and message in last_line
+    code, shown = run("--bits", "8", "--method", "rtn", "--out", "once", model=llama)
+    assert code == 0
+    code, shown = run("--bits", "4", "--out", "twice", model="once")
+    assert code == 1 and "already quantized; calibrate the unquantized model" in shown.err
+
+
+def test_a_broken_pair_stops_the_run(run, llama, tmp_path, monkeypatch):
+    """If a family's smoothing pairs are wrong, the first fold that changes the function ends it."""
+    monkeypatch.setattr(awq.Pair, "spread", lambda self, scales: 2 * scales)
+    code, shown = run("--bits", "4", model=llama)
+    assert code == 1 and list(tmp_path.iterdir()) == []
+    assert "model.layers.0: folding scales from input_layernorm into self_attn.q_proj" in shown.err
+
+
+def test_interrupt_leaves_nothing(run, llama, tmp_path, monkeypatch):
+    real = pipeline.read_layer
+
+    def interrupted(checkpoint, layer):
+        if layer.endswith(".1"):
+            raise KeyboardInterrupt
+        return real(checkpoint, layer)
+
+    monkeypatch.setattr(pipeline, "read_layer", interrupted)
+    code, shown = run("--bits", "4", model=llama)
+    assert code == 130 and shown.err.endswith("interrupted\n") and list(tmp_path.iterdir()) == []

@@ -1,0 +1,80 @@
+"""The default text needs no network; windows are disjoint, seeded, and begin as the tokenizer begins."""
+
+import inspect
+import pydoc_data.topics
+import textwrap
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from qrt.errors import CheckpointError, ConfigError
+from qrt_calibrate.text import cut_windows, docstrings, load_tokenizer, read_text
+
+
+def test_docstrings_in_order_and_without_tests(tmp_path):
+    source = (
+        '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\ndef g(): pass\n'
+    )
+    for name in ("b.py", "a/z.py", "test/hidden.py", "a/tests/hidden.py", "pydoc_data/topics.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source.replace("Module", name))
+    wanted = ["a/z.py.", "Class.", "Method.", "b.py.", "Class.", "Method."]
+    assert list(docstrings(tmp_path)) == wanted
+
+
+def test_default_text_is_long_and_not_the_evaluation_text():
+    text, name = read_text(None)
+    assert name == "python-docstrings" and len(text) > 1_000_000
+    assert "Orthogonal projection" not in text and inspect.getdoc(textwrap.dedent) in text
+    long_lines = {line.strip() for topic in pydoc_data.topics.topics.values() for line in topic.splitlines()}
+    shared = [line for line in text.splitlines() if len(line) > 60 and line.strip() in long_lines]
+    assert len(shared) < 20, shared
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [(None, "--calib: no file '.*'; give a UTF-8 text file"), (b"\xff\xfe\x00a", "is not UTF-8 text")],
+)
+def test_files_that_are_no_text(content, message, tmp_path):
+    path = tmp_path / "ultrachat"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_text(str(path))
+
+
+class Plain:
+    """The byte-level tokenizer, with or without BOS in front of every text."""
+
+    def __init__(self, tokenizer, bos):
+        self._tokenizer, self.bos_token_id, self._bos = tokenizer, tokenizer.bos_token_id, bos
+
+    def __call__(self, text, add_special_tokens=True, **options):
+        ids = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        return {"input_ids": [self.bos_token_id] * (self._bos and add_special_tokens) + ids}
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_windows(bos, llama):
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    text = "".join(f"{number:03d}" for number in range(1000))  # every 3 tokens are unique
+    windows = cut_windows(text, Plain(tokenizer, bos), n_samples=50, seqlen=30 + bos, seed=3)
+    assert windows.shape == (50, 30 + bos) and windows.dtype == torch.int64
+    if bos:
+        assert (windows[:, 0] == tokenizer.bos_token_id).all()
+    pieces = [tokenizer.decode(row[int(bos) :].tolist()) for row in windows]
+    assert len(set(pieces)) == 50 and all(text.find(piece) % 30 == 0 for piece in pieces)
+    again = cut_windows(text, Plain(tokenizer, bos), n_samples=50, seqlen=30 + bos, seed=3)
+    other = cut_windows(text, Plain(tokenizer, bos), n_samples=50, seqlen=30 + bos, seed=4)
+    assert torch.equal(windows, again) and not torch.equal(windows, other)
+    assert cut_windows(text, Plain(tokenizer, bos), 100, 30 + bos, seed=0).shape[0] == 100
+    with pytest.raises(ConfigError, match=r"3000 tokens, wanted 3030 for 101 samples .* fewer --n-samples"):
+        cut_windows(text, Plain(tokenizer, bos), 101, 30 + bos, seed=0)
+
+
+def test_no_tokenizer(llama, tmp_path):
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match="no usable tokenizer") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)

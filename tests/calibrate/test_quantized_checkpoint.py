@@ -1,0 +1,159 @@
+"""What a calibration writes loads in transformers, computes what was reported, and is the same every time."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outliers import Profile, make_hard
+from qrt.quant.checkpoint import open_checkpoint
+from qrt.quant.spec import Granularity, QuantSpec
+from qrt_calibrate.awq import Awq, LayerWork
+from qrt_calibrate.pipeline import calibrate, plan, read_layer
+from qrt_calibrate.recipe import Recipe
+from qrt_calibrate.text import cut_windows
+from tiny_models import LLAMA3_ROPE
+
+CASES = [
+    ("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
+    ("MistralForCausalLM", {"sliding_window": 32}),
+    ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    ("Qwen3ForCausalLM", {}),
+]
+W4 = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=64)
+CPU = torch.device("cpu")
+
+
+def recipe(calib, **changes):
+    return Recipe(
+        **{
+            "scheme": "w4a16",
+            "spec": W4,
+            "method": "awq",
+            "calib": str(calib),
+            "n_samples": 8,
+            "seqlen": 64,
+            **changes,
+        }
+    )
+
+
+@pytest.fixture
+def hard(llama, tmp_path):
+    """The Llama with outliers that rounding cannot bear, so that every pair gets scales."""
+    return make_hard(llama, tmp_path / "hard", Profile(64.0, 12, heads=True))
+
+
+def by_hand(source, out):
+    """The source's model with the weights of `out` dequantized into it: what `out` must compute."""
+    model, written = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), open_checkpoint(out)
+    state = {name: written.tensor(name) for name in written.names() if name in model.state_dict()}
+    for name in model.state_dict():
+        if name.endswith("_proj.weight"):
+            state[name] = written.linear(name.removesuffix(".weight"))[1].dequantize()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture, config", CASES)
+def test_transformers_computes_what_was_written(architecture, config, make_checkpoint, calib, tmp_path):
+    source = make_checkpoint(architecture, dtype=torch.float32, **config)
+    report = calibrate(str(source), recipe(calib), tmp_path / "out", CPU)
+    ids = torch.randint(0, 256, (2, 50), generator=torch.Generator().manual_seed(1))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+    wanted = by_hand(source, tmp_path / "out")(ids).logits
+    torch.testing.assert_close(loaded, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    exact = AutoModelForCausalLM.from_pretrained(source)(ids).logits
+    assert float((loaded - exact).norm() / exact.norm()) < 0.5  # 4 bits of noise weights, not garbage
+    for layer in report.layers:
+        assert layer.figures["output error, awq"] < layer.figures["output error, rtn"]
+
+
+@torch.no_grad()
+def test_the_reported_error_is_that_of_the_written_weights(hard, calib, tmp_path):
+    report = calibrate(str(hard), recipe(calib), tmp_path / "out", CPU)
+    exact = AutoModelForCausalLM.from_pretrained(hard, dtype=torch.float32).model
+    quantized = by_hand(hard, tmp_path / "out").model
+    windows = cut_windows(calib.read_text(), AutoTokenizer.from_pretrained(hard), 8, 64, seed=0)
+    hidden = F.embedding(windows, exact.embed_tokens.weight)
+    for index, layer in enumerate(report.layers):
+        rope = exact.rotary_emb(hidden, torch.arange(64)[None])
+        wanted = exact.layers[index](hidden, position_embeddings=rope)
+        got = quantized.layers[index](hidden, position_embeddings=rope)
+        error = float((got - wanted).norm() / (wanted - hidden).norm())
+        assert layer.figures["output error, awq"] == pytest.approx(error, rel=1e-3)
+        assert error < 0.5 * layer.figures["output error, rtn"]
+        norms = [model.layers[index].post_attention_layernorm.weight for model in (exact, quantized)]
+        assert not torch.equal(*norms)  # folded
+        hidden = got  # the next layer was calibrated on the outputs of this one, quantized
+
+
+@pytest.mark.gpu
+def test_the_gpu_calibrates_as_well_as_the_cpu(hard, calib, tmp_path):
+    reports = [
+        calibrate(str(hard), recipe(calib), tmp_path / name, torch.device(name)) for name in ("cpu", "cuda")
+    ]
+    for cpu, gpu in zip(*(report.layers for report in reports), strict=True):
+        for title, figure in cpu.figures.items():
+            assert gpu.figures[title] == pytest.approx(figure, rel=0.05), title
+
+
+def test_int8_is_almost_exact(llama, calib, tmp_path):
+    spec = QuantSpec(8, symmetric=True, granularity=Granularity.GROUP, group_size=128)
+    report = calibrate(str(llama), recipe(calib, scheme="w8a16", spec=spec), tmp_path / "out", CPU)
+    assert report.bits_per_weight == pytest.approx(8 + 16 / 128, rel=0.01)
+    assert all(layer.figures["output error, awq"] < 0.02 for layer in report.layers)
+
+
+@torch.no_grad()
+def test_statistics_follow_the_folds(hard, calib):
+    """What the clipping search sees after the folds is what the folded layer's inputs are."""
+    job, _ = plan(open_checkpoint(hard), recipe(calib), CPU)
+    method, tensors = Awq(job), read_layer(job.checkpoint, "model.layers.0")
+    work = LayerWork(job, method.decoder, 0, tensors, method.hidden)
+    work.observe()
+    scales = [work.smooth(pair) for pair in work.pairs()]
+    assert len(scales) == 4 and min(scales) > 1
+    followed = dict(work.stats)
+    work.observe()
+    for name in job.arch.projections:
+        torch.testing.assert_close(followed[name].mean_abs, work.stats[name].mean_abs)
+        torch.testing.assert_close(followed[name].moment, work.stats[name].moment)
+
+
+@torch.no_grad()
+def test_ignored_linears_are_untouched(llama, calib, tmp_path):
+    calibrate(str(llama), recipe(calib, ignore=("o_proj", "layers.0.mlp.*")), tmp_path / "out", CPU)
+    source, out = open_checkpoint(llama), open_checkpoint(tmp_path / "out")
+    for name in source.names():
+        if "_proj" in name and "o_proj" not in name and "layers.0.mlp" not in name:
+            assert name not in out.names(), name
+        elif "norm" not in name or "layers.0.post" in name:  # other norms are folded
+            assert torch.equal(source.tensor(name), out.tensor(name)), name
+
+
+def test_two_runs_write_the_same_bytes(llama, calib, tmp_path):
+    code = (
+        "import sys, torch; torch.set_num_threads(1)\n"
+        "from qrt_calibrate.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    flags = [
+        "--bits",
+        "4",
+        "--n-samples",
+        "4",
+        "--seqlen",
+        "64",
+        "--calib",
+        str(calib),
+        "--model",
+        str(llama),
+    ]
+    for name in "ab":
+        subprocess.run([sys.executable, "-c", code, *flags, "--out", name], cwd=tmp_path, check=True)
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab"]
+    assert files[0] == files[1] and "model.safetensors" in files[0]

@@ -1,0 +1,83 @@
+"""What quantization costs the bundled model, in perplexity on pydoc's topics, and what outliers do to it."""
+
+import math
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outliers import make_hard
+from qrt.assets import model_path
+from qrt_calibrate import cli
+from qrt_calibrate.text import read_text
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+TINY = model_path("tiny")
+WINDOW, WINDOWS = 1024, 10
+
+
+@torch.no_grad()
+def perplexity(folder):
+    """Of the model that transformers loads from `folder`, in fp32, on windows all over the text."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text, verbose=False)["input_ids"])
+    windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+    windows = windows[:: len(windows) // WINDOWS][:WINDOWS]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    losses = [
+        F.cross_entropy(model(window[None]).logits[0, :-1], window[1:], reduction="sum") for window in windows
+    ]
+    return math.exp(sum(map(float, losses)) / (WINDOWS * (WINDOW - 1)))
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return perplexity(TINY)
+
+
+@pytest.fixture(scope="module")
+def default_text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "docstrings.txt"
+    path.write_text(read_text(None)[0])
+    return path
+
+
+@pytest.fixture(scope="module")
+def cost(exact, default_text, tmp_path_factory):
+    """cost(model, "--bits", "4", ...) -> relative growth of the perplexity."""
+
+    def measure(model, *flags, samples=16):
+        out = tmp_path_factory.mktemp("out") / "quantized"
+        words = ["--model", model, "--calib", default_text, "--n-samples", samples, "--out", out, *flags]
+        assert cli.main([str(word) for word in words]) == 0
+        return perplexity(out) / exact - 1
+
+    return measure
+
+
+@pytest.fixture(scope="module")
+def hard(tmp_path_factory):
+    """hard(profile) -> the bundled model with that profile's outliers."""
+    return lambda profile: make_hard(TINY, tmp_path_factory.mktemp("hard") / profile, profile)
+
+
+def test_int4_awq(cost):
+    assert cost("tiny", "--bits", "4") < 0.03
+
+
+def test_int8(cost):
+    assert abs(cost("tiny", "--bits", "8", samples=4)) < 0.002
+
+
+def test_int4_awq_undoes_the_outliers_that_break_rounding(cost, exact, hard):
+    model = hard("w4-hard")
+    assert perplexity(model) == exact
+    assert cost(model, "--bits", "4", "--method", "rtn") > 0.15
+    assert cost(model, "--bits", "4") < 0.05
+
+
+def test_w8a8_rounding_is_good_until_there_are_outliers(cost, hard):
+    assert abs(cost("tiny", "--scheme", "w8a8")) < 0.002
+    assert cost(hard("w8a8-hard"), "--scheme", "w8a8") > 0.15

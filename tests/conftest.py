@@ -1,0 +1,23 @@
+"""Shared test settings: Triton runs in its interpreter where there is no GPU; `gpu` tests skip there."""
+
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel module is imported
+torch.set_num_threads(1)  # two pytest workers share two cores
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernel tests put their tensors: the GPU, or the CPU with Triton's interpreter."""
+    return torch.device("cuda" if GPU else "cpu")

@@ -1,0 +1,138 @@
+"""A decoder whose next token depends on every token of the context, as read back through the slot table.
+
+It stores token ids and positions by slot where a real one stores K and V. The logits after a token are a
+hash of all tokens up to it, so a wrong slot, position, length or row changes what is generated, and
+`next_logits` says from the definition what the whole loop must produce.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qrt.arch import ModelConfig
+from qrt.arch.base import RopeConfig
+from qrt.config import EngineConfig
+from qrt.engine.engine import Engine
+from qrt.mem.sizing import pool_bytes
+from qrt.quant.kv import KV_FORMATS
+
+VOCAB = 53
+EOS = 7
+MAX_POSITION = 256
+
+_random = torch.Generator().manual_seed(0)
+_WEIGHTS = torch.randint(-(2**62), 2**62, (MAX_POSITION,), generator=_random)
+_MIX = torch.randint(-(2**62), 2**62, (VOCAB,), generator=_random) | 1
+
+
+def _logits(state: Tensor) -> Tensor:
+    """int64 [n] hashes of contexts -> fp32 [n, VOCAB] in [-4, 4)."""
+    bits = (state[:, None] ^ (state[:, None] >> 29)) * _MIX
+    return ((bits >> 40) & 0xFFFF).float() / 2**13 - 4
+
+
+def _states(tokens: Tensor) -> Tensor:
+    """int64 [n] tokens of a context -> int64 [n]: the hash of the tokens up to each of them."""
+    return ((tokens + 1) * _WEIGHTS[: len(tokens)]).cumsum(0)
+
+
+def next_logits(tokens: list[int]) -> Tensor:
+    """fp32 [n, VOCAB]: the logits after each token of a sequence."""
+    return _logits(_states(torch.tensor(tokens)))
+
+
+def greedy(prompt: list[int], count: int) -> list[int]:
+    """The `count` tokens that greedy decoding continues `prompt` with."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(next_logits(tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+class FakeDecoder:
+    """Stands in for `qrt.model.decoder.Decoder`."""
+
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        max_position=MAX_POSITION,
+        rope=RopeConfig(10000.0),
+        tied_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+        dtype="float32",
+        eos_token_ids=(EOS,),
+    )
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.fail_at: set[int] = set()
+        self.cache = torch.empty(0)
+
+    def hidden(self, step, kv):
+        self.steps += 1
+        if not len(self.cache):
+            self.cache = torch.full((kv.num_slots + 1, 2), -1)
+        self.cache[step.slots.long()] = torch.stack([step.tokens, step.positions.long()], 1)
+        if self.steps in self.fail_at:
+            raise RuntimeError("injected fault\nwith a second line")
+        assert len(set(step.slots.tolist())) == len(step.slots) == len(step.tokens)
+        states = []
+        if step.decode is not None:
+            for row, length in zip(step.decode.rows, step.decode.kv_lens, strict=True):
+                states.append(self._context(step, row, length)[-1:])
+            assert torch.equal(step.positions[: step.num_decodes], step.decode.kv_lens - 1)
+        if step.prefill is not None:
+            chunk = step.prefill
+            sizes = chunk.query_start.diff()
+            assert int(chunk.query_start[0]) == 0 and int(sizes.min()) > 0
+            assert int(sizes.max()) == chunk.max_query_len
+            for row, length, size in zip(chunk.rows, chunk.kv_lens, sizes, strict=True):
+                states.append(self._context(step, row, length)[length - size :])
+        return torch.cat(states)[:, None]
+
+    def _context(self, step, row, length):
+        tokens, positions = self.cache[step.slot_table[row, :length].long()].unbind(1)
+        assert torch.equal(positions, torch.arange(int(length))), "a slot of another position"
+        return _states(tokens)
+
+    def logits(self, hidden):
+        return _logits(hidden[:, 0])
+
+
+def fake_engine(model: FakeDecoder | None = None, *, pool: int = 512, **settings) -> Engine:
+    """An engine over a FakeDecoder with a pool of `pool` tokens (a multiple of 16)."""
+    settings.setdefault("max_model_len", min(MAX_POSITION, pool))
+    kv_bytes = pool_bytes([KV_FORMATS["fp16"]], pool, 1, 16, torch.float32)
+    config = EngineConfig("fake", kv_cache_memory_bytes=kv_bytes, **settings)
+    engine = Engine(config, model or FakeDecoder())
+    assert engine.pool.num_slots == min(pool, engine.config.max_num_seqs * engine.max_model_len)
+    return engine
+
+
+def run(engine: Engine, limit: int = 100_000) -> dict[str, list]:
+    """Step until nothing is left; the deltas of each request."""
+    deltas: dict[str, list] = {}
+    for _ in range(limit):
+        if not engine.has_work:
+            return deltas
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+    raise AssertionError(f"not done after {limit} steps")
+
+
+def tokens(deltas) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]

@@ -1,0 +1,64 @@
+"""The engine on a GPU: pool sized by measurement, results near those of the CPU."""
+
+import pytest
+import torch
+
+from qrt import EngineConfig, SamplingParams
+from qrt.engine.engine import Engine
+from tiny_models import random_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("gpu"), "LlamaForCausalLM", vocab_size=512)
+
+
+def run(engine, requests, **options):
+    for name, (prompt, params) in requests.items():
+        engine.add(name, prompt, params, **options)
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert not [delta.error for delta in deltas if delta.error]
+    return {name: [d for d in deltas if d.request_id == name] for name in requests}
+
+
+def test_the_measured_pool_leaves_room_for_the_largest_step(folder):
+    share = 0.1
+    before = torch.cuda.memory_allocated()
+    config = EngineConfig(str(folder), dtype="bfloat16", gpu_memory_utilization=share, max_num_seqs=64)
+    engine = Engine(config)
+    torch.cuda.reset_peak_memory_stats()
+    params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=8, prompt_logprobs=1)
+    run(engine, {str(i): ([i + 3] * 300, params) for i in range(64)})
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert torch.cuda.max_memory_allocated() - before < share * total
+    assert engine.pool.num_slots >= 512
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int8", "int4"])
+def test_scores_are_near_those_of_the_cpu(folder, kv):
+    prompts = {str(n): (list(range(3, 3 + n)), SamplingParams(prompt_logprobs=0)) for n in (2, 65, 300)}
+    scores = {}
+    for device, dtype in (("cpu", "float32"), ("cuda", "float32")):
+        config = EngineConfig(
+            str(folder), kv=kv, device=device, dtype=dtype, attend_cache=True, kv_cache_memory_bytes=32 << 20
+        )
+        deltas = run(Engine(config), prompts, generate=False)
+        scores[device] = torch.cat([d.prompt_scores.logprobs for own in deltas.values() for d in own])
+    assert float((scores["cpu"] - scores["cuda"]).abs().mean()) < 0.05
+
+
+def test_the_same_batch_gives_the_same_tokens(folder):
+    requests = {
+        str(i): ([i + 3] * (7 * i + 1), SamplingParams(temperature=t, seed=i, max_tokens=40, ignore_eos=True))
+        for i, t in enumerate([0, 0.7, 1.0, 0, 1.3])
+    }
+    results = []
+    for _ in range(2):
+        config = EngineConfig(str(folder), dtype="bfloat16", kv="int8", kv_cache_memory_bytes=32 << 20)
+        deltas = run(Engine(config), requests)
+        results.append({name: [t for d in own for t in d.token_ids] for name, own in deltas.items()})
+    assert results[0] == results[1] and all(len(tokens) == 40 for tokens in results[0].values())

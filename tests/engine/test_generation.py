@@ -1,0 +1,33 @@
+"""generation_config.json: what is taken from it and what is said about the rest."""
+
+import json
+import logging
+
+from qrt.config import SamplingParams
+from qrt.engine.generation import GenerationConfig
+
+
+def read(folder, **entries):
+    (folder / "generation_config.json").write_text(json.dumps(entries))
+    return GenerationConfig.read(folder)
+
+
+def test_neutral_without_a_file(tmp_path):
+    assert GenerationConfig.read(tmp_path) == GenerationConfig((), SamplingParams())
+
+
+def test_what_is_taken(tmp_path, caplog):
+    config = read(tmp_path, eos_token_id=[5, 6], temperature=0.6, top_k=20, top_p=0.95, do_sample=True)
+    assert config.eos_token_ids == (5, 6)
+    assert config.sampling == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    assert read(tmp_path, eos_token_id=7, temperature=None, repetition_penalty=1.0).eos_token_ids == (7,)
+    assert not caplog.records
+
+
+def test_what_is_not_run_is_said(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        read(tmp_path, repetition_penalty=1.05, min_p=0.1)
+    assert [r.getMessage() for r in caplog.records] == [
+        "generation_config.json: repetition_penalty 1.05 is not run by qrt",
+        "generation_config.json: min_p 0.1 is not run by qrt",
+    ]

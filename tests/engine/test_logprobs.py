@@ -1,0 +1,28 @@
+"""Scores against log_softmax in float64."""
+
+import torch
+
+from qrt.engine.logprobs import concat, score
+
+
+def test_scores_are_log_softmax_with_ranks():
+    torch.manual_seed(0)
+    logits = torch.randn(17, 90) * 4 + 100
+    logits[3] = torch.round(logits[3])  # ties
+    targets = torch.randint(0, 90, (17,))
+    scores = score(logits, targets, 5)
+    truth = logits.double().log_softmax(-1)
+    chosen = truth.gather(1, targets[:, None])
+    torch.testing.assert_close(scores.logprobs.double(), chosen[:, 0], rtol=0, atol=2e-5)
+    assert scores.ranks.tolist() == ((truth > chosen).sum(1) + 1).tolist()
+    torch.testing.assert_close(scores.top_logprobs.double(), truth.topk(5).values, rtol=0, atol=2e-5)
+    assert torch.equal(logits.gather(1, scores.top_ids), logits.topk(5).values)
+
+
+def test_parts_join_again():
+    logits = torch.randn(6, 20)
+    whole = score(logits, torch.arange(6), 3)
+    joined = concat([whole.part(0, 2, 3), whole.part(2, 6, 3)])
+    for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
+        assert torch.equal(getattr(joined, name), getattr(whole, name))
+    assert len(joined) == 6 and whole.part(1, 3, 0).top_ids.shape == (2, 0)

@@ -1,0 +1,161 @@
+"""The scheduler alone: order, budget, room, refusals."""
+
+import numpy as np
+import pytest
+
+from qrt.config import SamplingParams
+from qrt.engine import scheduler as module
+from qrt.engine.plan import StepResult
+from qrt.engine.profile import largest_plan
+from qrt.engine.scheduler import Limits, Scheduler
+from qrt.errors import ConfigError
+from qrt.mem.manager import KVManager
+
+LONG = SamplingParams(max_tokens=50)
+
+
+def make(slots=256, max_model_len=128, max_num_seqs=4, budget=16, **options):
+    manager = KVManager(slots, **options)
+    return Scheduler(manager, Limits(max_model_len, max_num_seqs, budget))
+
+
+def ids(*values):
+    return np.array(values, np.int32)
+
+
+def step(scheduler, token=1):
+    plan = scheduler.plan()
+    return plan, scheduler.commit(plan, StepResult([token] * len(plan.sampled)))
+
+
+def shape(plan):
+    return [d.request_id for d in plan.decodes], [(c.request_id, c.start, len(c.tokens)) for c in plan.chunks]
+
+
+def test_first_come_first_served_in_chunks_within_the_budget():
+    scheduler = make()
+    scheduler.add("a", np.arange(20, dtype=np.int32), LONG)
+    scheduler.add("b", np.arange(50, 60, dtype=np.int32), LONG)
+    scheduler.add("c", ids(7, 8), LONG)
+    plans = [step(scheduler)[0] for _ in range(4)]
+    assert [shape(plan) for plan in plans] == [
+        ([], [("a", 0, 16)]),
+        ([], [("a", 16, 4), ("b", 0, 10), ("c", 0, 2)]),
+        (["a", "b", "c"], []),
+        (["a", "b", "c"], []),
+    ]
+    assert [[c.samples for c in plan.chunks] for plan in plans[:2]] == [[False], [True, True, True]]
+    assert [row for row, _ in plans[0].admitted] == [plans[0].chunks[0].row]
+    assert len({work.row for work in plans[2].decodes}) == 3
+
+
+def test_decodes_leave_less_budget_and_never_none():
+    scheduler = make(max_num_seqs=8, budget=3)
+    for name in "abcdef":
+        scheduler.add(name, ids(*map(ord, name * 4)), LONG)
+    for _ in range(30):
+        plan, _ = step(scheduler)
+        assert len(plan.decodes) + sum(len(c.tokens) for c in plan.chunks) <= 3
+    assert {request.id for request in scheduler.running} == set("abc")
+
+
+def test_a_cached_prefix_is_not_computed_again():
+    scheduler = make()
+    scheduler.add("a", np.arange(10, dtype=np.int32), SamplingParams(max_tokens=1))
+    assert step(scheduler)[1][0].finish_reason
+    scheduler.add("b", np.arange(12, dtype=np.int32), LONG)
+    plan, deltas = step(scheduler)
+    assert shape(plan) == ([], [("b", 10, 2)]) and len(plan.chunks[0].slots) == 12
+    assert deltas[0].num_cached == 10
+    scheduler.add("c", np.arange(12, dtype=np.int32), SamplingParams(max_tokens=1, prompt_logprobs=0))
+    plan, _ = step(scheduler)
+    assert plan.chunks[0].start == 0, "a scored prompt needs the logits of every position"
+    assert plan.chunks[0].scoring.targets.tolist() == list(range(1, 12))
+
+
+def test_the_last_to_come_is_paused_and_goes_on_where_it_was(monkeypatch):
+    monkeypatch.setattr(module, "LOOKAHEAD_TOKENS", 0)
+    monkeypatch.setattr(module, "GROW_TOKENS", 1)
+    scheduler = make(slots=64, max_model_len=64, max_num_seqs=2, budget=64)
+    scheduler.add("a", np.arange(10, dtype=np.int32), SamplingParams(max_tokens=20))
+    scheduler.add("b", np.arange(100, 134, dtype=np.int32), SamplingParams(max_tokens=20))
+    scheduler.add("c", ids(4), LONG)
+    while not scheduler.num_pauses:
+        plan, _ = step(scheduler)
+    assert [r.id for r in scheduler.running] == ["a"] and shape(plan) == (["a"], [])
+    assert [r.id for r in scheduler.waiting] == ["b", "c"], "the paused one waits before later ones"
+    starts = []
+    while scheduler.has_work:
+        plan, _ = step(scheduler)
+        scheduler.kv.check()
+        starts += [(c.request_id, c.start, c.end) for c in plan.chunks]
+    name, start, end = starts[0]
+    assert name == "b" and 0 < start < end, "what was not evicted is not computed again"
+    assert scheduler.kv.available == 64
+
+
+def test_refused_requests_name_the_lengths():
+    scheduler = make(slots=96, max_model_len=128)
+    for length, message in (
+        (0, "got no tokens"),
+        (128, "got 128 tokens.*127.*max_model_len 128"),
+        (97, "KV pool 96"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            scheduler.add("x", np.zeros(length, np.int32), LONG)
+    scheduler.add("x", ids(1), LONG)
+    with pytest.raises(ConfigError, match="'x': already in use"):
+        scheduler.add("x", ids(1), LONG)
+    scheduler.add("whole", np.zeros(96, np.int32), LONG, generate=False)
+    with pytest.raises(ConfigError, match="got 97 tokens, wanted at most 96"):
+        scheduler.add("more", np.zeros(97, np.int32), LONG, generate=False)
+    assert not scheduler.running and len(scheduler.waiting) == 2
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(None, 108), (5, 5), (500, 108)])
+def test_max_tokens_is_what_the_context_leaves(max_tokens, expected):
+    scheduler = make()
+    scheduler.add("a", np.zeros(20, np.int32), SamplingParams(max_tokens=max_tokens))
+    count = 0
+    while scheduler.has_work:
+        count += sum(len(delta.token_ids) for delta in step(scheduler)[1])
+    assert count == expected
+
+
+def test_abort_at_any_time_gives_everything_back():
+    scheduler = make(budget=8)
+    for name in "abc":
+        scheduler.add(name, np.full(12, ord(name), np.int32), LONG)
+    step(scheduler)
+    for name in ("c", "a", "nobody", "a"):  # waiting, half prefilled, unknown, gone
+        scheduler.abort(name)
+    plan, _ = step(scheduler)
+    assert plan.request_ids == ["b"]
+    scheduler.abort("b")
+    assert not scheduler.has_work and scheduler.plan() is None
+    assert scheduler.kv.available == 256
+    scheduler.kv.check()
+
+
+def test_requests_without_a_seed_differ_and_repeat_with_the_engine():
+    def seeds(engine_seed):
+        scheduler = Scheduler(KVManager(64), Limits(32, 4, 16), seed=engine_seed)
+        for i in range(3):
+            scheduler.add(str(i), ids(1), LONG)
+        return [request.sampling.seed for request in scheduler.waiting]
+
+    assert seeds(1) == seeds(1) != seeds(2) and len(set(seeds(1))) == 3
+    assert seeds(-1)  # a negative engine seed is a seed
+
+
+@pytest.mark.parametrize("limits", [(512, 256, 8192), (4096, 4, 8192), (64, 8, 8192), (128, 300, 100)])
+def test_the_largest_step_is_within_the_limits(limits):
+    limits = Limits(*limits)
+    plan = largest_plan(limits)
+    sizes = [len(chunk.tokens) for chunk in plan.chunks]
+    assert sum(sizes) == min(limits.max_num_batched_tokens, len(sizes) * limits.max_model_len)
+    assert max(sizes) <= limits.max_model_len and min(sizes) > 0
+    assert len(sizes) == min(limits.max_num_seqs, limits.max_num_batched_tokens) == len(plan.sampled)
+    slots = np.concatenate([chunk.slots for chunk in plan.chunks])
+    assert sorted(slots) == list(range(sum(sizes)))
+    assert len({chunk.row for chunk in plan.chunks}) == len(sizes)

@@ -1,0 +1,68 @@
+"""Evaluation texts: the canonical wikitext, pydoc, files, and what happens when they are not there."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from qrt.errors import ConfigError
+from qrt_eval import text as texts
+
+RAW = Path(__file__).parents[3] / "shared" / "corpus" / "wikitext-2" / "wiki.test.raw"
+
+
+@pytest.mark.skipif(not RAW.is_file(), reason=f"{RAW} is not beside the checkout")
+def test_wikitext_is_the_text_of_the_papers():
+    assert hashlib.sha256(RAW.read_bytes()).hexdigest() == texts.WIKITEXT_SHA256
+    text = texts.load_text("wikitext", str(RAW))
+    assert len(text.text) == 1_294_336  # the rows of Salesforce/wikitext joined by "\n\n"
+
+
+def test_rows_join_as_the_dataset_has_them():
+    assert texts.join_rows(" \n = A = \n \n b c \n") == "\n\n = A = \n\n\n\n\n b c \n"
+
+
+def test_pydoc_needs_nothing():
+    text = texts.load_text("pydoc")
+    assert len(text.text) > 300_000 and "assignment" in text.text
+    assert text.sha256 == texts.load_text("pydoc").sha256
+
+
+def test_a_file_and_a_folder_named_by_the_environment(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some words\n")
+    assert texts.load_text(str(tmp_path / "a.txt")).text == "some words\n"
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / texts.WIKITEXT_FILE).write_text("x\n")
+    monkeypatch.setattr(texts, "ENV", texts.ENV.__class__(data_folder=str(tmp_path)))
+    assert texts.load_text("wikitext").text == "x\n"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "data_file", "message"),
+    [
+        ("no-such-file", None, "no-such-file"),
+        ("wikitext", "/no/such/file", "--data-file"),
+        ("pydoc", "/some/file", "--data-file"),
+    ],
+)
+def test_what_is_not_there_is_named(dataset, data_file, message):
+    with pytest.raises(ConfigError, match=message):
+        texts.load_text(dataset, data_file)
+
+
+def test_binary_is_refused(tmp_path):
+    (tmp_path / "b").write_bytes(b"ab\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8 text .byte 2"):
+        texts.load_text(str(tmp_path / "b"))
+
+
+def test_no_network_says_how(monkeypatch):
+    import datasets
+
+    def offline(*args, **options):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr(texts, "ENV", texts.ENV.__class__())
+    with pytest.raises(ConfigError, match="--data-file.*QRT_DATA"):
+        texts.load_text("wikitext")

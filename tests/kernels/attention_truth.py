@@ -1,0 +1,121 @@
+"""Attention and RoPE from their definitions in fp64, and a cache to test kernels on."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qrt.quant import rotation
+from qrt.quant.kv import KV_FORMATS
+
+GPU = torch.cuda.is_available()
+# the interpreter has no bf16 dot
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Largest error of a vector, relative to the typical size of the wanted ones."""
+    return ((got.double() - want).norm(dim=-1).max() / want.norm(dim=-1).square().mean().sqrt()).item()
+
+
+def bound(name: str, dtype: torch.dtype) -> float:
+    """What a kernel may lose against fp64 on the same cache: dots in fp16 or in the dtype, one rounding."""
+    exact = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    return exact if name == "fp16" else max(exact, 3e-3)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D] as D/2 complex numbers (i, i + D/2), turned by cos + i sin [T, D/2]; fp64."""
+    lo, hi = x.double().chunk(2, -1)
+    turned = torch.complex(lo, hi) * torch.complex(cos.double(), sin.double())[:, None]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def to_basis(name: str, x: Tensor) -> Tensor:
+    """x [..., D] fp64 in the basis of the cache."""
+    return _turn(name, x, whole_rotation(x.shape[-1]))
+
+
+def from_basis(name: str, x: Tensor) -> Tensor:
+    """The inverse of `to_basis`."""
+    return _turn(name, x, whole_rotation(x.shape[-1]).T)
+
+
+def whole_rotation(head_dim: int) -> Tensor:
+    """R [D, D] fp64 with rotate(x) = x @ R: M for each half, after the halves are crossed if D < 128."""
+    m = rotation.matrix(head_dim).double()
+    if head_dim >= 128:
+        return torch.block_diag(m, m)
+    return torch.cat((torch.cat((m, m), 1), torch.cat((m, -m), 1))) / 2**0.5
+
+
+def _turn(name: str, x: Tensor, matrix: Tensor) -> Tensor:
+    if not KV_FORMATS[name].rotated:
+        return x.double()
+    return x.double() @ matrix.to(x.device)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q [n, Hq, D], the last n of the positions of k, v [L, Hkv, D], causally -> [n, Hq, D] fp64."""
+    n, group = len(q), q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    hidden = torch.ones(n, len(k), dtype=torch.bool, device=q.device).triu(len(k) - n + 1)
+    return torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), v)
+
+
+@dataclass
+class Cache:
+    """Requests of the given lengths in scattered slots, K and V in the basis of the cache.
+
+    What is not theirs is poisoned: other slots hold NaN (or the largest words with NaN scales), columns of
+    the slot table past a request's end are no slots at all.
+    """
+
+    name: str
+    buffers: list[Tensor]
+    slot_table: Tensor
+    rows: Tensor
+    kv_lens: Tensor
+    k: list[Tensor]
+    v: list[Tensor]
+
+    def decoded(self, request: int) -> tuple[Tensor, Tensor]:
+        """K, V fp64 [L, Hkv, D] of a request as the cache holds them."""
+        slots = self.slot_table[self.rows[request], : self.kv_lens[request]].long()
+        k, v = KV_FORMATS[self.name].decode_ref(self.buffers, slots)
+        return k.double(), v.double()
+
+
+def cache(
+    name: str, lens: list[int], Hkv: int, D: int, dtype: torch.dtype, device: torch.device,
+    v_scale: float = 1.0, seed: int = 0,
+) -> Cache:  # fmt: skip
+    """A filled cache; the same K and V for every `seed` of slots."""
+    values, places = torch.Generator().manual_seed(D + sum(lens)), torch.Generator().manual_seed(seed)
+    total, widest = sum(lens), max(lens)
+    num_slots = total + 11
+    buffers = [spec.zeros(device) for spec in KV_FORMATS[name].buffers(num_slots, Hkv, D, dtype).values()]
+    for buffer in buffers:
+        buffer.fill_(torch.nan if buffer.is_floating_point() else -1)
+    slots = torch.randperm(num_slots, generator=places)[:total].int()
+    table = torch.full((len(lens) + 3, widest + 5), 2**30, dtype=torch.int32)
+    rows = torch.randperm(len(table), generator=places)[: len(lens)].int()
+    ks, vs, at = [], [], 0
+    for row, n in zip(rows, lens, strict=True):
+        k, v = torch.randn(2, n, Hkv, D, generator=values)
+        ks.append(to_basis(name, k * 1.5).to(dtype).to(device))
+        vs.append(to_basis(name, (v + 0.3) * v_scale).to(dtype).to(device))
+        table[row, :n] = slots[at : at + n]
+        KV_FORMATS[name].encode_ref(ks[-1], vs[-1], buffers, slots[at : at + n].long().to(device))
+        at += n
+    kv_lens = torch.tensor(lens, dtype=torch.int32)
+    return Cache(name, buffers, table.to(device), rows.to(device), kv_lens.to(device), ks, vs)
+
+
+def queries(n: int, Hq: int, D: int, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
+    """q [n, Hq, D] in the basis of the cache, a strided view as attention gets it."""
+    q = torch.randn(n, Hq, D, generator=torch.Generator().manual_seed(n * Hq)) * 1.5
+    fused = torch.full((n, (Hq + 2) * D), torch.nan, dtype=dtype, device=device)
+    view = fused[:, : Hq * D].unflatten(1, (Hq, D))
+    return view.copy_(to_basis(name, q))

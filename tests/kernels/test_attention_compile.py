@@ -1,0 +1,37 @@
+"""The attention-side kernels compile for a GPU, on a machine that has none."""
+
+import pytest
+import torch
+
+from offline_cuda import compiled
+
+CODE = """
+import torch
+from qrt.kernels.decode_attention.kernel import decode_attention
+from qrt.kernels.kv_write.kernel import kv_write
+from qrt.kernels.prefill_attention.kernel import prefill_attention
+from qrt.quant.kv import KV_FORMATS
+
+index, table = torch.zeros(48, dtype=torch.int32), torch.zeros(4, 1024, dtype=torch.int32)
+BF16, FP16 = torch.bfloat16, torch.float16
+for name, dtype, Hq, Hkv, D, attend_cache in (
+    ("fp16", BF16, 32, 8, 128, False), ("int8", BF16, 32, 8, 128, False), ("int4", BF16, 32, 8, 128, False),
+    ("int8", FP16, 14, 2, 64, True), ("int4", FP16, 6, 6, 80, True),
+):
+    qkv = torch.zeros(48, (Hq + 2 * Hkv) * D, dtype=dtype).unflatten(-1, (-1, D))
+    q, k, v = qkv.split((Hq, Hkv, Hkv), 1)
+    kv = [spec.zeros("cpu") for spec in KV_FORMATS[name].buffers(1024, Hkv, D, dtype).values()]
+    angles = torch.zeros(64, D // 2)
+    kv_write(q, k, v, angles, angles, index, index, kv, name)
+    decode_attention(q, kv, table, index, index, index, name, 0.1)
+    chunk = index[:4], index[:5], index[:4], 16, attend_cache
+    prefill_attention(q, k, v, kv, table, *chunk, name, 0.1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
+def test_attention_kernels_compile():
+    assert compiled(CODE) == {  # merging is the same for int8 and int4
+        "_kv_write_kernel": 5, "_attend_kernel": 5, "_merge_kernel": 4, "_prefill_kernel": 5,
+    }  # fmt: skip

@@ -1,0 +1,224 @@
+"""decode_attention against fp64 attention on what the cache holds, and against exact attention."""
+
+import pytest
+import torch
+from attention_truth import DTYPES, Cache, attend, bound, cache, error, from_basis, queries
+
+from qrt.kernels import decode_attention as package
+from qrt.kernels.decode_attention import decode_attention, kernel, max_splits, plan_splits, ref
+from qrt.quant.kv import KV_FORMATS
+
+BOTH = pytest.mark.parametrize("attention", [ref.decode_attention, kernel.decode_attention],
+                               ids=["ref", "triton"])  # fmt: skip
+FORMATS = pytest.mark.parametrize("name", KV_FORMATS)
+TILE = kernel.TOKENS
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """`torch.empty` gives NaN: what a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(attention, q, held: Cache, splits: int | list[int] = 1):
+    num_splits = torch.zeros_like(held.kv_lens) + torch.tensor(splits, dtype=torch.int32, device=q.device)
+    return attention(
+        q, held.buffers, held.slot_table, held.rows, held.kv_lens, num_splits, held.name, q.shape[-1] ** -0.5
+    )
+
+
+def truth(q, held: Cache) -> torch.Tensor:
+    """fp64, from the cache's own K and V."""
+    return torch.cat([
+        from_basis(held.name, attend(q[i : i + 1], *held.decoded(i), q.shape[-1] ** -0.5))
+        for i in range(len(q))
+    ])  # fmt: skip
+
+
+@BOTH
+@FORMATS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lengths_around_a_tile(device, attention, name, dtype):
+    lens = [1, TILE - 1, TILE, TILE + 1, 3 * TILE + 5]
+    held, q = cache(name, lens, 2, 64, dtype, device), queries(5, 4, 64, dtype, device, name)
+    out = run(attention, q, held, [1, 2, 1, 2, 3])
+    assert out.dtype == dtype and out.is_contiguous()
+    assert error(out, truth(q, held)) < bound(name, dtype)
+
+
+@FORMATS
+@pytest.mark.parametrize("Hq,Hkv,D", [(3, 1, 80), (16, 1, 64), (7, 7, 96), (14, 2, 128), (4, 2, 256)])
+def test_heads_and_head_dims(device, name, Hq, Hkv, D):
+    held, q = cache(name, [40], Hkv, D, torch.float16, device), queries(1, Hq, D, torch.float16, device, name)
+    for attention in (ref.decode_attention, kernel.decode_attention):
+        assert error(run(attention, q, held, 2), truth(q, held)) < bound(name, torch.float16)
+
+
+@FORMATS
+def test_splits_do_not_change_the_result(device, name):
+    """Also more of them than there are tiles, are merged at a time, or fit the grid."""
+    held = cache(name, [20 * TILE, 3], 1, 64, torch.float32, device)
+    q = queries(2, 2, 64, torch.float32, device, name)
+    whole = run(kernel.decode_attention, q, held)
+    for splits in (3, max_splits(2, 1, device), 1000):
+        torch.testing.assert_close(run(kernel.decode_attention, q, held, splits), whole, atol=1e-3, rtol=0)
+
+
+@BOTH
+@FORMATS
+def test_where_the_slots_are_does_not_matter(device, attention, name):
+    q = queries(2, 2, 64, torch.float16, device, name)
+    here = cache(name, [70, 9], 2, 64, torch.float16, device)
+    there = cache(name, [70, 9], 2, 64, torch.float16, device, seed=1)
+    assert not torch.equal(here.slot_table, there.slot_table)
+    assert torch.equal(run(attention, q, here, 2), run(attention, q, there, 2))
+
+
+@BOTH
+@FORMATS
+def test_padding_rows_are_zero_and_read_nothing(device, attention, name):
+    held, q = (
+        cache(name, [33, 5, 8], 1, 64, torch.float32, device),
+        queries(3, 1, 64, torch.float32, device, name),
+    )
+    full = run(attention, q, held)
+    held.kv_lens[1] = 0
+    held.slot_table[held.rows[1]] = 2**30
+    q[1] = torch.nan
+    out = run(attention, q, held)
+    assert not out[1].any()
+    torch.testing.assert_close(out[[0, 2]], full[[0, 2]], atol=1e-6, rtol=0)
+    held.kv_lens[:] = 0
+    assert not run(attention, q, held).any()
+
+
+@BOTH
+@pytest.mark.parametrize("v_scale", [1e-4, 1e4])
+@FORMATS
+def test_small_and_large_v_survive(device, attention, name, v_scale):
+    held = cache(name, [100], 1, 64, torch.float32, device, v_scale=v_scale)
+    q = queries(1, 2, 64, torch.float32, device, name)
+    assert error(run(attention, q, held, 2), truth(q, held)) < bound(name, torch.float32)
+
+
+@FORMATS
+def test_one_token_with_a_huge_v_does_not_drown_the_rest(device, name):
+    """V of very different sizes in one tile: what the fp16 dot multiplies must not underflow."""
+    held = cache(name, [64], 1, 64, torch.float32, device)
+    held.k[0][5] = 0  # of no weight to speak of
+    held.v[0][5] = 1e4
+    q = 8 * held.k[0][-1:].repeat(1, 2, 1) / held.k[0][-1:].norm() ** 2 * 64**0.5
+    KV_FORMATS[name].encode_ref(held.k[0], held.v[0], held.buffers, held.slot_table[held.rows[0], :64].long())
+    assert error(run(kernel.decode_attention, q, held), truth(q, held)) < bound(name, torch.float32)
+
+
+@BOTH
+@FORMATS
+def test_against_exact_attention(device, attention, name):
+    """What the format itself costs: K and V before they were stored."""
+    held = cache(name, [300], 1, 128, torch.float32, device)
+    q = queries(1, 8, 128, torch.float32, device, name)
+    exact = from_basis(name, attend(q, held.k[0], held.v[0], 128**-0.5))
+    got = run(attention, q, held, 2).double()
+    assert (got - exact).norm() / exact.norm() < {"fp16": 2e-5, "int8": 0.015, "int4": 0.2}[name]
+
+
+def test_plan_fills_the_gpu_and_never_asks_for_more_than_the_grid(device, monkeypatch):
+    monkeypatch.setattr(package, "_multiprocessors", lambda device: 132)
+    for lens in ([1], [32768], [131072] + [100] * 63, [4096] * 64, [0, 0, 5], [1024] * 512):
+        kv_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        splits = plan_splits(kv_lens, 8)
+        assert splits.dtype == torch.int32 and splits.device == kv_lens.device
+        assert splits.min() >= 1 and splits.max() <= max_splits(len(lens), 8, device)
+        longest = (kv_lens / splits).max()
+        assert longest <= max(package.MIN_SPLIT_TOKENS, max(lens) / max_splits(len(lens), 8, device),
+                              1.01 * sum(lens) * 8 / (132 * package.PROGRAMS_PER_SM))  # fmt: skip
+    assert plan_splits(torch.tensor([32768], device=device), 8) >= 100
+    assert plan_splits(torch.tensor([200], device=device), 8) == 1
+
+
+def test_operator(device):
+    held, q = (
+        cache("int4", [20, 3], 1, 64, torch.float32, device),
+        queries(2, 2, 64, torch.float32, device, "int4"),
+    )
+    args = (
+        q,
+        held.buffers,
+        held.slot_table,
+        held.rows,
+        held.kv_lens,
+        plan_splits(held.kv_lens, 1),
+        "int4",
+        0.125,
+    )
+    assert error(decode_attention(*args), truth(q, held)) < bound("int4", torch.float32)
+    torch.library.opcheck(decode_attention, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def plain(name, lens, Hkv, D, dtype, device, extra=0) -> Cache:
+    """Random bits in consecutive slots, from slot `extra` on: big caches, quickly."""
+    total = sum(lens)
+    buffers = [spec.zeros(device) for spec in KV_FORMATS[name].buffers(total + extra, Hkv, D, dtype).values()]
+    for buffer in buffers:
+        for part in buffer.view(-1).split(1 << 28):
+            if not buffer.is_floating_point():
+                part.random_(-(2**15), 2**15)
+            else:
+                part.normal_() if name == "fp16" else part.uniform_(0.005, 0.025)
+    ends = torch.tensor(lens).cumsum(0).tolist()
+    table = torch.zeros(len(lens), max(lens), dtype=torch.int32, device=device)
+    for row, (end, n) in enumerate(zip(ends, lens, strict=True)):
+        table[row, :n] = torch.arange(end - n, end) + extra
+    rows = torch.arange(len(lens), dtype=torch.int32, device=device)
+    return Cache(name, buffers, table, rows, torch.tensor(lens, dtype=torch.int32, device=device), [], [])
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("lens,Hq,Hkv,D", [
+    ([4096] * 64, 32, 8, 128), ([131072], 32, 8, 128), ([131072] + [17] * 30, 8, 2, 128),
+    ([1000, 31, 64, 65, 0, 4095], 28, 4, 128), ([3000] * 7, 16, 16, 64), ([2048] * 5, 16, 2, 256),
+    ([777] * 9, 20, 20, 80), ([778] * 9, 12, 4, 96),
+])  # fmt: skip
+def test_sizes_of_users(device, name, lens, Hq, Hkv, D):
+    dtype = torch.bfloat16
+    held, q = plain(name, lens, Hkv, D, dtype, device), queries(len(lens), Hq, D, dtype, device, name)
+    out = run(kernel.decode_attention, q, held, plan_splits(held.kv_lens, Hkv).tolist())
+    assert out.isfinite().all()
+    some = [i for i, n in enumerate(lens) if n][:4]
+    want = torch.cat([
+        from_basis(name, attend(q[i : i + 1], *held.decoded(i), D**-0.5)) for i in some
+    ])  # fmt: skip
+    assert error(out[some], want) < bound(name, dtype)
+    assert not out[[i for i, n in enumerate(lens) if not n]].any()
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_pool_beyond_2_to_the_31_elements(device, name):
+    extra = 2**31 // (2 * 8 * 128 * KV_FORMATS[name].bits // 16) + 100_000
+    held = plain(name, [1000], 8, 128, torch.float16, device, extra)
+    assert held.buffers[0].numel() > 2**31
+    q = queries(1, 32, 128, torch.float16, device, name)
+    assert error(run(kernel.decode_attention, q, held, 4), truth(q, held)) < bound(name, torch.float16)
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_a_captured_graph_serves_other_lengths(device, name):
+    held = plain(name, [5000, 5000], 2, 128, torch.bfloat16, device)
+    q = queries(2, 8, 128, torch.bfloat16, device, name)
+    splits = plan_splits(held.kv_lens, 2)
+    args = (q, held.buffers, held.slot_table, held.rows, held.kv_lens, splits, name, 128**-0.5)
+    decode_attention(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(*args)
+    for lens in ([5000, 1], [0, 63], [257, 4096]):
+        held.kv_lens.copy_(torch.tensor(lens))
+        splits.copy_(plan_splits(held.kv_lens, 2))
+        graph.replay()
+        torch.testing.assert_close(out, decode_attention(*args), atol=0, rtol=0)

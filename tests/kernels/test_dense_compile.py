@@ -1,0 +1,37 @@
+"""The kernels of linear, rmsnorm and silu_mul compile for a GPU, on a machine that has none."""
+
+import pytest
+import torch
+
+from offline_cuda import compiled
+
+CODE = """
+import torch
+from random_weights import random_weight
+from qrt.kernels.linear import kernel
+from qrt.kernels.rmsnorm.kernel import add_rmsnorm, rmsnorm
+from qrt.kernels.silu_mul.kernel import silu_mul
+from qrt.quant.weight import WEIGHT_SCHEMES
+
+torch.mm = lambda *a, **k: None  # of a many-token product only the dequantization is wanted
+BF16, FP16 = torch.bfloat16, torch.float16
+for scheme, bits, symmetric, group, dtype, tokens in (
+    ("w4a16", 4, False, 128, BF16, 1), ("w4a16", 4, True, 32, FP16, 64), ("w8a16", 8, False, 128, BF16, 16),
+    ("w4a16", 4, False, 128, BF16, 200), ("w8a16", 8, True, None, FP16, 200),
+    ("w8a8", 8, True, None, BF16, 1), ("w8a8", 8, True, None, FP16, 100),
+):
+    weight = random_weight(128, 1024, bits, group, symmetric=symmetric, dtype=dtype)
+    tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), dtype)
+    kernel.linear(torch.empty(tokens, 1024, dtype=dtype), tensors, None, scheme)
+rmsnorm(torch.empty(9, 12, 128, dtype=BF16)[:, :8], torch.empty(128, dtype=BF16), 1e-5)
+add_rmsnorm(*torch.empty(2, 9, 8192, dtype=FP16), torch.empty(8192, dtype=FP16), 1e-5)
+silu_mul(torch.empty(9, 28672, dtype=BF16))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
+def test_dense_kernels_compile():
+    assert compiled(CODE) == {
+        "_fused": 3, "_dequantize": 2, "_quantize_tokens": 2, "_int8_gemm": 2, "_rmsnorm": 2, "_silu_mul": 1,
+    }  # fmt: skip

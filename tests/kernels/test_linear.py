@@ -1,0 +1,253 @@
+"""`linear` in Triton (the GPU, or the interpreter) against fp64 on the canonical weight."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from qrt.kernels.linear import kernel, linear
+from qrt.quant import affine
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+from qrt.quant.weight.tiles import TiledWeight
+from random_weights import random_weight, reference, relative
+
+GPU = torch.cuda.is_available()
+HALF = [torch.float16, torch.bfloat16]
+# symmetric or not, in which dtype: all four where it costs nothing
+GRIDS = [(True, HALF[1]), (False, HALF[0])] + ([(True, HALF[0]), (False, HALF[1])] if GPU else [])
+# largest relative error of one rounding; the interpreter truncates to bf16 instead of rounding
+UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8 if GPU else 2**-7}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """`torch.empty` gives NaN (and the largest integers): what a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(8).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def triton_linear(x, weight: WeightData, bias=None, scheme: str | None = None):
+    scheme = scheme or f"w{weight.bits}a16"
+    return kernel.linear(x, WEIGHT_SCHEMES[scheme].prepare(weight, x.device, x.dtype), bias, scheme)
+
+
+def assert_rounded_once(y, want, magnitude):
+    """Within one rounding of y's dtype of the fp64 result, and fp32 rounding of its sum of `magnitude`."""
+    assert y.isfinite().all()
+    slack = UNIT[y.dtype] * want.abs() + 4e-6 * magnitude + 1e-7
+    assert ((y.double() - want).abs() <= slack).all()
+
+
+def check(x, weight: WeightData, bias=None):
+    y = triton_linear(x, weight, bias)
+    assert y.shape == (x.shape[0], weight.out_features) and y.dtype == x.dtype
+    magnitude = x.double().abs() @ weight.dequantize().double().abs().T
+    assert_rounded_once(y, reference(x, weight, bias), magnitude)
+
+
+CASES = [  # N, K, group, T: padded rows, ragged last tiles, every run count, every block of tokens
+    (64, 256, 128, 1), (70, 384, 128, 2), (130, 768, 256, 3), (1, 96, 32, 7), (65, 160, 32, 17),
+    (33, 320, 64, 33), (100, 192, 96, 8), (40, 200, None, 9), (64, 1, None, 4), (64, 512, None, 65),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("n, k, group, tokens", CASES)
+@pytest.mark.parametrize("symmetric, dtype", GRIDS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_few_tokens(device, bits, symmetric, dtype, n, k, group, tokens):
+    weight = random_weight(n, k, bits, group, symmetric=symmetric, dtype=dtype, device=device)
+    x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
+    check(x, weight, bias)
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fp32_is_tight(device, bits, scale_dtype, tokens):
+    weight = random_weight(70, 512, bits, 64, symmetric=False, dtype=scale_dtype, device=device)
+    x, bias = torch.randn(tokens, 512, device=device), torch.randn(70, device=device)
+    assert relative(triton_linear(x, weight, bias), reference(x, weight, bias)) < 1e-6
+    assert relative(triton_linear(x, weight), reference(x, weight)) < 1e-6
+
+
+@pytest.mark.parametrize("symmetric, dtype", GRIDS)
+@pytest.mark.parametrize("bits, group", [(4, 128), (4, None), (8, 32)])
+def test_many_tokens(device, bits, group, symmetric, dtype, monkeypatch):
+    """Dequantized in blocks of 64 rows, the last one ragged."""
+    monkeypatch.setattr(kernel, "SCRATCH_BYTES", 64 * 384 * 2)
+    weight = random_weight(150, 384, bits, group, symmetric=symmetric, dtype=dtype, device=device)
+    x, bias = torch.randn(129, 384, device=device).to(dtype), torch.randn(150, device=device).to(dtype)
+    assert relative(triton_linear(x, weight, bias), reference(x, weight, bias)) < 2 * UNIT[dtype]
+    assert relative(triton_linear(x, weight), reference(x, weight)) < 2 * UNIT[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 200])
+def test_permuted_inputs(device, tokens):
+    weight = random_weight(70, 384, 4, 128, symmetric=False, perm=True, device=device)
+    x = torch.randn(tokens, 384, device=device)
+    assert relative(triton_linear(x, weight), reference(x, weight)) < 1e-6
+
+
+@pytest.mark.parametrize("zero", [0, 15])
+def test_extreme_zero_points(device, zero):
+    weight = random_weight(64, 512, 4, 64, device=device)
+    weight = WeightData(
+        weight.values, weight.scale, torch.full_like(weight.scale, zero).to(torch.uint8), bits=4
+    )
+    check(torch.randn(3, 512, device=device).half(), weight)
+
+
+@pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a16", 8), ("w8a8", 8), ("fp16", 0)])
+def test_no_tokens(device, scheme, bits):
+    weight = random_weight(70, 64, bits) if bits else WeightData(torch.randn(70, 64))
+    assert triton_linear(torch.empty(0, 64, device=device), weight, scheme=scheme).shape == (0, 70)
+
+
+def test_strided_inputs(device):
+    weight = random_weight(64, 256, 4, 128, device=device)
+    x = torch.randn(5, 512, device=device)
+    for part in (x[:, 256:], x[::2, :256], torch.randn(256, 6, device=device).T):
+        assert relative(triton_linear(part, weight), reference(part, weight)) < 1e-6
+
+
+@pytest.mark.parametrize("bits, k", [(4, 17 * 256), (8, 20 * 128), (8, 17 * 128)])
+def test_split_sums_repeat_bit_for_bit(device, bits, k):
+    """More tiles than splits: shares of two, where 17 leave the last one short and 20 need fewer splits."""
+    weight = random_weight(64, k, bits, 128, symmetric=False, device=device)
+    tensors = WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, device, torch.float16)
+    assert kernel.plan(3, *TiledWeight(*tensors).packed.shape[:2]).splits in (9, 10)
+    x = torch.randn(3, k, device=device).half()
+    first = kernel.linear(x, tensors, None, f"w{bits}a16")
+    assert relative(first, reference(x, weight)) < UNIT[x.dtype]
+    for _ in range(20 if GPU else 1):
+        assert torch.equal(kernel.linear(x, tensors, None, f"w{bits}a16"), first)
+    assert not TiledWeight(*tensors).arrivals.any()
+
+
+@triton.jit
+def _unpack(W, OUT, PLANES: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
+    i = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :] + tl.program_id(0) * 4096
+    planes = UNPACK(tl.load(W + i), DTYPE, ASM)
+    for p in tl.static_range(PLANES):
+        tl.store(OUT + p * 65536 + i, planes[p].to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [tl.float32, tl.float16, tl.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_word_unpacks_exactly(device, bits, dtype):
+    words = torch.arange(-32768, 32768, dtype=torch.int32, device=device)
+    out = torch.empty(16 // bits, 65536, device=device)
+    unpacker = WEIGHT_SCHEMES[f"w{bits}a16"].unpacker()
+    _unpack[(16,)](words.to(torch.int16), out, 16 // bits, unpacker, GPU, dtype)
+    for p, plane in enumerate(out):
+        assert torch.equal(plane, ((words >> (bits * p)) % 2**bits - 2 ** (bits - 1)).float())
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 70])
+@pytest.mark.parametrize(
+    "n, k, dtype",
+    [(64, 256, torch.float32), (50, 300, HALF[0]), (1, 33, torch.float32), (130, 1024, HALF[0])],
+)
+def test_w8a8_is_exact(device, n, k, dtype, tokens):
+    """The codes of the reference, an exact integer sum, fp32 products in the reference's order."""
+    weight = random_weight(n, k, 8, dtype=dtype, device=device)
+    x, bias = torch.randn(tokens, k, device=device).to(dtype) * 3, torch.randn(n, device=device).to(dtype)
+    tensors = WEIGHT_SCHEMES["w8a8"].prepare(weight, device, dtype)
+    want = WEIGHT_SCHEMES["w8a8"].linear_ref(x, tensors, bias)
+    assert relative(kernel.linear(x, tensors, bias, "w8a8"), want.double()) < 2 * UNIT[dtype]
+    codes, scale = affine.quantize_tokens(x.cpu())  # on a GPU torch divides by a number inexactly
+    sums = codes.long() @ (weight.values.long().cpu() - 128).T
+    exact = (sums.double() * scale.double()).to(device) * weight.scale.double().T
+    assert_rounded_once(kernel.linear(x, tensors, None, "w8a8"), exact, exact.abs())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_token_codes_equal_the_reference(device, dtype):
+    from qrt.quant.weight.w8a8.device import quantize_tokens
+
+    x = torch.randn(9, 700, device=device) * torch.logspace(-6, 4, 9, device=device)[:, None]
+    x[3] = 0
+    x = x.to(dtype)
+    codes, scale = quantize_tokens(x)
+    want, want_scale = affine.quantize_tokens(x.cpu())
+    assert torch.equal(codes.cpu(), want) and torch.equal(scale.cpu(), want_scale[:, 0])
+
+
+@pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a16", 8), ("w8a8", 8), ("fp16", 0)])
+def test_operator(device, scheme, bits):
+    """Schema, fake and reference agree; `linear` is what the layers call."""
+    weight = random_weight(70, 64, bits, device=device) if bits else WeightData(torch.randn(70, 64))
+    tensors = list(WEIGHT_SCHEMES[scheme].prepare(weight, device, torch.float32))
+    x, bias = torch.randn(3, 64, device=device), torch.randn(70, device=device)
+    torch.library.opcheck(linear, (x, tensors, bias, scheme), test_utils=("test_schema", "test_faketensor"))
+    want = WEIGHT_SCHEMES[scheme].linear_ref(x, tensors, bias)
+    assert relative(linear(x, tensors, bias, scheme), want.double()) < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize(
+    "blocks, tiles", [(1, 1), (96, 16), (64, 16), (448, 16), (64, 56), (896, 32), (3, 112)]
+)
+def test_plan_covers_k(blocks, tiles, tokens):
+    chosen = kernel.plan(tokens, blocks, tiles)
+    assert chosen.width >= tokens and 1 <= chosen.splits <= min(tiles, 16)
+    share = -(-tiles // chosen.splits)
+    assert (chosen.splits - 1) * share < tiles <= chosen.splits * share
+
+
+def test_plan_is_the_measured_one():
+    """Splits of qkv, o, gate_up, down of Llama-3-8B in int4 (shared/prototypes/gemm/README.md)."""
+    shapes = [(96, 16), (64, 16), (448, 16), (64, 56)]
+    assert [kernel.plan(1, *shape).splits for shape in shapes] == [4, 4, 1, 8]
+    assert [kernel.plan(64, *shape).splits for shape in shapes] == [2, 4, 1, 4]
+
+
+LLAMA = {
+    "8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate_up": (28672, 4096), "8B down": (4096, 14336),
+    "70B qkv": (10240, 8192), "70B gate_up": (57344, 8192), "70B down": (8192, 28672),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, k", LLAMA.values(), ids=LLAMA.keys())
+@pytest.mark.parametrize(
+    "scheme, symmetric", [("w4a16", False), ("w4a16", True), ("w8a16", True), ("w8a8", True)]
+)
+def test_llama_shapes(device, scheme, symmetric, n, k):
+    if scheme == "w8a8" and not symmetric:
+        pytest.skip("w8a8 is symmetric")
+    dtype, group = torch.bfloat16, None if scheme == "w8a8" else 128
+    weight = random_weight(
+        n, k, 4 if scheme == "w4a16" else 8, group, symmetric=symmetric, dtype=dtype, device=device
+    )
+    tensors = WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
+    matrix = weight.dequantize().T
+    for tokens in (1, 2, 7, 16, 33, 64, 65, 128, 129, 1000, 4096):
+        x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
+        if scheme == "w8a8":
+            codes, scale = affine.quantize_tokens(x)
+            want = (codes * scale) @ matrix + bias.float()
+        else:
+            want = x.float() @ matrix + bias.float()
+        y = kernel.linear(x, tensors, bias, scheme)
+        assert y.isfinite().all()
+        assert relative(y, want.double()) < 2 * UNIT[dtype], tokens
+        assert torch.equal(y, kernel.linear(x, tensors, bias, scheme)), tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+def test_replays_in_a_cuda_graph(device, bits):
+    weight = random_weight(4096, 4096, bits, 128, symmetric=False, dtype=torch.bfloat16, device=device)
+    tensors = WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, device, torch.bfloat16)
+    x = torch.randn(4, 4096, device=device).bfloat16()
+    want = kernel.linear(x, tensors, None, f"w{bits}a16")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kernel.linear(x, tensors, None, f"w{bits}a16")
+    for _ in range(3):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, want)

@@ -1,0 +1,174 @@
+"""prefill_attention against fp64 attention over the cached prefix and the chunk's own K and V."""
+
+import pytest
+import torch
+from attention_truth import DTYPES, Cache, attend, bound, cache, error, from_basis, queries
+
+from qrt.kernels.prefill_attention import kernel, prefill_attention, ref
+from qrt.quant.kv import KV_FORMATS
+
+BOTH = pytest.mark.parametrize("attention", [ref.prefill_attention, kernel.prefill_attention],
+                               ids=["ref", "triton"])  # fmt: skip
+FORMATS = pytest.mark.parametrize("name", KV_FORMATS)
+CACHED = pytest.mark.parametrize("attend_cache", [False, True], ids=["raw", "cached"])
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """`torch.empty` gives NaN: what a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Chunks:
+    """The last `own[i]` tokens of each request of a cache, packed."""
+
+    def __init__(self, held: Cache, own: list[int], Hq: int):
+        self.held, self.own = held, own
+        k = held.k[0]
+        self.q = queries(sum(own), Hq, k.shape[-1], k.dtype, k.device, held.name)
+        self.k = torch.cat([k[len(k) - n :] for k, n in zip(held.k, own, strict=True)])
+        self.v = torch.cat([v[len(v) - n :] for v, n in zip(held.v, own, strict=True)])
+        self.start = torch.tensor([0, *own]).cumsum(0).int().to(k.device)
+        self.scale = k.shape[-1] ** -0.5
+
+    def run(self, attention, attend_cache=False):
+        held = self.held
+        return attention(
+            self.q, self.k, self.v, held.buffers, held.slot_table, held.rows, self.start, held.kv_lens,
+            max(self.own), attend_cache, held.name, self.scale,
+        )  # fmt: skip
+
+    def truth(self, attend_cache=False):
+        """fp64: the prefix as the cache holds it, the chunk raw (or from the cache too)."""
+        outs = []
+        for i, (q, n) in enumerate(zip(self.q.split(self.own), self.own, strict=True)):
+            k, v = self.held.decoded(i)
+            if not attend_cache:
+                prefix = len(k) - n
+                k, v = (
+                    torch.cat((x[:prefix], y[i][prefix:].double()))
+                    for x, y in ((k, self.held.k), (v, self.held.v))
+                )
+            outs.append(from_basis(self.held.name, attend(q, k, v, self.scale)))
+        return torch.cat(outs)
+
+
+def chunks(name, lens, own, Hq, Hkv, D, dtype, device, **settings) -> Chunks:
+    return Chunks(cache(name, lens, Hkv, D, dtype, device, **settings), own, Hq)
+
+
+@BOTH
+@CACHED
+@FORMATS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefixes_and_chunks_of_all_kinds(device, attention, attend_cache, name, dtype):
+    """No prefix, a prefix, one token of many, one token alone; ends on and off the tiles."""
+    case = chunks(name, [37, 75, 64, 1], [37, 11, 1, 1], 4, 2, 64, dtype, device)
+    out = case.run(attention, attend_cache)
+    assert out.dtype == dtype and out.is_contiguous()
+    assert error(out, case.truth(attend_cache)) < bound(name, dtype)
+
+
+@FORMATS
+@pytest.mark.parametrize("Hq,Hkv,D", [(3, 1, 80), (16, 1, 64), (2, 2, 96), (7, 1, 128), (2, 1, 256)])
+def test_heads_and_head_dims(device, name, Hq, Hkv, D):
+    case = chunks(name, [45], [20], Hq, Hkv, D, torch.float16, device)
+    for attention in (ref.prefill_attention, kernel.prefill_attention):
+        assert error(case.run(attention), case.truth()) < bound(name, torch.float16)
+
+
+@CACHED
+@FORMATS
+def test_a_chunk_of_several_tiles(device, attend_cache, name):
+    case = chunks(name, [300], [170], 2, 1, 64, torch.float16, device)
+    assert error(case.run(kernel.prefill_attention, attend_cache), case.truth(attend_cache)) < bound(
+        name, torch.float16
+    )
+
+
+def test_the_reference_takes_its_queries_in_blocks(device, monkeypatch):
+    case = chunks("int8", [50], [40], 4, 2, 64, torch.float32, device)
+    whole = case.run(ref.prefill_attention)
+    monkeypatch.setattr(ref, "QUERIES", 7)
+    torch.testing.assert_close(case.run(ref.prefill_attention), whole, atol=1e-6, rtol=0)
+
+
+@BOTH
+@FORMATS
+def test_chunked_is_whole_when_the_cache_is_attended(device, attention, name):
+    held = cache(name, [60], 2, 64, torch.float32, device)
+    whole = Chunks(held, [60], 4)
+    out = whole.run(attention, True)
+    for n in (13, 44):
+        part = Chunks(held, [60 - n], 4)
+        part.q = whole.q[n:]
+        assert error(part.run(attention, True), out[n:].double()) < bound(name, torch.float32)
+
+
+@BOTH
+@FORMATS
+def test_a_chunk_is_attended_raw(device, attention, name):
+    """Without a prefix the cache is not read at all."""
+    case = chunks(name, [40], [40], 2, 1, 64, torch.float32, device)
+    case.held.slot_table.fill_(2**30)
+    exact = from_basis(name, attend(case.q, case.k, case.v, case.scale))
+    assert error(case.run(attention), exact) < bound("fp16", torch.float32)
+
+
+@BOTH
+@pytest.mark.parametrize("v_scale", [1e-4, 1e4])
+@FORMATS
+def test_small_and_large_v_survive(device, attention, name, v_scale):
+    case = chunks(name, [70], [20], 2, 1, 64, torch.float32, device, v_scale=v_scale)
+    assert error(case.run(attention), case.truth()) < bound(name, torch.float32)
+
+
+@FORMATS
+def test_where_the_slots_are_does_not_matter(device, name):
+    here, there = (chunks(name, [50], [9], 2, 1, 64, torch.float16, device, seed=s) for s in (0, 1))
+    assert torch.equal(here.run(kernel.prefill_attention), there.run(kernel.prefill_attention))
+
+
+def test_operator(device):
+    case = chunks("int4", [30, 8], [12, 8], 2, 1, 64, torch.float32, device)
+    held = case.held
+    args = (
+        case.q, case.k, case.v, held.buffers, held.slot_table, held.rows, case.start, held.kv_lens,
+        12, False, "int4", case.scale,
+    )  # fmt: skip
+    assert error(prefill_attention(*args), case.truth()) < bound("int4", torch.float32)
+    torch.library.opcheck(prefill_attention, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@CACHED
+@FORMATS
+@pytest.mark.parametrize("lens,own,Hq,Hkv,D", [
+    ([4096, 3000, 777], [4096, 1000, 3], 32, 8, 128), ([9000], [128], 28, 4, 128),
+    ([2000, 130], [600, 130], 16, 16, 64), ([1500], [1024], 8, 4, 256), ([1500], [500], 6, 6, 80),
+    ([1500], [500], 6, 2, 96),
+])  # fmt: skip
+def test_sizes_of_users(device, attend_cache, name, lens, own, Hq, Hkv, D):
+    dtype = torch.bfloat16
+    case = chunks(name, lens, own, Hq, Hkv, D, dtype, device)
+    assert error(case.run(kernel.prefill_attention, attend_cache), case.truth(attend_cache)) < bound(
+        name, dtype
+    )
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_a_prompt_of_32k_tokens(device, name):
+    """As one chunk, against the truth of some of its rows; nothing of the size of its score matrix."""
+    case = chunks(name, [32768], [32768], 32, 8, 128, torch.bfloat16, device)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = case.run(kernel.prefill_attention)
+    assert torch.cuda.max_memory_allocated() - before < 2 * out.nbytes
+    for end in (1, 129, 20000, 32768):
+        rows = slice(max(0, end - 5), end)
+        want = from_basis(name, attend(case.q[rows], case.k[:end], case.v[:end], case.scale))
+        assert error(out[rows], want) < bound(name, torch.bfloat16)

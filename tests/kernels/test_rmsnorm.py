@@ -1,0 +1,120 @@
+"""`rmsnorm` and `add_rmsnorm` against fp64 and transformers' module; the Triton launchers run on `device`."""
+
+import pytest
+import torch
+
+from qrt.kernels.rmsnorm import add_rmsnorm, kernel, ref, rmsnorm
+
+GPU = torch.cuda.is_available()
+EPS = 1e-5
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# two roundings to the dtype; the interpreter truncates to bf16 instead of rounding
+BOUND = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7 if GPU else 2**-6}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """`torch.empty` gives NaN: what a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def norm64(x, weight):
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def check(y, x, weight):
+    want = norm64(x, weight)
+    assert y.shape == x.shape and y.dtype == x.dtype and y.is_contiguous()
+    assert ((y.double() - want).abs() <= BOUND[x.dtype] * want.abs() + 1e-7).all()
+
+
+def inputs(shape, dtype, device):
+    gen = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, generator=gen) * (torch.rand(*shape[:-1], 1, generator=gen) * 4 + 0.01)
+    return x.to(device, dtype), (torch.rand(shape[-1], generator=gen) + 0.5).to(device, dtype)
+
+
+@pytest.mark.parametrize("implementation", [ref.rmsnorm, kernel.rmsnorm], ids=["ref", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (7, 4096), (17, 33), (5, 3, 128), (2, 3, 4, 96), (64,), (0, 64)])
+def test_matches_fp64(device, implementation, dtype, shape):
+    x, weight = inputs(shape, dtype, device)
+    check(implementation(x, weight, EPS), x, weight)
+
+
+@pytest.mark.parametrize("implementation", [ref.rmsnorm, kernel.rmsnorm], ids=["ref", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_a_fused_projection(device, implementation, dtype):
+    """q and k are views of qkv: their rows lie apart in memory in two strides."""
+    qkv, _ = inputs((9, (8 + 2 + 2) * 64), dtype, device)
+    heads = qkv.view(9, 12, 64)
+    weight = torch.rand(64, device=device).to(dtype)
+    for part in (heads[:, :8], heads[:, 8:10], heads[::2, 1:8:3]):
+        check(implementation(part, weight, EPS), part, weight)
+    apart = qkv[:, :768].view(9, 64, 12).transpose(1, 2)  # not even the rows are dense
+    check(implementation(apart, weight, EPS), apart, weight)
+
+
+@pytest.mark.parametrize("implementation", [ref.add_rmsnorm, kernel.add_rmsnorm], ids=["ref", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 256), (13, 1000), (0, 64)])
+def test_residual_is_added_in_place(device, implementation, dtype, shape):
+    residual, weight = inputs(shape, dtype, device)
+    x, before = torch.randn(shape, device=device).to(dtype), residual.clone()
+    y = implementation(residual, x, weight, EPS)
+    exact = before.double() + x.double()
+    assert ((residual.double() - exact).abs() <= BOUND[dtype] * exact.abs()).all()
+    check(y, residual, weight)
+
+
+def test_rows_of_a_wider_residual(device):
+    wide = torch.randn(5, 96, device=device)
+    residual, x, weight = wide[:, :64], torch.randn(64, 5, device=device).T, torch.ones(64, device=device)
+    want, beside = residual + x, wide[:, 64:].clone()
+    check(kernel.add_rmsnorm(residual, x, weight, EPS), want, weight)
+    assert torch.equal(residual, want) and torch.equal(wide[:, 64:], beside)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_transformers(dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    x, weight = inputs((6, 256), dtype, "cpu")
+    module = LlamaRMSNorm(256, eps=EPS)
+    module.weight.data = weight
+    assert torch.equal(rmsnorm(x, weight, EPS), module(x))
+
+
+def test_operators():
+    """Schema (what is mutated, what is not) and fakes."""
+    x, weight = torch.randn(3, 2, 64), torch.rand(64)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(rmsnorm, (x, weight, EPS), test_utils=tests)
+    torch.library.opcheck(rmsnorm, (torch.randn(3, 4, 64)[:, 1:3], weight, EPS), test_utils=tests)
+    torch.library.opcheck(
+        add_rmsnorm, (torch.randn(3, 64), torch.randn(3, 64), weight, EPS), test_utils=tests
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 64, 1000, 8192])
+@pytest.mark.parametrize("k", [4096, 8192, 5120, 28672])
+def test_model_sizes(device, dtype, tokens, k):
+    x, weight = torch.randn(tokens, k, device=device).to(dtype), torch.rand(k, device=device).to(dtype)
+    check(rmsnorm(x, weight, EPS), x, weight)
+    residual = torch.randn(tokens, k, device=device).to(dtype)
+    total = residual + x
+    check(add_rmsnorm(residual, x, weight, EPS), total, weight)
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.gpu
+def test_heads_of_many_tokens(device):
+    qkv = torch.randn(8192, 80 * 128, device=device).bfloat16()
+    weight = torch.rand(128, device=device).bfloat16()
+    part = qkv.view(8192, 80, 128)[:, :64]
+    check(rmsnorm(part, weight, EPS), part, weight)

@@ -1,0 +1,74 @@
+"""`silu_mul` against fp64 and transformers' MLP; the Triton launcher runs on `device`."""
+
+import pytest
+import torch
+
+from qrt.kernels.silu_mul import kernel, ref, silu_mul
+
+GPU = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# two roundings to the dtype; the interpreter truncates to bf16 instead of rounding
+UNIT = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+BOUND = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7 if GPU else 2**-6}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """`torch.empty` gives NaN: what a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(y, gate_up):
+    gate, up = gate_up.double().chunk(2, -1)
+    want = gate * torch.sigmoid(gate) * up
+    assert y.shape == want.shape and y.dtype == gate_up.dtype
+    tiny = torch.finfo(y.dtype).smallest_normal * (1 + up.abs())  # silu is rounded first and may be subnormal
+    assert ((y.double() - want).abs() <= BOUND[y.dtype] * want.abs() + tiny).all()
+
+
+@pytest.mark.parametrize("implementation", [ref.silu_mul, kernel.silu_mul], ids=["ref", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, width", [(1, 64), (7, 1024), (3, 1500), (2, 1), (0, 64), (33, 96)])
+def test_matches_fp64(device, implementation, dtype, tokens, width):
+    gate_up = (torch.randn(tokens, 2 * width, device=device) * 4).to(dtype)
+    check(implementation(gate_up), gate_up)
+
+
+@pytest.mark.parametrize("implementation", [ref.silu_mul, kernel.silu_mul], ids=["ref", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_far_ends(device, implementation, dtype):
+    """silu is 0 far left and the identity far right; nothing overflows on the way."""
+    gate = torch.tensor([-1e4, -200.0, -100.0, -30.0, 0.0, 30.0, 100.0, 200.0, 1e4], device=device)
+    gate_up = torch.stack([gate, torch.full_like(gate, 2.0)]).flatten()[None].to(dtype)
+    y = implementation(gate_up)[0]
+    assert torch.allclose(y.float(), 2 * gate_up[0, :9].float().clamp(min=0), atol=1e-6, rtol=2**-7)
+
+
+def test_strided_input(device):
+    gate_up = torch.randn(6, 300, device=device)[::2, :256]
+    check(kernel.silu_mul(gate_up), gate_up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_transformers(dtype):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    mlp = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=48)).to(dtype)
+    x = torch.randn(5, 32).to(dtype)
+    activations = silu_mul(torch.cat([mlp.gate_proj(x), mlp.up_proj(x)], -1))
+    torch.testing.assert_close(mlp.down_proj(activations), mlp(x), rtol=2 * UNIT[dtype], atol=1e-6)
+
+
+def test_operator():
+    torch.library.opcheck(silu_mul, (torch.randn(3, 64),), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, width", [(1, 14336), (8192, 14336), (1000, 28672), (70000, 64)])
+def test_model_sizes(device, dtype, tokens, width):
+    gate_up = torch.randn(tokens, 2 * width, device=device).to(dtype)
+    check(silu_mul(gate_up), gate_up)

@@ -1,0 +1,71 @@
+"""RoPE tables against transformers' rotary embedding and the definition."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from qrt.arch.base import RopeConfig
+from qrt.layers.rope import frequencies, rope_tables
+
+LLAMA3 = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+KINDS = {
+    "default": RopeConfig(10000.0),
+    "linear": RopeConfig(10000.0, "linear", 4.0),
+    "llama3": LLAMA3,
+}
+
+
+def as_transformers(rope: RopeConfig) -> dict:
+    entry = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        entry["factor"] = rope.factor
+    if rope.kind == "llama3":
+        entry["low_freq_factor"] = rope.low_freq_factor
+        entry["high_freq_factor"] = rope.high_freq_factor
+        entry["original_max_position_embeddings"] = rope.original_max_position
+    return entry
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_are_those_of_transformers(kind, head_dim):
+    rope, positions = KINDS[kind], 2000
+    config = transformers.LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=16384,
+        rope_parameters=as_transformers(rope),
+    )
+    theirs = LlamaRotaryEmbedding(config)
+    cos, sin = theirs(torch.zeros(1), torch.arange(positions)[None])
+    ours = rope_tables(rope, head_dim, positions, torch.device("cpu"))
+    assert ours.cos.dtype == torch.float32 and ours.cos.shape == (positions, head_dim // 2)
+    # their angles are products in fp32: at position p they are off by p * 2^-23
+    torch.testing.assert_close(ours.cos, cos[0, :, : head_dim // 2], atol=positions * 2**-22, rtol=0)
+    torch.testing.assert_close(ours.sin, sin[0, :, : head_dim // 2], atol=positions * 2**-22, rtol=0)
+
+
+def test_llama3_bands():
+    """Fast channels keep their frequency, slow ones are divided by the factor, none lies outside."""
+    plain, scaled = frequencies(RopeConfig(LLAMA3.theta), 128), frequencies(LLAMA3, 128)
+    turns = LLAMA3.original_max_position * plain / (2 * math.pi)
+    torch.testing.assert_close(scaled[turns > 4], plain[turns > 4], rtol=1e-15, atol=0)
+    torch.testing.assert_close(scaled[turns < 1], plain[turns < 1] / 8, rtol=1e-15, atol=0)
+    between = (turns > 1) & (turns < 4)
+    assert (
+        between.any()
+        and (scaled[between] < plain[between]).all()
+        and (scaled[between] > plain[between] / 8).all()
+    )
+
+
+def test_far_positions_are_exact():
+    """Angles at position 131071 agree with Python's own arithmetic to the last bit of fp32."""
+    tables = rope_tables(LLAMA3, 128, 131072, torch.device("cpu"))
+    for pair in (0, 1, 17, 63):
+        angle = 131071 * frequencies(LLAMA3, 128)[pair].item()
+        assert abs(tables.cos[-1, pair].item() - math.cos(angle)) < 1e-7
+        assert abs(tables.sin[-1, pair].item() - math.sin(angle)) < 1e-7

@@ -1,0 +1,90 @@
+"""Linear, RMSNorm, Embedding and MLP against the definitions in fp64."""
+
+import pytest
+import torch
+
+from qrt.layers.embedding import Embedding
+from qrt.layers.linear import Linear
+from qrt.layers.mlp import MLP
+from qrt.layers.norm import RMSNorm
+from qrt.quant import affine
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+
+CPU = torch.device("cpu")
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quantized(weight: torch.Tensor, scheme: str, bias: torch.Tensor | None = None) -> WeightData:
+    """Round to nearest on the scheme's own grid."""
+    spec = WEIGHT_SCHEMES[scheme].spec
+    if spec is None:
+        return WeightData(weight, bias=bias)
+    scale, zero = affine.choose_qparams(weight, spec, torch.float32)
+    codes = affine.quantize(weight, scale, zero, spec)
+    return WeightData(codes, scale, zero, bias=bias, bits=spec.bits)
+
+
+def plain(n: int, k: int, seed: int = 0) -> tuple[Linear, torch.Tensor]:
+    weight = random(n, k, seed=seed)
+    return Linear.pack("fp16", WeightData(weight), CPU, torch.float32), weight.double()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("scheme", ["fp16", "w8a16", "w4a16"])
+def test_linear_multiplies_by_the_canonical_weight(scheme, with_bias):
+    bias = random(48, seed=2) if with_bias else None
+    weight = quantized(random(48, 256, seed=1), scheme, bias)
+    layer = Linear.pack(scheme, weight, CPU, torch.float32)
+    x = random(5, 256, seed=3)
+    truth = x.double() @ weight.dequantize().double().T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(layer(x).double(), truth, rtol=1e-5, atol=1e-4)
+    assert sum(t.nbytes for t in layer.parameters()) >= (48 * 256 * (weight.bits or 32)) // 8
+
+
+def test_linear_quantizes_activations_where_the_scheme_says():
+    weight = quantized(random(48, 256, seed=1), "w8a8")
+    layer = Linear.pack("w8a8", weight, CPU, torch.float32)
+    x = random(5, 256, seed=3)
+    codes, scale = affine.quantize_tokens(x)
+    truth = (codes.double() * scale.double()) @ weight.dequantize().double().T
+    torch.testing.assert_close(layer(x).double(), truth, rtol=1e-5, atol=1e-4)
+
+
+def test_rmsnorm_and_its_residual_form():
+    weight, x, residual = random(64, seed=1), random(7, 64, seed=2), random(7, 64, seed=3)
+    norm = RMSNorm(weight, 1e-5)
+
+    def definition(v: torch.Tensor) -> torch.Tensor:
+        v = v.double()
+        return v / (v.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+
+    torch.testing.assert_close(norm(x).double(), definition(x), rtol=1e-5, atol=1e-6)
+    total = residual + x
+    torch.testing.assert_close(norm.add(residual, x).double(), definition(total), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(residual, total)
+
+
+def test_rmsnorm_reads_heads_inside_a_fused_buffer():
+    """q and k of a fused projection are strided views; the norm of each head is its own."""
+    fused, weight = random(3, 6 * 32, seed=1), random(32, seed=2)
+    q, _ = fused.unflatten(-1, (6, 32)).split((4, 2), dim=1)
+    truth = torch.stack([RMSNorm(weight, 1e-6)(q[:, h].contiguous()) for h in range(4)], 1)
+    torch.testing.assert_close(RMSNorm(weight, 1e-6)(q), truth)
+
+
+def test_mlp_is_swiglu():
+    gate_up, w = plain(2 * 96, 32, seed=1)
+    down, v = plain(32, 96, seed=2)
+    x = random(4, 32, seed=3)
+    gate, up = (x.double() @ w.T).chunk(2, -1)
+    truth = (gate * torch.sigmoid(gate) * up) @ v.T
+    torch.testing.assert_close(MLP(gate_up, down)(x).double(), truth, rtol=1e-5, atol=1e-3)
+
+
+def test_embedding_takes_rows():
+    table = random(10, 4)
+    rows = Embedding(table)(torch.tensor([3, 3, 9]))
+    assert torch.equal(rows, table[[3, 3, 9]]) and rows.data_ptr() != table.data_ptr()

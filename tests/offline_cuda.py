@@ -1,0 +1,59 @@
+"""Compile Triton kernels for a GPU that is not there: real launchers run on CPU tensors, nothing is launched.
+
+The interpreter accepts much that the compiler refuses. Whether a kernel is interpreted is settled when its
+module is imported, so `compiled` works in a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+
+def compiled(code: str, capability: int = 90) -> dict[str, int]:
+    """Run `code` (which calls launchers) for sm_`capability`; kernel name -> how many variants compiled.
+
+    A compile error is raised with the compiler's output.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, str(capability), code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise AssertionError(done.stderr[-4000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _main(capability: int, code: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Driver:
+        """As much of a driver as the compiler asks for."""
+
+        def get_current_target(self):
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+    seen: dict[str, set] = {}
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        assert kernel.asm["cubin"]
+        seen.setdefault(self.__name__, set()).add(kernel.hash)
+
+    driver.set_active(Driver())
+    JITFunction.run = compile_only
+    exec(code, {})
+    print(json.dumps({name: len(variants) for name, variants in seen.items()}))
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2])

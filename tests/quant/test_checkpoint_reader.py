@@ -1,0 +1,408 @@
+"""open_checkpoint and Checkpoint: what is refused, in one line that says what to do, and what it costs."""
+
+import json
+import re
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qrt.errors import CheckpointError, QrtError, UnsupportedError
+from qrt.quant.checkpoint import open_checkpoint
+from qrt.quant.spec import Granularity, QuantSpec
+from tiny_models import quantize_checkpoint, random_checkpoint
+
+W4 = QuantSpec(4, False, Granularity.GROUP, 64)
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A plain, a sharded and two quantized checkpoints."""
+    folder = tmp_path_factory.mktemp("made")
+    random_checkpoint(folder / "plain", "LlamaForCausalLM", num_hidden_layers=1)
+    random_checkpoint(folder / "sharded", "LlamaForCausalLM", num_hidden_layers=1, max_shard_size="400KB")
+    quantize_checkpoint(folder / "plain", folder / "w4", "w4a16", W4)
+    quantize_checkpoint(folder / "plain", folder / "w8a8", "w8a8", QuantSpec(8, True, Granularity.CHANNEL))
+    return folder
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    """A copy to damage, by name."""
+
+    def make(name: str) -> Path:
+        return Path(shutil.copytree(made / name, tmp_path / name))
+
+    return make
+
+
+def refuse(path: str | Path, kind: type[QrtError], pattern: str, *linears: str) -> None:
+    """Opening (and reading `linears`) fails with one line of `kind` that matches."""
+    with pytest.raises(kind) as caught:
+        checkpoint = open_checkpoint(path)
+        for module in linears:
+            checkpoint.linear(module)
+    assert re.search(pattern, str(caught.value)), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def edit(path: Path, change) -> None:
+    """Rewrite a JSON file with `change` applied to its content."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def test_opens_and_tells_without_reading(made):
+    checkpoint = open_checkpoint(str(made / "plain"))
+    tensors = load_file(made / "plain/model.safetensors")
+    assert checkpoint.path == made / "plain" and checkpoint.config["architectures"] == ["LlamaForCausalLM"]
+    assert checkpoint.names() == sorted(tensors)
+    assert checkpoint.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        spec = checkpoint.spec(name)
+        assert checkpoint.has(name) and spec.shape == tensor.shape and spec.dtype == tensor.dtype
+        assert torch.equal(checkpoint.tensor(name), tensor)
+    assert not checkpoint.has("nothing")
+    scheme, weight = checkpoint.linear(Q)
+    assert scheme == "fp16" and weight.bits == 0 and torch.equal(weight.values, tensors[f"{Q}.weight"])
+
+
+def test_dtypes_empty_tensors_and_scalars(tmp_path):
+    dtypes = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+    dtypes += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    tensors = {str(dtype): (torch.randn(3, 5) * 9).to(dtype) for dtype in dtypes}
+    tensors |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = open_checkpoint(tmp_path)
+    for name, tensor in tensors.items():
+        got = checkpoint.tensor(name)
+        assert got.dtype == tensor.dtype and torch.equal(got, tensor), name
+
+
+def test_the_file_is_never_changed(made):
+    """Tensors are copy-on-write: writing to one is allowed and stays in memory."""
+    checkpoint = open_checkpoint(made / "plain")
+    before = checkpoint.tensor("model.norm.weight").clone()
+    checkpoint.tensor("model.norm.weight").zero_()
+    assert torch.equal(checkpoint.tensor("model.norm.weight"), before)
+
+
+def resident_mb() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
+def test_memory_is_about_one_tensor(tmp_path):
+    """16 tensors of 16 MB in one (sparse) file, each read in turn: resident memory grows by one or two."""
+    size, count = 16 << 20, 16
+    header = {
+        f"t{i}": {"dtype": "F32", "shape": [size // 4], "data_offsets": [i * size, (i + 1) * size]}
+        for i in range(count)
+    }
+    text = json.dumps(header).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + count * size)
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = open_checkpoint(tmp_path)
+    before, most = resident_mb(), 0.0
+    for name in checkpoint.names():
+        assert checkpoint.tensor(name).sum() == 0
+        most = max(most, resident_mb())
+    tensor = checkpoint.tensor("t3")
+    tensor.sum()
+    assert resident_mb() - before > 12, "the measure sees a mapped tensor"
+    assert most - before < 40
+
+
+# -- folders ---------------------------------------------------------------------------------------------
+
+
+def test_folders_that_are_not_checkpoints(made, copy, tmp_path):
+    refuse(tmp_path / "nowhere", CheckpointError, "nowhere: no such folder.*hf download")
+    refuse(made / "plain/config.json", CheckpointError, "not a folder")
+    plain = copy("plain")
+    (plain / "config.json").write_text("{ not json")
+    refuse(plain, CheckpointError, r"config\.json: not JSON.*download")
+    (plain / "config.json").write_bytes(b"\xff\xfe\x00")
+    refuse(plain, CheckpointError, r"config\.json: not JSON")
+    (plain / "config.json").write_text("[]")
+    refuse(plain, CheckpointError, r"config\.json: wanted a JSON object, got list")
+    (plain / "config.json").unlink()
+    refuse(plain, CheckpointError, r"no config\.json")
+
+
+def test_folders_without_safetensors(copy):
+    plain = copy("plain")
+    (plain / "model.safetensors").rename(plain / "model-00001-of-00002.safetensors")
+    refuse(plain, CheckpointError, r"neither model\.safetensors nor .*index\.json; download the index")
+    (plain / "model-00001-of-00002.safetensors").rename(plain / "pytorch_model.bin")
+    refuse(plain, CheckpointError, r"only pytorch_model\.bin.*convert with transformers.*save_pretrained")
+    (plain / "pytorch_model.bin").unlink()
+    refuse(plain, CheckpointError, "no weights; wanted model.safetensors")
+
+
+def test_index_files(copy):
+    sharded = copy("sharded")
+    index = sharded / "model.safetensors.index.json"
+    files = sorted(sharded.glob("*.safetensors"))
+    good = json.loads(index.read_text())
+    for name in ("../plain/model.safetensors", "/etc/passwd", "..", "sub/model.safetensors"):
+        edit(index, lambda value, name=name: value["weight_map"].update({"model.norm.weight": name}))
+        refuse(sharded, CheckpointError, "wanted plain file names inside the folder")
+    index.write_text(json.dumps(good))
+    edit(index, lambda value: value["weight_map"].update({"no.such": files[0].name}))
+    refuse(sharded, CheckpointError, r"tensor 'no\.such' is not in model-00001")
+    edit(index, lambda value: value.update(weight_map=[1]))
+    refuse(sharded, CheckpointError, "weight_map")
+    index.write_text(json.dumps(good))
+    files[1].unlink()
+    refuse(sharded, CheckpointError, r"names 'model-00002.*not there; download the missing shard")
+
+
+def test_links_inside_the_folder_are_fine(copy, tmp_path):
+    """The Hugging Face cache links every file to a blob elsewhere."""
+    sharded = copy("sharded")
+    for number, path in enumerate(sharded.glob("*.safetensors")):
+        path.rename(tmp_path / f"blob{number}")
+        path.symlink_to(tmp_path / f"blob{number}")
+    assert open_checkpoint(sharded).linear(Q)[0] == "fp16"
+
+
+# -- safetensors files ------------------------------------------------------------------------------------
+
+
+def test_truncated_at_any_length(copy):
+    path = copy("plain") / "model.safetensors"
+    whole = path.read_bytes()
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    for length in (0, 5, 8, 100, header - 1, header, header + 1000, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refuse(path.parent, CheckpointError, r"model\.safetensors: truncated or not a safetensors.*again")
+
+
+def test_damaged_headers(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    good = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+    cases = [
+        (b"not json", "not a JSON object"),
+        (b"[1, 2]", "not a JSON object"),
+        (b"[" * 100_000, "not a JSON object"),
+        ({"a": 3}, "no dtype, shape or data_offsets"),
+        ({"a": {**good, "data_offsets": [0]}}, "no dtype, shape or data_offsets"),
+        ({"a": {**good, "shape": [2, 3]}}, r"takes 24 bytes, not 16"),
+        ({"a": {**good, "shape": [-2, -2]}}, r"shape \[-2, -2\]"),
+        ({"a": {**good, "shape": ["2", 2]}}, "shape"),
+        ({"a": {**good, "data_offsets": [-16, 0]}}, "data_offsets"),
+        ({"a": {**good, "data_offsets": [16, 32]}}, "ends at byte"),
+        ({"a": {**good, "shape": [1 << 62, 4], "data_offsets": [0, 1 << 66]}}, "ends at byte"),
+    ]
+    for header, pattern in cases:
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+        refuse(tmp_path, CheckpointError, pattern)
+    text = json.dumps({"a": {**good, "dtype": "F4"}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+    refuse(tmp_path, UnsupportedError, "tensor 'a' has dtype F4; qrt reads")
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 63) + bytes(100))
+    refuse(tmp_path, CheckpointError, "a header of 9223372036854775808 bytes")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    refuse(tmp_path, CheckpointError, "Git LFS pointer.*git lfs pull")
+
+
+# -- tensors ----------------------------------------------------------------------------------------------
+
+
+def test_an_absent_tensor_names_the_nearest(made):
+    with pytest.raises(
+        CheckpointError, match="no tensor 'model.norm.weigth'; did you mean 'model.norm.weight'"
+    ):
+        open_checkpoint(made / "plain").tensor("model.norm.weigth")
+    refuse(
+        made / "plain",
+        CheckpointError,
+        "no tensor 'model.layers.9.mlp.up_proj.weight'",
+        "model.layers.9.mlp.up_proj",
+    )
+
+
+def replaced(folder: Path, name: str, change) -> Path:
+    """The checkpoint with one tensor changed (None drops it)."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    tensors = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "base, suffix, change",
+    [
+        ("plain", "weight", lambda t: t.to(torch.int8)),
+        ("plain", "weight", lambda t: t[0].clone()),
+        ("w4", "weight_packed", lambda t: t[:, :-1].clone()),
+        ("w4", "weight_packed", lambda t: t.to(torch.int64)),
+        ("w4", "weight_packed", lambda t: None),
+        ("w4", "weight_scale", lambda t: t[:, :1].clone()),
+        ("w4", "weight_scale", lambda t: t.to(torch.float64)),
+        ("w4", "weight_zero_point", lambda t: t[:1].clone()),
+        ("w4", "weight_zero_point", lambda t: None),
+        ("w4", "weight_shape", lambda t: None),
+        ("w4", "weight_shape", lambda t: t[:1].clone()),
+        ("w4", "weight_shape", lambda t: t * -1),
+        ("w4", "weight_shape", lambda t: t * (1 << 40)),
+        ("w8a8", "weight", lambda t: t.to(torch.uint8)),
+        ("w8a8", "weight_scale", lambda t: t.repeat(1, 2)),
+        ("w8a8", "weight_scale", lambda t: None),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config(copy, base, suffix, change):
+    name = f"{Q}.{suffix}"
+    refuse(replaced(copy(base), name, change), CheckpointError, re.escape(f"{Q}.weight"), Q)
+
+
+def test_a_group_that_does_not_divide(copy):
+    w4 = copy("w4")
+    edit(
+        w4 / "config.json",
+        lambda v: v["quantization_config"]["config_groups"]["group_0"]["weights"].update(group_size=48),
+    )
+    refuse(w4, CheckpointError, f"{Q}: group_size 48 does not divide its 128 input features", Q)
+
+
+def test_a_bias_of_another_length(made, tmp_path):
+    random_checkpoint(tmp_path, "LlamaForCausalLM", attention_bias=True, num_hidden_layers=1)
+    replaced(tmp_path, f"{Q}.bias", lambda t: t[:-1].clone())
+    refuse(tmp_path, CheckpointError, re.escape(f"{Q}.bias: shape [255]"), Q)
+
+
+# -- quantization_config -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "bitsandbytes", None, ["gptq"]])
+def test_other_quant_methods_are_refused_by_name(copy, method):
+    plain = copy("plain")
+    edit(plain / "config.json", lambda v: v.update(quantization_config={"quant_method": method, "bits": 4}))
+    pattern = re.escape(f"quant_method {str(method)!r} is not read") + ".*qrt-calibrate"
+    refuse(plain, UnsupportedError, pattern)
+
+
+@pytest.mark.parametrize("file, method", [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
+def test_old_formats_with_a_config_file_of_their_own(copy, file, method):
+    plain = copy("plain")
+    (plain / file).write_text('{"bits": 4}')
+    refuse(plain, UnsupportedError, f"quant_method '{method}' is not read")
+
+
+def grid(key, value):
+    return lambda c: c["config_groups"]["group_0"]["weights"].update({key: value})
+
+
+def activations(**change):
+    entry = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True, **change}
+    return lambda c: c["config_groups"]["group_0"].update(input_activations=entry)
+
+
+def in_group(**change):
+    return lambda c: c["config_groups"]["group_0"].update(change)
+
+
+def top(**change):
+    return lambda c: c.update(change)
+
+
+FP8_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+REFUSED = [
+    ("w4", grid("num_bits", 3), "pack-quantized with 3-bit"),
+    ("w4", grid("num_bits", 16), "pack-quantized with 16-bit"),
+    ("w4", grid("type", "float"), r"weights\.type is 'float'"),
+    ("w4", grid("actorder", "group"), r"weights\.actorder is 'group'"),
+    ("w4", grid("strategy", "tensor"), r"weights\.strategy is 'tensor'"),
+    ("w4", grid("dynamic", True), r"weights\.dynamic is True"),
+    ("w4", activations(), "4-bit group weights and int8 activations"),
+    ("w8a8", activations(dynamic=False, strategy="tensor"), r"input_activations\.strategy is 'tensor'"),
+    ("w8a8", activations(dynamic=False), r"input_activations\.dynamic is False"),
+    ("w8a8", activations(type="float"), r"input_activations\.type is 'float'"),
+    ("w8a8", activations(num_bits=4), r"input_activations\.num_bits is 4"),
+    ("w8a8", in_group(input_activations=None), "int-quantized with 8-bit channel weights is not read"),
+    ("w8a8", grid("num_bits", 4), "int-quantized with 4-bit channel"),
+    ("w8a8", grid("symmetric", False), "int-quantized"),
+    ("w8a8", in_group(output_activations={"num_bits": 8}), "output_activations"),
+    ("w8a8", in_group(format="float-quantized"), "float-quantized"),
+    ("w4", in_group(format="marlin-24"), "marlin-24"),
+    ("w4", in_group(targets=["Linear", "Embedding"]), "target 'Embedding' is neither a module"),
+    ("w4", top(config_groups={"W4A16": ["Linear"]}), "not presets"),
+    ("w4", top(kv_cache_scheme=FP8_KV), "kv_cache_scheme is not read.*--kv"),
+    ("w4", top(transform_config={"config_groups": {"R1": {}}}), "transform_config is not read"),
+    ("w4", top(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is not read"),
+]
+MALFORMED = [
+    ("w4", grid("group_size", 0), r"weights\.group_size is 0"),
+    ("w4", grid("group_size", "64"), r"weights\.group_size is '64'"),
+    ("w4", in_group(weights=None), "weights is None, wanted an object"),
+    ("w4", in_group(targets="Linear"), "targets and ignore are lists of strings"),
+    ("w4", in_group(targets=["re:*"]), r"'re:\*' is not a regular expression"),
+    ("w4", top(ignore=["re:("]), r"'re:\(' is not a regular expression"),
+    ("w4", top(ignore="lm_head"), "targets and ignore are lists of strings"),
+    ("w4", top(config_groups={}), "config_groups is {}"),
+]
+
+
+@pytest.mark.parametrize("base, change, pattern", REFUSED, ids=[case[2] for case in REFUSED])
+def test_what_would_change_the_meaning_is_refused_by_name(copy, base, change, pattern):
+    folder = copy(base)
+    edit(folder / "config.json", lambda v: change(v["quantization_config"]))
+    refuse(folder, UnsupportedError, pattern)
+
+
+@pytest.mark.parametrize("base, change, pattern", MALFORMED, ids=[case[2] for case in MALFORMED])
+def test_malformed_configs(copy, base, change, pattern):
+    folder = copy(base)
+    edit(folder / "config.json", lambda v: change(v["quantization_config"]))
+    refuse(folder, CheckpointError, pattern)
+
+
+def test_a_group_index_is_refused(copy):
+    w4 = copy("w4")
+    tensors = load_file(w4 / "model.safetensors")
+    tensors[f"{Q}.weight_g_idx"] = torch.arange(128, dtype=torch.int32) // 64
+    save_file(tensors, w4 / "model.safetensors", metadata={"format": "pt"})
+    refuse(w4, UnsupportedError, f"{Q}.weight_g_idx.*static", Q)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        grid("actorder", "static"),
+        grid("observer", "memoryless_minmax"),
+        top(kv_cache_scheme=None, sparsity_config={}, transform_config={}, version="0.19.0"),
+        top(sparsity_config={"format": "dense"}),
+        top(format="mixed-precision"),
+        top(ignore=None),
+        in_group(format=None),
+        in_group(targets=["re:.*proj$"]),
+        in_group(targets=[Q]),
+    ],
+)
+def test_harmless_variants_read_the_same(made, copy, change):
+    w4 = copy("w4")
+    edit(w4 / "config.json", lambda v: change(v["quantization_config"]))
+    scheme, got = open_checkpoint(w4).linear(Q)
+    assert scheme == "w4a16"
+    assert torch.equal(got.dequantize(), open_checkpoint(made / "w4").linear(Q)[1].dequantize())
+
+
+@pytest.mark.parametrize("ignore", [Q, "re:.*q_proj", "Linear"])
+def test_ignore_wins_over_every_target(copy, ignore):
+    """The ignored module is read as a plain weight, here absent."""
+    w4 = copy("w4")
+    edit(w4 / "config.json", lambda v: v["quantization_config"].update(ignore=[ignore]))
+    edit(w4 / "config.json", lambda v: in_group(targets=["Linear", Q])(v["quantization_config"]))
+    refuse(w4, CheckpointError, re.escape(f"no tensor '{Q}.weight'"), Q)

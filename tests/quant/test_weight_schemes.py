@@ -1,0 +1,204 @@
+"""Run-time layouts and torch references of the weight schemes against fp64 on the canonical weight."""
+
+import pytest
+import torch
+
+from qrt.errors import UnsupportedError
+from qrt.quant import affine
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+from qrt.quant.weight.base import fuse
+from qrt.quant.weight.tiles import TiledWeight
+from random_weights import random_weight, reference, relative
+
+CPU = torch.device("cpu")
+UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounding
+
+
+def run(scheme: str, x, weight: WeightData, bias=None):
+    tensors = WEIGHT_SCHEMES[scheme].prepare(weight, CPU, x.dtype)
+    assert WEIGHT_SCHEMES[scheme].out_features(tensors) == weight.out_features
+    return WEIGHT_SCHEMES[scheme].linear_ref(x, tensors, bias)
+
+
+SHAPES = [  # N, K, group: one tile, padded rows, ragged last tile, every run count, one group a row
+    (64, 256, 128), (1, 384, 128), (70, 96, 32), (130, 160, 32), (65, 320, 64), (33, 768, 256),
+    (40, 192, 96), (64, 64, None), (17, 200, None), (9, 1, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("n, k, group", SHAPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tiles_hold_the_weight_exactly(bits, symmetric, n, k, group):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        weight = random_weight(n, k, bits, group, symmetric=symmetric, dtype=dtype)
+        tensors = WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, CPU, torch.bfloat16)
+        assert torch.equal(TiledWeight(*tensors).dequantize(bits, k), weight.dequantize())
+
+
+@pytest.mark.parametrize("bits, group, words", [(4, 128, 64), (4, 32, 32), (8, 128, 64), (8, 32, 32)])
+def test_tiles_are_laid_out_as_documented(bits, group, words):
+    planes = 16 // bits
+    weight = random_weight(128, 4 * planes * words, bits, group, symmetric=False)
+    packed, scale, zero, perm, arrivals = WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, CPU, torch.float32)
+    assert packed.shape == (2, 4, 64, words) and packed.dtype == torch.int16 and packed.is_contiguous()
+    assert not perm.numel() and arrivals.tolist() == [0] * 128
+    runs = scale.shape[2] * scale.shape[4]
+    for block, tile, row, j in ((0, 0, 0, 0), (1, 3, 63, words - 1), (1, 0, 5, 17), (0, 2, 40, 3)):
+        word = packed[block, tile, row, j].item() & 0xFFFF
+        for p in range(planes):
+            k = tile * planes * words + p * words + j
+            assert word >> (bits * p) & (2**bits - 1) == weight.values[64 * block + row, k]
+            run, group_of_k = p * runs // planes, k // group
+            lane = scale[block, tile, run // scale.shape[4], row, run % scale.shape[4]]
+            assert lane == weight.scale[64 * block + row, group_of_k]
+            offset = zero[block, tile, row, run].item() + 2 ** (bits - 1)
+            assert offset == weight.zero[64 * block + row, group_of_k]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 17])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weight_only_linear(bits, symmetric, tokens):
+    weight = random_weight(70, 384, bits, 128, symmetric=symmetric, perm=True)
+    x, bias = torch.randn(tokens, 384), torch.randn(70)
+    y = run(f"w{bits}a16", x, weight, bias)
+    assert y.shape == (tokens, 70) and y.dtype == torch.float32
+    if tokens:
+        assert relative(y, reference(x, weight, bias)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a16", 8)])
+def test_half_precision_is_one_rounding(scheme, bits, dtype):
+    weight = random_weight(70, 384, bits, 64, symmetric=False, dtype=dtype)
+    x, bias = torch.randn(9, 384).to(dtype), torch.randn(70).to(dtype)
+    want = reference(x, weight, bias)
+    error = (run(scheme, x, weight, bias).double() - want).abs()
+    assert (error <= UNIT[dtype] * want.abs() + 1e-5).all()
+
+
+def test_permutation_is_undone():
+    """Column j of the codes multiplies input perm[j]: one-hot inputs pick columns."""
+    weight = random_weight(5, 64, 4, 32, perm=True)
+    y = run("w4a16", torch.eye(64), weight)
+    centered = affine.dequantize(weight.values, weight.scale, None, 4)
+    for j in (0, 1, 31, 63):
+        assert torch.equal(y[weight.perm[j]], centered[:, j])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zero", ["lowest", "highest"])
+def test_extreme_zero_points(bits, zero):
+    weight = random_weight(64, 256, bits, 64)
+    at = 0 if zero == "lowest" else 2**bits - 1
+    weight = WeightData(
+        weight.values, weight.scale, torch.full_like(weight.scale, at).to(torch.uint8), bits=bits
+    )
+    x = torch.randn(4, 256)
+    assert relative(run(f"w{bits}a16", x, weight), reference(x, weight)) < 1e-6
+
+
+def test_w8a8_is_the_integer_product():
+    weight = random_weight(40, 3000, 8, dtype=torch.bfloat16)  # more inputs than one exact fp32 sum
+    x, bias = torch.randn(6, 3000).bfloat16() * 3, torch.randn(40).bfloat16()
+    x[2] = 0
+    codes, scale = affine.quantize_tokens(x)
+    total = codes.long() @ (weight.values.long() - 128).T
+    want = (total.double() * scale.double() * weight.scale.double().T + bias.double()).float()
+    error = (run("w8a8", x, weight, bias).double() - want).abs()
+    assert (error <= UNIT[torch.bfloat16] * want.abs() + 1e-6).all()
+    assert relative(run("w8a8", x.float(), weight, bias.float()), want.double()) < 1e-6
+    assert run("w8a8", x[:0], weight, bias).shape == (0, 40)
+
+
+def test_w8a8_sums_are_exact_at_the_extremes():
+    values = torch.zeros(2, 28672, dtype=torch.uint8)  # code 0 stands for -128
+    weight = WeightData(values, torch.ones(2, 1), bits=8)
+    y = run("w8a8", torch.full((1, 28672), -127.0), weight)
+    assert y.tolist() == [[127.0 * 128 * 28672] * 2]
+
+
+def test_w8a8_is_close_to_the_unquantized_product():
+    weight = random_weight(64, 512, 8)
+    x = torch.randn(8, 512)
+    assert relative(run("w8a8", x, weight), reference(x, weight)) < 0.01
+
+
+def test_w8a8_undoes_a_permutation():
+    weight = random_weight(5, 64, 8, perm=True)
+    x = torch.randn(3, 64)
+    plain = WeightData(weight.values[:, torch.argsort(weight.perm)], weight.scale, bits=8)
+    assert torch.equal(run("w8a8", x, weight), run("w8a8", x, plain))
+
+
+def test_fp16_is_torch():
+    values, bias = torch.randn(5, 7), torch.randn(5)
+    x = torch.randn(3, 7)
+    assert torch.equal(run("fp16", x, WeightData(values), bias), x @ values.T + bias)
+    (tensor,) = WEIGHT_SCHEMES["fp16"].prepare(WeightData(values), CPU, torch.bfloat16)
+    assert torch.equal(tensor, values.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "scheme, weight, message",
+    [
+        ("w4a16", random_weight(4, 64, 4, 16), r"w4a16: got 4-bit codes in groups of 16, runs 4-bit"),
+        ("w4a16", random_weight(4, 96, 4, 48), r"groups of 48.*multiple of 32"),
+        ("w8a16", random_weight(4, 64, 4, 32), r"w8a16: got 4-bit codes in groups of 32, runs 8-bit"),
+        ("w4a16", random_weight(4, 64, 3, 32), r"got 3-bit"),
+        ("w4a16", WeightData(torch.zeros(4, 64)), r"got 0-bit"),
+        ("w8a8", random_weight(4, 64, 8, 32), r"w8a8: got symmetric 8-bit codes with 2 scales a row"),
+        ("w8a8", random_weight(4, 64, 8, symmetric=False), r"got asymmetric 8-bit"),
+        ("w8a8", random_weight(4, 64, 4), r"got symmetric 4-bit"),
+        ("fp16", random_weight(4, 64, 8), r"fp16: got 8-bit"),
+    ],
+)
+def test_grids_that_do_not_run_are_refused_by_name(scheme, weight, message):
+    with pytest.raises(UnsupportedError, match=message) as error:
+        WEIGHT_SCHEMES[scheme].prepare(weight, CPU, torch.float32)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "scheme, bits, symmetric", [("w4a16", 4, False), ("w8a16", 8, True), ("w8a8", 8, True)]
+)
+def test_fused_parts_multiply_as_one(scheme, bits, symmetric):
+    group = None if scheme == "w8a8" else 32
+    parts = [random_weight(n, 96, bits, group, symmetric=symmetric, seed=n) for n in (32, 16, 17)]
+    x = torch.randn(3, 96)
+    apart = torch.cat([run(scheme, x, part) for part in parts], 1)
+    assert relative(run(scheme, x, fuse(parts)), apart.double()) < 1e-6
+
+
+def test_fuse_stacks_everything():
+    q, k = random_weight(8, 64, 4, 32, symmetric=False), random_weight(4, 64, 4, 32, symmetric=False, seed=1)
+    k = WeightData(k.values, k.scale, k.zero, bias=torch.ones(4, dtype=torch.bfloat16), bits=4)
+    both = fuse([q, k])
+    assert torch.equal(both.dequantize(), torch.cat([q.dequantize(), k.dequantize()]))
+    assert both.bias.tolist() == [0.0] * 8 + [1.0] * 4 and both.bias.dtype == torch.bfloat16
+    assert fuse([q]).bias is None and fuse([q]).bits == 4
+    plain = fuse([WeightData(torch.ones(2, 3)), WeightData(torch.zeros(1, 3))])
+    assert plain.values.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] and plain.scale is None
+
+
+def test_fuse_keeps_one_permutation():
+    q = random_weight(8, 64, 4, 32, perm=True)
+    k = random_weight(4, 64, 4, 32, perm=True)  # the same seed, but drawn after fewer numbers
+    same = WeightData(k.values, k.scale, perm=q.perm, bits=4)
+    assert torch.equal(fuse([q, same]).dequantize(), torch.cat([q.dequantize(), same.dequantize()]))
+    for other in (k, WeightData(k.values, k.scale, bits=4)):
+        with pytest.raises(ValueError, match="differ"):
+            fuse([q, other])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        random_weight(4, 64, 8, 32), random_weight(4, 64, 4, 64),
+        random_weight(4, 64, 4, 32, symmetric=False), WeightData(torch.zeros(4, 64)),
+    ],
+)  # fmt: skip
+def test_fuse_refuses_unlike_parts(other):
+    with pytest.raises(ValueError, match="differ"):
+        fuse([random_weight(4, 64, 4, 32), other])

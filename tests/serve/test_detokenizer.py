@@ -1,0 +1,203 @@
+"""Streaming text: nothing shown is ever taken back, half a character or the start of a stop string."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import small_tokenizers
+from qrt.config import SamplingParams
+from qrt.serve.detokenizer import LONGEST_WINDOW, Detokenizer, StopStrings, TextStream
+from qrt.serve.tokenizer import Tokenizer
+
+KINDS = ("byte_level", "byte_fallback", "metaspace")
+TEXTS = [
+    *small_tokenizers.TEXT,
+    "👋🏽🎉👨‍👩‍👧" * 5,
+    "今天的天气很好" * 12,
+    " leading and  double   spaces \n\n\ttabs\n",
+    "ends in the middle 🎉",
+    "x",
+]
+_loaded: dict[str, Tokenizer] = {}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def tokenizer(kind, tmp_path_factory):
+    return load(kind, tmp_path_factory)
+
+
+def load(kind, tmp_path_factory) -> Tokenizer:
+    if kind not in _loaded:
+        folder = tmp_path_factory.mktemp(kind)
+        _loaded[kind] = Tokenizer(small_tokenizers.save(getattr(small_tokenizers, kind)(), folder))
+    return _loaded[kind]
+
+
+def stream(tokenizer, prompt, ids, **params):
+    detokenizer = Detokenizer(tokenizer, prompt, SamplingParams(max_tokens=None, **params))
+    return [detokenizer.feed([token]) for token in ids], detokenizer.finish(), detokenizer
+
+
+def continuation(tokenizer, prompt, ids):
+    return tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_pieces_add_up_wherever_the_prompt_ends(tokenizer, kind, text):
+    ids = tokenizer.encode(text)
+    whole = tokenizer.decode(ids)
+    if kind != "metaspace":  # its vocabulary does not cover every character
+        assert whole.strip() == text.strip()
+    for cut in sorted({0, 1, 2, len(ids) // 2, len(ids) - 1}):
+        prompt, output = ids[:cut], ids[cut:]
+        if tokenizer.decode(prompt).endswith("\ufffd"):
+            continue
+        pieces, rest, detokenizer = stream(tokenizer, prompt, output)
+        assert "".join(pieces) + rest == continuation(tokenizer, prompt, output)
+        assert not any("\ufffd" in piece for piece in [*pieces, rest])
+        assert detokenizer.text == "".join(pieces) + rest and detokenizer.num_tokens == len(output)
+
+
+def test_a_character_comes_with_its_last_byte(kind, tokenizer):
+    if kind == "metaspace":
+        pytest.skip("no bytes")
+    ids = tokenizer.encode("a🦄b", add_special_tokens=False)
+    assert len(ids) >= 5, "the emoji must be spread over tokens"
+    pieces, rest, _ = stream(tokenizer, [], ids)
+    assert [piece for piece in pieces if piece] == ["a", "🦄", "b"] and rest == ""
+    pieces, rest, _ = stream(tokenizer, [], ids[:-2])
+    assert "".join(pieces) == "a" and set(rest) == {"\ufffd"}, "cut short: flushed as what it is"
+
+
+def test_a_prompt_may_end_inside_a_character(kind, tokenizer):
+    if kind == "metaspace":
+        pytest.skip("no bytes")
+    ids = tokenizer.encode("世世世世🦄 and on")
+    whole = next(i for i in range(len(ids)) if tokenizer.decode(ids[:i]).endswith("世世世世"))
+    for inside in (whole + 1, whole + 2):
+        assert tokenizer.decode(ids[:inside]).endswith("\ufffd")
+        pieces, rest, _ = stream(tokenizer, ids[:inside], ids[inside:])
+        assert "".join(pieces) + rest == "🦄 and on"
+
+
+def test_a_prompt_may_end_with_invalid_bytes(kind, tokenizer):
+    if kind == "metaspace":
+        pytest.skip("no bytes")
+    bad = next(i for i in range(3, 300) if tokenizer.decode([i]) == "\ufffd")
+    ids = tokenizer.encode("the", add_special_tokens=False)
+    pieces, rest, _ = stream(tokenizer, [*ids, *[bad] * 9], tokenizer.encode(" ok", add_special_tokens=False))
+    assert ("".join(pieces) + rest).strip() == "ok"
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_random_bytes_add_up(data, tmp_path_factory):
+    """Byte-level tokens in any order, most of them invalid UTF-8: still the decoding of the whole."""
+    tokenizer = load("byte_level", tmp_path_factory)
+    ids = data.draw(st.lists(st.integers(3, 300), min_size=1, max_size=3 * LONGEST_WINDOW))
+    pieces, rest, _ = stream(tokenizer, [], ids)
+    assert "".join(pieces) + rest == tokenizer.decode(ids)
+
+
+def test_invalid_bytes_do_not_wait_for_ever_and_stay_cheap(kind, tokenizer):
+    if kind == "metaspace":
+        pytest.skip("no bytes")
+    bad = next(i for i in range(3, 300) if tokenizer.decode([i]) == "\ufffd")
+    text_stream = TextStream(tokenizer, [], True)
+    shown = "".join(text_stream.feed(bad) for _ in range(1000))
+    assert len(shown) > 900 and len(text_stream._window) <= LONGEST_WINDOW + 1
+    assert shown + text_stream.finish() == "\ufffd" * 1000
+    after = TextStream(tokenizer, [], True)
+    for _ in range(200):
+        after.feed(bad)
+    good = "".join(after.feed(i) for i in tokenizer.encode("ok 你好", add_special_tokens=False))
+    assert good.lstrip("\ufffd ") + after.finish() == "ok 你好"
+
+
+def test_special_tokens_are_left_out_or_kept(tokenizer):
+    ids = tokenizer.encode("the dog", add_special_tokens=False)
+    prompt = tokenizer.encode("the", add_special_tokens=False)
+    pieces, rest, _ = stream(tokenizer, prompt, [ids[0], 2, *ids[1:], 1])
+    assert "<|user|>" not in "".join(pieces) + rest
+    pieces, rest, _ = stream(tokenizer, prompt, [ids[0], 2, *ids[1:], 1], skip_special_tokens=False)
+    assert "<|user|>" in "".join(pieces) + rest and ("".join(pieces) + rest).endswith("</s>")
+
+
+def test_a_long_stream_keeps_a_short_window(tokenizer):
+    ids = tokenizer.encode(" ".join(TEXTS[:4]) * 10, add_special_tokens=False)
+    text_stream, longest = TextStream(tokenizer, [], True), 0
+    for token in ids:
+        text_stream.feed(token)
+        longest = max(longest, len(text_stream._window))
+    assert longest <= LONGEST_WINDOW + 1 < len(ids)
+
+
+def cut(text, stops, include):
+    """Definition: the text up to the first stop string to be complete, the longest that ends there."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            stop = max(ending, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab\n", max_size=40),
+    stops=st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3),
+    include=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_stop_strings_by_definition(text, stops, include, seed):
+    """For any cutting into pieces: the same text, the same stop string, nothing shown too early."""
+    rng, checker, shown = random.Random(seed), StopStrings(stops, include), ""
+    wanted, stop = cut(text, stops, include)
+    while text and checker.found is None:
+        size = rng.randrange(1, 6)
+        shown += checker.feed(text[:size])
+        text = text[size:]
+        assert wanted.startswith(shown)
+    if checker.found is None:
+        shown += checker.finish()
+    assert (shown, checker.found) == (wanted, stop)
+
+
+def test_only_what_may_be_a_stop_string_is_held_back():
+    checker = StopStrings(["\nUser:"], False)
+    assert checker.feed("Hello") == "Hello"
+    assert checker.feed(" there\nUs") == " there"
+    assert checker.feed("ual") == "\nUsual"
+    assert checker.feed("\nUser: hi") == "" and checker.found == "\nUser:"
+
+
+def test_stop_string_over_tokens_counts_the_tokens_up_to_it(tokenizer):
+    ids = tokenizer.encode("the quick brown fox. the dog.", add_special_tokens=False)
+    pieces, rest, detokenizer = stream(tokenizer, [], ids, stop=["fox."])
+    text = "".join(pieces) + rest
+    assert text == "the quick brown " and detokenizer.stop_reason == "fox."
+    fed = ids[: detokenizer.num_tokens]
+    assert "fox." in tokenizer.decode(fed) and "fox." not in tokenizer.decode(fed[:-1])
+    pieces, rest, _ = stream(tokenizer, [], ids, stop=["fox."], include_stop_str_in_output=True)
+    assert "".join(pieces) + rest == "the quick brown fox."
+
+
+def test_min_tokens_overlooks_early_stop_strings(tokenizer):
+    ids = tokenizer.encode("the dog. the dog. the dog.", add_special_tokens=False)
+    pieces, rest, detokenizer = stream(tokenizer, [], ids, stop=["dog"], min_tokens=len(ids) // 3 + 1)
+    assert "".join(pieces) + rest == "the dog. the " and detokenizer.stop_reason == "dog"
+
+
+def test_a_stop_string_in_what_is_flushed_is_found(kind, tokenizer):
+    if kind == "metaspace":
+        pytest.skip("no bytes")
+    ids = tokenizer.encode("a🦄", add_special_tokens=False)[:-1]
+    pieces, rest, detokenizer = stream(tokenizer, [], ids, stop=["\ufffd"])
+    assert "".join(pieces) + rest == "a" and detokenizer.stop_reason == "\ufffd"

@@ -1,0 +1,257 @@
+"""The HTTP server with the real `openai` client over a real socket, on the bundled model."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from qrt import LLM, EngineConfig, SamplingParams
+from qrt.engine.engine import Engine
+from qrt.serve.async_engine import AsyncEngine
+from qrt.serve.openai import Service, create_app
+from qrt.serve.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.model
+KEY = "a-key"
+PROMPTS = ["The president of the", "In this chapter", "When a function is called"]
+
+
+class Server:
+    """uvicorn in a thread, on a free port."""
+
+    def __init__(self, kv: str) -> None:
+        self.tokenizer = Tokenizer("tiny")
+        self.engine = Engine(EngineConfig("tiny", kv=kv), eos_token_ids=self.tokenizer.eos_token_ids)
+        service = Service(AsyncEngine(self.engine), self.tokenizer, ("tiny", "alias"), KEY)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        config = uvicorn.Config(create_app(service), host="127.0.0.1", port=self.port, log_level="warning")
+        self.uvicorn = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.uvicorn.run, daemon=True)
+
+    def __enter__(self) -> "Server":
+        self.thread.start()
+        while not self.uvicorn.started:
+            assert self.thread.is_alive()
+            time.sleep(0.02)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.uvicorn.should_exit = True
+        self.thread.join(timeout=20)
+        assert not self.thread.is_alive()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("int8") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def offline():
+    params = SamplingParams(temperature=0, max_tokens=24)
+    return [o.outputs[0] for o in LLM("tiny", kv="int8").generate(PROMPTS, params, use_tqdm=False)]
+
+
+def test_completion_equals_the_python_api(client, offline):
+    reply = client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=24, temperature=0)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert [choice.text for choice in reply.choices] == [output.text for output in offline]
+    assert reply.usage.completion_tokens == sum(len(output.token_ids) for output in offline)
+    assert {choice.finish_reason for choice in reply.choices} <= {"length", "stop"}
+
+
+def test_stream_adds_up_to_the_whole(client, offline):
+    chunks = list(
+        client.completions.create(
+            model="tiny",
+            prompt=PROMPTS,
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    texts = ["", "", ""]
+    for chunk in chunks[:-1]:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [output.text for output in offline]
+    assert len(chunks) > 24 and chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == sum(len(output.token_ids) for output in offline)
+
+
+def test_chat_and_its_stream_agree(client):
+    arguments = {
+        "model": "alias",
+        "messages": [{"role": "user", "content": "What is a function?"}],
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    reply = client.chat.completions.create(**arguments)
+    parts = [{"type": "text", "text": "What is a function?"}]
+    streamed = client.chat.completions.create(
+        **{**arguments, "messages": [{"role": "user", "content": parts}]}, stream=True
+    )
+    chunks = list(streamed)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == reply.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == reply.choices[0].finish_reason
+    assert reply.choices[0].message.role == "assistant" and reply.object == "chat.completion"
+
+
+def test_logprobs_in_both_shapes(client):
+    reply = client.completions.create(
+        model="tiny", prompt=PROMPTS[0], max_tokens=5, temperature=0, logprobs=3
+    )
+    logprobs = reply.choices[0].logprobs
+    assert "".join(logprobs.tokens) == reply.choices[0].text
+    assert all(
+        max(top.values()) == own
+        for top, own in zip(logprobs.top_logprobs, logprobs.token_logprobs, strict=True)
+    )
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(5)]
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=4,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    content = chat.choices[0].logprobs.content
+    assert len(content) == chat.usage.completion_tokens
+    assert all(len(e.top_logprobs) == 2 and e.top_logprobs[0].logprob == e.logprob for e in content)
+
+
+def test_n_seed_stop_and_echo(client):
+    arguments = {
+        "model": "tiny",
+        "prompt": PROMPTS[1],
+        "max_tokens": 12,
+        "n": 3,
+        "seed": 11,
+        "temperature": 1.0,
+    }
+    first, second = (client.completions.create(**arguments) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices] and len(set(texts)) > 1
+    whole = client.completions.create(model="tiny", prompt=PROMPTS[0], max_tokens=24, temperature=0)
+    stop = whole.choices[0].text[8:12]
+    cut = client.completions.create(
+        model="tiny", prompt=PROMPTS[0], max_tokens=24, temperature=0, stop=[stop], echo=True
+    )
+    text = whole.choices[0].text
+    assert cut.choices[0].text == PROMPTS[0] + text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_async_clients_at_once(server):
+    async def run():
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+        calls = [
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=8 + i % 5, temperature=0)
+            for i, prompt in enumerate(PROMPTS * 8)
+        ]
+        return await asyncio.gather(*calls)
+
+    replies = asyncio.run(run())
+    assert all(reply.usage.completion_tokens <= 8 + i % 5 for i, reply in enumerate(replies))
+
+
+def wait_idle(engine):
+    """Until nothing runs and every slot is back; a request on its way in counts as soon as it arrives."""
+    for _ in range(500):
+        if not engine.has_work and engine.scheduler.kv.available == engine.pool.num_slots:
+            return
+        time.sleep(0.02)
+    pytest.fail("the engine still holds slots of a request nobody waits for")
+
+
+def test_a_client_that_leaves_frees_its_slots(server, client):
+    stream = client.completions.create(
+        model="tiny",
+        prompt=PROMPTS[0],
+        max_tokens=1500,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(iter(stream))
+    stream.close()
+    wait_idle(server.engine)
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(f"{server.url}/v1/completions", json=body, headers=bearer(), timeout=0.3)
+    time.sleep(0.5)  # should it have left before the engine met it
+    wait_idle(server.engine)
+
+
+def bearer(key: str = KEY) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_models_and_health(server, client):
+    assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+    assert client.models.retrieve("tiny").model_extra["max_model_len"] == server.engine.max_model_len
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_errors_have_openais_shape(server, client):
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        client.completions.create(model="gpt-9", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="tiny", prompt="x", temperature=9)
+    with pytest.raises(openai.BadRequestError, match="tokens"):
+        client.completions.create(model="tiny", prompt=[5] * 5000)
+    with pytest.raises(openai.BadRequestError, match="tokens"):
+        client.completions.create(model="tiny", prompt=[5] * 5000, stream=True)
+    with pytest.raises(openai.BadRequestError, match="vocabulary"):
+        client.completions.create(model="tiny", prompt=[10**6])
+    with pytest.raises(openai.InternalServerError, match="tools"):  # 501: refused by name, never dropped
+        client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "x"}],
+            tools=[{"type": "function", "function": {"name": "f"}}],
+        )
+    reply = httpx.post(f"{server.url}/v1/completions", content=b"{", headers=bearer())
+    assert reply.status_code == 400 and set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    assert httpx.get(f"{server.url}/nowhere", headers=bearer()).json()["error"]["code"] == 404
+
+
+def test_a_key_is_wanted_everywhere_but_health(server):
+    for headers in ({}, bearer("wrong"), {"Authorization": "Bearer"}):
+        reply = httpx.get(f"{server.url}/v1/models", headers=headers)
+        assert reply.status_code == 401 and reply.json()["error"]["type"] == "AuthenticationError"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
+
+
+def test_an_engine_that_dies_fails_requests_and_health():
+    with Server("fp16") as dying:
+        client = openai.OpenAI(base_url=f"{dying.url}/v1", api_key=KEY, max_retries=0)
+
+        def broken():
+            raise RuntimeError("the device is gone")
+
+        dying.engine.step = broken
+        for _ in range(2):  # the request in flight, and one that comes later
+            with pytest.raises(openai.InternalServerError, match="stopped"):
+                client.completions.create(model="tiny", prompt="x")
+        assert httpx.get(f"{dying.url}/health").status_code == 503

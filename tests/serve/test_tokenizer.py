@@ -1,0 +1,79 @@
+"""The tokenizer wrapper against transformers, and what it refuses."""
+
+import pytest
+from transformers import AutoTokenizer
+
+import small_tokenizers
+from qrt.errors import CheckpointError, ConfigError
+from qrt.serve.tokenizer import Tokenizer
+
+MESSAGES = [{"role": "user", "content": "the dog 🎉"}]
+
+
+@pytest.fixture(scope="module", params=["byte_level", "byte_fallback", "metaspace"])
+def folder(request, tmp_path_factory):
+    make = getattr(small_tokenizers, request.param)
+    return small_tokenizers.save(make(), tmp_path_factory.mktemp(request.param))
+
+
+def test_encodes_and_decodes_as_transformers(folder):
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in small_tokenizers.TEXT:
+        ids = ours.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        assert (
+            ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
+        )
+        for skip in (True, False):
+            assert ours.decode(ids, skip) == theirs.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
+    assert ours.eos_token_ids == (1,)
+
+
+def test_ids_that_are_none(folder):
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.decode([2**31]) == ""
+    for ids in ([-1], [2**40], [1.5], ["a"]):
+        with pytest.raises(ConfigError, match="token ids: wanted integers"):
+            tokenizer.decode(ids)
+
+
+def test_truncation_in_the_file_is_not_obeyed(tmp_path):
+    tokenizer = small_tokenizers.byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=50)
+    loaded = Tokenizer(small_tokenizers.save(tokenizer, tmp_path))
+    assert loaded.decode(loaded.encode("the quick brown fox jumps")) == "the quick brown fox jumps"
+
+
+def test_chat_template(folder):
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.render_chat(MESSAGES, add_generation_prompt=True) == "<|user|>the dog 🎉</s>"
+    ids = tokenizer.encode_chat(MESSAGES, add_generation_prompt=True)
+    assert ids[0] == 2 and ids[-1] == 1, "special tokens are ids, and no BOS is added"
+    with pytest.raises(ConfigError, match="no system"):
+        tokenizer.render_chat([{"role": "system", "content": "x"}])
+    other = tokenizer.render_chat(MESSAGES, chat_template="{{ messages[0].content }}!")
+    assert other == "the dog 🎉!"
+
+
+def test_templates_are_sandboxed(folder):
+    with pytest.raises(ConfigError, match="unsafe|refuses"):
+        Tokenizer(folder).render_chat(
+            MESSAGES, chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}"
+        )
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Tokenizer(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="no usable tokenizer"):
+        Tokenizer(tmp_path)
+    for damaged in ("{ damaged", "[]", '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE"}}'):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        with pytest.raises(CheckpointError, match="no usable tokenizer"):
+            Tokenizer(tmp_path)
+    plain = small_tokenizers.save(small_tokenizers.byte_level(), tmp_path / "plain", chat_template=None)
+    with pytest.raises(ConfigError, match="no chat template"):
+        Tokenizer(plain).render_chat(MESSAGES)

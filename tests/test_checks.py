@@ -1,0 +1,45 @@
+import re
+
+import pytest
+import torch
+
+from qrt.checks import expect
+
+
+def test_letters_bind_and_must_agree():
+    assert expect(torch.empty(3, 8, 64), "B Hq D") == {"B": 3, "Hq": 8, "D": 64}
+    assert expect(torch.empty(3, 8, 64), "B Hq D", D=64)["B"] == 3
+    assert expect(torch.empty(4, 4), "K K") == {"K": 4}
+    with pytest.raises(ValueError):
+        expect(torch.empty(4, 5), "K K")
+
+
+def test_numbers_and_multiples():
+    assert expect(torch.empty(5, 2, 64), "T 2 D") == {"T": 5, "D": 64}
+    assert expect(torch.empty(5, 12), "T 2*I") == {"T": 5, "I": 6}
+    assert expect(torch.empty(5, 12), "T 2*I", I=6) == {"T": 5, "I": 6}
+    for shape, sizes in (("T 3", {}), ("T 2*I", {"I": 5}), ("T 5*I", {})):
+        with pytest.raises(ValueError):
+            expect(torch.empty(5, 12), shape, **sizes)
+
+
+def test_leading_dimensions():
+    assert expect(torch.empty(2, 3, 7), "... K") == {"K": 7}
+    assert expect(torch.empty(7), "... K") == {"K": 7}
+    for tensor, shape in ((torch.empty(()), "... K"), (torch.empty(2, 3), "T"), (torch.empty(2), "T K")):
+        with pytest.raises(ValueError):
+            expect(tensor, shape)
+
+
+def test_messages_name_the_tensor_what_came_and_what_was_wanted():
+    with pytest.raises(ValueError, match=re.escape("q: shape [2, 3, 5], wanted [B Hq D] with D=64")):
+        expect(torch.empty(2, 3, 5), "B Hq D", name="q", D=64)
+    with pytest.raises(ValueError, match="slots: dtype torch.int64, wanted torch.int32"):
+        expect(torch.empty(2, dtype=torch.int64), "T", torch.int32, name="slots")
+    with pytest.raises(ValueError, match=r"x: dtype torch.int8, wanted torch.float16 or torch.bfloat16"):
+        expect(torch.empty(2, dtype=torch.int8), "T", (torch.float16, torch.bfloat16), name="x")
+
+
+def test_dtype_alone():
+    expect(torch.empty(2, dtype=torch.float16), "T", (torch.float16, torch.bfloat16))
+    expect(torch.empty(2), "T", torch.float32)

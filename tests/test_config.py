@@ -1,0 +1,70 @@
+"""Settings are checked where they are made, and each error names setting, value and remedy."""
+
+import dataclasses
+
+import pytest
+
+from qrt.config import EngineConfig, Environment, KernelBackend, SamplingParams
+from qrt.errors import ConfigError
+
+BAD_SAMPLING = {
+    "n": [0, -1, 1.5, True, "2"],
+    "temperature": [-0.1, float("nan"), float("inf"), "hot", None, True],
+    "top_p": [0, -1, 1.01, float("nan"), "x"],
+    "top_k": [-2, 1.5, "5"],
+    "seed": [1.5, "x", 2**63, -(2**63) - 1, True],
+    "max_tokens": [0, -1, 2.0],
+    "min_tokens": [-1, 17],  # 16 is the default of max_tokens
+    "stop": [[""], "", [5]],
+    "stop_token_ids": [[-1], ["a"], [1.5]],
+    "logprobs": [-1, 21, 1.5],
+    "prompt_logprobs": [-1, 21, "all"],
+}
+BAD_ENGINE = {
+    "dtype": ["int8", "fp16"],
+    "max_model_len": [0, 1.5],
+    "max_num_seqs": [0, None],
+    "max_num_batched_tokens": [0],
+    "gpu_memory_utilization": [0, 1.1, float("nan")],
+    "kv_cache_memory_bytes": [0],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, values in BAD_SAMPLING.items() for v in values])
+def test_bad_sampling_parameters(name, value):
+    with pytest.raises(ConfigError, match=f"{name}: got .*wanted"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, values in BAD_ENGINE.items() for v in values])
+def test_bad_engine_settings(name, value):
+    with pytest.raises(ConfigError, match=f"{name}: got .*wanted"):
+        EngineConfig("tiny", **{name: value})
+
+
+def test_the_edges_are_allowed():
+    params = SamplingParams(temperature=0, top_p=1, top_k=-1, seed=-(2**63), max_tokens=None, logprobs=20)
+    assert (
+        params.greedy
+        and SamplingParams(temperature=1e-6).greedy
+        and not SamplingParams(temperature=0.01).greedy
+    )
+    assert SamplingParams(stop="end").stop_strings == ("end",) and SamplingParams().stop_strings == ()
+    assert SamplingParams(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
+    assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+
+
+def test_settings_are_frozen():
+    for settings in (SamplingParams(), EngineConfig("tiny")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            settings.seed = 1
+
+
+def test_environment(monkeypatch):
+    monkeypatch.setenv("QRT_KERNEL_BACKEND", "ref")
+    monkeypatch.setenv("QRT_DATA", "/data")
+    monkeypatch.delenv("QRT_API_KEY", raising=False)
+    assert Environment.read() == Environment(KernelBackend.REF, "/data", None)
+    monkeypatch.setenv("QRT_KERNEL_BACKEND", "cuda")
+    with pytest.raises(ConfigError, match="QRT_KERNEL_BACKEND: got 'cuda', wanted one of auto, ref, triton"):
+        Environment.read()

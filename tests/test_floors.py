@@ -1,0 +1,94 @@
+"""A module imports its own floor and lower ones, never higher (design section 3)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS = {
+    "qrt.errors": 0, "qrt.registry": 0, "qrt.config": 0, "qrt.checks": 0,
+    "qrt.assets": 0, "qrt.cli": 0,
+    "qrt.quant": 1, "qrt.arch": 1,
+    "qrt.kernels": 2,
+    "qrt.mem": 3,
+    "qrt.layers": 4,
+    "qrt.model": 5,
+    "qrt.engine": 6,
+    "qrt.serve": 7, "qrt.llm": 7,
+    "qrt_calibrate": 2,  # sees floors 0 and 1
+    "qrt_eval": 8,
+}  # fmt: skip
+TORCH_FREE = (
+    "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.cli",
+    "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager",
+)  # fmt: skip
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module of the three packages."""
+    found = {}
+    for base in (ROOT, ROOT / "calibrate", ROOT / "eval"):
+        for top in ("qrt", "qrt_calibrate", "qrt_eval"):
+            for path in sorted((base / top).rglob("*.py")):
+                parts = path.relative_to(base).with_suffix("").parts
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """Everything a file imports: at the top, inside functions and under TYPE_CHECKING; lazy strings too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return names
+
+
+def floor(module: str) -> int | None:
+    """The floor of a module, by its longest known prefix; None outside the project and for the root."""
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:end])) in FLOORS:
+            return FLOORS[name]
+    return None
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_go_down(module):
+    own = floor(module)
+    if own is None:
+        assert module == "qrt", f"{module} stands on no floor"
+        return
+    for name in imports(modules()[module]):
+        target = floor(name)
+        assert target is None or target <= own, f"{module} (floor {own}) imports {name} (floor {target})"
+
+
+def test_calibrate_sees_only_floors_0_and_1():
+    for module, path in modules().items():
+        if module.startswith("qrt_calibrate"):
+            above = {n for n in imports(path) if n.startswith("qrt.") and (floor(n) or 0) > 1}
+            assert not above, f"{module} imports {above}"
+
+
+def test_quant_and_arch_do_not_see_each_other():
+    for module, path in modules().items():
+        other = {"qrt.quant": "qrt.arch", "qrt.arch": "qrt.quant"}.get(".".join(module.split(".")[:2]))
+        if other:
+            assert not [n for n in imports(path) if n.startswith(other)], module
+
+
+def test_triton_only_in_kernels_and_device_files():
+    for module, path in modules().items():
+        if any(n.split(".")[0] == "triton" for n in imports(path)):
+            assert module.endswith((".kernel", ".device")), f"{module} imports triton"
+
+
+def test_torch_free_floors():
+    for module, path in modules().items():
+        if module.startswith(TORCH_FREE):
+            assert not [n for n in imports(path) if n.split(".")[0] == "torch"], f"{module} imports torch"

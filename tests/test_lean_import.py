@@ -1,0 +1,23 @@
+"""Importing qrt costs nothing: no torch for the bookkeeping, no Triton and no CUDA anywhere."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("module", ["qrt", "qrt.arch.qwen3", "qrt.mem.manager", "qrt.config"])
+def test_imports_no_torch(module):
+    assert run(f"import sys, {module}; print('torch' in sys.modules)").strip() == "False"
+
+
+def test_imports_neither_triton_nor_cuda():
+    code = (
+        "import sys, qrt, torch; from qrt import LLM; import qrt.kernels.linear;"
+        "print('triton' in sys.modules, torch.cuda.is_initialized())"
+    )
+    assert run(code).strip() == "False False"

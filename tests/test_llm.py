@@ -1,0 +1,283 @@
+"""LLM against transformers on a random-weight Llama in float32, and the shape of what it returns."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import small_tokenizers
+from qrt import LLM, SamplingParams
+from qrt.engine import scheduler
+from qrt.errors import CheckpointError, ConfigError, QrtError, UnsupportedError
+from tiny_models import random_checkpoint
+
+KV_BYTES = 4 << 20
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+PROMPTS = ["The quick brown", "今天的天气", "the next token is often the most likely one. " * 3, "x"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llm")
+    tokenizer = small_tokenizers.byte_level()
+    random_checkpoint(folder, "LlamaForCausalLM", vocab_size=tokenizer.get_vocab_size(), eos_token_id=1)
+    generation = {
+        "eos_token_id": [1, 300],
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "max_new_tokens": 7,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return small_tokenizers.save(tokenizer, folder)
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def make(folder, **settings) -> LLM:
+    return LLM(str(folder), device="cpu", **{"kv_cache_memory_bytes": KV_BYTES, **settings})
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return make(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(folder, reference, llm):
+    """What transformers continues PROMPTS with, greedily, 64 tokens each."""
+    outputs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([llm.get_tokenizer().encode(prompt)])
+        options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        out = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        outputs.append(out[0, ids.shape[1] :].tolist())
+    return outputs
+
+
+def ids_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_greedy_tokens_are_those_of_transformers_alone_and_batched(llm, expected):
+    together = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert ids_of(together) == expected
+    assert ids_of(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)) == expected[:1]
+    for output, prompt in zip(together, PROMPTS, strict=True):
+        tokenizer = llm.get_tokenizer()
+        assert output.prompt == prompt and output.prompt_token_ids == tokenizer.encode(prompt)
+        assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
+        assert output.finished and output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 5},
+        {"enable_prefix_caching": False, "max_num_seqs": 2},
+        {"attend_cache": True, "max_num_batched_tokens": 16},
+    ],
+    ids=["chunked", "no prefix cache", "attend cache"],
+)
+def test_greedy_tokens_do_not_depend_on_how_it_runs(folder, expected, settings):
+    llm = make(folder, **settings)
+    assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected, "and now from the cache"
+
+
+def test_greedy_tokens_after_a_pause(folder, expected, monkeypatch):
+    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 0)
+    slot_bytes = 2 * 2 * 2 * 64 * 4  # layers, K and V, heads, values, float32
+    llm = make(folder, kv_cache_memory_bytes=240 * slot_bytes, max_model_len=200)
+    assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    assert llm.engine.scheduler.num_pauses > 0
+
+
+def test_seeded_sampling_repeats_alone_and_in_any_batch(folder, llm):
+    params = SamplingParams(temperature=0.9, top_p=0.95, seed=42, max_tokens=24, ignore_eos=True)
+    alone = llm.generate(PROMPTS[1], params, use_tqdm=False)[0].outputs[0].token_ids
+    others = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
+    batch = llm.generate(PROMPTS, [others, params, others, GREEDY], use_tqdm=False)
+    assert batch[1].outputs[0].token_ids == alone
+    assert batch[0].outputs[0].token_ids != llm.generate(PROMPTS[0], others)[0].outputs[0].token_ids
+    fresh = [make(folder, seed=s).generate(PROMPTS[0], others)[0].outputs[0].token_ids for s in (5, 5, 6)]
+    assert fresh[0] == fresh[1] != fresh[2], "without a seed the engine's decides"
+
+
+def test_n_completions_differ_and_repeat(llm):
+    params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
+    first, second = (llm.generate(PROMPTS[:2], params, use_tqdm=False) for _ in range(2))
+    assert first == second or [o.outputs for o in first] == [o.outputs for o in second]
+    for output in first:
+        assert [completion.index for completion in output.outputs] == [0, 1, 2]
+        assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def truth_logprobs(reference, ids):
+    with torch.no_grad():
+        return reference(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+
+
+def test_logprobs_are_those_of_transformers(llm, reference):
+    params = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=9, logprobs=3, prompt_logprobs=2, ignore_eos=True
+    )
+    output = llm.generate(PROMPTS[2], params, use_tqdm=False)[0]
+    completion, prompt = output.outputs[0], output.prompt_token_ids
+    truth = truth_logprobs(reference, prompt + completion.token_ids)
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
+    rows = [*output.prompt_logprobs[1:], *completion.logprobs]
+    for place, (row, token) in enumerate(zip(rows, (prompt + completion.token_ids)[1:], strict=True)):
+        top = 2 if place < len(prompt) - 1 else 3
+        assert next(iter(row)) == token, "the token that came is named first"
+        likeliest = truth[place].topk(top).indices.tolist()
+        assert set(row) == {token, *likeliest}
+        for other, logprob in row.items():
+            assert logprob.logprob == pytest.approx(float(truth[place, other]), abs=1e-4)
+            assert logprob.rank == int((truth[place] > truth[place, other]).sum()) + 1
+            assert logprob.decoded_token == llm.get_tokenizer().decode([other])
+    total = sum(
+        row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)
+    )
+    assert completion.cumulative_logprob == pytest.approx(total, abs=1e-4)
+    plain = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0]
+    assert plain.prompt_logprobs is None and plain.outputs[0].logprobs is None
+    assert plain.outputs[0].cumulative_logprob is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 50, "attend_cache": True}])
+def test_score_is_the_log_probability_of_every_token(folder, reference, settings):
+    llm = make(folder, **settings)
+    rng = np.random.default_rng(0)
+    windows = [rng.integers(3, 400, n).tolist() for n in (512, 40, 1, 2, 300)]
+    windows.append(windows[1][:20] + windows[4][:7])  # a prefix in common
+    for window, scores in zip(windows, llm.score(windows), strict=True):
+        assert scores.dtype == torch.float32 and len(scores) == len(window) - 1
+        truth = truth_logprobs(reference, window)[:-1].gather(1, torch.tensor(window)[1:, None])[:, 0]
+        torch.testing.assert_close(scores.double(), truth, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match="got 513 tokens, wanted at most 512"):
+        llm.score([windows[0], [5] * 513])
+    assert not llm.engine.has_work
+
+
+def test_attend_cache_shows_the_loss_of_the_kv_format(folder):
+    """Served prefill attends its own chunk unquantized, so only attend_cache makes a scored text pay."""
+    window = [np.random.default_rng(1).integers(3, 400, 200).tolist()]
+    exact = make(folder, attend_cache=True).score(window)[0]
+    served = make(folder, kv="int4").score(window)[0]
+    torch.testing.assert_close(served, exact, rtol=1e-4, atol=1e-4)
+    errors = {
+        kv: float((make(folder, kv=kv, attend_cache=True).score(window)[0] - exact).abs().mean())
+        for kv in ("int8", "int4")
+    }
+    assert 1e-4 < errors["int8"] < 0.1 * errors["int4"] and errors["int4"] < 1.0
+
+
+def test_stop_strings_and_stop_ids(llm, expected):
+    text = llm.get_tokenizer().decode(expected[0])
+    stop = text[20:23]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop=[stop, "never there"])
+    completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+    assert completion.text == text[: text.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert stop in llm.get_tokenizer().decode(completion.token_ids) and not llm.engine.has_work
+    last = expected[0][20]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop_token_ids=[last])
+    completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+    end = expected[0].index(last)
+    assert completion.token_ids == expected[0][: end + 1] and completion.stop_reason == last
+    assert completion.text == llm.get_tokenizer().decode(expected[0][:end]), "the stop token is no text"
+
+
+def test_defaults_and_ends_come_from_generation_config(llm):
+    assert llm.get_default_sampling_params() == SamplingParams(
+        temperature=0.6, top_p=0.9, top_k=20, max_tokens=7
+    )
+    output = llm.generate(PROMPTS[0], use_tqdm=False)[0].outputs[0]
+    assert len(output.token_ids) <= 7
+    assert llm.engine.scheduler._eos == {1, 300}
+
+
+def test_damaged_generation_config(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "m")
+    for damage in ("{", '{"temperature": -1}', "[]"):
+        (tmp_path / "m" / "generation_config.json").write_text(damage)
+        with pytest.raises(CheckpointError, match="generation_config.json"):
+            make(tmp_path / "m")
+
+
+def test_prompts_in_every_form_give_the_same(llm, expected):
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    forms = [PROMPTS[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}, ids]
+    assert ids_of(llm.generate(forms, GREEDY, use_tqdm=False)) == [expected[0]] * 4
+    for form in forms:
+        assert ids_of(llm.generate(form, GREEDY, use_tqdm=False)) == expected[:1]
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+    outputs = llm.generate(PROMPTS, [SamplingParams(max_tokens=i + 1, ignore_eos=True) for i in range(4)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4]
+
+
+def test_chat(llm, expected):
+    messages = [{"role": "user", "content": "the dog"}]
+    rendered = "<|user|>the dog</s>"
+    output = llm.chat(messages, GREEDY, use_tqdm=False)[0]
+    assert output.prompt == rendered
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(rendered)
+    two = llm.chat([messages, messages], GREEDY, use_tqdm=False)
+    assert ids_of(two) == [output.outputs[0].token_ids] * 2
+
+
+def test_refusals_leave_the_engine_clean(llm, folder, expected):
+    with pytest.raises(ConfigError, match="got 600 tokens, wanted at most 511"):
+        llm.generate([PROMPTS[0], [5] * 600], GREEDY, use_tqdm=False)
+    assert not llm.engine.has_work
+    for prompt, message in (
+        ([5, 420], "token id 420, wanted 0 to 419"),
+        ([5, -1], "token id -1"),
+        ({"promt": "x"}, "'promt'; did you mean 'prompt'"),
+        ([0.5, 1.5], "wanted"),
+        ("", "got no tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            llm.generate([prompt], GREEDY, use_tqdm=False)
+    with pytest.raises(ConfigError, match="got 3 for 2 prompts"):
+        llm.generate(PROMPTS[:2], [GREEDY] * 3)
+    with pytest.raises(ConfigError, match="stop_token_ids: token id 420"):
+        llm.generate(PROMPTS[:1], SamplingParams(stop_token_ids=[420]))
+    with pytest.raises(ConfigError, match="unknown setting 'max_modle_len'; did you mean 'max_model_len'"):
+        make(folder, max_modle_len=5)
+    with pytest.raises(ConfigError, match="max_model_len: got 513, wanted at most 512"):
+        make(folder, max_model_len=513)
+    with pytest.raises(UnsupportedError, match="unknown KV format 'int5'"):
+        make(folder, kv="int5")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        LLM("/nowhere/at/all")
+    assert ids_of(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)) == expected[:1]
+
+
+def test_an_error_in_a_step_is_named(folder, monkeypatch):
+    llm = make(folder)
+
+    def fail(*_):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(llm.engine.model, "hidden", fail)
+    with pytest.raises(QrtError, match="RuntimeError: device lost"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert not llm.engine.has_work and len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 4
+
+
+def test_what_it_says_of_itself(folder, llm, capfd):
+    assert (llm.max_model_len, llm.weight_scheme, llm.dtype) == (512, "fp16", "float32")
+    assert llm.kv_bytes_per_token == 2 * 2 * 2 * 64 * 4
+    quantized = make(folder, kv_cache_dtype="int8")
+    assert quantized.kv_bytes_per_token == 2 * 2 * 2 * (64 + 2 * 2)
+    assert make(folder, kv="bf16").kv_bytes_per_token == llm.kv_bytes_per_token

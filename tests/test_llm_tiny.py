@@ -1,0 +1,96 @@
+"""LLM on the bundled model: the tokens of transformers whatever way it runs, and text that reads well."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+
+from qrt import LLM, SamplingParams
+from qrt.assets import model_path
+from qrt.engine import scheduler
+
+pytestmark = pytest.mark.model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+PROMPTS = [
+    "The government said that",
+    "## Motivation\n\n",
+    "In this chapter we will",
+    "When the function is called with a list of strings, it returns a new list in which every string",
+]
+KV_BYTES = 16 << 20
+
+
+def make(**settings) -> LLM:
+    return LLM("tiny", device="cpu", **{"kv_cache_memory_bytes": KV_BYTES, **settings})
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make()
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    """What transformers continues PROMPTS with, greedily in float32, 64 tokens each."""
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float32)
+    outputs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([llm.get_tokenizer().encode(prompt)])
+        options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        out = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        outputs.append(out[0, ids.shape[1] :].tolist())
+    return outputs
+
+
+def ids_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_greedy_tokens_are_those_of_transformers_alone_and_batched(llm, expected):
+    assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
+    assert ids_of(alone) == expected
+    assert all(output.num_cached_tokens == len(output.prompt_token_ids) - 1 for output in alone)
+    assert alone[0].outputs[0].text.startswith(" "), "the space after the prompt belongs to the text"
+
+
+def test_chunks_and_pauses_change_nothing(expected, monkeypatch):
+    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 0)
+    slot_bytes = 6 * 2 * 2 * 64 * 4
+    llm = make(max_num_batched_tokens=6, max_model_len=128, kv_cache_memory_bytes=176 * slot_bytes)
+    assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    assert llm.engine.scheduler.num_pauses > 0
+
+
+def test_seeded_text_repeats_in_another_batch(llm):
+    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=11, max_tokens=32)
+    alone = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+    batch = llm.generate([PROMPTS[1], PROMPTS[0], PROMPTS[2]], params, use_tqdm=False)
+    assert batch[1].outputs[0].token_ids == alone.token_ids and batch[1].outputs[0].text == alone.text
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_quantized_kv_keeps_the_perplexity(llm, kv):
+    """Loose bounds on a short text; the evaluator measures the promise (0.1 % and 1.5 %) on long ones."""
+    text = "The Python interpreter reads a file, compiles it and runs the code. " * 2 + PROMPTS[3] * 6
+    ids = [llm.get_tokenizer().encode(text)]
+    exact = float(llm.score(ids)[0].mean())
+    loss = float(make(kv=kv, attend_cache=True).score(ids)[0].mean())
+    assert abs(loss - exact) < {"int8": 0.01, "int4": 0.08}[kv]
+
+
+def test_chat_and_defaults(llm):
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.9)
+    output = llm.chat([{"role": "user", "content": "What is a list?"}], use_tqdm=False)[0]
+    assert output.prompt_token_ids[0] == 0 and output.prompt_token_ids.count(0) == 1, "one BOS"
+    assert output.prompt.endswith("<|assistant|>") and output.outputs[0].token_ids
+
+
+def test_the_start_up_lines_say_what_runs(caplog):
+    with caplog.at_level(logging.INFO, logger="qrt"):
+        make(kv="int8")
+    text = caplog.text
+    assert "LlamaForCausalLM, 6 layers, fp16" in text and "as int8" in text
+    assert "concurrent requests of 2,048 tokens" in text

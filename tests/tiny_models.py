@@ -1,0 +1,101 @@
+"""Random-weight Hugging Face checkpoints for tests: `from tiny_models import random_checkpoint`.
+
+pytest puts tests/ on sys.path because of tests/conftest.py, so every test folder imports this module.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qrt.quant.affine import choose_qparams, quantize
+from qrt.quant.checkpoint import CheckpointWriter, open_checkpoint
+from qrt.quant.spec import QuantSpec
+from qrt.quant.weight.base import WeightData
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+NO_HEAD_DIM = {"Qwen2ForCausalLM"}  # its heads are hidden_size / num_attention_heads wide
+
+
+def random_checkpoint(
+    folder: str | Path,
+    architecture: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    max_shard_size: str | int = "5GB",
+    **config: Any,
+) -> Path:
+    """Save a random model of `architecture` ("LlamaForCausalLM", ...) to `folder`; returns `folder`.
+
+    `config` replaces entries of SIZES or adds to them: `attention_bias=True`, `rope_parameters=LLAMA3_ROPE`,
+    `tie_word_embeddings=True`. Weights are large enough that attention and logits are not flat, biases are
+    random and not zero, norm weights are random around 1, so a layer that is dropped or swapped shows.
+    """
+    import transformers  # here, so that quantize_checkpoint can be used in a process without it
+
+    sizes = {**SIZES, **config}
+    if architecture in NO_HEAD_DIM and "head_dim" not in config:
+        del sizes["head_dim"]
+    settings = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**sizes)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+            elif name.endswith(".bias"):
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+            elif "embed_tokens" in name:
+                parameter.copy_(torch.randn_like(parameter))
+            else:
+                parameter.copy_(1.5 * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    model.config.dtype = dtype
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return Path(folder)
+
+
+def quantize_checkpoint(
+    source: str | Path, out: str | Path, scheme: str, spec: QuantSpec, **options: Any
+) -> dict[str, WeightData]:
+    """Round every projection of `source` to nearest on `spec` and write `out`; returns what was written.
+
+    `options` go to CheckpointWriter; by default lm_head is ignored and there is no metadata.
+    """
+    checkpoint = open_checkpoint(source)
+    dtype = getattr(torch, checkpoint.config["dtype"])
+    options = {"ignore": ["lm_head"], "metadata": {}, **options}
+    written: dict[str, WeightData] = {}
+    with CheckpointWriter(Path(out), checkpoint, scheme=scheme, spec=spec, **options) as writer:
+        for name in checkpoint.names():
+            module, _, kind = name.rpartition(".")
+            if not module.endswith("_proj"):
+                writer.add_tensor(name, checkpoint.tensor(name))
+            elif kind == "weight":
+                weight = checkpoint.tensor(name)
+                scale, zero = choose_qparams(weight, spec, dtype)
+                bias = checkpoint.tensor(f"{module}.bias") if checkpoint.has(f"{module}.bias") else None
+                codes = quantize(weight, scale, zero, spec)
+                written[module] = WeightData(codes, scale, zero, bias=bias, bits=spec.bits)
+                writer.add_linear(module, written[module])
+    return written
