@@ -8,12 +8,12 @@ import time
 from argparse import Namespace
 from dataclasses import dataclass
 
-from qrt.llm import LLM
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from qrt.errors import ConfigError
+from qrt.llm import LLM
 from qrt_eval.results import write_json
 from qrt_eval.text import EvalText, load_text
 
