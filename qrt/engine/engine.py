@@ -23,6 +23,7 @@ from qrt.mem.sizing import PoolSize, kv_budget_bytes, pool_size
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.model.loader import load_model
+from qrt.model.smoothing import fit_smoothing
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.kv import KV_FORMATS, KVFormat
 
@@ -65,9 +66,12 @@ class Engine:
         self.model = model
         limits = Limits(_max_model_len(config, model), config.max_num_seqs, config.max_num_batched_tokens)
         self.formats = [format] * model.config.num_layers
-        self.pool = _pool(config, model, self.formats, limits)
+        quantized = any(format.rotated for format in self.formats)
+        smoothing = fit_smoothing(model, limits.max_model_len) if quantized else None
+        self.pool = _pool(config, model, self.formats, limits, smoothing)
         heads, dim = model.config.num_kv_heads, model.config.head_dim
-        kv = KVStorage(self.formats, self.pool.num_slots, heads, dim, model.dtype, model.device)
+        slots = self.pool.num_slots
+        kv = KVStorage(self.formats, slots, heads, dim, model.dtype, model.device, smoothing)
         table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
         self.runner = Runner(model, kv, table, attend_cache=config.attend_cache)
         manager = KVManager(self.pool.num_slots, prefix_caching=config.enable_prefix_caching)
@@ -172,13 +176,19 @@ def _kv_format(config: EngineConfig) -> KVFormat:
     return KV_FORMATS["fp16" if config.kv in UNQUANTIZED_KV else config.kv]
 
 
-def _pool(config: EngineConfig, model: Decoder, formats: list[KVFormat], limits: Limits) -> PoolSize:
+def _pool(
+    config: EngineConfig,
+    model: Decoder,
+    formats: list[KVFormat],
+    limits: Limits,
+    smoothing: list[torch.Tensor] | None,
+) -> PoolSize:
     """The pool that fits beside the weights and the largest step."""
     measured = model.device.type == "cuda" and config.kv_cache_memory_bytes is None
     budget = kv_budget_bytes(
         model.device,
         gpu_memory_utilization=config.gpu_memory_utilization,
-        reserve_bytes=peak_step_bytes(model, formats, limits) if measured else 0,
+        reserve_bytes=peak_step_bytes(model, formats, limits, smoothing) if measured else 0,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
     )
     return pool_size(

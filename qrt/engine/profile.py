@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from qrt.engine.plan import Chunk, Plan, Sampling, Scoring
 from qrt.engine.runner import SCORED_ROWS, Runner
@@ -16,10 +17,13 @@ from qrt.model.decoder import Decoder
 from qrt.quant.kv.base import KVFormat
 
 
-def peak_step_bytes(model: Decoder, formats: Sequence[KVFormat], limits: Limits) -> int:
+def peak_step_bytes(
+    model: Decoder, formats: Sequence[KVFormat], limits: Limits, smoothing: Sequence[Tensor] | None
+) -> int:
     """Bytes of GPU memory that a request table and the most expensive step take besides weights and K/V."""
     config, tokens = model.config, limits.max_num_batched_tokens
-    kv = KVStorage(formats, tokens, config.num_kv_heads, config.head_dim, model.dtype, model.device)
+    heads, dim = config.num_kv_heads, config.head_dim
+    kv = KVStorage(formats, tokens, heads, dim, model.dtype, model.device, smoothing)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)

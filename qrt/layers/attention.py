@@ -48,11 +48,17 @@ class Attention:
 
     def __call__(self, x: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
         """x [T, H] -> [T, H]; writes this layer's K and V of the step's tokens into `kv`."""
+        q, k, v = self.project(x)
+        cos, sin = rope
+        kv_write(q, k, v, cos, sin, step.positions, step.slots, kv.buffers, kv.smoothing, kv.format)
+        return self.o(self._attend(q, k, v, step, kv).flatten(1))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, H] -> q [T, Hq, D], k and v [T, Hkv, D], q and k before RoPE."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        kv_write(q, k, v, rope.cos, rope.sin, step.positions, step.slots, kv.buffers, kv.format)
-        return self.o(self._attend(q, k, v, step, kv).flatten(1))
+        return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer) -> Tensor:
         """[T, Hq, D]: the first `num_decodes` tokens attend the cache, the rest their prefix and chunk."""

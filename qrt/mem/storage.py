@@ -19,12 +19,14 @@ from qrt.quant.spec import TensorSpec
 class KVLayer:
     """What attention needs of one layer.
 
-    format    the format's name in KV_FORMATS
-    buffers   its tensors, in the order of `KVFormat.buffers`
+    format      the format's name in KV_FORMATS
+    buffers     its tensors, in the order of `KVFormat.buffers`
+    smoothing   fp32 [3, Hkv, D] from `qrt.quant.kv.smoothing`, or None: K is stored as it is
     """
 
     format: str
     buffers: list[Tensor]
+    smoothing: Tensor | None = None
 
 
 class KVStorage:
@@ -42,14 +44,19 @@ class KVStorage:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        smoothing: Sequence[Tensor] | None = None,
     ) -> None:
-        """`formats` [layers]; `dtype` is the model's. QrtError when the memory cannot be had."""
+        """`formats` [layers]; `dtype` is the model's; `smoothing` [layers], of those that quantize.
+
+        QrtError when the memory cannot be had."""
         self.num_slots = self.pad_slot = num_slots
         self._layers = []
         try:
-            for format in formats:
+            for i, format in enumerate(formats):
                 specs = format.buffers(num_slots + PAD_SLOTS, num_kv_heads, head_dim, dtype)
-                self._layers.append(KVLayer(format.name, [_zeros(spec, device) for spec in specs.values()]))
+                buffers = [_zeros(spec, device) for spec in specs.values()]
+                table = smoothing[i] if smoothing and format.rotated else None
+                self._layers.append(KVLayer(format.name, buffers, table))
         except (torch.OutOfMemoryError, MemoryError) as error:
             wanted = pool_bytes(formats, num_slots, num_kv_heads, head_dim, dtype)
             raise QrtError(

@@ -63,11 +63,14 @@ class Decoder:
         """Run one step; the hidden states [T, H] after the final norm. K and V go into `kv`."""
         residual = self.embed(step.tokens)
         x = self.layers[0].norm(residual)
-        following = [layer.norm for layer in self.layers[1:]] + [self.norm]
-        for i, (layer, norm) in enumerate(zip(self.layers, following, strict=True)):
+        for i, (layer, norm) in enumerate(self.blocks()):
             x = layer(x, residual, step, kv.layer(i), self.rope)
             x = norm.add(residual, x)
         return x
+
+    def blocks(self) -> Iterator[tuple[DecoderLayer, RMSNorm]]:
+        """Each layer with the norm that follows it, the final one last."""
+        return zip(self.layers, [layer.norm for layer in self.layers[1:]] + [self.norm], strict=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [L, H] -> fp32 [L, V]; pass only the rows that are needed (`step.logit_rows`)."""

@@ -21,8 +21,8 @@ for name, dtype, Hq, Hkv, D, attend_cache in (
     qkv = torch.zeros(48, (Hq + 2 * Hkv) * D, dtype=dtype).unflatten(-1, (-1, D))
     q, k, v = qkv.split((Hq, Hkv, Hkv), 1)
     kv = [spec.zeros("cpu") for spec in KV_FORMATS[name].buffers(1024, Hkv, D, dtype).values()]
-    angles = torch.zeros(64, D // 2)
-    kv_write(q, k, v, angles, angles, index, index, kv, name)
+    angles, smooth = torch.zeros(64, D // 2), torch.zeros(3, Hkv, D)
+    kv_write(q, k, v, angles, angles, index, index, kv, smooth if name != "fp16" else None, name)
     decode_attention(q, kv, table, index, index, index, name, 0.1)
     chunk = index[:4], index[:5], index[:4], 16, attend_cache
     prefill_attention(q, k, v, kv, table, *chunk, name, 0.1)

@@ -1,4 +1,4 @@
-"""kv_write against fp64 RoPE and rotation, and its bytes against the format's own encoder."""
+"""kv_write against fp64 RoPE, smoothing and rotation, and its bytes against the format's own encoder."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 class Step:
     """q, k, v of T tokens in one fused buffer, at scattered positions, for scattered slots."""
 
-    def __init__(self, name, T, Hq, Hkv, D, dtype, device, slots=64):
+    def __init__(self, name, T, Hq, Hkv, D, dtype, device, slots=64, smooth=True):
         gen = torch.Generator().manual_seed(T + D)
         self.name, self.heads, self.D = name, (Hq, Hkv, Hkv), D
         self.x = (torch.randn(T, (Hq + 2 * Hkv) * D, generator=gen) * 2).to(device, dtype)
@@ -22,6 +22,9 @@ class Step:
         self.slots = torch.randperm(slots - 1, generator=gen)[:T].int().to(device)
         angles = torch.arange(5000)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
+        self.smoothing = (torch.randn(3, Hkv, D, generator=gen) / 4).to(device) if smooth else None
+        if smooth:
+            self.smoothing[:2].exp_()  # gains
         self.specs = KV_FORMATS[name].buffers(slots, Hkv, D, dtype).values()
 
     def parts(self, x):
@@ -33,22 +36,32 @@ class Step:
         kv = [spec.zeros(x.device) for spec in self.specs]
         for buffer in kv:
             buffer.view(torch.uint8).fill_(0x5A)
-        write(*self.parts(x), self.cos, self.sin, self.positions[some], slots, kv, self.name)
+        write(*self.parts(x), *self.where(some)[:3], slots, kv, self.smoothing, self.name)
         return x, kv
+
+    def where(self, some=slice(None)):
+        return self.cos, self.sin, self.positions[some], self.slots[some]
 
     def truth(self):
         """q, k, v in the basis of the cache, fp64."""
         cos, sin = self.cos[self.positions.long()], self.sin[self.positions.long()]
         q, k, v = self.parts(self.x)
-        return [to_basis(self.name, y) for y in (rope(q, cos, sin), rope(k, cos, sin), v)]
+        q, k = rope(q, cos, sin), rope(k, cos, sin)
+        if self.smoothing is not None:
+            q_gain, k_gain, shift = self.smoothing.double()
+            q = (q.unflatten(1, (len(shift), -1)) * q_gain[:, None]).flatten(1, 2)
+            k = k * k_gain - shift
+        return [to_basis(self.name, y) for y in (q, k, v)]
 
 
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KV_FORMATS)
-@pytest.mark.parametrize("T,Hq,Hkv,D", [(19, 4, 2, 64), (5, 7, 1, 128), (1, 6, 6, 80)])
-def test_basis_and_bytes(device, write, name, dtype, T, Hq, Hkv, D):
-    step = Step(name, T, Hq, Hkv, D, dtype, device)
+@pytest.mark.parametrize(
+    "T,Hq,Hkv,D,smooth", [(19, 4, 2, 64, True), (5, 7, 1, 128, False), (1, 6, 6, 80, True)]
+)
+def test_basis_and_bytes(device, write, name, dtype, T, Hq, Hkv, D, smooth):
+    step = Step(name, T, Hq, Hkv, D, dtype, device, smooth=smooth)
     x, kv = step.run(write)
     want = step.truth()
     for got, exact in zip(step.parts(x), want, strict=True):
@@ -97,7 +110,7 @@ def test_bytes_depend_on_the_token_alone(device, write, name):
 @BOTH
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_other_slots_keep_their_bytes(device, write, name):
-    step = Step(name, 6, 2, 3, 80, torch.float32, device)
+    step = Step(name, 6, 3, 3, 80, torch.float32, device)
     _, kv = step.run(write)
     others = torch.tensor([s for s in range(64) if s not in step.slots.tolist()], device=device)
     for axis, buffer in enumerate(kv):
@@ -125,7 +138,7 @@ def test_each_tensor_has_its_own_stride(device):
     q, k, v = step.parts(step.x)
     apart = [q.contiguous(), k.contiguous(), v]
     other = [spec.zeros(device) for spec in step.specs]
-    kernel.kv_write(*apart, step.cos, step.sin, step.positions, step.slots, other, "int8")
+    kernel.kv_write(*apart, *step.where(), other, step.smoothing, "int8")
     assert all(torch.equal(y, z) for y, z in zip(apart, step.parts(x), strict=True))
     where = step.slots.long()
     assert torch.equal(other[0][where], kv[0][where]) and torch.equal(other[1][:, where], kv[1][:, where])
@@ -144,14 +157,21 @@ def test_heads_that_are_not_contiguous_are_refused(device):
     kv = [spec.zeros(device) for spec in step.specs]
     with pytest.raises(ValueError, match=r"q: strides .*wanted contiguous heads"):
         turned = q.transpose(1, 2).contiguous().transpose(1, 2)
-        kernel.kv_write(turned, k, v, step.cos, step.sin, step.positions, step.slots, kv, "int8")
+        kernel.kv_write(turned, k, v, *step.where(), kv, None, "int8")
+
+
+def test_smoothing_of_another_model_is_refused(device):
+    step = Step("int8", 2, 2, 2, 64, torch.float32, device)
+    kv = [spec.zeros(device) for spec in step.specs]
+    with pytest.raises(ValueError, match=r"smoothing"):
+        kernel.kv_write(*step.parts(step.x), *step.where(), kv, step.smoothing[:, :1], "int8")
 
 
 def test_operator(device):
     """Registered with its true mutations: torch's own check."""
     step = Step("int4", 3, 2, 1, 64, torch.float32, device)
     kv = [spec.zeros(device) for spec in step.specs]
-    args = (*(y.clone() for y in step.parts(step.x)), step.cos, step.sin, step.positions, step.slots, kv)
+    args = (*(y.clone() for y in step.parts(step.x)), *step.where(), kv, step.smoothing)
     torch.library.opcheck(kv_write, (*args, "int4"), test_utils=("test_schema", "test_faketensor"))
 
 

@@ -60,11 +60,15 @@ def test_logits_are_those_of_the_references(scheme, kv, tmp_path, device, reques
         attention_bias=True,
     )
     folder = rtn_checkpoint(plain, tmp_path / "quantized", scheme, GRIDS[scheme])
-    truth = run(load_model(folder, device=torch.device("cpu"), dtype=torch.float32), kv)
+    reference = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    truth = run(reference, kv)
     if device.type == "cpu":
         request.getfixturevalue("triton_in_layers")
     dtype = torch.float32 if device.type == "cpu" else torch.float16
     logits = run(load_model(folder, device=device, dtype=dtype), kv)
     # int8 and int4 codes on an edge may fall either way, an int4 scale too; in fp16 everything is rounded
     exact = device.type == "cpu" and (scheme, kv) == ("w4a16", "fp16")
-    assert relative(logits, truth) < (1e-4 if exact else 6e-2 if kv == "int4" else 3e-2)
+    bound = 1e-4 if exact else 3e-2
+    if kv == "int4":  # some of what int4 itself costs here
+        bound = 0.4 * relative(run(reference, "fp16"), truth)
+    assert relative(logits, truth) < bound

@@ -6,6 +6,7 @@ token's bytes are too.
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,7 +31,7 @@ WARPS = 4
 
 @triton.jit(do_not_specialize=["tokens"])
 def _kv_write_kernel(
-    q, k, v, cos, sin, positions, slots, buffers, rotation, tokens, num_slots,
+    q, k, v, cos, sin, positions, slots, buffers, smoothing, rotation, tokens, num_slots,
     stride_q, stride_k, stride_v,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     FMT: tl.constexpr,
@@ -57,6 +58,15 @@ def _kv_write_kernel(
     c, s = tl.load(cos + angle, mask=turned, other=1.0), tl.load(sin + angle, mask=turned, other=0.0)
     lo, hi = lo * c - hi * s, hi * c + lo * s
 
+    if smoothing is not None:  # its rows: gains of q, gains of k, shifts of k
+        kv_head = tl.where(is_q, head // (HQ // HKV), head)
+        at = smoothing + (tl.where(is_q, 0, HKV) + kv_head)[:, None] * D + dims[None, :]
+        g_lo, g_hi = tl.load(at, mask=turned, other=1.0), tl.load(at + D // 2, mask=turned, other=1.0)
+        moved = turned & (is_q == 0)
+        at += HKV * D
+        lo = lo * g_lo - tl.load(at, mask=moved, other=0.0)
+        hi = hi * g_hi - tl.load(at + D // 2, mask=moved, other=0.0)
+
     if rotation is not None:
         matrix = load_signs(rotation[0], dims, real, D, False)
         lo, hi = cross(lo, hi, D)
@@ -76,20 +86,23 @@ def kv_write(
     positions: Tensor,
     slots: Tensor,
     kv: Sequence[Tensor],
+    smoothing: Tensor | None,
     format: str,
 ) -> None:
     """See the package's docstring."""
     T, Hq, D = expect(q, "T Hq D", name="q").values()
     Hkv = expect(k, "T Hkv D", q.dtype, "k", T=T, D=D)["Hkv"]
     expect(v, "T Hkv D", q.dtype, "v", T=T, Hkv=Hkv, D=D)
+    if smoothing is not None:
+        expect(smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
     if T == 0:
         return
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device()
     grid = (triton.cdiv(T * Hq, ROWS) + 2 * triton.cdiv(T * Hkv, ROWS),)
     _kv_write_kernel[grid](
-        q, k, v, cos, sin, positions, slots, tuple(kv), signs(D, q.device) if fmt.rotated else None, T,
-        kv[0].shape[0],
+        q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,
+        signs(D, q.device) if fmt.rotated else None, T, kv[0].shape[0],
         token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
         HQ=Hq, HKV=Hkv, D=D, H=half_width(D, device.parts), M=ROWS, FMT=device, num_warps=WARPS,
     )  # fmt: skip

@@ -19,13 +19,19 @@ def kv_write(
     positions: Tensor,
     slots: Tensor,
     kv: Sequence[Tensor],
+    smoothing: Tensor | None,
     format: str,
 ) -> None:
     """See the package's docstring."""
     fmt = KV_FORMATS[format]
     c, s = cos[positions][:, None], sin[positions][:, None]
-    q.copy_(fmt.to_basis(_rope(q, c, s)))
-    stored_k, stored_v = fmt.to_basis(_rope(k, c, s)), fmt.to_basis(v)
+    turned_q, turned_k = _rope(q, c, s), _rope(k, c, s)
+    if smoothing is not None:
+        q_gain, k_gain, shift = smoothing
+        turned_q = turned_q * q_gain.repeat_interleave(q.shape[1] // k.shape[1], 0)
+        turned_k = turned_k * k_gain - shift
+    q.copy_(fmt.to_basis(turned_q))
+    stored_k, stored_v = fmt.to_basis(turned_k), fmt.to_basis(v)
     fmt.encode_ref(stored_k, stored_v, kv, slots)
     k.copy_(stored_k)
     v.copy_(stored_v)

@@ -1,0 +1,96 @@
+"""Smoothing of K: attention does not change, scores of quantized K come out better."""
+
+import torch
+
+from qrt.arch.base import RopeConfig
+from qrt.layers.rope import rope_tables
+from qrt.quant.kv import KV_FORMATS, smoothing
+
+T, HQ, HKV, D = 256, 6, 2, 64
+ROPE = rope_tables(RopeConfig(10000.0), D, 512, torch.device("cpu"))
+PAIRS = torch.arange(D // 2)
+
+
+def sample(seed, bias=0.0):
+    """q and k before RoPE, with channels of uneven size, k about a mean that is large in every channel."""
+    gen = torch.Generator().manual_seed(seed)
+    mean = torch.randn(HKV, D, generator=torch.Generator().manual_seed(99)) * bias
+    q = torch.randn(T, HQ, D, generator=gen) * torch.linspace(0.2, 3, D // 2).repeat(2)
+    return q, torch.randn(T, HKV, D, generator=gen) * torch.linspace(2, 0.5, D // 2).repeat(2) + mean
+
+
+def turn(x):
+    """RoPE at positions 0, 1, ...: pairs (i, i + D/2) as complex numbers."""
+    lo, hi = x.double().chunk(2, -1)
+    turned = torch.complex(lo, hi) * torch.complex(*(table[:T, None].double() for table in ROPE))
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def scores(q, k):
+    """[Hq, T, T], less what is the same for all keys of a query."""
+    scores = torch.einsum("thd,shd->hts", q.double(), k.double().repeat_interleave(HQ // HKV, 1))
+    return scores - scores.mean(-1, keepdim=True)
+
+
+def smoothed(table, q, k):
+    q_gain, k_gain, shift = table.double()
+    return q * q_gain.repeat_interleave(HQ // HKV, 0), k * k_gain - shift
+
+
+def through(name, k):
+    """k as a KV format gives it back."""
+    fmt = KV_FORMATS[name]
+    buffers = [spec.zeros("cpu") for spec in fmt.buffers(T, HKV, D, torch.float32).values()]
+    rotated, slots = fmt.to_basis(k), torch.arange(T)
+    fmt.encode_ref(rotated, rotated, buffers, slots)
+    return fmt.from_basis(fmt.decode_ref(buffers, slots)[0])
+
+
+def lost(name, q, k):
+    return float((scores(q, through(name, k)) - scores(q, k)).norm())
+
+
+def test_scores_stay_but_for_a_constant_of_the_query():
+    q, k = sample(0, bias=3.0)
+    table = smoothing.fit(q, k, *ROPE)
+    assert table.dtype == torch.float32 and table.shape == (3, HKV, D)
+    other_q, other_k = (turn(x) for x in sample(1))
+    torch.testing.assert_close(
+        scores(*smoothed(table, other_q, other_k)), scores(other_q, other_k), rtol=1e-5, atol=1e-4
+    )
+
+
+def test_quantized_scores_lose_less():
+    table = smoothing.fit(*sample(0, bias=3.0), *ROPE)
+    q, k = (turn(x) for x in sample(1, bias=3.0))
+    for name in ("int8", "int4"):
+        assert lost(name, *smoothed(table, q, k)) < 0.5 * lost(name, q, k)
+    q, k = (turn(x) for x in sample(1))  # the gain alone
+    table = smoothing.fit(*sample(0), *ROPE)
+    assert lost("int4", *smoothed(table, q, k)) < 0.9 * lost("int4", q, k)
+
+
+def test_the_energies_of_every_pair_are_balanced():
+    q, k = sample(0)
+    q, k = smoothed(smoothing.fit(q, k, *ROPE), turn(q), turn(k))
+    q, k = q.square().mean(0).unflatten(0, (HKV, -1)).mean(1), (k - k.mean(0)).square().mean(0)
+    ratio = (q[:, PAIRS] + q[:, PAIRS + D // 2]) / (k[:, PAIRS] + k[:, PAIRS + D // 2])
+    assert (ratio / ratio.log().mean(-1, keepdim=True).exp()).log().abs().max() < 0.15
+
+
+def test_only_what_stays_over_the_context_is_shifted():
+    """A mean that turns many times has no part in K's mean: taking it away anywhere would hurt elsewhere."""
+    q, k = sample(0, bias=3.0)
+    q_gain, k_gain, shift = smoothing.fit(q, k, *ROPE)
+    mean = k.mean(0).unflatten(-1, (2, -1)).norm(dim=1)
+    left = (shift / k_gain).unflatten(-1, (2, -1)).norm(dim=1)
+    assert (left[:, :4] < 0.02 * mean[:, :4]).all() and (left[:, -4:] > 0.98 * mean[:, -4:]).all()
+
+
+def test_dead_channels_and_heads_give_a_finite_table():
+    q, k = sample(0)
+    q[..., 3], k[..., 3 + D // 2], k[..., 5] = 0, 0, 0
+    k[:, 1] = 0
+    table = smoothing.fit(q, k, *ROPE)
+    assert table.isfinite().all() and (table[:2] > 0).all()
+    assert smoothing.fit(torch.zeros_like(q), torch.zeros_like(k), *ROPE).isfinite().all()
