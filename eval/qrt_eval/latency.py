@@ -39,7 +39,7 @@ def run(arguments: Namespace) -> None:
         facts = {
             "model": arguments.model or arguments.shape,
             "weights": engine.model.scheme,
-            "kv": arguments.kv,
+            "kv": engine.formats[0].name,
         }
         write_json(arguments.json, {**facts, "weight_bytes": engine.model.num_bytes, "rows": rows})
         print(f"result written to {arguments.json}", file=sys.stderr)
