@@ -1,4 +1,4 @@
-"""`qrt-eval ppl | latency`: the command line of the evaluators."""
+"""`qrt-eval ppl | latency | kernels`: the command line of the evaluators."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from qrt.cli import ArgumentParser, run_main
 
 KV_CHOICES = ("auto", "fp16", "bf16", "int8", "int4")
+OPS = ("linear", "decode", "prefill", "kv_write", "elementwise")
 
 
 def parser() -> ArgumentParser:
@@ -16,6 +17,7 @@ def parser() -> ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_ppl(commands.add_parser("ppl", help="perplexity of a model, beside a baseline"))
     _add_latency(commands.add_parser("latency", help="prefill and decode times of a batch"))
+    _add_kernels(commands.add_parser("kernels", help="every operator beside its floor"))
     return top
 
 
@@ -48,6 +50,19 @@ def _add_latency(command: ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="write the result there")
 
 
+def _add_kernels(command: ArgumentParser) -> None:
+    command.add_argument("--op", nargs="+", choices=OPS, help="operators (default: all)")
+    command.add_argument("--shape", default="llama-3-8b", help="sizes of this model (default: llama-3-8b)")
+    command.add_argument("--tokens", type=int, nargs="+", metavar="T", help="tokens of a step")
+    command.add_argument("--decode", nargs="+", metavar="BxL", help="batch and context of decode attention")
+    command.add_argument("--prefill", nargs="+", metavar="TxP", help="chunk and cached prefix of prefill")
+    command.add_argument("--compare", action="store_true", help="time torch's own operators beside them")
+    command.add_argument(
+        "--tune", nargs="+", metavar="SHAPE", help="find the block sizes of these models' products instead"
+    )
+    command.add_argument("--json", metavar="FILE", help="write the result there")
+
+
 def _ppl(arguments: Namespace) -> None:
     from qrt_eval.ppl import run
 
@@ -60,7 +75,13 @@ def _latency(arguments: Namespace) -> None:
     run(arguments)
 
 
-COMMANDS: dict[str, Callable[[Namespace], None]] = {"ppl": _ppl, "latency": _latency}
+def _kernels(arguments: Namespace) -> None:
+    from qrt_eval.kernels.run import run
+
+    run(arguments)
+
+
+COMMANDS: dict[str, Callable[[Namespace], None]] = {"ppl": _ppl, "latency": _latency, "kernels": _kernels}
 
 
 def main(argv: list[str] | None = None) -> int:

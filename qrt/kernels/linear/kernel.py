@@ -18,7 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qrt.kernels.linear.int8_kernel import int8_gemm
+from qrt.kernels.tuned import configs
 from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.base import Gemms
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
 FUSED_TOKENS = {2: 64, 4: 16}  # most of one launch, by bytes of x: accumulators and planes fill the registers
@@ -142,25 +145,35 @@ def _dequantize(
 class Plan(NamedTuple):
     """How `_fused` is launched for one shape."""
 
-    width: int  # BM
     splits: int
     warps: int
     stages: int
 
 
-def plan(tokens: int, blocks: int, tiles: int) -> Plan:
-    """Enough programs to fill 132 SMs about twice, and no share of K that is long while there are few.
+def width_of(tokens: int) -> int:
+    """BM: columns of the dot for so many tokens."""
+    return 8 if tokens <= 8 else max(16, triton.next_power_of_2(tokens))
 
-    The constants are those that won on an H200 for Llama-3-8B's shapes (shared/prototypes/gemm).
-    """
-    width = 8 if tokens <= 8 else max(16, triton.next_power_of_2(tokens))
+
+def tuning_key(k: int, n: int, bits: int, width: int) -> str:
+    """Of a Plan in `qrt.kernels.tuned`."""
+    return f"tiles {k}x{n} {bits} bits {width} wide"
+
+
+def plan(width: int, blocks: int, tiles: int) -> Plan:
+    """Where nothing was measured: enough programs to fill 132 SMs about twice, and no share of K that is
+    long while there are few. The constants are those that won on an H200 for Llama-3-8B's shapes."""
     splits = triton.next_power_of_2(triton.cdiv(256 if width <= 32 else 192, blocks))
     if width <= 32 and tiles > 8 * splits and blocks * splits <= 256:
         splits *= 2
     crowded = blocks * splits >= 448  # smaller programs, so that more fit on an SM
     warps = 2 if width == 8 or (width == 16 and crowded) else 4
-    share = triton.cdiv(tiles, min(splits, tiles, 16))
-    return Plan(width, triton.cdiv(tiles, share), warps, 4 if width == 8 and splits == 1 else 3)
+    return Plan(even_splits(splits, tiles), warps, 4 if width == 8 and splits == 1 else 3)
+
+
+def even_splits(splits: int, tiles: int) -> int:
+    """At most `splits` and 16, and none without a tile."""
+    return triton.cdiv(tiles, triton.cdiv(tiles, min(splits, tiles, 16)))
 
 
 def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, unpack: Any) -> Tensor:
@@ -193,13 +206,15 @@ def _launch_fused(
 ) -> None:
     (tokens, k), n = x.shape, weight.out_features
     blocks, tiles, rows, words = weight.packed.shape
-    chosen = plan(tokens, blocks, tiles)
-    stage_bytes = rows * words * 2 + layout["PLANES"] * words * chosen.width * x.itemsize
+    width = width_of(tokens)
+    measured = configs(x.device).get(tuning_key(k, n, 16 // layout["PLANES"], width))
+    chosen = Plan(*measured) if measured else plan(width, blocks, tiles)
+    stage_bytes = rows * words * 2 + layout["PLANES"] * words * width * x.itemsize
     parts = torch.empty(chosen.splits * n * tokens if chosen.splits > 1 else 0, device=x.device)
     _fused[(blocks, chosen.splits)](
         x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
         parts, weight.arrivals, tokens, n, k,
-        DOT=_dot_type(x), BIASED=bias is not None, BM=chosen.width, SPLITS=chosen.splits,
+        DOT=_dot_type(x), BIASED=bias is not None, BM=width, SPLITS=chosen.splits,
         STAGES=min(chosen.stages, _shared_bytes(x.device) // stage_bytes), num_warps=chosen.warps, **layout,
     )  # fmt: skip
 
@@ -240,6 +255,9 @@ def _shared_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - (4 << 10)
 
 
+GEMMS = Gemms(tile_gemm, int8_gemm)
+
+
 def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
     """`qrt::linear` on CUDA tensors."""
-    return WEIGHT_SCHEMES[scheme].linear_triton(x, weight, bias, tile_gemm)
+    return WEIGHT_SCHEMES[scheme].linear_triton(x, weight, bias, GEMMS)

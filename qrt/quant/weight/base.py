@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,9 +91,15 @@ def _dtype(parts: Sequence[WeightData]) -> torch.dtype:
     return next(part.bias.dtype for part in parts if part.bias is not None)
 
 
-# y = gemm(x, tiled weight, bias, bits, unpack): `kernels.linear.kernel.tile_gemm`, handed down to schemes
-# because floor 1 cannot import floor 2
-TileGemm = Callable[[Tensor, Any, Tensor | None, int, Any], Tensor]
+class Gemms(NamedTuple):
+    """The products of `qrt.kernels.linear`, handed down to schemes because floor 1 cannot import floor 2.
+
+    tiles   (x, TiledWeight, bias, bits, unpack) -> [T, N]
+    int8    (x, codes int8 [N, K], scale fp32 [N], bias) -> [T, N], x quantized per token
+    """
+
+    tiles: Callable[[Tensor, Any, Tensor | None, int, Any], Tensor]
+    int8: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class WeightScheme(ABC):
@@ -119,10 +125,9 @@ class WeightScheme(ABC):
 
     @abstractmethod
     def linear_triton(
-        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemm: TileGemm
+        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
     ) -> Tensor:
-        """The same on the GPU (or in Triton's interpreter); imports Triton on first call. `gemm` is for
-        schemes of tiled integers; one with a kernel of its own has it in its `device.py`."""
+        """The same on the GPU (or in Triton's interpreter), by one of `gemms`."""
 
     @abstractmethod
     def out_features(self, tensors: Sequence[Tensor]) -> int:

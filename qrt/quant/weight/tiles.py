@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.errors import UnsupportedError
-from qrt.quant.weight.base import TileGemm, WeightData, WeightScheme
+from qrt.quant.weight.base import Gemms, WeightData, WeightScheme
 
 TILE_ROWS = 64
 _WORD_BITS = 16
@@ -155,10 +155,10 @@ class TiledScheme(WeightScheme):
         return y.to(x.dtype)
 
     def linear_triton(
-        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemm: TileGemm
+        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
     ) -> Tensor:
         weight = TiledWeight(*tensors)
-        return gemm(weight.gather(x), weight, bias, self.bits, self.unpacker())
+        return gemms.tiles(weight.gather(x), weight, bias, self.bits, self.unpacker())
 
     def out_features(self, tensors: Sequence[Tensor]) -> int:
         return TiledWeight(*tensors).out_features

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.errors import UnsupportedError
-from qrt.quant.weight.base import TileGemm, WeightData, WeightScheme
+from qrt.quant.weight.base import Gemms, WeightData, WeightScheme
 
 
 class FP16Scheme(WeightScheme):
@@ -27,7 +27,7 @@ class FP16Scheme(WeightScheme):
         return F.linear(x, tensors[0], bias)
 
     def linear_triton(
-        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemm: TileGemm
+        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
     ) -> Tensor:
         return F.linear(x, tensors[0], bias)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from qrt.errors import UnsupportedError
 from qrt.quant import affine
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt.quant.weight.base import TileGemm, WeightData, WeightScheme
+from qrt.quant.weight.base import Gemms, WeightData, WeightScheme
 
 _EXACT_INPUTS = 1024  # sums of so many int8 products (at most 2^14 each) are integers that fp32 holds exactly
 
@@ -53,12 +53,10 @@ class W8A8Scheme(WeightScheme):
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
     def linear_triton(
-        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemm: TileGemm
+        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
     ) -> Tensor:
-        from qrt.quant.weight.w8a8.device import linear
-
         codes, scale = tensors
-        return linear(x, codes, scale, bias)
+        return gemms.int8(x, codes, scale, bias)
 
     def out_features(self, tensors: Sequence[Tensor]) -> int:
         return tensors[0].shape[0]

@@ -1,14 +1,15 @@
-"""W8A8 in Triton: per-token int8 activations, an int8 tensor-core product, scales and bias in fp32.
-
-`linear(x [T, K], codes [N, K] int8, scale [N] fp32, bias [N] | None) -> [T, N]` in x's dtype.
-"""
+"""The product of W8A8: per-token int8 activations, int8 tensor cores, scales and bias in fp32."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from qrt.kernels.tuned import configs
 
 
 @triton.jit
@@ -69,20 +70,47 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K] -> [T, N] in x's dtype; the sum over K is exact."""
+class Plan(NamedTuple):
+    """Tokens, outputs and inputs of a program's block, and how it is compiled."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+def width_of(tokens: int) -> int:
+    """Token counts that share a Plan, by the largest of them: powers of two, all above 1024 alike."""
+    return min(max(8, triton.next_power_of_2(tokens)), 2048)
+
+
+def tuning_key(k: int, n: int, width: int) -> str:
+    """Of a Plan in `qrt.kernels.tuned`."""
+    return f"int8 {k}x{n} {width} wide"
+
+
+def plan(width: int) -> Plan:
+    """Where nothing was measured."""
+    if width <= 64:  # bound by weight bytes: narrow blocks, so that every SM reads
+        return Plan(width, 32, 256, 4, 4)
+    return Plan(128, 128, 128, 8, 3)
+
+
+def int8_gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] -> [T, N] in x's dtype; codes int8 [N, K], scale fp32 [N]. The sum over K is exact."""
     (tokens, k), n = x.shape, codes.shape[0]
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return y
     token_codes, token_scale = quantize_tokens(x.contiguous())
-    if tokens <= 64:  # bound by weight bytes: narrow blocks, so that every SM reads
-        bm, bn, bk, warps, stages = max(8, triton.next_power_of_2(tokens)), 32, 256, 4, 4
-    else:
-        bm, bn, bk, warps, stages = 128, 128, 128, 8, 3
-    grid = (triton.cdiv(tokens, bm) * triton.cdiv(n, bn),)
+    width = width_of(tokens)
+    measured = configs(x.device).get(tuning_key(k, n, width))
+    block = Plan(*measured) if measured else plan(width)
+    grid = (triton.cdiv(tokens, block.tokens) * triton.cdiv(n, block.outputs),)
     _int8_gemm[grid](
-        token_codes, token_scale, codes, scale, bias, y, tokens, n, k,
-        BIASED=bias is not None, BM=bm, BN=bn, BK=bk, GROUP=8, num_warps=warps, num_stages=stages,
+        token_codes, token_scale, codes, scale, bias, y, tokens, n, k, BIASED=bias is not None,
+        BM=block.tokens, BN=block.outputs, BK=block.inputs, GROUP=8,
+        num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip
     return y

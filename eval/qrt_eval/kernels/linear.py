@@ -1,0 +1,124 @@
+"""The four products of one decoder layer, in every weight scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from qrt.arch import ModelConfig
+from qrt.kernels.linear import linear
+from qrt.layers.linear import Linear
+from qrt.model.build import LinearShape
+from qrt.model.random import RandomWeights
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt_eval.kernels.row import Row
+from qrt_eval.kernels.timer import Rates, copies, microseconds
+
+INT8_PRODUCTS = {"w8a8"}  # schemes whose arithmetic is int8
+
+
+def products(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(K, N) of the fused Linears of a layer."""
+    hidden, dim = config.hidden_size, config.head_dim
+    return {
+        "qkv": (hidden, (config.num_heads + 2 * config.num_kv_heads) * dim),
+        "o": (config.num_heads * dim, hidden),
+        "gate_up": (hidden, 2 * config.intermediate_size),
+        "down": (config.intermediate_size, hidden),
+    }
+
+
+def rows(
+    config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device, compare: bool
+) -> Iterator[Row]:
+    """A row per scheme, product and number of tokens, and one for the four together."""
+    for scheme in ("w4a16", "w8a16", "w8a8", "fp16"):
+        name = {"fp16": "bf16"}.get(scheme, scheme) if device.type == "cuda" else scheme
+        cells = [
+            row
+            for product, size in products(config).items()
+            for row in _product(scheme, f"{name} {product}", size, tokens, rates, device)
+        ]
+        yield from cells
+        yield from _sums(cells, name, tokens)
+    if compare and device.type == "cuda":
+        cells = [
+            row
+            for product, (k, n) in products(config).items()
+            for row in _tinygemm(product, k, n, [m for m in tokens if m <= 64], rates, device)
+        ]
+        yield from cells
+        yield from _sums(cells, "tinygemm int4", [m for m in tokens if m <= 64])
+
+
+def _product(
+    scheme: str,
+    name: str,
+    size: tuple[int, int],
+    tokens: Sequence[int],
+    rates: Rates,
+    device: torch.device,
+) -> Iterator[Row]:
+    k, n = size
+    weights = cold_copies(random_linear(scheme, k, n, device))
+    weight_bytes = _num_bytes(weights[0])
+    for m in tokens:
+        x = torch.randn(m, k, device=device, dtype=_dtype(device))
+        us = microseconds(linear, [(x, weight.tensors, None, scheme) for weight in weights])
+        flops, num_bytes = 2 * m * n * k, weight_bytes + m * (n + k) * x.itemsize
+        int8 = scheme in INT8_PRODUCTS
+        floor_us = rates.floor_us(num_bytes, 0 if int8 else flops, flops if int8 else 0)
+        yield Row("linear", name, f"M={m}", us, floor_us, num_bytes, flops, ours=scheme != "fp16")
+
+
+def random_linear(scheme: str, k: int, n: int, device: torch.device) -> Linear:
+    """A weight [N, K] of the scheme's default grid."""
+    weights = RandomWeights(scheme, WEIGHT_SCHEMES[scheme].spec, "", device, _dtype(device), seed=0)
+    return weights.linear(("weight",), LinearShape((n,), k, bias=False))
+
+
+def cold_copies(first: Linear) -> list[Linear]:
+    """`first` and as many copies as keep it from being read from the cache."""
+    clones = (tuple(t.clone() for t in first.tensors) for _ in range(copies(_num_bytes(first)) - 1))
+    return [first, *(Linear(first.scheme, tensors, first.bias) for tensors in clones)]
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _tinygemm(
+    product: str, k: int, n: int, tokens: Sequence[int], rates: Rates, device: torch.device
+) -> Iterator[Row]:
+    """torch's own int4 product (groups of 128, bf16)."""
+    codes = torch.randint(0, 256, (n, k // 2), device=device, dtype=torch.uint8)
+    packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
+    scale_and_zero = torch.rand(k // 128, n, 2, device=device, dtype=torch.bfloat16)
+    num_bytes = packed.nbytes + scale_and_zero.nbytes
+    weights = [(packed.clone(), scale_and_zero.clone()) for _ in range(copies(num_bytes))]
+    for m in tokens:
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        us = microseconds(torch.ops.aten._weight_int4pack_mm, [(x, w, 128, s) for w, s in weights])
+        flops, moved = 2 * m * n * k, num_bytes + m * (n + k) * 2
+        floor_us = rates.floor_us(moved, flops)
+        yield Row("linear", f"tinygemm int4 {product}", f"M={m}", us, floor_us, moved, flops, False)
+
+
+def _sums(cells: Sequence[Row], name: str, tokens: Sequence[int]) -> Iterator[Row]:
+    for m in tokens:
+        same = [cell for cell in cells if cell.at == f"M={m}"]
+        yield Row(
+            "linear",
+            f"{name} sum",
+            f"M={m}",
+            sum(cell.us for cell in same),
+            sum(cell.floor_us for cell in same),
+            sum(cell.num_bytes for cell in same),
+            sum(cell.flops for cell in same),
+            all(cell.ours for cell in same),
+        )
+
+
+def _num_bytes(weight: Linear) -> int:
+    return sum(tensor.nbytes for tensor in weight.tensors)

@@ -1,0 +1,40 @@
+"""Block sizes that `qrt-eval kernels --tune` found, one JSON file a GPU; nothing is tuned while serving."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+
+
+def path(device_name: str) -> Path:
+    """The file of a GPU by the name CUDA gives it: `NVIDIA H200` -> nvidia_h200.json."""
+    return FOLDER / (re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json")
+
+
+@lru_cache(maxsize=8)
+def configs(device: torch.device) -> dict[str, list[int]]:
+    """Launch parameters by kernel and sizes, `tiles 4096x6144 8 bits 16 wide` -> what the launcher says.
+
+    Empty on a CPU and, said once, on a GPU that nothing was measured on: launchers then use their own rule.
+    """
+    if device.type != "cuda":
+        return {}
+    name = torch.cuda.get_device_name(device)
+    if not path(name).is_file():
+        logger.info(
+            "kernels: no measured block sizes for %s, using rules of thumb; "
+            "`qrt-eval kernels --tune` measures them",
+            name,
+        )
+        return {}
+    found: dict[str, list[int]] = json.loads(path(name).read_text())
+    return found
