@@ -74,6 +74,48 @@ def rotate(x, matrix, factor):
 
 
 @triton.jit
+def _sums_and_differences(x, SPAN: tl.constexpr):
+    """Of x[.., i] and x[.., i + SPAN], in their places: [M, N] -> [M, N]."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    a, b = tl.split(tl.permute(tl.reshape(x, (M, N // (2 * SPAN), 2, SPAN)), (0, 1, 3, 2)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (M, N))
+
+
+@triton.jit
+def hadamard(x):
+    """x [M, N] fp32 times the Sylvester matrix [N, N], N a power of two: log2(N) rounds of additions."""
+    for i in tl.static_range(10):
+        if 2 << i <= x.shape[1]:
+            x = _sums_and_differences(x, 1 << i)
+    return x
+
+
+@triton.jit
+def into_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
+    """`rotation.rotate` of halves lo, hi [M, H] fp32."""
+    lo, hi = cross(lo, hi, D)
+    if lo.shape[1] == D // 2:  # no padding, so the matrix is signs times one Hadamard matrix
+        sign = (tl.load(rotation[0] + dims * (D // 2)).to(tl.float32) * rotation[1])[None, :]
+        return hadamard(lo * sign), hadamard(hi * sign)
+    else:
+        matrix = load_signs(rotation[0], dims, real, D, False)
+        return rotate(lo, matrix, rotation[1]), rotate(hi, matrix, rotation[1])
+
+
+@triton.jit
+def out_of_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
+    """The inverse of `into_basis`."""
+    lo, hi = cross(lo, hi, D)
+    if lo.shape[1] == D // 2:
+        sign = (tl.load(rotation[0] + dims * (D // 2)).to(tl.float32) * rotation[1])[None, :]
+        return hadamard(lo) * sign, hadamard(hi) * sign
+    else:
+        matrix = load_signs(rotation[0], dims, real, D, True)
+        return rotate(lo, matrix, rotation[1]), rotate(hi, matrix, rotation[1])
+
+
+@triton.jit
 def online_softmax(query, tile, visible, m, l, acc, FMT: tl.constexpr):
     """Attend one tile of tokens: running reference m [M], sum l [M] and accumulator, in base 2.
 

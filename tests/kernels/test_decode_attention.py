@@ -1,5 +1,7 @@
 """decode_attention against fp64 attention on what the cache holds, and against exact attention."""
 
+import heapq
+
 import pytest
 import torch
 from attention_truth import DTYPES, Cache, attend, bound, cache, error, from_basis, queries
@@ -125,18 +127,31 @@ def test_against_exact_attention(device, attention, name):
     assert (got - exact).norm() / exact.norm() < {"fp16": 2e-5, "int8": 0.015, "int4": 0.2}[name]
 
 
+def done_after(kv_lens, parts, heads, slots):
+    """Tokens' time until all parts are attended, when each goes to the first free of `slots` programs."""
+    free = [0.0] * slots
+    for length, n in zip(kv_lens, parts, strict=True):
+        for _ in range(n * heads):
+            heapq.heapreplace(free, free[0] + length / n + package.SPLIT_TOKENS)
+    return max(free)
+
+
 def test_plan_fills_the_gpu_and_never_asks_for_more_than_the_grid(device, monkeypatch):
     monkeypatch.setattr(package, "_multiprocessors", lambda device: 132)
-    for lens in ([1], [32768], [131072] + [100] * 63, [4096] * 64, [0, 0, 5], [1024] * 512):
-        kv_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-        splits = plan_splits(kv_lens, 8)
-        assert splits.dtype == torch.int32 and splits.device == kv_lens.device
-        assert splits.min() >= 1 and splits.max() <= max_splits(len(lens), 8, device)
-        longest = (kv_lens / splits).max()
-        assert longest <= max(package.MIN_SPLIT_TOKENS, max(lens) / max_splits(len(lens), 8, device),
-                              1.01 * sum(lens) * 8 / (132 * package.PROGRAMS_PER_SM))  # fmt: skip
+    slots = 132 * package.PROGRAMS_PER_SM
+    for lens in ([1], [4096], [32768], [131072] + [100] * 63, [4096] * 64, [0, 0, 5], [1024] * 256,
+                 [32768] * 16, list(range(64, 4160, 64))):  # fmt: skip
+        most = max_splits(len(lens), 8, device)
+        splits = plan_splits(torch.tensor(lens, dtype=torch.int32, device=device), 8)
+        assert splits.dtype == torch.int32 and splits.device.type == device.type
+        assert splits.min() >= 1 and splits.max() <= most
+        uniform = (
+            [max(1, -(-n // max(max(lens) // cuts, 1))) for n in lens] for cuts in (1, 2, 3, 4, 8, 16, 64)
+        )
+        best = min(done_after(lens, parts, 8, slots) for parts in uniform if max(parts) <= most)
+        assert done_after(lens, splits.tolist(), 8, slots) <= max(1.1 * best, package.MIN_SPLIT_TOKENS + 64)
     assert plan_splits(torch.tensor([32768], device=device), 8) >= 100
-    assert plan_splits(torch.tensor([200], device=device), 8) == 1
+    assert plan_splits(torch.tensor([100], device=device), 8) == 1
 
 
 def test_operator(device):

@@ -18,6 +18,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 for scheme, bits, symmetric, group, dtype, tokens in (
     ("w4a16", 4, False, 128, BF16, 1), ("w4a16", 4, True, 32, FP16, 64), ("w8a16", 8, False, 128, BF16, 16),
     ("w4a16", 4, False, 128, BF16, 200), ("w8a16", 8, True, None, FP16, 200),
+    ("w4a16", 4, True, 32, FP16, 300), ("w8a16", 8, True, None, BF16, 300),
     ("w8a8", 8, True, None, BF16, 1), ("w8a8", 8, True, None, FP16, 100),
 ):
     weight = random_weight(128, 1024, bits, group, symmetric=symmetric, dtype=dtype)
@@ -33,5 +34,6 @@ silu_mul(torch.empty(9, 28672, dtype=BF16))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
-        "_fused": 3, "_dequantize": 2, "_quantize_tokens": 2, "_int8_gemm": 2, "_rmsnorm": 2, "_silu_mul": 1,
+        "_fused": 3, "_wide": 2, "_dequantize": 2, "_quantize_tokens": 2, "_int8_gemm": 2,
+        "_rmsnorm": 2, "_silu_mul": 1,
     }  # fmt: skip

@@ -23,9 +23,11 @@ from qrt.layers.linear import Linear
 from qrt_eval.kernels.linear import cold_copies, products, random_linear
 from qrt_eval.kernels.timer import microseconds
 
-TILE_WIDTHS = (8, 16, 32, 64)  # what `_fused` takes at once
+FUSED_WIDTHS = (8, 16, 32, 64)
+WIDE_WIDTHS = (128, 256, 512, 1024)
 INT8_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the largest unless given here
+SMS = 132
 
 
 class Trial(NamedTuple):
@@ -46,25 +48,46 @@ class Trial(NamedTuple):
 
 
 def trials(k: int, n: int) -> Iterator[Trial]:
-    """Every configuration that is tried for a product."""
-    for scheme, width in product(("w4a16", "w8a16"), TILE_WIDTHS):
+    """Every configuration that is tried for a product, those of one weight together."""
+    for scheme in ("w4a16", "w8a16"):
         blocks, tiles = -(-n // 64), -(-k // (256 if scheme == "w4a16" else 128))
-        usual = tile_kernel.plan(width, blocks, tiles).splits
-        splits = {tile_kernel.even_splits(s, tiles) for s in (usual // 2, usual, 2 * usual) if s}
-        for plan in product(sorted(splits), (2, 4), (3, 4) if width < 64 else (2, 3)):
-            yield Trial(scheme, k, n, width, plan)
+        for width in FUSED_WIDTHS:
+            usual = tile_kernel.plan(width, blocks, tiles).splits
+            splits = {tile_kernel.even_splits(s, tiles) for s in (usual // 2, usual, 2 * usual) if s}
+            for plan in product(sorted(splits), (2, 4), (3, 4) if width < 64 else (2, 3)):
+                yield Trial(scheme, k, n, width, plan)
+        for width in WIDE_WIDTHS:
+            for block in _wide_blocks(width, blocks, tiles):
+                yield Trial(scheme, k, n, width, block)
     for width in INT8_WIDTHS:
-        for block in _int8_configs(width):
+        for block in _int8_blocks(width, k, n):
             yield Trial("w8a8", k, n, width, block)
 
 
-def _int8_configs(width: int) -> Iterator[tuple[int, ...]]:
-    if width <= 64:
-        yield from ((width, *rest) for rest in product((16, 32, 64), (128, 256), (4,), (3, 5)))
+def _wide_blocks(width: int, blocks: int, tiles: int) -> Iterator[tuple[int, ...]]:
+    yield ()  # dequantize
+    if width > 512:
         return
-    for tokens, outputs, warps in ((128, 64, 4), (128, 128, 8), (64, 128, 4), (256, 128, 8), (128, 256, 8)):
-        if tokens <= width:
-            yield from ((tokens, outputs, inputs, warps, stages) for inputs in (64, 128) for stages in (3, 4))
+    for tokens, rows, warps in ((64, 2, 4), (128, 1, 4), (128, 2, 8), (128, 4, 8), (256, 1, 4), (256, 2, 8)):
+        programs = -(-blocks // rows) * -(-width // tokens)
+        for splits in sorted({tile_kernel.even_splits(max(1, c * SMS // programs), tiles) for c in (1, 2)}):
+            if tokens <= width:
+                yield from ((tokens, rows, splits, warps, stages) for stages in (2, 3))
+
+
+def _int8_blocks(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
+    if width <= 64:
+        shapes = [(width, outputs, inputs, 4) for outputs in (32, 64) for inputs in (128, 256)]
+        depths: tuple[int, ...] = (3, 4, 6)
+    else:
+        blocks = ((128, 64, 4), (128, 128, 8), (64, 64, 4), (64, 128, 4), (256, 128, 8), (128, 256, 8))
+        shapes = [(t, o, i, warps) for t, o, warps in blocks if t <= width for i in (64, 128)]
+        depths = (3, 4)
+    for tokens, outputs, inputs, warps in shapes:
+        programs = -(-n // outputs) * -(-width // tokens)
+        for splits in sorted({1, max(1, SMS // programs), max(1, 2 * SMS // programs)} - {0}):
+            if splits * inputs * 2 <= k and splits <= 8:
+                yield from ((tokens, outputs, inputs, splits, warps, stages) for stages in depths)
 
 
 def tune(configs: Sequence[ModelConfig], device: torch.device) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor
 from qrt.kernels.decode_attention import ref
 from qrt.kernels.op import define
 
-MIN_SPLIT_TOKENS = 256  # a shorter part costs more to merge than it gains
-PROGRAMS_PER_SM = 12  # one-warp programs that hide each other's latency
+MIN_SPLIT_TOKENS = 128  # a shorter part costs more to merge than it gains
+SPLIT_TOKENS = 64  # what starting and merging a part costs, in tokens it could have attended
+PROGRAMS_PER_SM = 8  # that run at once
 SPLITS = (8, 128)  # bounds of max_splits: one long request among many short ones, one request alone
 
 
@@ -38,14 +39,20 @@ def max_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
 
 
 def plan_splits(kv_lens: Tensor, num_kv_heads: int) -> Tensor:
-    """Parts for each of kv_lens int32 [B], so that all parts are alike and fill the GPU: int32 [B].
+    """Parts for each of kv_lens int32 [B]: int32 [B], all of about one length.
 
-    On the device, without a sync; once per step, for all layers.
+    Of the lengths that cut the longest request evenly, the one that is done first: programs run in waves of
+    as many as the GPU holds, and a last wave of few costs as much as a full one. On the device, without a
+    sync; once per step, for all layers.
     """
-    programs = PROGRAMS_PER_SM * _multiprocessors(kv_lens.device)
-    tokens = kv_lens.sum() * num_kv_heads / programs
-    parts = torch.ceil(kv_lens / tokens.clamp(min=MIN_SPLIT_TOKENS))
-    return parts.clamp(1, max_splits(kv_lens.shape[0], num_kv_heads, kv_lens.device)).to(torch.int32)
+    most = max_splits(kv_lens.shape[0], num_kv_heads, kv_lens.device)
+    at_once = max(1, PROGRAMS_PER_SM * _multiprocessors(kv_lens.device) // num_kv_heads)
+    cuts = torch.arange(1, most + 1, device=kv_lens.device)
+    lengths = (kv_lens.max() / cuts).clamp(min=MIN_SPLIT_TOKENS)
+    parts = torch.ceil(kv_lens / lengths[:, None]).clamp(min=1)  # [most, B]
+    waves = torch.ceil(parts.sum(1) / at_once)
+    best = torch.argmin(waves * (lengths + SPLIT_TOKENS), 0, keepdim=True)
+    return parts.index_select(0, best)[0].to(torch.int32)
 
 
 def _fake(

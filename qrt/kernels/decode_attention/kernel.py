@@ -16,11 +16,10 @@ from torch import Tensor
 from qrt.checks import expect
 from qrt.kernels.decode_attention import max_splits
 from qrt.kernels.device import (
-    cross,
     half_width,
     load_halves,
-    load_signs,
     online_softmax,
+    out_of_basis,
     signs,
     store_halves,
     token_stride,
@@ -33,6 +32,8 @@ TOKENS = 32  # per tile; with one warp a program needs no barrier
 STAGES = 3
 MAX_REGISTERS = {1: 168, 2: 255, 4: 255}  # by warps; 168 lets 12 one-warp programs share an SM
 MERGE_SPLITS = 16  # parts merged at a time
+MERGE_HEADS = (1, 4)  # heads a program merges: few and many in all
+MANY_HEADS = 2048
 MERGE_WARPS = 4
 
 
@@ -84,35 +85,35 @@ def _attend_kernel(
 @triton.jit
 def _merge_kernel(
     partial, lse, kv_lens, num_splits, rotation, out, MAX_SPLITS: tl.constexpr,
-    HQ: tl.constexpr, D: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
+    HQ: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """grid (B, Hq): out = sum_s 2^lse[s] partial[s] / sum_s 2^lse[s], back in the model's basis."""
-    request, head = tl.program_id(0), tl.program_id(1)
+    """grid (B, cdiv(Hq, M)): out = sum_s 2^lse[s] partial[s] / sum_s 2^lse[s], back in the model's basis."""
+    request, head = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     kv_len = tl.load(kv_lens + request)
     part = _part(kv_len, tl.load(num_splits + request), MAX_SPLITS, TILE)
     splits = tl.cdiv(kv_len, tl.maximum(part, 1))
     at = request.to(tl.int64) * HQ + head
     dims, real = part_columns(D, 1, H)
-    lo, hi = tl.zeros([H], tl.float32), tl.zeros([H], tl.float32)
-    m, l = -float("inf"), 0.0
+    lo, hi = tl.zeros([M, H], tl.float32), tl.zeros([M, H], tl.float32)
+    m, l = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32)
     for first in range(0, splits, N):
         split = first + tl.arange(0, N)
-        live = split < splits
-        part_lse = tl.load(lse + at * MAX_SPLITS + split, mask=live, other=-float("inf"))
-        m_new = tl.maximum(m, tl.max(part_lse, 0))
-        alpha, weight = tl.exp2(m - m_new), tl.exp2(part_lse - m_new)
-        part_lo, part_hi = load_halves(partial + (at * MAX_SPLITS + split) * D, live, dims, real, D)
-        lo = lo * alpha + tl.sum(part_lo * weight[:, None], 0)
-        hi = hi * alpha + tl.sum(part_hi * weight[:, None], 0)
-        m, l = m_new, l * alpha + tl.sum(weight, 0)
-    norm = 1.0 / tl.maximum(l, 1.0)  # l is at least 1 unless there is no token
+        live = (head < HQ)[:, None] & (split < splits)[None, :]
+        place = at[:, None] * MAX_SPLITS + split[None, :]
+        part_lse = tl.load(lse + place, mask=live, other=-float("inf"))
+        m_new = tl.maximum(m, tl.max(part_lse, 1))
+        m_new = tl.where(head < HQ, m_new, 0.0)  # no NaN in rows that are not there
+        alpha, weight = tl.exp2(m - m_new), tl.exp2(part_lse - m_new[:, None])
+        rows = partial + place[:, :, None] * D + dims[None, None, :]
+        mask = live[:, :, None] & real[None, None, :]
+        part_lo = tl.load(rows, mask=mask, other=0.0) * weight[:, :, None]
+        part_hi = tl.load(rows + D // 2, mask=mask, other=0.0) * weight[:, :, None]
+        lo, hi = lo * alpha[:, None] + tl.sum(part_lo, 1), hi * alpha[:, None] + tl.sum(part_hi, 1)
+        m, l = m_new, l * alpha + tl.sum(weight, 1)
+    norm = 1.0 / tl.maximum(l, 1.0)[:, None]  # l is at least 1 unless there is no token
     if rotation is not None:
-        matrix = load_signs(rotation[0], dims, real, D, False)
-        lo, hi = cross(lo, hi, D)
-        lo, hi = tl.sum(matrix * lo[None, :], 1), tl.sum(matrix * hi[None, :], 1)
-        norm *= rotation[1]
-    tl.store(out + at * D + dims, (lo * norm).to(out.dtype.element_ty), mask=real)
-    tl.store(out + at * D + D // 2 + dims, (hi * norm).to(out.dtype.element_ty), mask=real)
+        lo, hi = out_of_basis(lo, hi, rotation, dims, real, D)
+    store_halves(out + at * D, lo * norm, hi * norm, head < HQ, dims, real, D)
 
 
 def decode_attention(
@@ -145,9 +146,11 @@ def decode_attention(
         M=max(MIN_ROWS, triton.next_power_of_2(Hq // Hkv)),
         TILE=TOKENS, FMT=device, STAGES=STAGES, num_warps=warps, maxnreg=MAX_REGISTERS[warps],
     )  # fmt: skip
-    _merge_kernel[(B, Hq)](
+    # a rotation by a dot wants its 16 rows
+    merged = MERGE_HEADS[B * Hq >= MANY_HEADS] if half_width(D, 1) == D // 2 or not fmt.rotated else MIN_ROWS
+    _merge_kernel[(B, triton.cdiv(Hq, merged))](
         partial, lse, kv_lens, num_splits, signs(D, q.device) if fmt.rotated else None, out,
-        MAX_SPLITS=splits, HQ=Hq, D=D, H=half_width(D, 1), TILE=TOKENS, N=MERGE_SPLITS,
-        num_warps=MERGE_WARPS,
+        MAX_SPLITS=splits, HQ=Hq, D=D, H=half_width(D, 1), M=merged, TILE=TOKENS,
+        N=min(MERGE_SPLITS, triton.next_power_of_2(splits)), num_warps=MERGE_WARPS,
     )  # fmt: skip
     return out

@@ -1,6 +1,6 @@
 """Triton kernel of kv_write: see the package's docstring for the contract.
 
-A program takes 64 vectors (token, head) of q, of k or of v. The tile is the same for every T, so that a
+A program takes a few vectors (token, head) of q, of k or of v. The tile is the same for every T, so that a
 token's bytes are too.
 """
 
@@ -13,11 +13,9 @@ from torch import Tensor
 
 from qrt.checks import expect
 from qrt.kernels.device import (
-    cross,
     half_width,
+    into_basis,
     load_halves,
-    load_signs,
-    rotate,
     signs,
     store_halves,
     token_stride,
@@ -25,8 +23,8 @@ from qrt.kernels.device import (
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
-ROWS = 64  # of a Hopper tensor-core dot, which reads the signs from shared memory
-WARPS = 4
+ROWS, WARPS = 4, 1  # few vectors to a warp: no registers spill, and no barrier waits
+DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n channels are turned by
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -68,9 +66,7 @@ def _kv_write_kernel(
         hi = hi * g_hi - tl.load(at + D // 2, mask=moved, other=0.0)
 
     if rotation is not None:
-        matrix = load_signs(rotation[0], dims, real, D, False)
-        lo, hi = cross(lo, hi, D)
-        lo, hi = rotate(lo, matrix, rotation[1]), rotate(hi, matrix, rotation[1])
+        lo, hi = into_basis(lo, hi, rotation, dims, real, D)
     store_halves(rows, lo, hi, live, dims, real, D)
     if tile >= q_tiles:
         slot = tl.load(slots + token, mask=live, other=0).to(tl.int64)
@@ -99,10 +95,12 @@ def kv_write(
         return
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device()
-    grid = (triton.cdiv(T * Hq, ROWS) + 2 * triton.cdiv(T * Hkv, ROWS),)
+    H = half_width(D, device.parts)
+    rows = ROWS if H == D // 2 or not fmt.rotated else DOT_ROWS
+    grid = (triton.cdiv(T * Hq, rows) + 2 * triton.cdiv(T * Hkv, rows),)
     _kv_write_kernel[grid](
         q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,
         signs(D, q.device) if fmt.rotated else None, T, kv[0].shape[0],
         token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
-        HQ=Hq, HKV=Hkv, D=D, H=half_width(D, device.parts), M=ROWS, FMT=device, num_warps=WARPS,
+        HQ=Hq, HKV=Hkv, D=D, H=H, M=rows, FMT=device, num_warps=WARPS,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
 
 
@@ -27,11 +28,13 @@ def _quantize_tokens(X, CODES, SCALES, K, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _int8_gemm(
-    A, TOKEN_SCALES, B, SCALES, BIAS, Y, M, N, K,
+    A, TOKEN_SCALES, B, SCALES, BIAS, Y, PARTS, ARRIVALS, M, N, K, share,
     BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(M, BM) * cdiv(N, BN),): Y.T = B [N, K] @ A [M, K].T, so that few tokens waste little MMA.
+    """Grid (cdiv(M, BM) * cdiv(N, BN), SPLITS), `share` of K a split, in whole blocks.
 
+    Y.T = B [N, K] @ A [M, K].T, so that few tokens waste little MMA.
     Programs walk GROUP token blocks per output block before the next one: both operands stay in L2.
     """
     token_blocks = tl.cdiv(M, BM)
@@ -45,19 +48,28 @@ def _int8_gemm(
     a = A + m.to(tl.int64)[None, :] * K + k[:, None]
     b = B + n.to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros([BN, BM], tl.int32)
-    for start in range(0, K, BK):
+    split = tl.program_id(1)
+    a += split * share
+    b += split * share
+    for start in range(split * share, tl.minimum(split * share + share, K), BK):
         inside = k < K - start
         left = tl.load(b, mask=(n < N)[:, None] & inside[None, :], other=0)
         right = tl.load(a, mask=(m < M)[None, :] & inside[:, None], other=0)
         acc = tl.dot(left, right, acc, out_dtype=tl.int32)
         a += BK
         b += BK
-    y = acc.to(tl.float32) * tl.load(TOKEN_SCALES + m, mask=m < M, other=0.0)[None, :]
-    y *= tl.load(SCALES + n, mask=n < N, other=0.0)[:, None]
-    if BIASED:
-        y += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    out = Y + m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(out, y.to(Y.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+    real = (m < M)[None, :] & (n < N)[:, None]
+    at = m.to(tl.int64)[None, :] * N + n[:, None]
+    last = True
+    if SPLITS > 1:
+        arrivals = ARRIVALS + tl.program_id(0)
+        acc, last = sum_splits(acc, PARTS, arrivals, at, real, M * N, split, SPLITS)
+    if last:
+        y = acc.to(tl.float32) * tl.load(TOKEN_SCALES + m, mask=m < M, other=0.0)[None, :]
+        y *= tl.load(SCALES + n, mask=n < N, other=0.0)[:, None]
+        if BIASED:
+            y += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(Y + at, y.to(Y.dtype.element_ty), mask=real)
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,6 +88,7 @@ class Plan(NamedTuple):
     tokens: int
     outputs: int
     inputs: int
+    splits: int
     warps: int
     stages: int
 
@@ -93,12 +106,13 @@ def tuning_key(k: int, n: int, width: int) -> str:
 def plan(width: int) -> Plan:
     """Where nothing was measured."""
     if width <= 64:  # bound by weight bytes: narrow blocks, so that every SM reads
-        return Plan(width, 32, 256, 4, 4)
-    return Plan(128, 128, 128, 8, 3)
+        return Plan(width, 32, 256, 1, 4, 4)
+    return Plan(128, 128, 128, 1, 8, 3)
 
 
-def int8_gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K] -> [T, N] in x's dtype; codes int8 [N, K], scale fp32 [N]. The sum over K is exact."""
+def int8_gemm(x: Tensor, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] -> [T, N] in x's dtype; codes int8 [N, K], scale fp32 [N], arrivals int32 [N], 0 between
+    calls. The sum over K is exact."""
     (tokens, k), n = x.shape, codes.shape[0]
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     if tokens == 0:
@@ -107,10 +121,13 @@ def int8_gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> T
     width = width_of(tokens)
     measured = configs(x.device).get(tuning_key(k, n, width))
     block = Plan(*measured) if measured else plan(width)
-    grid = (triton.cdiv(tokens, block.tokens) * triton.cdiv(n, block.outputs),)
-    _int8_gemm[grid](
-        token_codes, token_scale, codes, scale, bias, y, tokens, n, k, BIASED=bias is not None,
-        BM=block.tokens, BN=block.outputs, BK=block.inputs, GROUP=8,
+    share = triton.cdiv(triton.cdiv(k, block.splits), block.inputs) * block.inputs
+    splits = triton.cdiv(k, share)
+    parts = torch.empty(splits * n * tokens if splits > 1 else 0, dtype=torch.int32, device=x.device)
+    _int8_gemm[(triton.cdiv(tokens, block.tokens) * triton.cdiv(n, block.outputs), splits)](
+        token_codes, token_scale, codes, scale, bias, y, parts, arrivals, tokens, n, k, share,
+        BIASED=bias is not None,
+        BM=block.tokens, BN=block.outputs, BK=block.inputs, GROUP=8, SPLITS=splits,
         num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip
     return y

@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from qrt.kernels.linear.int8_kernel import int8_gemm
+from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Gemms
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
-FUSED_TOKENS = {2: 64, 4: 16}  # most of one launch, by bytes of x: accumulators and planes fill the registers
-FUSED_LAUNCHES = 2  # two reads of packed weights move fewer bytes than writing and reading them dequantized
+FUSED_TOKENS = {2: 64, 4: 16}  # most, by bytes of x: accumulators and planes fill the registers
 SCRATCH_BYTES = 64 << 20  # of dequantized weight: near the L2 cache, and small beside a model
 _TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -98,19 +98,81 @@ def _fused(
     inside = live & (n < N)[:, None]
     last = True
     if SPLITS > 1:
-        tl.store(PARTS + (split * N + n)[:, None] * M + tokens[None, :], acc, mask=inside)
-        tl.debug_barrier()  # every thread's part is stored before this program counts as arrived
-        last = tl.atomic_add(ARRIVALS + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        at = n[:, None] * M + tokens[None, :]
+        acc, last = sum_splits(acc, PARTS, ARRIVALS + block, at, inside, M * N, split, SPLITS)
     if last:
-        if SPLITS > 1:
-            acc = tl.zeros([ROWS, BM], tl.float32)
-            for s in tl.static_range(SPLITS):
-                part = PARTS + (s * N + n)[:, None] * M + tokens[None, :]
-                acc += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(ARRIVALS + block, 0)
         if BIASED:
             acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         tl.store(Y + tokens[None, :] * N + n[:, None], acc.to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _wide(
+    X, W, SCALES, ZEROS, BIAS, Y, PARTS, ARRIVALS, M, N, BLOCKS,
+    K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, RUNS: tl.constexpr,
+    SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr,
+    DOT: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (token blocks * cdiv(BLOCKS, BN), SPLITS): Y [M, N] = X [M, K] @ W.T, BN row blocks a program.
+
+    Bound by the tensor cores: the scale goes into the weight, rounded to the dtype of the product as a
+    dequantized weight is, and one accumulator takes every plane.
+    """
+    TILE: tl.constexpr = PLANES * J
+    TILES: tl.constexpr = (K + TILE - 1) // TILE
+    SHARE: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
+    WORDS: tl.constexpr = 1 if SCALE == tl.float32 else 2
+    PER_RUN: tl.constexpr = PLANES // RUNS
+    token_blocks = tl.cdiv(M, BM)
+    split = tl.program_id(1)
+    first = split * SHARE
+    row = tl.program_id(0) // token_blocks * (BN * ROWS) + tl.arange(0, BN * ROWS)
+    words = tl.arange(0, J)
+    token = tl.program_id(0) % token_blocks * BM + tl.arange(0, BM)
+    live = (token < M)[None, :]
+    tile = tl.minimum(row // ROWS, BLOCKS - 1) * TILES + first
+    row_in = row % ROWS
+    wp = W + (tile.to(tl.int64) * ROWS + row_in)[:, None] * J + words[None, :]
+    sp = SCALES + tile * (RUNS // WORDS * ROWS) + row_in
+    zp = ZEROS + tile * ROWS + row_in
+    xp = X + token.to(tl.int64)[None, :] * K + first * TILE + words[:, None]
+    acc = tl.zeros([BN * ROWS, BM], tl.float32)
+    steps = SHARE if TILES % SHARE == 0 else tl.minimum(SHARE, TILES - first)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        planes = UNPACK(tl.load(wp), DOT, ASM)
+        if ASYMMETRIC:
+            zeros = tl.load(zp)
+        for run in tl.static_range(RUNS):
+            scale = _scale(sp, run, ROWS, SCALE)
+            for p in tl.static_range(run * PER_RUN, (run + 1) * PER_RUN):
+                plane = planes[p]
+                if ASYMMETRIC:
+                    plane -= _zero(zeros, run).to(DOT)[:, None]
+                if SCALE == DOT:  # one rounding of an exact product, as below
+                    plane *= scale.to(DOT)[:, None]
+                else:
+                    plane = (plane.to(tl.float32) * scale[:, None]).to(DOT)
+                inside = live
+                if K % TILE:
+                    inside = live & ((first + i) * TILE + p * J + words < K)[:, None]
+                x = tl.load(xp + p * J, mask=inside, other=0.0)
+                acc = tl.dot(plane, x.to(DOT), acc, input_precision="ieee")
+        wp += ROWS * J
+        sp += RUNS // WORDS * ROWS
+        zp += ROWS
+        xp += TILE
+
+    inside = live & (row < N)[:, None]
+    at = token.to(tl.int64)[None, :] * N + row[:, None]
+    last = True
+    if SPLITS > 1:
+        arrivals = ARRIVALS + tl.program_id(0)
+        acc, last = sum_splits(acc, PARTS, arrivals, at, inside, M * N, split, SPLITS)
+    if last:
+        if BIASED:
+            acc += tl.load(BIAS + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(Y + at, acc.to(Y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -171,6 +233,27 @@ def plan(width: int, blocks: int, tiles: int) -> Plan:
     return Plan(even_splits(splits, tiles), warps, 4 if width == 8 and splits == 1 else 3)
 
 
+class WidePlan(NamedTuple):
+    """How `_wide` is launched for one shape."""
+
+    tokens: int  # BM
+    blocks: int  # BN
+    splits: int
+    warps: int
+    stages: int
+
+
+WIDE_TOKENS = 256  # where nothing was measured, more are dequantized and multiplied by torch
+
+
+def wide_plan(width: int, blocks: int, tiles: int) -> WidePlan | None:
+    """Where nothing was measured; None: dequantize."""
+    if width > WIDE_TOKENS:
+        return None
+    programs = triton.cdiv(blocks, 2) * triton.cdiv(width, 128)
+    return WidePlan(128, 2, even_splits(max(1, 132 // programs), tiles), 8, 2)
+
+
 def even_splits(splits: int, tiles: int) -> int:
     """At most `splits` and 16, and none without a tile."""
     return triton.cdiv(tiles, triton.cdiv(tiles, min(splits, tiles, 16)))
@@ -183,15 +266,18 @@ def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, un
     the same bits every time.
     """
     y = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
-    most = FUSED_TOKENS[x.itemsize]
-    if x.shape[0] <= most * FUSED_LAUNCHES:
-        for first in range(0, x.shape[0], most):
-            part = slice(first, first + most)
-            _launch_fused(x[part].contiguous(), weight, bias, y[part], _layout(weight, bits, unpack))
+    layout = _layout(weight, bits, unpack)
+    if x.shape[0] <= FUSED_TOKENS[x.itemsize]:
+        if x.shape[0]:
+            _launch_fused(x.contiguous(), weight, bias, y, layout)
+        return y
+    chosen = _wide_plan(x, weight, bits)
+    if chosen is not None:
+        _launch_wide(x.contiguous(), weight, bias, y, layout, chosen)
         return y
     blocks = max(1, SCRATCH_BYTES // (TILE_ROWS * x.shape[1] * x.itemsize))
     for first in range(0, weight.packed.shape[0], blocks):
-        matrix = _launch_dequantize(x, weight, slice(first, first + blocks), _layout(weight, bits, unpack))
+        matrix = _launch_dequantize(x, weight, slice(first, first + blocks), layout)
         columns = slice(first * TILE_ROWS, min((first + blocks) * TILE_ROWS, weight.out_features))
         matrix = matrix[: columns.stop - columns.start].T
         if bias is None:
@@ -216,6 +302,30 @@ def _launch_fused(
         parts, weight.arrivals, tokens, n, k,
         DOT=_dot_type(x), BIASED=bias is not None, BM=width, SPLITS=chosen.splits,
         STAGES=min(chosen.stages, _shared_bytes(x.device) // stage_bytes), num_warps=chosen.warps, **layout,
+    )  # fmt: skip
+
+
+def _wide_plan(x: Tensor, weight: TiledWeight, bits: int) -> WidePlan | None:
+    if x.itemsize == 4:  # no tensor core multiplies fp32 exactly: torch does it better
+        return None
+    width = triton.next_power_of_2(x.shape[0])
+    measured = configs(x.device).get(tuning_key(x.shape[1], weight.out_features, bits, width))
+    if measured is not None:
+        return WidePlan(*measured) if measured else None
+    return wide_plan(width, *weight.packed.shape[:2])
+
+
+def _launch_wide(
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], chosen: WidePlan
+) -> None:
+    (tokens, k), n = x.shape, weight.out_features
+    blocks = weight.packed.shape[0]
+    parts = torch.empty(chosen.splits * n * tokens if chosen.splits > 1 else 0, device=x.device)
+    _wide[(triton.cdiv(tokens, chosen.tokens) * triton.cdiv(blocks, chosen.blocks), chosen.splits)](
+        x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
+        parts, weight.arrivals, tokens, n, blocks, k,
+        DOT=_dot_type(x), BIASED=bias is not None, BM=chosen.tokens, BN=chosen.blocks, SPLITS=chosen.splits,
+        STAGES=chosen.stages, num_warps=chosen.warps, **layout,
     )  # fmt: skip
 
 

@@ -25,10 +25,13 @@ def configs(device: torch.device) -> dict[str, list[int]]:
     """Launch parameters by kernel and sizes, `tiles 4096x6144 8 bits 16 wide` -> what the launcher says.
 
     Empty on a CPU and, said once, on a GPU that nothing was measured on: launchers then use their own rule.
+    One dict for all GPUs of a name: what the tuner puts there is used at once.
     """
-    if device.type != "cuda":
-        return {}
-    name = torch.cuda.get_device_name(device)
+    return _read(torch.cuda.get_device_name(device)) if device.type == "cuda" else {}
+
+
+@lru_cache(maxsize=8)
+def _read(name: str) -> dict[str, list[int]]:
     if not path(name).is_file():
         logger.info(
             "kernels: no measured block sizes for %s, using rules of thumb; "

@@ -101,9 +101,9 @@ def store_words(words, buffers, slots, heads, live, which, HEADS: tl.constexpr, 
 
 
 @triton.jit
-def half_scale(half, STEPS: tl.constexpr):
-    """The fp16 scale absmax / STEPS of each half head [M, H], as affine._kv_scale rounds it."""
-    scale = tl.div_rn(tl.max(tl.abs(half), 1), tl.full([half.shape[0]], STEPS, tl.float32))
+def stored_scale(absmax, steps):
+    """The fp16 scale absmax / steps of each half head [M], as affine._kv_scale rounds it."""
+    scale = tl.div_rn(absmax, steps + tl.zeros_like(absmax))
     return tl.minimum(tl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE).to(tl.float16)
 
 

@@ -95,11 +95,11 @@ class Gemms(NamedTuple):
     """The products of `qrt.kernels.linear`, handed down to schemes because floor 1 cannot import floor 2.
 
     tiles   (x, TiledWeight, bias, bits, unpack) -> [T, N]
-    int8    (x, codes int8 [N, K], scale fp32 [N], bias) -> [T, N], x quantized per token
+    int8    (x, codes int8 [N, K], scale fp32 [N], arrivals int32 [N], bias) -> [T, N], x quantized per token
     """
 
     tiles: Callable[[Tensor, Any, Tensor | None, int, Any], Tensor]
-    int8: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    int8: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class WeightScheme(ABC):

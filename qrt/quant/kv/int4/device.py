@@ -12,12 +12,13 @@ import triton.language as tl
 from qrt.quant.kv.device import (
     ASM,
     KVDevice,
-    half_scale,
     load_words,
+    part_columns,
     scale_of,
     steps_of,
     store_scale,
     store_words,
+    stored_scale,
     words_headroom,
 )
 
@@ -162,31 +163,34 @@ def _byte(half, scale):
 
 
 @triton.jit
-def _error(half, scale):
-    """Sum of squares that each half head [M, H] loses at `scale` [M]; padding, all zero, adds alike."""
-    step = scale.to(tl.float32)[:, None]
-    codes = tl.minimum(tl.maximum(tl.floor(half / step) + 8.0, 0.0), 15.0)
-    lost = (codes - 7.5) * step - half
-    return tl.sum(tl.where(half == 0.0, 0.0, lost * lost), 1)
+def _lost(unit, real, STEPS: tl.constexpr, PADDED: tl.constexpr):
+    """Sum of squares that half heads lose at a scale of 1 / STEPS, from magnitudes unit [M, H], at most 1."""
+    steps = unit * STEPS
+    lost = steps - tl.minimum(tl.floor(steps), 7.0) - 0.5
+    if PADDED:
+        lost = tl.where(real[None, :], lost, 0.0)
+    return tl.sum(lost * lost, 1) * (1.0 / (STEPS * STEPS))
 
 
 @triton.jit
-def _best_scale(half):
-    """The scale of affine.quantize_midrise4, up to ties that its division breaks another way."""
-    scale = half_scale(half, 8.0)
-    least = _error(half, scale)
+def _best_scale(half, D: tl.constexpr):
+    """The scale of affine.quantize_midrise4, up to the rounding of scales that are equally good."""
+    dims, real = part_columns(D, 2, half.shape[1])
+    PADDED: tl.constexpr = half.shape[1] != D // 2
+    absmax = tl.max(tl.abs(half), 1)
+    unit = tl.abs(half) * (1.0 / tl.maximum(absmax, 1e-30))[:, None]
+    best, least = tl.full(absmax.shape, 8.0, tl.float32), _lost(unit, real, 8.0, PADDED)
     for i in tl.static_range(1, 5):
-        candidate = half_scale(half, 8.0 - 0.25 * i)
-        error = _error(half, candidate)
-        scale, least = tl.where(error < least, candidate, scale), tl.minimum(error, least)
-    return scale
+        lost = _lost(unit, real, 8.0 - 0.25 * i, PADDED)
+        best, least = tl.where(lost < least, 8.0 - 0.25 * i, best), tl.minimum(lost, least)
+    return stored_scale(absmax, best)
 
 
 @triton.jit
 def _encode(
     lo, hi, buffers, slots, heads, live, num_slots, which, HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    scale_lo, scale_hi = _best_scale(lo), _best_scale(hi)
+    scale_lo, scale_hi = _best_scale(lo, D), _best_scale(hi, D)
     words = _byte(lo, scale_lo) | _byte(hi, scale_hi) << 8
     store_words(words, buffers, slots, heads, live, which, HEADS, D // 4)
     store_scale(scale_lo, buffers, slots, heads, live, num_slots, 2 * which)

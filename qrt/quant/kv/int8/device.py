@@ -10,12 +10,12 @@ import triton.language as tl
 from qrt.quant.kv.device import (
     ASM,
     KVDevice,
-    half_scale,
     load_words,
     scale_of,
     steps_of,
     store_scale,
     store_words,
+    stored_scale,
     words_headroom,
 )
 
@@ -109,7 +109,8 @@ def _codes(half, scale):
 def _encode(
     lo, hi, buffers, slots, heads, live, num_slots, which, HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    scale_lo, scale_hi = half_scale(lo, 127.0), half_scale(hi, 127.0)
+    scale_lo = stored_scale(tl.max(tl.abs(lo), 1), 127.0)
+    scale_hi = stored_scale(tl.max(tl.abs(hi), 1), 127.0)
     words = _codes(lo, scale_lo) | _codes(hi, scale_hi) << 8
     store_words(words, buffers, slots, heads, live, which, HEADS, D // 2)
     store_scale(scale_lo, buffers, slots, heads, live, num_slots, 2 * which)

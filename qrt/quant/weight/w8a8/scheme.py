@@ -26,7 +26,8 @@ def integer_product(a: Tensor, b: Tensor) -> Tensor:
 class W8A8Scheme(WeightScheme):
     """y = (xq @ Wq.T) * sx * sw + bias with xq, sx from `affine.quantize_tokens`.
 
-    Run-time tensors: (codes [N, K] int8, scale [N] fp32). The int32 sum holds K up to 131,071.
+    Run-time tensors: (codes [N, K] int8, scale [N] fp32, arrivals [N] int32). The int32 sum holds K up to
+    131,071; arrivals are the kernel's split-K counters, 0 between calls.
     """
 
     name = "w8a8"
@@ -44,10 +45,11 @@ class W8A8Scheme(WeightScheme):
         if weight.perm is not None:  # one scale a row: columns can simply go back to input order
             values = values[:, torch.argsort(weight.perm).to(device)]
         codes = (values ^ 128).view(torch.int8)  # stored code 0..255 -> code - 128
-        return codes, weight.scale.to(device, torch.float32).flatten()
+        arrivals = torch.zeros(weight.out_features, dtype=torch.int32, device=device)
+        return codes, weight.scale.to(device, torch.float32).flatten(), arrivals
 
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        codes, scale = tensors
+        codes, scale, _ = tensors
         tokens, token_scale = affine.quantize_tokens(x)
         y = integer_product(tokens, codes).float() * token_scale * scale
         return (y if bias is None else y + bias.float()).to(x.dtype)
@@ -55,8 +57,8 @@ class W8A8Scheme(WeightScheme):
     def linear_triton(
         self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
     ) -> Tensor:
-        codes, scale = tensors
-        return gemms.int8(x, codes, scale, bias)
+        codes, scale, arrivals = tensors
+        return gemms.int8(x, codes, scale, arrivals, bias)
 
     def out_features(self, tensors: Sequence[Tensor]) -> int:
         return tensors[0].shape[0]

@@ -1,0 +1,22 @@
+"""Split-K: programs that share an output block add their sums in a fixed order, whoever comes last."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_splits(acc, parts, arrivals, at, inside, size, split, SPLITS: tl.constexpr):
+    """acc, this split's share of a block, -> the sum over all splits, and whether this program holds it.
+
+    parts [SPLITS, size] takes the shares, `at` is where the block lies in one, `inside` which of it is real;
+    arrivals points at the block's counter, 0 before and after.
+    """
+    tl.store(parts + split * size + at, acc, mask=inside)
+    tl.debug_barrier()  # every thread's share is stored before this program counts as arrived
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    if last:
+        acc = tl.zeros(acc.shape, acc.dtype)
+        for s in tl.static_range(SPLITS):
+            acc += tl.load(parts + s * size + at, mask=inside, other=0, cache_modifier=".cg")
+        tl.store(arrivals, 0)
+    return acc, last
