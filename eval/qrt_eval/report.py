@@ -57,11 +57,28 @@ def latencies(results: list[Result]) -> str:
     return table(head, rows)
 
 
+def kernels(results: list[Result]) -> list[str]:
+    """A table per operator: microseconds, and the floor's share of them. Of a layer's products the sum."""
+    cells: dict[str, dict[str, dict[str, str]]] = {}
+    for row in (row for result in results for row in result.get("kernels", ())):
+        if row["op"] == "linear" and not row["what"].endswith(" sum"):
+            continue
+        text = f"{row['us']:,.1f} ({100 * row['floor_us'] / row['us']:.0f} %)"
+        cells.setdefault(row["op"], {}).setdefault(row["what"].removesuffix(" sum"), {})[row["at"]] = text
+    tables = []
+    for op, lines in cells.items():
+        sizes = list(dict.fromkeys(at for line in lines.values() for at in line))
+        body = ((what, *(line.get(at, "") for at in sizes)) for what, line in lines.items())
+        tables.append(table((f"{op}, us (floor)", *sizes), body))
+    return tables
+
+
 def report(folder: Path) -> str:
-    """Both tables, with where they were measured."""
+    """Every table, with where they were measured."""
     results = load(folder)
     where = sorted({describe(result["environment"]) for result in results})
-    return "\n\n".join(["Measured on " + "; ".join(where) + ".", perplexities(results), latencies(results)])
+    tables = [perplexities(results), latencies(results), *kernels(results)]
+    return "\n\n".join(["Measured on " + "; ".join(where) + ".", *tables])
 
 
 def describe(environment: Result) -> str:

@@ -14,7 +14,7 @@ from qrt.engine.plan import Plan
 from qrt.engine.sampler import SampleMeta
 from qrt.engine.table import RequestTable
 from qrt.engine.transfer import to_device
-from qrt.kernels.decode_attention import plan_splits
+from qrt.kernels.decode_attention import PROGRAMS_PER_SM, plan_splits
 from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
 
 
@@ -35,11 +35,23 @@ class Batch:
     targets: dict[str, Tensor]
 
 
-def build(plan: Plan, table: RequestTable, *, num_kv_heads: int, attend_cache: bool) -> Batch:
-    """Bring the request table up to date and describe the step. Decodes come first, then the chunks."""
+def build(
+    plan: Plan,
+    table: RequestTable,
+    *,
+    num_kv_heads: int,
+    attend_cache: bool,
+    programs_per_sm: int = PROGRAMS_PER_SM,
+) -> Batch:
+    """Bring the request table up to date and describe the step. Decodes come first, then the chunks.
+
+    `programs_per_sm` as in `plan_splits`.
+    """
     if plan.admitted:
         table.admit(plan.admitted)
     arrays = {**_token_arrays(plan, table.slot_table.shape[1]), **_sample_arrays(plan)}
+    cached = [chunk.end if attend_cache else chunk.start for chunk in plan.chunks]
+    arrays["cached_start"] = _int32([0], np.cumsum(cached))
     arrays |= {f"targets {c.request_id}": _int64(c.scoring.targets) for c in plan.chunks if c.scoring}
     sent = to_device({name: array for name, array in arrays.items() if array.size}, table.device)
     table.slot_table.view(-1).index_copy_(0, sent["written"], sent["written_slots"])
@@ -50,14 +62,23 @@ def build(plan: Plan, table: RequestTable, *, num_kv_heads: int, attend_cache: b
         kv_lens = table.length[rows]
         tokens.append(table.last_token[rows])
         positions.append(kv_lens - 1)
-        decode = DecodeMeta(rows, kv_lens, plan_splits(kv_lens, num_kv_heads))
+        decode = DecodeMeta(rows, kv_lens, plan_splits(kv_lens, num_kv_heads, programs_per_sm))
     if plan.chunks:
         rows, kv_lens = sent["chunk_rows"], sent["chunk_ends"]
         table.length[rows] = kv_lens
         tokens.append(sent["chunk_tokens"])
         positions.append(sent["chunk_positions"])
         longest = max(len(chunk.tokens) for chunk in plan.chunks)
-        prefill = PrefillMeta(rows, kv_lens, sent["query_start"], longest, attend_cache)
+        prefill = PrefillMeta(
+            rows,
+            kv_lens,
+            sent["query_start"],
+            sent["cached_start"],
+            max_query_len=longest,
+            num_cached=sum(cached),
+            max_cached_len=max(cached),
+            attend_cache=attend_cache,
+        )
     step = StepMeta(
         _join(tokens),
         _join(positions),

@@ -31,7 +31,13 @@ class Runner:
     def run(self, plan: Plan) -> StepResult:
         """Compute the step's tokens and sample. Waits for the device only to fetch the result."""
         heads = self.model.config.num_kv_heads
-        batch = build(plan, self.table, num_kv_heads=heads, attend_cache=self.attend_cache)
+        batch = build(
+            plan,
+            self.table,
+            num_kv_heads=heads,
+            attend_cache=self.attend_cache,
+            programs_per_sm=self.kv.programs_per_sm,
+        )
         hidden = self.model.hidden(batch.step, self.kv)
         prompt_scores = self._score_prompts(plan, batch, hidden)
         tokens, logprobs = self._sample(plan, batch, hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,9 @@ class KVStorage:
 
         QrtError when the memory cannot be had."""
         self.num_slots = self.pad_slot = num_slots
+        # decode attention is planned once for all layers: for the format that most of them have
+        programs = Counter(format.decode_block.programs_per_sm for format in formats)
+        self.programs_per_sm = programs.most_common(1)[0][0]
         self._layers = []
         try:
             for i, format in enumerate(formats):

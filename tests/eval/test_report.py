@@ -18,3 +18,17 @@ def test_changes_are_against_the_unquantized_model_on_the_same_text():
     runs = [run("a", "w4a16", "int8", 11.0), run("a", "fp16", "fp16", 10.0), run("b", "fp16", "fp16", 5.0)]
     lines = report.perplexities(runs).splitlines()[2:]
     assert [line.split(" | ")[-1] for line in lines] == ["+10.00 % |", "+0.00 % |", "+0.00 % |"]
+
+
+def test_kernels_show_the_sum_of_a_layers_products_and_every_other_operator():
+    def cell(op, what, at, us):
+        return {"op": op, "what": what, "at": at, "us": us, "floor_us": us / 4}
+
+    rows = [cell("linear", "w4a16 qkv", "M=1", 5), cell("linear", "w4a16 sum", "M=1", 20),
+            cell("linear", "bf16 sum", "M=16", 80), cell("decode", "int4", "1 x 4096", 12)]  # fmt: skip
+    first, second = report.kernels([{"kernels": rows}])
+    assert first.splitlines() == [
+        "| linear, us (floor) | M=1 | M=16 |", "| --- | --- | --- |",
+        "| w4a16 | 20.0 (25 %) |  |", "| bf16 |  | 80.0 (25 %) |",
+    ]  # fmt: skip
+    assert second.splitlines()[-1] == "| int4 | 12.0 (25 %) |"

@@ -53,12 +53,12 @@ def decode_rows(
         table = torch.randperm(tokens, device=device).to(torch.int32).view(batch, context)
         index = torch.arange(batch, device=device, dtype=torch.int32)
         lens = torch.full_like(index, context)
-        splits = plan_splits(lens, config.num_kv_heads)
         q = torch.randn(batch, heads, dim, device=device, dtype=_dtype(device))
         for name in KV_FORMATS:
             fmt = KV_FORMATS[name]
             num_bytes = tokens * fmt.bytes_per_slot(config.num_kv_heads, dim, q.dtype)
             caches = [_cache(fmt, tokens, config, device) for _ in range(copies(num_bytes))]
+            splits = plan_splits(lens, config.num_kv_heads, fmt.decode_block.programs_per_sm)
             operands = [(q, kv, table, index, lens, splits, name, scale) for kv in caches]
             us = microseconds(decode_attention, operands)
             floor = rates.floor_us(num_bytes + 2 * q.nbytes, flops)
@@ -90,12 +90,12 @@ def prefill_rows(
             for n in (heads, kv_heads, kv_heads)
         )
         table = torch.randperm(total, device=device).to(torch.int32)[None]
-        lens, row = torch.tensor([[total], [0]], dtype=torch.int32, device=device)
-        start = torch.tensor([0, chunk], dtype=torch.int32, device=device)
+        row = torch.zeros(1, dtype=torch.int32, device=device)
+        starts = torch.tensor([[0, chunk], [0, prefix]], dtype=torch.int32, device=device)
         for name in KV_FORMATS if prefix else ("fp16",):
             fmt = KV_FORMATS[name]
             kv = _cache(fmt, total, config, device)
-            operands = (q, k, v, kv, table, row, start, lens, chunk, False, name, dim**-0.5)
+            operands = (q, k, v, kv, table, row, *starts, chunk, prefix, prefix, False, name, dim**-0.5)
             us = microseconds(prefill_attention, [operands] * 2)
             num_bytes = 2 * (q.nbytes + k.nbytes) + prefix * fmt.bytes_per_slot(kv_heads, dim, q.dtype)
             floor = rates.floor_us(num_bytes, flops)

@@ -23,7 +23,7 @@ from qrt.kernels.op import define
 
 MIN_SPLIT_TOKENS = 128  # a shorter part costs more to merge than it gains
 SPLIT_TOKENS = 64  # what starting and merging a part costs, in tokens it could have attended
-PROGRAMS_PER_SM = 8  # that run at once
+PROGRAMS_PER_SM = 12  # most that run at once, of any format
 SPLITS = (8, 128)  # bounds of max_splits: one long request among many short ones, one request alone
 
 
@@ -38,15 +38,15 @@ def max_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
     return min(max(programs // max(batch * num_kv_heads, 1), SPLITS[0]), SPLITS[1])
 
 
-def plan_splits(kv_lens: Tensor, num_kv_heads: int) -> Tensor:
+def plan_splits(kv_lens: Tensor, num_kv_heads: int, programs_per_sm: int = PROGRAMS_PER_SM) -> Tensor:
     """Parts for each of kv_lens int32 [B]: int32 [B], all of about one length.
 
     Of the lengths that cut the longest request evenly, the one that is done first: programs run in waves of
-    as many as the GPU holds, and a last wave of few costs as much as a full one. On the device, without a
-    sync; once per step, for all layers.
+    as many as the GPU holds (`DecodeBlock.programs_per_sm`), and a last wave of few costs as much as a full
+    one. On the device, without a sync; once per step, for all layers.
     """
     most = max_splits(kv_lens.shape[0], num_kv_heads, kv_lens.device)
-    at_once = max(1, PROGRAMS_PER_SM * _multiprocessors(kv_lens.device) // num_kv_heads)
+    at_once = max(1, programs_per_sm * _multiprocessors(kv_lens.device) // num_kv_heads)
     cuts = torch.arange(1, most + 1, device=kv_lens.device)
     lengths = (kv_lens.max() / cuts).clamp(min=MIN_SPLIT_TOKENS)
     parts = torch.ceil(kv_lens / lengths[:, None]).clamp(min=1)  # [most, B]

@@ -25,22 +25,21 @@ from qrt.kernels.device import (
     token_stride,
 )
 from qrt.quant.kv import KV_FORMATS
+from qrt.quant.kv.base import DecodeBlock
 from qrt.quant.kv.device import KVDevice, part_columns
 
 MIN_ROWS = 16  # of a tensor-core dot; unused rows cost nothing
-TOKENS = 32  # per tile; with one warp a program needs no barrier
-STAGES = 3
-MAX_REGISTERS = {1: 168, 2: 255, 4: 255}  # by warps; 168 lets 12 one-warp programs share an SM
 MERGE_SPLITS = 16  # parts merged at a time
 MERGE_HEADS = (1, 4)  # heads a program merges: few and many in all
 MANY_HEADS = 2048
 MERGE_WARPS = 4
 
 
-def _warps(head_dim: int, dtype: torch.dtype) -> int:
+def block_of(measured: DecodeBlock, head_dim: int, dtype: torch.dtype) -> DecodeBlock:
+    """The format's block, measured for heads of 64 and 128 in 16 bits, or one that any head fits."""
     if dtype is torch.float32:  # exact dots run outside the tensor cores
-        return 4
-    return 1 if head_dim <= 128 else 2
+        return DecodeBlock(tokens=32, stages=3, warps=4, registers=255)
+    return measured if head_dim <= 128 else DecodeBlock(tokens=32, stages=3, warps=2, registers=255)
 
 
 @triton.jit
@@ -136,7 +135,7 @@ def decode_attention(
         return out
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device()
-    splits, warps = max_splits(B, Hkv, q.device), _warps(D, q.dtype)
+    splits, block = max_splits(B, Hkv, q.device), block_of(fmt.decode_block, D, q.dtype)
     partial = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
     _attend_kernel[(B, Hkv, splits)](
@@ -144,13 +143,13 @@ def decode_attention(
         kv[0].shape[0], token_stride(q, "q"), slot_table.stride(0), MAX_SPLITS=splits,
         G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts),
         M=max(MIN_ROWS, triton.next_power_of_2(Hq // Hkv)),
-        TILE=TOKENS, FMT=device, STAGES=STAGES, num_warps=warps, maxnreg=MAX_REGISTERS[warps],
+        TILE=block.tokens, FMT=device, STAGES=block.stages, num_warps=block.warps, maxnreg=block.registers,
     )  # fmt: skip
     # a rotation by a dot wants its 16 rows
     merged = MERGE_HEADS[B * Hq >= MANY_HEADS] if half_width(D, 1) == D // 2 or not fmt.rotated else MIN_ROWS
     _merge_kernel[(B, triton.cdiv(Hq, merged))](
         partial, lse, kv_lens, num_splits, signs(D, q.device) if fmt.rotated else None, out,
-        MAX_SPLITS=splits, HQ=Hq, D=D, H=half_width(D, 1), M=merged, TILE=TOKENS,
+        MAX_SPLITS=splits, HQ=Hq, D=D, H=half_width(D, 1), M=merged, TILE=block.tokens,
         N=min(MERGE_SPLITS, triton.next_power_of_2(splits)), num_warps=MERGE_WARPS,
     )  # fmt: skip
     return out

@@ -23,7 +23,7 @@ from qrt.kernels.device import (
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
-ROWS, WARPS = 4, 1  # few vectors to a warp: no registers spill, and no barrier waits
+ROWS, WARPS = 2, 1  # few vectors to a warp: no registers spill, and no barrier waits
 DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n channels are turned by
 
 

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qrt.quant import rotation
 from qrt.quant.spec import TensorSpec
+
+
+class DecodeBlock(NamedTuple):
+    """How decode attention goes through a format: tokens of a tile, tiles in flight, warps, registers of a
+    thread. The fastest of some on an H200 at 32 query and 8 KV heads of 128 (qrt/kernels/NOTES.md)."""
+
+    tokens: int
+    stages: int
+    warps: int
+    registers: int
+
+    @property
+    def programs_per_sm(self) -> int:
+        """How many run at once on a multiprocessor, by its 64 Ki registers."""
+        return (1 << 16) // (32 * self.warps * self.registers)
 
 
 class KVFormat(ABC):
@@ -23,6 +38,7 @@ class KVFormat(ABC):
     name: ClassVar[str]
     bits: ClassVar[int]  # per value; 16 stands for the model dtype
     rotated: ClassVar[bool]
+    decode_block: ClassVar[DecodeBlock]
 
     @abstractmethod
     def buffers(

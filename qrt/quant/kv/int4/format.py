@@ -1,4 +1,4 @@
-"""int4 KV: mid-rise codes (n - 7.5) * s, s = absmax / 8 per half head, in the rotated basis."""
+"""int4 KV: mid-rise codes (n - 7.5) * s per half head, absmax 7 to 8 steps s, in the rotated basis."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from qrt.quant import affine
+from qrt.quant.kv.base import DecodeBlock
 from qrt.quant.kv.planes import PlaneFormat
 
 
@@ -16,6 +17,7 @@ class Int4Format(PlaneFormat):
     name = "int4"
     bits = 4
     center = 7.5
+    decode_block = DecodeBlock(tokens=32, stages=3, warps=1, registers=168)
 
     def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         """See PlaneFormat."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from qrt.quant import affine
+from qrt.quant.kv.base import DecodeBlock
 from qrt.quant.kv.planes import PlaneFormat
 
 
@@ -16,6 +17,7 @@ class Int8Format(PlaneFormat):
     name = "int8"
     bits = 8
     center = 128.0
+    decode_block = DecodeBlock(tokens=64, stages=3, warps=2, registers=168)
 
     def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         """See PlaneFormat."""
