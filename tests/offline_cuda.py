@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # most that a program may have
+
 
 def compiled(code: str, capability: int = 90) -> dict[str, int]:
     """Run `code` (which calls launchers) for sm_`capability`; kernel name -> how many variants compiled.
@@ -47,6 +49,9 @@ def _main(capability: int, code: str) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
         assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED_BYTES[capability], (
+            f"{self.__name__}: {kernel.metadata.shared}"
+        )
         seen.setdefault(self.__name__, set()).add(kernel.hash)
 
     driver.set_active(Driver())

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qrt.kernels.device import shared_bytes
 from qrt.kernels.linear.int8_kernel import int8_gemm
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
@@ -26,6 +27,7 @@ from qrt.quant.weight.base import Gemms
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
 FUSED_TOKENS = {2: 64, 4: 16}  # most, by bytes of x: accumulators and planes fill the registers
+SMALL_BYTES = 4 << 10  # of shared memory, for scales and zeros
 SCRATCH_BYTES = 64 << 20  # of dequantized weight: near the L2 cache, and small beside a model
 _TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -301,7 +303,7 @@ def _launch_fused(
         x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
         parts, weight.arrivals, tokens, n, k,
         DOT=_dot_type(x), BIASED=bias is not None, BM=width, SPLITS=chosen.splits,
-        STAGES=min(chosen.stages, _shared_bytes(x.device) // stage_bytes), num_warps=chosen.warps, **layout,
+        STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **layout,
     )  # fmt: skip
 
 
@@ -319,13 +321,14 @@ def _launch_wide(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], chosen: WidePlan
 ) -> None:
     (tokens, k), n = x.shape, weight.out_features
-    blocks = weight.packed.shape[0]
+    blocks, _, rows, words = weight.packed.shape
+    stage_bytes = chosen.blocks * rows * words * 2 + layout["PLANES"] * words * chosen.tokens * x.itemsize
     parts = torch.empty(chosen.splits * n * tokens if chosen.splits > 1 else 0, device=x.device)
     _wide[(triton.cdiv(tokens, chosen.tokens) * triton.cdiv(blocks, chosen.blocks), chosen.splits)](
         x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
         parts, weight.arrivals, tokens, n, blocks, k,
         DOT=_dot_type(x), BIASED=bias is not None, BM=chosen.tokens, BN=chosen.blocks, SPLITS=chosen.splits,
-        STAGES=chosen.stages, num_warps=chosen.warps, **layout,
+        STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **layout,
     )  # fmt: skip
 
 
@@ -358,11 +361,9 @@ def _dot_type(x: Tensor) -> tl.dtype:
     return tl.float32 if triton.knobs.runtime.interpret else _TL[x.dtype]
 
 
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory one program may have, less a margin for scales and zeros."""
-    if device.type != "cuda":
-        return 224 << 10
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - (4 << 10)
+def _stages(device: torch.device, stage_bytes: int, most: int) -> int:
+    """As many tiles in flight as shared memory holds, and `most`."""
+    return max(1, min(most, (shared_bytes(device) - SMALL_BYTES) // stage_bytes))
 
 
 GEMMS = Gemms(tile_gemm, int8_gemm)

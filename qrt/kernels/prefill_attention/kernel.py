@@ -1,11 +1,11 @@
 """Triton kernels of prefill_attention: see the package's docstring for the contract.
 
-The first kernel decodes what the chunks read from the cache, once, into contiguous K and V of q's dtype: the
-price of a format does not grow with the chunk. The second is FlashAttention-2 (arXiv:2307.08691): a program
-takes a tile of (token, query head of one KV head) pairs through the cached tokens, then through the chunk's
-own k and v. Both are in the basis of the cache, so one online softmax runs over all of it, and the epilogue
-turns the sum back. Whole heads are tiles [.., 2H], H columns per half head, so that the epilogue can part
-them.
+The first kernel decodes what the chunks read from the cache, once, into contiguous 16-bit K and V (fp32 for
+fp32): the price of a format does not grow with the chunk. The second is FlashAttention-2 (arXiv:2307.08691):
+a program takes a tile of (token, query head of one KV head) pairs through the cached tokens, then through the
+chunk's own k and v. Both are in the basis of the cache, so one online softmax runs over all of it, and the
+epilogue turns the sum back. Whole heads are tiles [.., 2H], H columns per half head, so that the epilogue can
+part them.
 """
 
 import math
@@ -18,13 +18,20 @@ import triton.language as tl
 from torch import Tensor
 
 from qrt.checks import expect
-from qrt.kernels.device import half_width, out_of_basis, signs, store_halves, token_stride
+from qrt.kernels.device import (
+    half_width,
+    out_of_basis,
+    shared_bytes,
+    signs,
+    store_halves,
+    token_stride,
+)
 from qrt.quant.kv import KV_FORMATS, KVFormat
 from qrt.quant.kv.device import part_columns
 
 
 class Tile(NamedTuple):
-    """Rows (token, head) and tokens of a program's dot, and how it is compiled."""
+    """Rows (token, head) and tokens of a program's dot, and how it is compiled; of stages the most."""
 
     rows: int
     tokens: int
@@ -33,8 +40,8 @@ class Tile(NamedTuple):
 
 
 TILES = {  # by bytes of a value and whether D is at most 128; fp32 dots run outside the tensor cores
-    (2, True): Tile(rows=128, tokens=128, stages=2, warps=8),
-    (2, False): Tile(rows=128, tokens=32, stages=2, warps=8),  # fits an A100 and, without wgmma, 100 KB
+    (2, True): Tile(rows=128, tokens=64, stages=3, warps=8),
+    (2, False): Tile(rows=64, tokens=32, stages=2, warps=4),
     (4, True): Tile(rows=32, tokens=32, stages=1, warps=8),
     (4, False): Tile(rows=32, tokens=16, stages=1, warps=8),
 }
@@ -93,7 +100,7 @@ def _attend_tiles(
         k_tile = _load_heads(
             k + tl.cast(at, tl.int64) * stride_k + column * stride_k, dims, live, real, D, MASKED
         )
-        scores = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
+        scores = tl.dot(q.to(k_tile.dtype), tl.trans(k_tile), input_precision="ieee")
         if MASKED:
             scores = tl.where(key[None, :] <= last[:, None], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, 1) * scale)
@@ -187,7 +194,8 @@ def gather(
     k: Tensor,
     v: Tensor,
 ) -> None:
-    """Decode the cached tokens of all chunks into k, v [num_cached, Hkv, D], in the basis of the cache."""
+    """Decode the cached tokens of all chunks into k, v [num_cached, Hkv, D], in the basis of the cache and
+    their own dtype."""
     if max_cached_len == 0:
         return
     (_, Hkv, D), device = k.shape, fmt.device()
@@ -224,14 +232,18 @@ def prefill_attention(
     if T == 0:
         return out
     fmt = KV_FORMATS[format]
-    cached_k, cached_v = (torch.empty(num_cached, Hkv, D, dtype=q.dtype, device=q.device) for _ in "kv")
+    # fp16 holds what a code times its scale is worth, bf16 would round it as coarsely as int8 does
+    dtype = torch.float16 if fmt.bits < 16 and q.dtype is torch.bfloat16 else q.dtype
+    cached_k, cached_v = (torch.empty(num_cached, Hkv, D, dtype=dtype, device=q.device) for _ in "kv")
     gather(kv, slot_table, rows, cached_start, max_cached_len, fmt, cached_k, cached_v)
-    tile = TILES[q.itemsize, D <= 128]
+    tile, H = TILES[q.itemsize, D <= 128], half_width(D, 1)
+    row_bytes, queries = 2 * H * q.itemsize, 1 + (dtype is not q.dtype)  # q is there in both dtypes
+    stages = (shared_bytes(q.device) - queries * tile.rows * row_bytes) // (2 * tile.tokens * row_bytes)
     _prefill_kernel[(Hkv, B, triton.cdiv(max_query_len * (Hq // Hkv), tile.rows))](
         q, k, v, cached_k, cached_v, query_start, cached_start,
         signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e),
         token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"), ATTEND_CACHE=attend_cache,
-        G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, 1), M=tile.rows, TILE=tile.tokens, STAGES=tile.stages,
-        num_warps=tile.warps,
+        G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=tile.rows, TILE=tile.tokens,
+        STAGES=max(1, min(tile.stages, stages)), num_warps=tile.warps,
     )  # fmt: skip
     return out
