@@ -19,11 +19,6 @@ def _load(buffers, slots, live, head, num_slots, HEADS: tl.constexpr, D: tl.cons
 
 
 @triton.jit
-def _decode(tile):
-    return tile
-
-
-@triton.jit
 def _query(lo, hi, scale):
     return lo, hi, scale
 
@@ -73,7 +68,6 @@ DEVICE = KVDevice(
     parts=1,
     encode=_encode,
     load=_load,
-    decode=_decode,
     query=_query,
     scores=_scores,
     headroom=_headroom,
