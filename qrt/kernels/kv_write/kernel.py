@@ -24,6 +24,7 @@ from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
 ROWS, WARPS = 2, 1  # few vectors to a warp: no registers spill, and no barrier waits
+RAW_ROWS = 8  # of a format that only copies
 DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n channels are turned by
 
 
@@ -96,7 +97,7 @@ def kv_write(
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device()
     H = half_width(D, device.parts)
-    rows = ROWS if H == D // 2 or not fmt.rotated else DOT_ROWS
+    rows = RAW_ROWS if not fmt.rotated else ROWS if H == D // 2 else DOT_ROWS
     grid = (triton.cdiv(T * Hq, rows) + 2 * triton.cdiv(T * Hkv, rows),)
     _kv_write_kernel[grid](
         q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,
