@@ -1,7 +1,6 @@
 """`qrt-eval kernels`: every cell is measured and counted rightly, on a machine without a GPU too."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 from qrt.kernels import tuned
 from qrt_eval import shapes
 from qrt_eval.cli import main
+from qrt_eval.kernels import timer
 from qrt_eval.kernels.timer import COLD_BYTES, Rates, copies, microseconds
 from qrt_eval.kernels.tune import trials
 
@@ -47,12 +47,15 @@ def test_the_whole_table(small, tmp_path, capsys):
     assert "linear" in capsys.readouterr().out
 
 
-def test_time_is_of_one_call():
-    def work(seconds):
-        time.sleep(seconds)
+def test_time_is_of_one_call(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    clock = [0.0]
+    monkeypatch.setattr(timer.time, "perf_counter", lambda: clock[0])
 
-    if not torch.cuda.is_available():
-        assert microseconds(work, [(0.01,)] * 3) == pytest.approx(1e4, rel=0.5)
+    def work(seconds):
+        clock[0] += seconds
+
+    assert microseconds(work, [(0.01,), (0.02,), (0.03,)]) == pytest.approx(2e4)
 
 
 def test_operands_do_not_fit_the_cache_together():

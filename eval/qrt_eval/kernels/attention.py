@@ -16,19 +16,15 @@ from qrt.kernels.prefill_attention import prefill_attention
 from qrt.layers.rope import rope_tables
 from qrt.quant.kv import KV_FORMATS, KVFormat
 from qrt_eval.kernels.row import Row
-from qrt_eval.kernels.timer import Rates, copies, microseconds
+from qrt_eval.kernels.timer import Rates, activation_dtype, copies, microseconds
 
 Buffers = list[Tensor]
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _cache(fmt: KVFormat, slots: int, config: ModelConfig, device: torch.device) -> Buffers:
     """Random K and V in the format."""
     buffers = []
-    for spec in fmt.buffers(slots, config.num_kv_heads, config.head_dim, _dtype(device)).values():
+    for spec in fmt.buffers(slots, config.num_kv_heads, config.head_dim, activation_dtype(device)).values():
         tensor = spec.zeros(device)
         if tensor.dtype.is_floating_point:
             tensor.normal_()
@@ -53,7 +49,7 @@ def decode_rows(
         table = torch.randperm(tokens, device=device).to(torch.int32).view(batch, context)
         index = torch.arange(batch, device=device, dtype=torch.int32)
         lens = torch.full_like(index, context)
-        q = torch.randn(batch, heads, dim, device=device, dtype=_dtype(device))
+        q = torch.randn(batch, heads, dim, device=device, dtype=activation_dtype(device))
         for name in KV_FORMATS:
             fmt = KV_FORMATS[name]
             num_bytes = tokens * fmt.bytes_per_slot(config.num_kv_heads, dim, q.dtype)
@@ -86,7 +82,7 @@ def prefill_rows(
         total, at = chunk + prefix, f"{chunk} + {prefix}"
         flops = 4 * heads * dim * (chunk * prefix + chunk * (chunk + 1) // 2)
         q, k, v = (
-            torch.randn(chunk, n, dim, device=device, dtype=_dtype(device))
+            torch.randn(chunk, n, dim, device=device, dtype=activation_dtype(device))
             for n in (heads, kv_heads, kv_heads)
         )
         table = torch.randperm(total, device=device).to(torch.int32)[None]
@@ -122,7 +118,7 @@ def write_rows(
         for name in KV_FORMATS:
             fmt = KV_FORMATS[name]
             width = (heads + 2 * kv_heads) * dim
-            x = torch.randn(count, width, device=device, dtype=_dtype(device))
+            x = torch.randn(count, width, device=device, dtype=activation_dtype(device))
             num_bytes = 2 * x.nbytes + count * fmt.bytes_per_slot(kv_heads, dim, x.dtype)
             table = smoothing if fmt.rotated else None
             operands = []

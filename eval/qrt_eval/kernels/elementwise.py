@@ -10,12 +10,12 @@ from qrt.arch import ModelConfig
 from qrt.kernels.rmsnorm import add_rmsnorm
 from qrt.kernels.silu_mul import silu_mul
 from qrt_eval.kernels.row import Row
-from qrt_eval.kernels.timer import Rates, copies, microseconds
+from qrt_eval.kernels.timer import Rates, activation_dtype, copies, microseconds
 
 
 def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
     """RMSNorm with the residual addition, and SiLU * up."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = activation_dtype(device)
     hidden, inner = config.hidden_size, config.intermediate_size
     weight = torch.ones(hidden, device=device, dtype=dtype)
     for count in tokens:

@@ -13,7 +13,7 @@ from qrt.model.build import LinearShape
 from qrt.model.random import RandomWeights
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.kernels.row import Row
-from qrt_eval.kernels.timer import Rates, copies, microseconds
+from qrt_eval.kernels.timer import Rates, activation_dtype, copies, microseconds
 
 INT8_PRODUCTS = {"w8a8"}  # schemes whose arithmetic is int8
 
@@ -64,7 +64,7 @@ def _product(
     weights = cold_copies(random_linear(scheme, k, n, device))
     weight_bytes = _num_bytes(weights[0])
     for m in tokens:
-        x = torch.randn(m, k, device=device, dtype=_dtype(device))
+        x = torch.randn(m, k, device=device, dtype=activation_dtype(device))
         us = microseconds(linear, [(x, weight.tensors, None, scheme) for weight in weights])
         flops, num_bytes = 2 * m * n * k, weight_bytes + m * (n + k) * x.itemsize
         int8 = scheme in INT8_PRODUCTS
@@ -74,7 +74,7 @@ def _product(
 
 def random_linear(scheme: str, k: int, n: int, device: torch.device) -> Linear:
     """A weight [N, K] of the scheme's default grid."""
-    weights = RandomWeights(scheme, WEIGHT_SCHEMES[scheme].spec, "", device, _dtype(device), seed=0)
+    weights = RandomWeights(scheme, WEIGHT_SCHEMES[scheme].spec, "", device, activation_dtype(device), seed=0)
     return weights.linear(("weight",), LinearShape((n,), k, bias=False))
 
 
@@ -82,10 +82,6 @@ def cold_copies(first: Linear) -> list[Linear]:
     """`first` and as many copies as keep it from being read from the cache."""
     clones = (tuple(t.clone() for t in first.tensors) for _ in range(copies(_num_bytes(first)) - 1))
     return [first, *(Linear(first.scheme, tensors, first.bias) for tensors in clones)]
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _tinygemm(

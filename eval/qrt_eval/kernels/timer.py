@@ -56,6 +56,11 @@ def microseconds(
     return statistics.median(start.elapsed_time(end) for start, end in events) / len(operands) * 1e3
 
 
+def activation_dtype(device: torch.device) -> torch.dtype:
+    """What the operators are timed in."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 @dataclass(frozen=True)
 class Rates:
     """What this machine does at best, measured: bytes copied (read and written), bf16 and int8 products."""
@@ -77,7 +82,7 @@ def measure_rates(device: torch.device) -> Rates:
     source = torch.empty(elements, dtype=torch.int32, device=device).random_()
     copy = partial(torch.bitwise_not, out=torch.empty_like(source))  # a kernel; copy_ is the copy engine's
     copy_us = microseconds(copy, [(source,)])
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if gpu else torch.float32)
+    a = torch.randn(size, size, device=device, dtype=activation_dtype(device))
     product_us = microseconds(torch.mm, [(a, a.T)])
     flops_per_s = 2 * size**3 / product_us * 1e6
     # int8 tensor cores do twice what bf16's do; torch's own int8 product does not reach that
