@@ -50,6 +50,8 @@ def build(
     if plan.admitted:
         table.admit(plan.admitted)
     arrays = {**_token_arrays(plan, table.slot_table.shape[1]), **_sample_arrays(plan)}
+    cached = [chunk.end if attend_cache else chunk.start for chunk in plan.chunks]
+    arrays["cached_start"] = _int32([0], np.cumsum(cached))
     arrays |= {f"targets {c.request_id}": _int64(c.scoring.targets) for c in plan.chunks if c.scoring}
     sent = to_device({name: array for name, array in arrays.items() if array.size}, table.device)
     table.slot_table.view(-1).index_copy_(0, sent["written"], sent["written_slots"])
@@ -67,7 +69,16 @@ def build(
         tokens.append(sent["chunk_tokens"])
         positions.append(sent["chunk_positions"])
         longest = max(len(chunk.tokens) for chunk in plan.chunks)
-        prefill = PrefillMeta(rows, kv_lens, sent["query_start"], longest, attend_cache)
+        prefill = PrefillMeta(
+            rows,
+            kv_lens,
+            sent["query_start"],
+            sent["cached_start"],
+            max_query_len=longest,
+            num_cached=sum(cached),
+            max_cached_len=max(cached),
+            attend_cache=attend_cache,
+        )
     step = StepMeta(
         _join(tokens),
         _join(positions),

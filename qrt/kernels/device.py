@@ -18,6 +18,13 @@ def half_width(head_dim: int, parts: int) -> int:
     return parts * max(MIN_COLUMNS, triton.next_power_of_2(head_dim // 2 // parts))
 
 
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have; on a CPU, a Hopper GPU's."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def token_stride(x: Tensor, name: str) -> int:
     """Elements between tokens of x [T, heads, D]; ValueError unless a token's heads are contiguous."""
     if x.stride(2) != 1 or x.stride(1) != x.shape[2]:

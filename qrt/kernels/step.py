@@ -29,17 +29,26 @@ class DecodeMeta:
 class PrefillMeta:
     """The prefill chunks, packed.
 
-    rows           [Bp] int32     each request's row of the slot table
-    kv_lens        [Bp] int32     context length after the chunk: cached prefix + chunk
-    query_start    [Bp+1] int32   where each chunk starts among the prefill tokens; starts at 0
-    max_query_len  longest chunk, on the host
-    attend_cache   read the chunk's own K/V back from the cache instead of attending it raw
+    rows            [Bp] int32     each request's row of the slot table
+    kv_lens         [Bp] int32     context length after the chunk: cached prefix + chunk
+    query_start     [Bp+1] int32   where each chunk starts among the prefill tokens; starts at 0
+    cached_start    [Bp+1] int32   where its cached tokens start when those of all are packed; starts at 0
+    max_query_len   longest chunk, on the host
+    num_cached      cached tokens of all chunks, on the host
+    max_cached_len  most cached tokens of one chunk, on the host
+    attend_cache    read the chunk's own K/V back from the cache instead of attending it raw
+
+    The cached tokens are what a chunk attends through the cache: its prefix or, with attend_cache, all of
+    its context.
     """
 
     rows: Tensor
     kv_lens: Tensor
     query_start: Tensor
+    cached_start: Tensor
     max_query_len: int
+    num_cached: int
+    max_cached_len: int
     attend_cache: bool = False
 
 

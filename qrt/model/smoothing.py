@@ -50,6 +50,14 @@ def _prefill(count: int, vocab_size: int, device: torch.device) -> StepMeta:
     tokens = torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(SEED))
     positions = torch.arange(count, dtype=torch.int32, device=device)
     row = torch.zeros(1, dtype=torch.int32, device=device)
-    prefill = PrefillMeta(row, row + count, torch.cat((row, row + count)), max_query_len=count)
+    prefill = PrefillMeta(
+        rows=row,
+        kv_lens=row + count,
+        query_start=torch.cat((row, row + count)),
+        cached_start=torch.cat((row, row)),
+        max_query_len=count,
+        num_cached=0,
+        max_cached_len=0,
+    )
     none = torch.empty(0, dtype=torch.int64, device=device)
     return StepMeta(tokens.to(device), positions, positions, positions[None], none, None, prefill)

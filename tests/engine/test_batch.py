@@ -51,6 +51,8 @@ def test_mixed_step():
     assert step.prefill.rows.tolist() == [0, 2, 5] and step.prefill.kv_lens.tolist() == [13, 6, 5]
     assert step.prefill.query_start.tolist() == [0, 3, 4, 7]
     assert step.prefill.max_query_len == 3 and step.prefill.attend_cache
+    assert step.prefill.cached_start.tolist() == [0, 13, 19, 24]
+    assert (step.prefill.num_cached, step.prefill.max_cached_len) == (24, 13)
     written = {(3, 22): 7, (1, 20): 70, (0, 10): 30, (0, 11): 31, (0, 12): 32, (2, 5): 50}
     written |= {(5, p): s for p, s in enumerate([90, 91, 80, 81, 82])}
     expected = torch.full((7, 128), 999, dtype=torch.int32)
@@ -59,6 +61,12 @@ def test_mixed_step():
     assert torch.equal(step.slot_table, expected)
     dtypes = (step.tokens, step.positions, step.slots, step.logit_rows, step.decode.kv_lens)
     assert [x.dtype for x in dtypes] == [torch.int64, torch.int32, torch.int32, torch.int64, torch.int32]
+
+
+def test_without_attend_cache_the_cached_tokens_are_the_prefixes():
+    prefill = build(mixed_plan(), table(), num_kv_heads=2, attend_cache=False).step.prefill
+    assert prefill.cached_start.dtype == torch.int32 and prefill.cached_start.tolist() == [0, 10, 15, 17]
+    assert (prefill.num_cached, prefill.max_cached_len) == (17, 10)
 
 
 def test_sampling_of_a_mixed_step():

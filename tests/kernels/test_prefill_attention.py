@@ -33,12 +33,19 @@ class Chunks:
         self.start = torch.tensor([0, *own]).cumsum(0).int().to(k.device)
         self.scale = k.shape[-1] ** -0.5
 
-    def run(self, attention, attend_cache=False):
+    def args(self, attend_cache=False):
         held = self.held
-        return attention(
-            self.q, self.k, self.v, held.buffers, held.slot_table, held.rows, self.start, held.kv_lens,
-            max(self.own), attend_cache, held.name, self.scale,
+        own = self.start.diff()
+        cached = held.kv_lens if attend_cache else held.kv_lens - own
+        starts = torch.cat((self.start[:1], cached.cumsum(0).int()))
+        sizes = max(self.own), int(cached.sum()), int(cached.max())
+        return (
+            self.q, self.k, self.v, held.buffers, held.slot_table, held.rows, self.start, starts,
+            *sizes, attend_cache, held.name, self.scale,
         )  # fmt: skip
+
+    def run(self, attention, attend_cache=False):
+        return attention(*self.args(attend_cache))
 
     def truth(self, attend_cache=False):
         """fp64: the prefix as the cache holds it, the chunk raw (or from the cache too)."""
@@ -88,6 +95,42 @@ def test_a_chunk_of_several_tiles(device, attend_cache, name):
     )
 
 
+@CACHED
+@FORMATS
+def test_chunks_without_some_and_with_many_cached_tokens(device, attend_cache, name):
+    """In one call: tiles of the cache and of the chunk that no mask is needed for, and none at all."""
+    case = chunks(name, [150, 20, 420, 9], [150, 5, 130, 9], 2, 2, 64, torch.float16, device)
+    assert error(case.run(kernel.prefill_attention, attend_cache), case.truth(attend_cache)) < bound(
+        name, torch.float16
+    )
+
+
+@FORMATS
+@pytest.mark.parametrize("around", [-1, 0, 1])
+def test_chunks_around_the_tile(device, name, around):
+    """Chunk and prefix end on, before and after a tile of keys, the chunk a tile of rows too."""
+    tile = kernel.TILES[2, True]
+    own, prefix = tile.rows // 2 + around, tile.tokens + around
+    case = chunks(name, [own + prefix, tile.tokens + around], [own, tile.tokens + around], 2, 1, 64,
+                  torch.float16, device)  # fmt: skip
+    assert error(case.run(kernel.prefill_attention), case.truth()) < bound(name, torch.float16)
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [64, 80, 128])
+def test_what_is_gathered_is_what_the_format_decodes(device, name, dtype, D):
+    """To the bit, rounded to the dtype; packed, and no token of another request or slot."""
+    held = cache(name, [70, 3, 64], 2, D, dtype, device)
+    cached = [65, 0, 64]
+    starts = torch.tensor([0, 65, 65, 129], dtype=torch.int32, device=device)
+    k, v = torch.empty(2, 129, 2, D, dtype=dtype, device=device)
+    kernel.gather(held.buffers, held.slot_table, held.rows, starts, max(cached), KV_FORMATS[name], k, v)
+    wanted = zip(*(held.decoded(i) for i in range(3)), strict=True)
+    for got, want in zip((k, v), wanted, strict=True):
+        assert torch.equal(got, torch.cat([x[:n] for x, n in zip(want, cached, strict=True)]).to(dtype))
+
+
 def test_the_reference_takes_its_queries_in_blocks(device, monkeypatch):
     case = chunks("int8", [50], [40], 4, 2, 64, torch.float32, device)
     whole = case.run(ref.prefill_attention)
@@ -133,11 +176,7 @@ def test_where_the_slots_are_does_not_matter(device, name):
 
 def test_operator(device):
     case = chunks("int4", [30, 8], [12, 8], 2, 1, 64, torch.float32, device)
-    held = case.held
-    args = (
-        case.q, case.k, case.v, held.buffers, held.slot_table, held.rows, case.start, held.kv_lens,
-        12, False, "int4", case.scale,
-    )  # fmt: skip
+    args = case.args()
     assert error(prefill_attention(*args), case.truth()) < bound("int4", torch.float32)
     torch.library.opcheck(prefill_attention, args, test_utils=("test_schema", "test_faketensor"))
 

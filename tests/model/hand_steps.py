@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -76,14 +78,16 @@ class Requests:
         return DecodeMeta(self._ints(rows), kv_lens, plan_splits(kv_lens, self.model.config.num_kv_heads))
 
     def _prefill(self, chunks: list[tuple[int, int]]) -> PrefillMeta:
-        starts = [0]
-        for _, length in chunks:
-            starts.append(starts[-1] + length)
+        own = [length for _, length in chunks]
+        cached = [self.lengths[row] - (0 if self.attend_cache else length) for row, length in chunks]
         return PrefillMeta(
             rows=self._ints([row for row, _ in chunks]),
             kv_lens=self._ints([self.lengths[row] for row, _ in chunks]),
-            query_start=self._ints(starts),
-            max_query_len=max(length for _, length in chunks),
+            query_start=self._ints([0, *accumulate(own)]),
+            cached_start=self._ints([0, *accumulate(cached)]),
+            max_query_len=max(own),
+            num_cached=sum(cached),
+            max_cached_len=max(cached),
             attend_cache=self.attend_cache,
         )
 

@@ -86,12 +86,12 @@ def prefill_rows(
             for n in (heads, kv_heads, kv_heads)
         )
         table = torch.randperm(total, device=device).to(torch.int32)[None]
-        lens, row = torch.tensor([[total], [0]], dtype=torch.int32, device=device)
-        start = torch.tensor([0, chunk], dtype=torch.int32, device=device)
+        row = torch.zeros(1, dtype=torch.int32, device=device)
+        starts = torch.tensor([[0, chunk], [0, prefix]], dtype=torch.int32, device=device)
         for name in KV_FORMATS if prefix else ("fp16",):
             fmt = KV_FORMATS[name]
             kv = _cache(fmt, total, config, device)
-            operands = (q, k, v, kv, table, row, start, lens, chunk, False, name, dim**-0.5)
+            operands = (q, k, v, kv, table, row, *starts, chunk, prefix, prefix, False, name, dim**-0.5)
             us = microseconds(prefill_attention, [operands] * 2)
             num_bytes = 2 * (q.nbytes + k.nbytes) + prefix * fmt.bytes_per_slot(kv_heads, dim, q.dtype)
             floor = rates.floor_us(num_bytes, flops)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qrt.kernels.device import shared_bytes
 from qrt.kernels.linear.int8_kernel import int8_gemm
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
@@ -313,25 +314,21 @@ def _wide_plan(x: Tensor, weight: TiledWeight, bits: int) -> WidePlan | None:
     measured = configs(x.device).get(tuning_key(x.shape[1], weight.out_features, bits, width))
     if measured is not None:
         return WidePlan(*measured) if measured else None
-    blocks, tiles, rows, words = weight.packed.shape
-    usual = wide_plan(width, blocks, tiles)
-    if usual is None:
-        return None
-    stage_bytes = words * (usual.blocks * rows * 2 + 16 // bits * usual.tokens * x.itemsize)
-    return usual._replace(stages=_stages(x.device, stage_bytes, usual.stages))
+    return wide_plan(width, *weight.packed.shape[:2])
 
 
 def _launch_wide(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], chosen: WidePlan
 ) -> None:
     (tokens, k), n = x.shape, weight.out_features
-    blocks = weight.packed.shape[0]
+    blocks, _, rows, words = weight.packed.shape
+    stage_bytes = chosen.blocks * rows * words * 2 + layout["PLANES"] * words * chosen.tokens * x.itemsize
     parts = torch.empty(chosen.splits * n * tokens if chosen.splits > 1 else 0, device=x.device)
     _wide[(triton.cdiv(tokens, chosen.tokens) * triton.cdiv(blocks, chosen.blocks), chosen.splits)](
         x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
         parts, weight.arrivals, tokens, n, blocks, k,
         DOT=_dot_type(x), BIASED=bias is not None, BM=chosen.tokens, BN=chosen.blocks, SPLITS=chosen.splits,
-        STAGES=chosen.stages, num_warps=chosen.warps, **layout,
+        STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **layout,
     )  # fmt: skip
 
 
@@ -366,10 +363,7 @@ def _dot_type(x: Tensor) -> tl.dtype:
 
 def _stages(device: torch.device, stage_bytes: int, most: int) -> int:
     """As many tiles in flight as shared memory holds, and `most`."""
-    if device.type != "cuda":
-        return most
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - SMALL_BYTES
-    return max(1, min(most, room // stage_bytes))
+    return max(1, min(most, (shared_bytes(device) - SMALL_BYTES) // stage_bytes))
 
 
 GEMMS = Gemms(tile_gemm, int8_gemm)

@@ -1,12 +1,14 @@
-"""prefill_attention: packed chunks of prompts against their cached prefix and themselves, causally.
+"""prefill_attention: packed chunks of prompts against their cached tokens and themselves, causally.
 
 q [T, Hq, D] and k, v [T, Hkv, D] (heads contiguous, any token stride) as `kv_write` leaves them: after RoPE
-and in the basis of the cache. Chunk i is tokens query_start[i] to query_start[i+1] (int32 [B+1]); its
-context is kv_lens[i] tokens (int32 [B]), of which the last ones are itself, the rest its cached prefix.
-kv, slot_table, rows: as for decode_attention. max_query_len: the longest chunk, or more.
+and in the basis of the cache. Chunk i is tokens query_start[i] to query_start[i+1] (int32 [B+1]) and reads
+the first cached_start[i+1] - cached_start[i] (int32 [B+1]) positions of slot_table[rows[i]] from the cache:
+its prefix, and it attends its own k and v as they are. With `attend_cache` these positions are its whole
+context, the chunk included, and its own k and v are not read, so that a perplexity sees what the format
+loses. kv, slot_table, rows: as for decode_attention.
 
-The prefix is read through the KV format; the chunk attends its own k and v as they are, or, with
-`attend_cache`, reads them back from the cache too, so that a perplexity sees what the format loses.
+On the host: max_query_len, the longest chunk; num_cached, the last of cached_start; max_cached_len, the most
+positions that one chunk reads from the cache. What is read from the cache is rounded to q's dtype.
 Returns [T, Hq, D] in q's dtype and the model's basis.
 """
 
@@ -26,8 +28,8 @@ def _fake(q: Tensor, *args: Any) -> Tensor:
 
 prefill_attention = define(
     "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor[] kv, Tensor slot_table, Tensor rows, "
-    "Tensor query_start, Tensor kv_lens, int max_query_len, bool attend_cache, str format, float scale)"
-    " -> Tensor",
+    "Tensor query_start, Tensor cached_start, int max_query_len, int num_cached, int max_cached_len, "
+    "bool attend_cache, str format, float scale) -> Tensor",
     ref=ref.prefill_attention,
     triton="qrt.kernels.prefill_attention.kernel:prefill_attention",
     fake=_fake,

@@ -1,9 +1,11 @@
-"""Triton kernel of prefill_attention: see the package's docstring for the contract.
+"""Triton kernels of prefill_attention: see the package's docstring for the contract.
 
-A program takes a tile of (token, query head of one KV head) pairs of one chunk through the cached tokens
-it may see, by the KV format's device functions, then through the chunk's own k and v, which are attended
-as the unquantized format attends its tiles. Both are in the basis of the cache, so one online softmax runs
-over all of it, and the epilogue turns the sum back (FlashAttention-2, arXiv:2307.08691).
+The first kernel decodes what the chunks read from the cache, once, into contiguous 16-bit K and V (fp32 for
+fp32): the price of a format does not grow with the chunk. The second is FlashAttention-2 (arXiv:2307.08691):
+a program takes a tile of (token, query head of one KV head) pairs through the cached tokens, then through the
+chunk's own k and v. Both are in the basis of the cache, so one online softmax runs over all of it, and the
+epilogue turns the sum back. Whole heads are tiles [.., 2H], H columns per half head, so that the epilogue can
+part them.
 """
 
 import math
@@ -17,23 +19,19 @@ from torch import Tensor
 
 from qrt.checks import expect
 from qrt.kernels.device import (
-    cross,
     half_width,
-    load_halves,
-    load_signs,
-    online_softmax,
-    rotate,
+    out_of_basis,
+    shared_bytes,
     signs,
     store_halves,
     token_stride,
 )
-from qrt.quant.kv import KV_FORMATS
-from qrt.quant.kv.device import KVDevice, part_columns
-from qrt.quant.kv.fp16.device import DEVICE as RAW
+from qrt.quant.kv import KV_FORMATS, KVFormat
+from qrt.quant.kv.device import part_columns
 
 
 class Tile(NamedTuple):
-    """Rows (token, head) and tokens of a program's dot, and how it is compiled."""
+    """Rows (token, head) and tokens of a program's dot, and how it is compiled; of stages the most."""
 
     rows: int
     tokens: int
@@ -41,85 +39,170 @@ class Tile(NamedTuple):
     warps: int
 
 
-def _tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    if dtype is torch.float32:  # exact dots run outside the tensor cores: keep the accumulators small
-        return Tile(rows=32, tokens=32 if head_dim <= 128 else 16, stages=1, warps=8)
-    return Tile(rows=128, tokens=64 if head_dim <= 128 else 32, stages=2, warps=8)
+TILES = {  # by bytes of a value and whether D is at most 128; fp32 dots run outside the tensor cores
+    (2, True): Tile(rows=128, tokens=64, stages=3, warps=8),
+    (2, False): Tile(rows=64, tokens=32, stages=2, warps=4),
+    (4, True): Tile(rows=32, tokens=32, stages=1, warps=8),
+    (4, False): Tile(rows=32, tokens=16, stages=1, warps=8),
+}
+GATHERED = 64  # tokens that a program of the first kernel decodes
+GATHER_WARPS = 4
 
 
 @triton.jit
-def _attend_cached(
-    query, buffers, table, cached, position, num_slots, M: tl.constexpr, HKV: tl.constexpr,
-    D: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr,
+def _gather_kernel(
+    buffers, slot_table, rows, cached_start, k, v, num_slots, stride_table,
+    HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, FMT: tl.constexpr,
 ):  # fmt: skip
-    """Attend positions 0..cached-1 of the cache, row r those up to position[r]."""
-    m, l, acc = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32), FMT.empty(M, H)
-    kv_head = tl.program_id(1)
-    for first in tl.range(0, cached, TILE, num_stages=STAGES):
-        key = first + tl.arange(0, TILE)
-        slots = tl.load(table + key, mask=key < cached, other=0).to(tl.int64)
-        tile = FMT.load(buffers, slots, key < cached, kv_head, num_slots, HKV, D, H)
-        visible = (key < cached)[None, :] & (key[None, :] <= position[:, None])
-        m, l, acc = online_softmax(query, tile, visible, m, l, acc, FMT)
-    return m, l, FMT.finish(acc)
+    """grid (Hkv, tiles of the longest, B); writes k, v [num_cached, Hkv, D], request after request."""
+    head, first, request = tl.program_id(0), tl.program_id(1) * TILE, tl.program_id(2)
+    start = tl.load(cached_start + request).to(tl.int64)
+    length = (tl.load(cached_start + request + 1) - start).to(tl.int32)
+    if first >= length:
+        return
+    token = first + tl.arange(0, TILE)
+    live = token < length
+    table = slot_table + tl.load(rows + request).to(tl.int64) * stride_table
+    slots = tl.load(table + token, mask=live, other=0).to(tl.int64)
+    k_lo, k_hi, v_lo, v_hi = FMT.decode(FMT.load(buffers, slots, live, head, num_slots, HKV, D, H))
+    dims, real = part_columns(D, FMT.parts, H)
+    at = ((start + token) * HKV + head) * D
+    store_halves(k + at, k_lo, k_hi, live, dims, real, D)
+    store_halves(v + at, v_lo, v_hi, live, dims, real, D)
 
 
 @triton.jit
-def _attend_own(
-    query, k, v, seen, token, dims, real, state, stride_k, stride_v,
-    D: tl.constexpr, TILE: tl.constexpr, RAW: tl.constexpr, STAGES: tl.constexpr,
+def _load_heads(rows, dims, live, real, D: tl.constexpr, MASKED: tl.constexpr):
+    """Heads at `rows` [N] (pointers) -> [N, 2H]; zero where not `real` [2H] or, if MASKED, not `live` [N]."""
+    at = rows[:, None] + dims[None, :]
+    if MASKED:
+        return tl.load(at, mask=live[:, None] & real[None, :], other=0.0)
+    elif dims.shape[0] != D:
+        return tl.load(at, mask=real[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def _attend_tiles(
+    q, k, v, stride_k, stride_v, first, end, last, state, scale, dims, real,
+    D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Go on from `state` through the chunk's first `seen` k and v, row r those up to token[r]."""
+    """Go on from `state` through keys first..end-1: whole tiles that every row sees or, if MASKED, any
+    number of them, of which row r sees those up to last[r].
+
+    Every row must see a token of the first tile it meets, or m stays -inf. Base 2, fp32.
+    """
     m, l, acc = state
-    for first in tl.range(0, seen, TILE, num_stages=STAGES):
-        key = first + tl.arange(0, TILE)
-        k_lo, k_hi = load_halves(k + key.to(tl.int64) * stride_k, key < seen, dims, real, D)
-        v_lo, v_hi = load_halves(v + key.to(tl.int64) * stride_v, key < seen, dims, real, D)
-        visible = (key < seen)[None, :] & (key[None, :] <= token[:, None])
-        m, l, acc = online_softmax(query, (k_lo, k_hi, v_lo, v_hi), visible, m, l, acc, RAW)
+    column = tl.arange(0, TILE)
+    for at in tl.range(first, end, TILE, num_stages=STAGES):
+        key, live = at + column, at + column < end
+        k_tile = _load_heads(
+            k + tl.cast(at, tl.int64) * stride_k + column * stride_k, dims, live, real, D, MASKED
+        )
+        scores = tl.dot(q.to(k_tile.dtype), tl.trans(k_tile), input_precision="ieee")
+        if MASKED:
+            scores = tl.where(key[None, :] <= last[:, None], scores, -float("inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1) * scale)
+        p = tl.exp2(scores * scale - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        v_tile = _load_heads(
+            v + tl.cast(at, tl.int64) * stride_v + column * stride_v, dims, live, real, D, MASKED
+        )
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
+        m, l = m_new, l * alpha + tl.sum(p, 1)
     return m, l, acc
 
 
 @triton.jit
-def _prefill_kernel(
-    q, k, v, buffers, slot_table, rows, query_start, kv_lens, rotation, out, scale, num_slots,
-    stride_q, stride_k, stride_v, stride_table, ATTEND_CACHE: tl.constexpr,
-    G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
-    TILE: tl.constexpr, FMT: tl.constexpr, RAW: tl.constexpr, STAGES: tl.constexpr,
+def _attend(
+    q, k, v, stride_k, stride_v, free, end, last, state, scale, dims, real,
+    D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """grid (tiles of the longest chunk, Hkv, B); the last tiles see most and start first."""
-    kv_head, request = tl.program_id(1), tl.program_id(2)
+    """Go on from `state` through keys 0..end-1, of which every row sees the first `free` and row r those up
+    to last[r]: masks cost, so only the last tiles have them.
+
+    These go first (every row sees key free-1 in them), because ptxas makes every wgmma of the kernel wait for
+    the one before (warning C7515) when they come after the others.
+    """
+    whole = tl.maximum(free - 1, 0) // TILE * TILE
+    state = _attend_tiles(
+        q, k, v, stride_k, stride_v, whole, end, last, state, scale, dims, real, D, TILE, STAGES, True
+    )
+    return _attend_tiles(
+        q, k, v, stride_k, stride_v, 0, whole, last, state, scale, dims, real, D, TILE, STAGES, False
+    )
+
+
+@triton.jit
+def _prefill_kernel(
+    q, k, v, cached_k, cached_v, query_start, cached_start, rotation, out, scale,
+    stride_q, stride_k, stride_v, ATTEND_CACHE: tl.constexpr,
+    G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """grid (Hkv, B, tiles of the longest chunk); the last tiles of all heads see most and start first."""
+    kv_head, request = tl.program_id(0), tl.program_id(1)
     start = tl.load(query_start + request).to(tl.int64)
     length = (tl.load(query_start + request + 1) - start).to(tl.int32)
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * M
     if first >= length * G:
         return
     row = first + tl.arange(0, M)
     token, head, live = row // G, kv_head * G + row % G, row < length * G
-    seen = tl.minimum((first + M - 1) // G + 1, length)
-    dims, real = part_columns(D, FMT.parts, H)
-    lo, hi = load_halves(q + (start + token) * stride_q + head * D, live, dims, real, D)
+    free, end = first // G + 1, tl.minimum((first + M - 1) // G + 1, length)  # of the chunk's own tokens
+    dims, real = part_columns(2 * D, 2, 2 * H)
+    query = _load_heads(q + (start + token) * stride_q + head * D, dims, live, real, D, True)
 
-    prefix = tl.load(kv_lens + request) - length
-    cached = prefix + seen if ATTEND_CACHE else prefix
-    table = slot_table + tl.load(rows + request).to(tl.int64) * stride_table
-    query = FMT.query(lo, hi, scale)
-    m, l, acc = _attend_cached(
-        query, buffers, table, cached, prefix + token, num_slots, M, HKV, D, H, TILE, FMT, STAGES
-    )
-    if not ATTEND_CACHE:
+    cached_at = tl.load(cached_start + request).to(tl.int64)
+    cached = (tl.load(cached_start + request + 1) - cached_at).to(tl.int32)
+    cached_k += (cached_at * HKV + kv_head) * D
+    cached_v += (cached_at * HKV + kv_head) * D
+    m, l = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32)
+    state = m, l, tl.zeros([M, 2 * H], tl.float32)
+    if ATTEND_CACHE:
+        prefix = cached - length
+        state = _attend(
+            query, cached_k, cached_v, HKV * D, HKV * D, prefix + free, prefix + end, prefix + token, state,
+            scale, dims, real, D, TILE, STAGES,
+        )  # fmt: skip
+    else:
         k += start * stride_k + kv_head * D
         v += start * stride_v + kv_head * D
-        query = RAW.query(lo, hi, scale)
-        m, l, acc = _attend_own(
-            query, k, v, seen, token, dims, real, (m, l, acc), stride_k, stride_v, D, TILE, RAW, STAGES
+        state = _attend(
+            query, cached_k, cached_v, HKV * D, HKV * D, cached, cached, tl.zeros_like(token) + cached - 1,
+            state, scale, dims, real, D, TILE, STAGES,
+        )  # fmt: skip
+        state = _attend(
+            query, k, v, stride_k, stride_v, free, end, token, state, scale, dims, real, D, TILE, STAGES
         )
-    lo, hi = acc[0] / l[:, None], acc[1] / l[:, None]
+    _, l, acc = state
+    lo, hi = tl.split(tl.permute(tl.reshape(acc / l[:, None], (M, 2, H)), (0, 2, 1)))
+    dims, real = part_columns(D, 1, H)
     if rotation is not None:
-        matrix = load_signs(rotation[0], dims, real, D, True)
-        lo, hi = cross(lo, hi, D)
-        lo, hi = rotate(lo, matrix, rotation[1]), rotate(hi, matrix, rotation[1])
+        lo, hi = out_of_basis(lo, hi, rotation, dims, real, D)
     store_halves(out + ((start + token) * (HKV * G) + head) * D, lo, hi, live, dims, real, D)
+
+
+def gather(
+    kv: Sequence[Tensor],
+    slot_table: Tensor,
+    rows: Tensor,
+    cached_start: Tensor,
+    max_cached_len: int,
+    fmt: KVFormat,
+    k: Tensor,
+    v: Tensor,
+) -> None:
+    """Decode the cached tokens of all chunks into k, v [num_cached, Hkv, D], in the basis of the cache and
+    their own dtype."""
+    if max_cached_len == 0:
+        return
+    (_, Hkv, D), device = k.shape, fmt.device()
+    _gather_kernel[(Hkv, triton.cdiv(max_cached_len, GATHERED), len(rows))](
+        tuple(kv), slot_table, rows, cached_start, k, v, kv[0].shape[0], slot_table.stride(0),
+        HKV=Hkv, D=D, H=half_width(D, device.parts), TILE=GATHERED, FMT=device, num_warps=GATHER_WARPS,
+    )  # fmt: skip
 
 
 def prefill_attention(
@@ -130,30 +213,37 @@ def prefill_attention(
     slot_table: Tensor,
     rows: Tensor,
     query_start: Tensor,
-    kv_lens: Tensor,
+    cached_start: Tensor,
     max_query_len: int,
+    num_cached: int,
+    max_cached_len: int,
     attend_cache: bool,
     format: str,
     scale: float,
 ) -> Tensor:
-    """See the package's docstring."""
+    """See the package's docstring; `scale` must be positive."""
     T, Hq, D = expect(q, "T Hq D", name="q").values()
     Hkv = expect(k, "T Hkv D", q.dtype, "k", T=T, D=D)["Hkv"]
     expect(v, "T Hkv D", q.dtype, "v", T=T, Hkv=Hkv, D=D)
-    B = expect(kv_lens, "B", torch.int32, "kv_lens")["B"]
-    expect(rows, "B", torch.int32, "rows", B=B)
+    B = expect(rows, "B", torch.int32, "rows")["B"]
     expect(query_start, "N", torch.int32, "query_start", N=B + 1)
+    expect(cached_start, "N", torch.int32, "cached_start", N=B + 1)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if T == 0:
         return out
     fmt = KV_FORMATS[format]
-    device: KVDevice = fmt.device()
-    tile = _tile(D, q.dtype)
-    _prefill_kernel[(triton.cdiv(max_query_len * (Hq // Hkv), tile.rows), Hkv, B)](
-        q, k, v, tuple(kv), slot_table, rows, query_start, kv_lens,
-        signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e), kv[0].shape[0],
-        token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"), slot_table.stride(0),
-        ATTEND_CACHE=attend_cache, G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts),
-        M=tile.rows, TILE=tile.tokens, FMT=device, RAW=RAW, STAGES=tile.stages, num_warps=tile.warps,
+    # fp16 holds what a code times its scale is worth, bf16 would round it as coarsely as int8 does
+    dtype = torch.float16 if fmt.bits < 16 and q.dtype is torch.bfloat16 else q.dtype
+    cached_k, cached_v = (torch.empty(num_cached, Hkv, D, dtype=dtype, device=q.device) for _ in "kv")
+    gather(kv, slot_table, rows, cached_start, max_cached_len, fmt, cached_k, cached_v)
+    tile, H = TILES[q.itemsize, D <= 128], half_width(D, 1)
+    row_bytes, queries = 2 * H * q.itemsize, 1 + (dtype is not q.dtype)  # q is there in both dtypes
+    stages = (shared_bytes(q.device) - queries * tile.rows * row_bytes) // (2 * tile.tokens * row_bytes)
+    _prefill_kernel[(Hkv, B, triton.cdiv(max_query_len * (Hq // Hkv), tile.rows))](
+        q, k, v, cached_k, cached_v, query_start, cached_start,
+        signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e),
+        token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"), ATTEND_CACHE=attend_cache,
+        G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=tile.rows, TILE=tile.tokens,
+        STAGES=max(1, min(tile.stages, stages)), num_warps=tile.warps,
     )  # fmt: skip
     return out

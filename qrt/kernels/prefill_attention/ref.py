@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,20 +21,21 @@ def prefill_attention(
     slot_table: Tensor,
     rows: Tensor,
     query_start: Tensor,
-    kv_lens: Tensor,
+    cached_start: Tensor,
     max_query_len: int,
+    num_cached: int,
+    max_cached_len: int,
     attend_cache: bool,
     format: str,
     scale: float,
 ) -> Tensor:
-    """See the package's docstring; `max_query_len` does not matter here."""
+    """See the package's docstring; the host's integers do not matter here."""
     fmt = KV_FORMATS[format]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    bounds = query_start.tolist()
-    for i, (row, kv_len) in enumerate(zip(rows.tolist(), kv_lens.tolist(), strict=True)):
-        chunk = slice(bounds[i], bounds[i + 1])
-        own = bounds[i + 1] - bounds[i]
-        keys, values = fmt.decode_ref(kv, slot_table[row, : kv_len if attend_cache else kv_len - own])
+    chunks = zip(rows.tolist(), pairwise(query_start.tolist()), cached_start.diff().tolist(), strict=True)
+    for row, bounds, cached in chunks:
+        chunk = slice(*bounds)
+        keys, values = fmt.decode_ref(kv, slot_table[row, :cached])
         if not attend_cache:
             keys, values = torch.cat((keys, k[chunk].float())), torch.cat((values, v[chunk].float()))
         attended = causal_attention(q[chunk].float() * scale, keys, values)

@@ -19,6 +19,7 @@ class KVDevice(NamedTuple):
     encode      (lo, hi [M, H] fp32, buffers, slots, heads, live, num_slots, which, HEADS, D) writes
                 vectors of K (which 0) or V (which 1)
     load        (buffers, slots [N] int64, live [N], head, num_slots, HEADS, D, H) -> tile of N tokens
+    decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H], the values themselves, in fp32 or the model's dtype
     query       (lo, hi [M, H], scale) -> the left operand of `scores`; scale turns logits into base 2
     scores      (query, tile) -> [M, N] fp32, base-2 logits
     headroom    (tile) -> bits to add to the rows' maxima, so that p (at most 2^-headroom) suits `accumulate`
@@ -30,6 +31,7 @@ class KVDevice(NamedTuple):
     parts: int
     encode: Any
     load: Any
+    decode: Any
     query: Any
     scores: Any
     headroom: Any

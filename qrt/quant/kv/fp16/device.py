@@ -19,6 +19,11 @@ def _load(buffers, slots, live, head, num_slots, HEADS: tl.constexpr, D: tl.cons
 
 
 @triton.jit
+def _decode(tile):
+    return tile
+
+
+@triton.jit
 def _query(lo, hi, scale):
     return lo, hi, scale
 
@@ -68,6 +73,7 @@ DEVICE = KVDevice(
     parts=1,
     encode=_encode,
     load=_load,
+    decode=_decode,
     query=_query,
     scores=_scores,
     headroom=_headroom,

@@ -99,6 +99,22 @@ def _half(a, b):
 
 
 @triton.jit
+def _values(words, scale_lo, scale_hi):
+    """Words [N, P] and the scales [N] of their half heads -> lo, hi [N, 2P] fp32, (n - 7.5) times scale."""
+    a, b, c, d = _exact(words)
+    lo = _half(a.to(tl.float32), b.to(tl.float32) * 0.0625) + 0.5
+    hi = _half(c.to(tl.float32), d.to(tl.float32) * 0.0625) + 0.5
+    return lo * scale_lo[:, None], hi * scale_hi[:, None]
+
+
+@triton.jit
+def _decode(tile):
+    k_lo, k_hi = _values(tile[0], scale_of(tile[2], 0), scale_of(tile[2], 1))
+    v_lo, v_hi = _values(tile[1], scale_of(tile[2], 2), scale_of(tile[2], 3))
+    return k_lo, k_hi, v_lo, v_hi
+
+
+@triton.jit
 def _half_query(half, scale):
     a, b = _parts(half.to(tl.float32) * scale)
     a, b = a.to(tl.float16), (b * 0.0625).to(tl.float16)
@@ -201,6 +217,7 @@ DEVICE = KVDevice(
     parts=2,
     encode=_encode,
     load=_load,
+    decode=_decode,
     query=_query,
     scores=_scores,
     headroom=_headroom,

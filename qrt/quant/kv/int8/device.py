@@ -62,6 +62,14 @@ def _load(buffers, slots, live, head, num_slots, HEADS: tl.constexpr, D: tl.cons
 
 
 @triton.jit
+def _decode(tile):
+    k_lo, k_hi = _exact(tile[0])
+    v_lo, v_hi = _exact(tile[1])
+    k_lo, k_hi = k_lo * scale_of(tile[2], 0)[:, None], k_hi * scale_of(tile[2], 1)[:, None]
+    return k_lo, k_hi, v_lo * scale_of(tile[2], 2)[:, None], v_hi * scale_of(tile[2], 3)[:, None]
+
+
+@triton.jit
 def _query(lo, hi, scale):
     lo, hi = (lo.to(tl.float32) * scale).to(tl.float16), (hi.to(tl.float32) * scale).to(tl.float16)
     return lo, hi, tl.sum(lo.to(tl.float32), 1) * K_BIAS, tl.sum(hi.to(tl.float32), 1) * K_BIAS
@@ -121,6 +129,7 @@ DEVICE = KVDevice(
     parts=1,
     encode=_encode,
     load=_load,
+    decode=_decode,
     query=_query,
     scores=_scores,
     headroom=_headroom,
