@@ -129,8 +129,8 @@ def online_softmax(query, tile, visible, m, l, acc, FMT: tl.constexpr):
     m is the rows' maximum plus the format's headroom. Every row must see a token of the first tile it
     meets, or m stays -inf (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
-    scores = tl.where(visible, FMT.scores(query, tile), -float("inf"))
-    m_new = tl.maximum(m, tl.max(scores, 1) + FMT.headroom(tile))
+    scores = tl.where(visible[:, None], FMT.scores(query, tile), -float("inf"))
+    m_new = tl.maximum(m, tl.max(scores, 0) + FMT.headroom(tile))
     alpha = tl.exp2(m - m_new)
-    p = tl.exp2(scores - m_new[:, None])
-    return m_new, l * alpha + tl.sum(p, 1), FMT.accumulate(acc, p, alpha, tile)
+    p = tl.exp2(scores - m_new[None, :])
+    return m_new, l * alpha[None, :] + p, FMT.accumulate(acc, p, alpha, tile)

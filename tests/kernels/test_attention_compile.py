@@ -32,7 +32,7 @@ for name, dtype, Hq, Hkv, D, attend_cache in (
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_attention_kernels_compile():
-    assert compiled(CODE) == {  # merging and attending are the same for int8 and int4
-        "_kv_write_kernel": 5, "_attend_kernel": 5, "_merge_kernel": 5, "_gather_kernel": 5,
+    assert compiled(CODE) == {  # int8 and int4 share what they can
+        "_kv_write_kernel": 5, "_attend_kernel": 5, "_merge_kernel": 4, "_gather_kernel": 5,
         "_prefill_kernel": 4,
     }  # fmt: skip

@@ -28,7 +28,8 @@ from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.base import DecodeBlock
 from qrt.quant.kv.device import KVDevice, part_columns
 
-MIN_ROWS = 16  # of a tensor-core dot; unused rows cost nothing
+MIN_HEADS = 8  # columns of a tensor-core dot
+MIN_ROWS = 16  # of one
 MERGE_SPLITS = 16  # parts merged at a time
 MERGE_HEADS = (1, 4)  # heads a program merges: few and many in all
 MANY_HEADS = 2048
@@ -67,15 +68,17 @@ def _attend_kernel(
     dims, real = part_columns(D, FMT.parts, H)
     lo, hi = load_halves(q + request.to(tl.int64) * stride_q + head * D, live, dims, real, D)
     query = FMT.query(lo, hi, scale)
-    m, l, acc = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32), FMT.empty(M, H)
+    m, l = tl.full([M], -float("inf"), tl.float32), tl.zeros([TILE, M], tl.float32)
+    acc = FMT.empty(M, H, TILE)
     table = slot_table + tl.load(rows + request).to(tl.int64) * stride_table
     for first in tl.range(start, end, TILE, num_stages=STAGES):
         token = first + tl.arange(0, TILE)
         valid = token < end
         slots = tl.load(table + token, mask=valid, other=0).to(tl.int64)
         tile = FMT.load(buffers, slots, valid, kv_head, num_slots, HKV, D, H)
-        m, l, acc = online_softmax(query, tile, valid[None, :], m, l, acc, FMT)
+        m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
     lo, hi = FMT.finish(acc)
+    l = tl.sum(l, 0)
     at = (request.to(tl.int64) * (HKV * G) + head) * MAX_SPLITS + split
     store_halves(partial + at * D, lo / l[:, None], hi / l[:, None], live, dims, real, D)
     tl.store(lse + at, m + tl.log2(l), mask=live)
@@ -142,7 +145,7 @@ def decode_attention(
         q, tuple(kv), slot_table, rows, kv_lens, num_splits, partial, lse, scale * math.log2(math.e),
         kv[0].shape[0], token_stride(q, "q"), slot_table.stride(0), MAX_SPLITS=splits,
         G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts),
-        M=max(MIN_ROWS, triton.next_power_of_2(Hq // Hkv)),
+        M=max(MIN_HEADS, triton.next_power_of_2(Hq // Hkv)),
         TILE=block.tokens, FMT=device, STAGES=block.stages, num_warps=block.warps, maxnreg=block.registers,
     )  # fmt: skip
     # a rotation by a dot wants its 16 rows

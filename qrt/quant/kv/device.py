@@ -15,16 +15,19 @@ import triton.language as tl
 class KVDevice(NamedTuple):
     """A format's device functions, passed to the kernel bodies as one constexpr.
 
+    Of N tokens and M query heads. K and V are the left operands, so that what is unpacked stays in registers
+    and few heads, as 8 columns, waste little of a tensor core's tile.
+
     parts       of a half head, see above
     encode      (lo, hi [M, H] fp32, buffers, slots, heads, live, num_slots, which, HEADS, D) writes
                 vectors of K (which 0) or V (which 1)
     load        (buffers, slots [N] int64, live [N], head, num_slots, HEADS, D, H) -> tile of N tokens
-    decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H], the values themselves, in fp32 or the model's dtype
-    query       (lo, hi [M, H], scale) -> the left operand of `scores`; scale turns logits into base 2
-    scores      (query, tile) -> [M, N] fp32, base-2 logits
-    headroom    (tile) -> bits to add to the rows' maxima, so that p (at most 2^-headroom) suits `accumulate`
-    empty       (M, H) -> accumulator of probabilities times V
-    accumulate  (acc, p [M, N] fp32, alpha [M], tile) -> acc * alpha + p @ V
+    decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H], the values, in fp32 or the model's dtype
+    query       (lo, hi [M, H], scale) -> the right operand of `scores`; scale turns logits into base 2
+    scores      (query, tile) -> [N, M] fp32, base-2 logits
+    headroom    (tile) -> bits to add to the maxima, so that p (at most 2^-headroom) suits `accumulate`
+    empty       (M, H, N) -> accumulator of V times probabilities
+    accumulate  (acc, p [N, M] fp32, alpha [M], tile) -> acc * alpha + V.T @ p
     finish      (acc) -> lo, hi [M, H] fp32
     """
 
@@ -38,6 +41,11 @@ class KVDevice(NamedTuple):
     empty: Any
     accumulate: Any
     finish: Any
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton keys compiled kernels by: of a plain tuple it would take the names of the functions."""
+        return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
 
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no PTX
@@ -63,14 +71,14 @@ def load_words(
     buffers, slots, live, head, num_slots,
     HEADS: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """K words and V words, int16 [N, P], and the four scales of each token as one int64 [N]."""
+    """K words [N, P] and V words [P, N], int16, and the four scales of each token as one int64 [N]."""
     column = tl.arange(0, P)
-    words = buffers[0] + (slots * (HEADS * 2 * W) + head * (2 * W))[:, None] + column[None, :]
-    mask = live[:, None]
+    token = buffers[0] + (slots * (HEADS * 2 * W) + head * (2 * W))
+    k_mask, v_mask = live[:, None], live[None, :]
     if W != P:
-        mask = mask & (column < W)[None, :]
-    k = tl.load(words, mask=mask, other=0)
-    v = tl.load(words + W, mask=mask, other=0)
+        k_mask, v_mask = k_mask & (column < W)[None, :], v_mask & (column < W)[:, None]
+    k = tl.load(token[:, None] + column[None, :], mask=k_mask, other=0)
+    v = tl.load(token[None, :] + (W + column)[:, None], mask=v_mask, other=0)
     scales = buffers[1].to(tl.pointer_type(tl.int64)) + head.to(tl.int64) * num_slots
     return k, v, tl.load(scales + slots, mask=live, other=0)
 

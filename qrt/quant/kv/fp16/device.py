@@ -9,30 +9,31 @@ from qrt.quant.kv.device import KVDevice
 @triton.jit
 def _load(buffers, slots, live, head, num_slots, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
     column = tl.arange(0, H)
-    at = buffers[0] + (slots * (HEADS * 2 * D) + head * (2 * D))[:, None] + column[None, :]
-    mask = live[:, None]
+    token = buffers[0] + (slots * (HEADS * 2 * D) + head * (2 * D))
+    k_mask, v_mask = live[:, None], live[None, :]
     if D // 2 != H:
-        mask = mask & (column < D // 2)[None, :]
-    k_lo, k_hi = tl.load(at, mask=mask, other=0.0), tl.load(at + D // 2, mask=mask, other=0.0)
-    v_lo, v_hi = tl.load(at + D, mask=mask, other=0.0), tl.load(at + D + D // 2, mask=mask, other=0.0)
+        k_mask, v_mask = k_mask & (column < D // 2)[None, :], v_mask & (column < D // 2)[:, None]
+    k, v = token[:, None] + column[None, :], token[None, :] + (D + column)[:, None]
+    k_lo, k_hi = tl.load(k, mask=k_mask, other=0.0), tl.load(k + D // 2, mask=k_mask, other=0.0)
+    v_lo, v_hi = tl.load(v, mask=v_mask, other=0.0), tl.load(v + D // 2, mask=v_mask, other=0.0)
     return k_lo, k_hi, v_lo, v_hi
 
 
 @triton.jit
 def _decode(tile):
-    return tile
+    return tile[0], tile[1], tl.trans(tile[2]), tl.trans(tile[3])
 
 
 @triton.jit
 def _query(lo, hi, scale):
-    return lo, hi, scale
+    return tl.trans(lo), tl.trans(hi), scale
 
 
 @triton.jit
 def _scores(query, tile):
     lo, hi, scale = query
-    k_lo, k_hi = tl.trans(tile[0].to(lo.dtype)), tl.trans(tile[1].to(lo.dtype))
-    return tl.dot(hi, k_hi, tl.dot(lo, k_lo, input_precision="ieee"), input_precision="ieee") * scale
+    scores = tl.dot(tile[0].to(lo.dtype), lo, input_precision="ieee")
+    return tl.dot(tile[1].to(lo.dtype), hi, scores, input_precision="ieee") * scale
 
 
 @triton.jit
@@ -41,21 +42,21 @@ def _headroom(tile):
 
 
 @triton.jit
-def _empty(M: tl.constexpr, H: tl.constexpr):
-    return tl.zeros([M, H], tl.float32), tl.zeros([M, H], tl.float32)
+def _empty(M: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([H, M], tl.float32), tl.zeros([H, M], tl.float32)
 
 
 @triton.jit
 def _accumulate(acc, p, alpha, tile):
     p = p.to(tile[2].dtype)
-    lo = tl.dot(p, tile[2], acc[0] * alpha[:, None], input_precision="ieee")
-    hi = tl.dot(p, tile[3], acc[1] * alpha[:, None], input_precision="ieee")
+    lo = tl.dot(tile[2], p, acc[0] * alpha[None, :], input_precision="ieee")
+    hi = tl.dot(tile[3], p, acc[1] * alpha[None, :], input_precision="ieee")
     return lo, hi
 
 
 @triton.jit
 def _finish(acc):
-    return acc
+    return tl.trans(acc[0]), tl.trans(acc[1])
 
 
 @triton.jit

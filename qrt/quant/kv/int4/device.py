@@ -110,7 +110,7 @@ def _values(words, scale_lo, scale_hi):
 @triton.jit
 def _decode(tile):
     k_lo, k_hi = _values(tile[0], scale_of(tile[2], 0), scale_of(tile[2], 1))
-    v_lo, v_hi = _values(tile[1], scale_of(tile[2], 2), scale_of(tile[2], 3))
+    v_lo, v_hi = _values(tl.trans(tile[1]), scale_of(tile[2], 2), scale_of(tile[2], 3))
     return k_lo, k_hi, v_lo, v_hi
 
 
@@ -118,7 +118,8 @@ def _decode(tile):
 def _half_query(half, scale):
     a, b = _parts(half.to(tl.float32) * scale)
     a, b = a.to(tl.float16), (b * 0.0625).to(tl.float16)
-    return a, b, tl.sum(a.to(tl.float32), 1) * LOW_BIAS + tl.sum(b.to(tl.float32), 1) * HIGH_BIAS
+    bias = tl.sum(a.to(tl.float32), 1) * LOW_BIAS + tl.sum(b.to(tl.float32), 1) * HIGH_BIAS
+    return tl.trans(a), tl.trans(b), bias
 
 
 @triton.jit
@@ -130,10 +131,10 @@ def _query(lo, hi, scale):
 def _scores(query, tile):
     q_a, q_b, bias_lo, q_c, q_d, bias_hi = query
     k_a, k_b, k_c, k_d = _biased(tile[0])
-    lo = tl.dot(q_b, tl.trans(k_b), tl.dot(q_a, tl.trans(k_a)))
-    hi = tl.dot(q_d, tl.trans(k_d), tl.dot(q_c, tl.trans(k_c)))
-    lo = (lo - bias_lo[:, None]) * scale_of(tile[2], 0)[None, :]
-    return lo + (hi - bias_hi[:, None]) * scale_of(tile[2], 1)[None, :]
+    lo = tl.dot(k_b, q_b, tl.dot(k_a, q_a))
+    hi = tl.dot(k_d, q_d, tl.dot(k_c, q_c))
+    lo = (lo - bias_lo[None, :]) * scale_of(tile[2], 0)[:, None]
+    return lo + (hi - bias_hi[None, :]) * scale_of(tile[2], 1)[:, None]
 
 
 @triton.jit
@@ -142,32 +143,30 @@ def _headroom(tile):
 
 
 @triton.jit
-def _empty(M: tl.constexpr, H: tl.constexpr):
-    part = tl.zeros([M, H // 2], tl.float32)
-    mass = tl.zeros([M], tl.float32)
+def _empty(M: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
+    part = tl.zeros([H // 2, M], tl.float32)
+    mass = tl.zeros([N, M], tl.float32)
     return part, part, part, part, mass, mass
 
 
 @triton.jit
 def _accumulate(acc, p, alpha, tile):
     a, b, c, d, mass_lo, mass_hi = acc
-    p_lo, p_hi = p * scale_of(tile[2], 2)[None, :], p * scale_of(tile[2], 3)[None, :]
-    mass_lo = mass_lo * alpha + tl.sum(p_lo, 1)
-    mass_hi = mass_hi * alpha + tl.sum(p_hi, 1)
+    alpha = alpha[None, :]
+    p_lo, p_hi = p * scale_of(tile[2], 2)[:, None], p * scale_of(tile[2], 3)[:, None]
+    mass_lo, mass_hi = mass_lo * alpha + p_lo, mass_hi * alpha + p_hi
     p_lo, p_hi = p_lo.to(tl.float16), p_hi.to(tl.float16)
     v_a, v_b, v_c, v_d = _exact(tile[1])
-    a = tl.dot(p_lo, v_a, a * alpha[:, None])
-    b = tl.dot(p_lo, v_b, b * alpha[:, None])
-    c = tl.dot(p_hi, v_c, c * alpha[:, None])
-    d = tl.dot(p_hi, v_d, d * alpha[:, None])
+    a, b = tl.dot(v_a, p_lo, a * alpha), tl.dot(v_b, p_lo, b * alpha)
+    c, d = tl.dot(v_c, p_hi, c * alpha), tl.dot(v_d, p_hi, d * alpha)
     return a, b, c, d, mass_lo, mass_hi
 
 
 @triton.jit
 def _finish(acc):
     a, b, c, d, mass_lo, mass_hi = acc
-    lo, hi = _half(a, b * 0.0625), _half(c, d * 0.0625)
-    return lo + 0.5 * mass_lo[:, None], hi + 0.5 * mass_hi[:, None]
+    lo = _half(tl.trans(a), tl.trans(b) * 0.0625) + 0.5 * tl.sum(mass_lo, 0)[:, None]
+    return lo, _half(tl.trans(c), tl.trans(d) * 0.0625) + 0.5 * tl.sum(mass_hi, 0)[:, None]
 
 
 @triton.jit

@@ -17,7 +17,7 @@ class Int4Format(PlaneFormat):
     name = "int4"
     bits = 4
     center = 7.5
-    decode_block = DecodeBlock(tokens=32, stages=3, warps=1, registers=168)
+    decode_block = DecodeBlock(tokens=64, stages=3, warps=2, registers=128)
 
     def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         """See PlaneFormat."""

@@ -64,7 +64,7 @@ def _load(buffers, slots, live, head, num_slots, HEADS: tl.constexpr, D: tl.cons
 @triton.jit
 def _decode(tile):
     k_lo, k_hi = _exact(tile[0])
-    v_lo, v_hi = _exact(tile[1])
+    v_lo, v_hi = _exact(tl.trans(tile[1]))
     k_lo, k_hi = k_lo * scale_of(tile[2], 0)[:, None], k_hi * scale_of(tile[2], 1)[:, None]
     return k_lo, k_hi, v_lo * scale_of(tile[2], 2)[:, None], v_hi * scale_of(tile[2], 3)[:, None]
 
@@ -72,15 +72,16 @@ def _decode(tile):
 @triton.jit
 def _query(lo, hi, scale):
     lo, hi = (lo.to(tl.float32) * scale).to(tl.float16), (hi.to(tl.float32) * scale).to(tl.float16)
-    return lo, hi, tl.sum(lo.to(tl.float32), 1) * K_BIAS, tl.sum(hi.to(tl.float32), 1) * K_BIAS
+    bias_lo, bias_hi = tl.sum(lo.to(tl.float32), 1) * K_BIAS, tl.sum(hi.to(tl.float32), 1) * K_BIAS
+    return tl.trans(lo), tl.trans(hi), bias_lo, bias_hi
 
 
 @triton.jit
 def _scores(query, tile):
     q_lo, q_hi, bias_lo, bias_hi = query
     k_lo, k_hi = _biased(tile[0])
-    lo = (tl.dot(q_lo, tl.trans(k_lo)) - bias_lo[:, None]) * scale_of(tile[2], 0)[None, :]
-    hi = (tl.dot(q_hi, tl.trans(k_hi)) - bias_hi[:, None]) * scale_of(tile[2], 1)[None, :]
+    lo = (tl.dot(k_lo, q_lo) - bias_lo[None, :]) * scale_of(tile[2], 0)[:, None]
+    hi = (tl.dot(k_hi, q_hi) - bias_hi[None, :]) * scale_of(tile[2], 1)[:, None]
     return lo + hi
 
 
@@ -90,22 +91,22 @@ def _headroom(tile):
 
 
 @triton.jit
-def _empty(M: tl.constexpr, H: tl.constexpr):
-    return tl.zeros([M, H], tl.float32), tl.zeros([M, H], tl.float32)
+def _empty(M: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([H, M], tl.float32), tl.zeros([H, M], tl.float32)
 
 
 @triton.jit
 def _accumulate(acc, p, alpha, tile):
-    p_lo, p_hi = p * scale_of(tile[2], 2)[None, :], p * scale_of(tile[2], 3)[None, :]
+    p_lo, p_hi = p * scale_of(tile[2], 2)[:, None], p * scale_of(tile[2], 3)[:, None]
     v_lo, v_hi = _exact(tile[1])
-    lo = tl.dot(p_lo.to(tl.float16), v_lo, acc[0] * alpha[:, None])
-    hi = tl.dot(p_hi.to(tl.float16), v_hi, acc[1] * alpha[:, None])
+    lo = tl.dot(v_lo, p_lo.to(tl.float16), acc[0] * alpha[None, :])
+    hi = tl.dot(v_hi, p_hi.to(tl.float16), acc[1] * alpha[None, :])
     return lo, hi
 
 
 @triton.jit
 def _finish(acc):
-    return acc
+    return tl.trans(acc[0]), tl.trans(acc[1])
 
 
 @triton.jit

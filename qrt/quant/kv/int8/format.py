@@ -17,7 +17,7 @@ class Int8Format(PlaneFormat):
     name = "int8"
     bits = 8
     center = 128.0
-    decode_block = DecodeBlock(tokens=64, stages=3, warps=2, registers=168)
+    decode_block = DecodeBlock(tokens=64, stages=2, warps=2, registers=128)
 
     def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         """See PlaneFormat."""
