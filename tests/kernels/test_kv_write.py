@@ -120,15 +120,16 @@ def test_other_slots_keep_their_bytes(device, write, name):
 
 
 @BOTH
-def test_small_and_large_values_survive(device, write):
+@pytest.mark.parametrize("name, lost", [("fp16", 1e-6), ("int8", 0.012), ("int4", 0.12)])
+def test_small_and_large_values_survive(device, write, name, lost):
     """V of 1e-4 needs subnormal scales, V of 1e4 must not overflow on the way."""
     for scale in (1e-4, 1e4):
-        step = Step("int8", 4, 2, 2, 64, torch.float32, device)
+        step = Step(name, 4, 2, 2, 64, torch.float32, device)
         step.x *= scale
         _, kv = step.run(write)
         want = step.truth()
-        for got, exact in zip(KV_FORMATS["int8"].decode_ref(kv, step.slots.long()), want[1:], strict=True):
-            assert (got - exact).norm() < 0.012 * exact.norm()
+        for got, exact in zip(KV_FORMATS[name].decode_ref(kv, step.slots.long()), want[1:], strict=True):
+            assert (got - exact).norm() < lost * exact.norm()
 
 
 def test_each_tensor_has_its_own_stride(device):
@@ -189,3 +190,25 @@ def test_a_prefill_of_8192_tokens(device, name, D):
     for axis, (a, b) in enumerate(zip(kv, one, strict=True)):
         slot = int(step.slots[8000])
         assert torch.equal(a.select(axis, slot), b.select(axis, slot))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow  # gigabytes: not beside other tests
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_pool_beyond_2_to_the_31_elements(device, name):
+    """The same bits into slots at its end as into the first ones, and nothing below them."""
+    slots = 2**31 // (2 * 8 * 128 * KV_FORMATS[name].bits // 16) + 1000
+    step = Step(name, 301, 32, 8, 128, torch.bfloat16, device, slots=slots)
+    near = torch.randperm(400, device=device)[:301].int()
+    far = near + slots - 400
+    x, kv = step.run(kernel.kv_write, slots=far)
+    assert kv[0].numel() > 2**31
+    for axis, buffer in enumerate(kv):
+        for part in buffer.narrow(axis, 0, slots - 400).view(torch.uint8).split(100_000, axis):
+            assert (part == 0x5A).all()
+    step.specs = KV_FORMATS[name].buffers(400, 8, 128, torch.bfloat16).values()
+    y, low = step.run(kernel.kv_write, slots=near)
+    assert torch.equal(x, y)
+    for axis, (there, here) in enumerate(zip(kv, low, strict=True)):
+        there, here = there.index_select(axis, far), here.index_select(axis, near)
+        assert torch.equal(there.view(torch.uint8), here.view(torch.uint8))

@@ -1,7 +1,7 @@
 """Triton kernel of kv_write: see the package's docstring for the contract.
 
-A program takes a few vectors (token, head) of q, of k or of v. The tile is the same for every T, so that a
-token's bytes are too.
+A program takes a few vectors (token, head) of q, of k or of v. How many does not change the order of any sum
+over a vector, so a token's bytes do not depend on T.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ from qrt.kernels.device import (
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
-ROWS, WARPS = 2, 1  # few vectors to a warp: no registers spill, and no barrier waits
+FEW_ROWS, ROWS, WARPS = 2, 4, 1  # few vectors to a warp: no registers spill, and no barrier waits
+FEW_TOKENS = 512  # up to which latency is what counts
 RAW_ROWS = 8  # of a format that only copies
 DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n channels are turned by
 
@@ -97,7 +98,7 @@ def kv_write(
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device()
     H = half_width(D, device.parts)
-    rows = RAW_ROWS if not fmt.rotated else ROWS if H == D // 2 else DOT_ROWS
+    rows = RAW_ROWS if not fmt.rotated else DOT_ROWS if H != D // 2 else FEW_ROWS if T <= FEW_TOKENS else ROWS
     grid = (triton.cdiv(T * Hq, rows) + 2 * triton.cdiv(T * Hkv, rows),)
     _kv_write_kernel[grid](
         q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,
