@@ -8,10 +8,11 @@ from offline_cuda import compiled
 CODE = """
 import torch
 from random_weights import random_weight
-from qrt.kernels.linear import kernel
+from qrt.kernels.linear import hopper_kernel, kernel
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, rmsnorm
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.tiles import TiledWeight
 
 torch.mm = lambda *a, **k: None  # of a many-token product only the dequantization is wanted
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -24,6 +25,16 @@ for scheme, bits, symmetric, group, dtype, tokens in (
     weight = random_weight(128, 1024, bits, group, symmetric=symmetric, dtype=dtype)
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), dtype)
     kernel.linear(torch.empty(tokens, 1024, dtype=dtype), tensors, None, scheme)
+for scheme, symmetric, group, dtype, plan in (
+    ("w4a16", False, 128, BF16, (256, 2, 1, 1, 4, 3)), ("w8a16", True, 128, BF16, (128, 1, 2, 2, 3, 3)),
+    ("w4a16", False, 32, FP16, (64, 1, 1, 2, 3, 3)),
+):
+    weight = random_weight(128, 1024, int(scheme[1]), group, symmetric=symmetric, dtype=dtype)
+    x, y = torch.empty(300, 1024, dtype=dtype), torch.empty(300, 128, dtype=dtype)
+    scheme = WEIGHT_SCHEMES[scheme]
+    tensors = TiledWeight(*scheme.prepare(weight, torch.device("cpu"), dtype))
+    layout = kernel._layout(tensors, scheme.bits, scheme.unpacker())
+    hopper_kernel.wide_gemm(x, tensors, None, y, layout, hopper_kernel.WidePlan(*plan))
 rmsnorm(torch.empty(9, 12, 128, dtype=BF16)[:, :8], torch.empty(128, dtype=BF16), 1e-5)
 add_rmsnorm(*torch.empty(2, 9, 8192, dtype=FP16), torch.empty(8192, dtype=FP16), 1e-5)
 silu_mul(torch.empty(9, 28672, dtype=BF16))
@@ -34,6 +45,6 @@ silu_mul(torch.empty(9, 28672, dtype=BF16))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
-        "_fused": 3, "_wide": 2, "_dequantize": 2, "_quantize_tokens": 2, "_int8_gemm": 2,
+        "_fused": 3, "_wide": 3, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
         "_rmsnorm": 2, "_silu_mul": 1,
     }  # fmt: skip

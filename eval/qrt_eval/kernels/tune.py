@@ -1,14 +1,22 @@
-"""`qrt-eval kernels --tune`: finds the block sizes of the linear kernels for `qrt/kernels/tuned`."""
+"""`qrt-eval kernels --tune`: finds the block sizes of the linear kernels for `qrt/kernels/tuned`.
+
+What is tried is what won, or came near it, on an H200 at Llama-3-8B's sizes. A key whose plan in the GPU's
+file is one of those is not measured again, and the file is written after every weight: a run that was cut off
+can go on, and without the file everything is measured.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import groupby, product
 from multiprocessing import get_context
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,10 +32,11 @@ from qrt_eval.kernels.linear import cold_copies, products, random_linear
 from qrt_eval.kernels.timer import microseconds
 
 FUSED_WIDTHS = (8, 16, 32, 64)
-WIDE_WIDTHS = (128, 256, 512, 1024)
+WIDE_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 INT8_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the largest unless given here
 SMS = 132
+COMPILED_ROWS = 1024  # N of the weights that kernels are compiled with: K is compiled in, N is not
 
 
 class Trial(NamedTuple):
@@ -46,86 +55,143 @@ class Trial(NamedTuple):
             return int8_kernel.tuning_key(self.k, self.n, self.width)
         return tile_kernel.tuning_key(self.k, self.n, 4 if self.scheme == "w4a16" else 8, self.width)
 
+    @property
+    def binary(self) -> tuple[object, ...]:
+        """Equal for trials that one compiled kernel serves: only the fused ones and dequantizing know K."""
+        if self.scheme == "w8a8":
+            return self.scheme, self.config
+        if len(self.config) == len(tile_kernel.WidePlan._fields):
+            plan = tile_kernel.WidePlan(*self.config)
+            # whether K is split, and whether a divisor of the tiles is known
+            return self.scheme, plan._replace(splits=min(plan.splits, 2)), self.k % 4096 == 0
+        return self.scheme, self.k, self.config, self.width if self.config else 0
+
 
 def trials(k: int, n: int) -> Iterator[Trial]:
     """Every configuration that is tried for a product, those of one weight together."""
-    for scheme in ("w4a16", "w8a16"):
-        blocks, tiles = -(-n // 64), -(-k // (256 if scheme == "w4a16" else 128))
+    blocks = -(-n // tile_kernel.TILE_ROWS)
+    for scheme, inputs in (("w4a16", 256), ("w8a16", 128)):
+        tiles = -(-k // inputs)
         for width in FUSED_WIDTHS:
-            usual = tile_kernel.plan(width, blocks, tiles).splits
-            splits = {tile_kernel.even_splits(s, tiles) for s in (usual // 2, usual, 2 * usual) if s}
-            for plan in product(sorted(splits), (2, 4), (3, 4) if width < 64 else (2, 3)):
-                yield Trial(scheme, k, n, width, plan)
+            yield from (Trial(scheme, k, n, width, plan) for plan in _fused_plans(width, blocks, tiles))
         for width in WIDE_WIDTHS:
-            for block in _wide_blocks(width, blocks, tiles):
-                yield Trial(scheme, k, n, width, block)
+            yield from (
+                Trial(scheme, k, n, width, plan) for plan in _wide_plans(width, blocks, tiles, 1024 // inputs)
+            )
     for width in INT8_WIDTHS:
-        for block in _int8_blocks(width, k, n):
-            yield Trial("w8a8", k, n, width, block)
+        yield from (Trial("w8a8", k, n, width, plan) for plan in _int8_plans(width, k, n))
 
 
-def _wide_blocks(width: int, blocks: int, tiles: int) -> Iterator[tuple[int, ...]]:
-    yield ()  # dequantize
-    if width > 512:
-        return
-    for tokens, rows, warps in ((64, 2, 4), (128, 1, 4), (128, 2, 8), (128, 4, 8), (256, 1, 4), (256, 2, 8)):
+def _fused_plans(width: int, blocks: int, tiles: int) -> Iterator[tuple[int, ...]]:
+    usual = tile_kernel.plan(width, blocks, tiles).splits
+    around = (usual // 2, usual, 2 * usual) if width <= 16 else (usual // 2, usual)
+    splits = sorted({tile_kernel.even_splits(s, tiles) for s in around if s})
+    yield from product(splits, (2, 4) if width <= 16 else (4,), (3, 4) if width <= 32 else (3,))
+
+
+# width -> tokens, row blocks, planes of x a stage, stages of x and of w at 4 bits (8 have half the tile)
+WIDE_BLOCKS = {
+    64: ((64, 1, 4, 2, 3), (64, 1, 2, 3, 4)),
+    128: ((64, 1, 4, 2, 3), (128, 1, 2, 3, 3), (128, 1, 1, 3, 3), (128, 2, 2, 3, 3)),
+    256: ((128, 1, 2, 3, 3), (128, 1, 1, 3, 3), (256, 1, 1, 3, 3), (256, 1, 1, 4, 3), (256, 2, 1, 4, 3),
+          (256, 2, 2, 2, 3)),
+    512: ((256, 1, 1, 4, 3), (256, 2, 1, 4, 3), (256, 2, 2, 2, 3)),
+}  # fmt: skip
+
+
+def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterator[tuple[int, ...]]:
+    """Of `hopper_kernel`, and () to dequantize."""
+    if width > 64:
+        yield ()
+    for tokens, rows, planes, x_stages, w_stages in WIDE_BLOCKS[min(width, 512)]:
+        if bits == 8:
+            planes, x_stages = (2, 2 * x_stages) if planes == 4 else (planes, x_stages)
+            w_stages = 4 if tokens == 256 or rows == 2 else 6
         programs = -(-blocks // rows) * -(-width // tokens)
-        for splits in sorted({tile_kernel.even_splits(max(1, c * SMS // programs), tiles) for c in (1, 2)}):
-            if tokens <= width:
-                yield from ((tokens, rows, splits, warps, stages) for stages in (2, 3))
+        for splits in _splits(programs, tiles // 4):
+            yield tile_kernel.WidePlan(tokens, rows, splits, planes, x_stages, w_stages)
 
 
-def _int8_blocks(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
+def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
     if width <= 64:
-        shapes = [(width, outputs, inputs, 4) for outputs in (32, 64) for inputs in (128, 256)]
-        depths: tuple[int, ...] = (3, 4, 6)
-    else:
-        blocks = ((128, 64, 4), (128, 128, 8), (64, 64, 4), (64, 128, 4), (256, 128, 8), (128, 256, 8))
-        shapes = [(t, o, i, warps) for t, o, warps in blocks if t <= width for i in (64, 128)]
-        depths = (3, 4)
-    for tokens, outputs, inputs, warps in shapes:
-        programs = -(-n // outputs) * -(-width // tokens)
-        for splits in sorted({1, max(1, SMS // programs), max(1, 2 * SMS // programs)} - {0}):
-            if splits * inputs * 2 <= k and splits <= 8:
-                yield from ((tokens, outputs, inputs, splits, warps, stages) for stages in depths)
+        depths = {128: (3, 4), 256: (4, 6)}
+        shapes = {8: ((32, 128), (32, 256), (64, 256)), 16: ((32, 256), (64, 128), (64, 256))}
+        blocks = [
+            (width, outputs, inputs, 4, stages)
+            for outputs, inputs in shapes.get(width, ((64, 128), (64, 256)))
+            for stages in depths[inputs]
+        ]
+    else:  # smaller blocks only where the largest ones are few
+        few = -(-n // 128) * (width // 128) < 4 * SMS
+        blocks = [(64, 64, 128, 4, 4), (128, 64, 128, 4, 4)] * few + [(128, 128, 128, 8, 3)]
+    for tokens, outputs, inputs, warps, stages in blocks:
+        programs, steps = -(-n // outputs) * -(-width // tokens), -(-k // inputs)
+        for splits in _splits(programs, steps // 2):  # no share of one step
+            if splits <= 8:
+                yield tokens, outputs, inputs, splits, warps, stages
+
+
+def _splits(programs: int, steps: int) -> list[int]:
+    """Of K: none, and as many as fill the SMs once or twice."""
+    counts = (1, SMS // programs, 2 * SMS // programs)
+    return sorted({tile_kernel.even_splits(s, max(steps, 1)) for s in counts if s})
+
+
+def pending(configs: Sequence[ModelConfig], table: Mapping[str, list[int]]) -> list[Trial]:
+    """The trials of these models' products, one model after the other, less those of keys whose plan in
+    `table` is one that is tried."""
+    sizes = dict.fromkeys(size for config in configs for size in products(config).values())
+    todo = [trial for k, n in sizes for trial in trials(k, n)]
+    done = {trial.key for trial in todo if table.get(trial.key) == list(trial.config)}
+    return [trial for trial in todo if trial.key not in done]
 
 
 def tune(configs: Sequence[ModelConfig], device: torch.device) -> None:
-    """Measure the products of these models and write the file of this GPU, keeping what else is in it."""
+    """Measure the products of these models and write the file of this GPU, keeping what is in it."""
     if device.type != "cuda":
         raise ConfigError("--tune: measures GPU kernels, and no GPU is here")
-    sizes = sorted({size for config in configs for size in products(config).values()})
-    todo = [trial for k, n in sizes for trial in trials(k, n)]
-    _compile(todo)
-    table = tuned.configs(device)
-    best: dict[str, tuple[float, tuple[int, ...]]] = {}
-    weight: tuple[tuple[str, int, int], list[Linear]] | None = None
-    for trial in tqdm(todo, desc="Measuring", unit="kernel"):
-        if weight is None or weight[0] != trial[:3]:
-            weight = None  # frees the last ones first
-            weight = trial[:3], cold_copies(random_linear(trial.scheme, trial.k, trial.n, device))
-        us = _try(trial, weight[1], table)
-        if us is not None and us < best.get(trial.key, (float("inf"),))[0]:
-            best[trial.key] = us, trial.config
-    table.update({key: list(config) for key, (_, config) in best.items()})
-    file = tuned.path(torch.cuda.get_device_name(device))
+    table, file = tuned.configs(device), tuned.path(torch.cuda.get_device_name(device))
+    todo = pending(configs, table)
+    _compile({trial.binary: trial for trial in todo}.values())
+    with tqdm(total=len(todo), desc="Measuring", unit="kernel") as bar:
+        for (scheme, k, n), group in groupby(todo, lambda trial: trial[:3]):
+            weights = cold_copies(random_linear(scheme, k, n, device))
+            best: dict[str, tuple[float, tuple[int, ...]]] = {}
+            for trial in group:
+                us = _try(trial, weights, table)
+                if us is not None and us < best.get(trial.key, (float("inf"),))[0]:
+                    best[trial.key] = us, trial.config
+                bar.update()
+            table.update({key: list(config) for key, (_, config) in best.items()})
+            _write(file, table)
+            del weights  # before the next ones are made
+    print(f"{len({trial.key for trial in todo})} block sizes measured, written to {file}", file=sys.stderr)
+
+
+def _write(file: Path, table: Mapping[str, list[int]]) -> None:
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))
     file.write_text("{\n" + lines + "\n}\n")
-    print(f"{len(best)} block sizes written to {file}", file=sys.stderr)
 
 
 def _try(trial: Trial, weights: Sequence[Linear], table: dict[str, list[int]]) -> float | None:
     """Microseconds, or None when the configuration does not fit the GPU."""
     tokens = MEASURED_AT.get(trial.width, trial.width)
     x = torch.randn(tokens, trial.k, device=weights[0].tensors[0].device, dtype=torch.bfloat16)
+    with _planned(trial, table):
+        return microseconds(linear, [(x, weight.tensors, None, trial.scheme) for weight in weights], 9)
+    return None
+
+
+@contextmanager
+def _planned(trial: Trial, table: dict[str, list[int]]) -> Iterator[None]:
+    """`table` says what is tried; a configuration that does not fit the GPU leaves the block."""
     before = table.get(trial.key)
     table[trial.key] = list(trial.config)
     try:
-        return microseconds(linear, [(x, weight.tensors, None, trial.scheme) for weight in weights], 9)
+        yield
     except Exception as error:
         if "out of resource" not in str(error):
             raise
-        return None
     finally:
         if before is None:
             del table[trial.key]
@@ -133,27 +199,24 @@ def _try(trial: Trial, weights: Sequence[Linear], table: dict[str, list[int]]) -
             table[trial.key] = before
 
 
-def _compile(todo: Sequence[Trial]) -> None:
-    """Compile all configurations into Triton's cache, on all cores."""
-    workers = min(os.cpu_count() or 1, 12)
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        done = pool.map(_compile_one, todo, chunksize=8)
+def _compile(todo: Iterable[Trial]) -> None:
+    """Compile the kernels of these trials into Triton's cache, on all cores."""
+    todo = [trial._replace(n=COMPILED_ROWS) for trial in todo]
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 16), get_context("spawn")) as pool:
+        done = pool.map(_compile_one, todo, chunksize=4)
         list(tqdm(done, desc="Compiling", total=len(todo), unit="kernel"))
 
 
 def _compile_one(trial: Trial) -> None:
     device = torch.device("cuda")
-    # one block of rows and the whole K: what is compiled does not depend on N
-    _try_once(trial, random_linear(trial.scheme, trial.k, trial.n, device), tuned.configs(device))
-
-
-def _try_once(trial: Trial, weight: Linear, table: dict[str, list[int]]) -> None:
+    table, weight = tuned.configs(device), _weight(trial.scheme, trial.k, trial.n)
     tokens = MEASURED_AT.get(trial.width, trial.width)
-    x = torch.randn(tokens, trial.k, device=weight.tensors[0].device, dtype=torch.bfloat16)
-    table[trial.key] = list(trial.config)
-    try:
+    x = torch.randn(tokens, trial.k, device=device, dtype=torch.bfloat16)
+    with _planned(trial, table):
         linear(x, weight.tensors, None, trial.scheme)
         torch.cuda.synchronize()
-    except Exception as error:
-        if "out of resource" not in str(error):
-            raise
+
+
+@lru_cache(maxsize=2)
+def _weight(scheme: str, k: int, n: int) -> Linear:
+    return random_linear(scheme, k, n, torch.device("cuda"))

@@ -4,7 +4,8 @@ Few tokens: one kernel reads every weight once and is bound by that read. It com
 unpacked weights are the register operand of the tensor core and never touch shared memory, keeps codes as
 exact small integers and applies scales to fp32 group sums. Where N / 64 programs would leave SMs idle, K is
 split; the last program of a row block to arrive adds the partial sums in split order, so results do not
-depend on timing. Many tokens: the weight is dequantized block by block to scratch and torch multiplies.
+depend on timing. More tokens: `hopper_kernel`, or, where that does not fit, the weight is dequantized block
+by block to scratch and torch multiplies.
 Layout: quant/weight/tiles.py. A format is its `unpack` device function.
 """
 
@@ -19,14 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from qrt.kernels.device import shared_bytes
+from qrt.kernels.linear.hopper_kernel import WidePlan, fits, wide_gemm, wide_plan
 from qrt.kernels.linear.int8_kernel import int8_gemm
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
+from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Gemms
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
 FUSED_TOKENS = {2: 64, 4: 16}  # most, by bytes of x: accumulators and planes fill the registers
+WIDE_TOKENS = (
+    2048  # most for `hopper_kernel` where nothing was measured: it costs cuBLAS what dequantizing does
+)
 SMALL_BYTES = 4 << 10  # of shared memory, for scales and zeros
 SCRATCH_BYTES = 64 << 20  # of dequantized weight: near the L2 cache, and small beside a model
 _TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -76,13 +82,13 @@ def _fused(
     acc = tl.zeros([ROWS, BM], tl.float32)
     steps = SHARE if TILES % SHARE == 0 else tl.minimum(SHARE, TILES - first)
     for i in tl.range(0, steps, num_stages=STAGES):
-        planes = UNPACK(tl.load(wp, eviction_policy="evict_first"), DOT, ASM)
+        packed = tl.load(wp, eviction_policy="evict_first")
         if ASYMMETRIC:
             zeros = tl.load(zp)
         for run in tl.static_range(RUNS):
             part = tl.zeros([ROWS, BM], tl.float32)
             for p in tl.static_range(run * PER_RUN, (run + 1) * PER_RUN):
-                plane = planes[p]
+                plane = UNPACK(packed, p, DOT, ASM)
                 if ASYMMETRIC:
                     plane -= _zero(zeros, run).to(DOT)[:, None]
                 inside = live
@@ -108,75 +114,6 @@ def _fused(
         tl.store(Y + tokens[None, :] * N + n[:, None], acc.to(Y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])
-def _wide(
-    X, W, SCALES, ZEROS, BIAS, Y, PARTS, ARRIVALS, M, N, BLOCKS,
-    K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, RUNS: tl.constexpr,
-    SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr,
-    DOT: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Grid (token blocks * cdiv(BLOCKS, BN), SPLITS): Y [M, N] = X [M, K] @ W.T, BN row blocks a program.
-
-    Bound by the tensor cores: the scale goes into the weight, rounded to the dtype of the product as a
-    dequantized weight is, and one accumulator takes every plane.
-    """
-    TILE: tl.constexpr = PLANES * J
-    TILES: tl.constexpr = (K + TILE - 1) // TILE
-    SHARE: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
-    WORDS: tl.constexpr = 1 if SCALE == tl.float32 else 2
-    PER_RUN: tl.constexpr = PLANES // RUNS
-    token_blocks = tl.cdiv(M, BM)
-    split = tl.program_id(1)
-    first = split * SHARE
-    row = tl.program_id(0) // token_blocks * (BN * ROWS) + tl.arange(0, BN * ROWS)
-    words = tl.arange(0, J)
-    token = tl.program_id(0) % token_blocks * BM + tl.arange(0, BM)
-    live = (token < M)[None, :]
-    tile = tl.minimum(row // ROWS, BLOCKS - 1) * TILES + first
-    row_in = row % ROWS
-    wp = W + (tile.to(tl.int64) * ROWS + row_in)[:, None] * J + words[None, :]
-    sp = SCALES + tile * (RUNS // WORDS * ROWS) + row_in
-    zp = ZEROS + tile * ROWS + row_in
-    xp = X + token.to(tl.int64)[None, :] * K + first * TILE + words[:, None]
-    acc = tl.zeros([BN * ROWS, BM], tl.float32)
-    steps = SHARE if TILES % SHARE == 0 else tl.minimum(SHARE, TILES - first)
-    for i in tl.range(0, steps, num_stages=STAGES):
-        planes = UNPACK(tl.load(wp), DOT, ASM)
-        if ASYMMETRIC:
-            zeros = tl.load(zp)
-        for run in tl.static_range(RUNS):
-            scale = _scale(sp, run, ROWS, SCALE)
-            for p in tl.static_range(run * PER_RUN, (run + 1) * PER_RUN):
-                plane = planes[p]
-                if ASYMMETRIC:
-                    plane -= _zero(zeros, run).to(DOT)[:, None]
-                if SCALE == DOT:  # one rounding of an exact product, as below
-                    plane *= scale.to(DOT)[:, None]
-                else:
-                    plane = (plane.to(tl.float32) * scale[:, None]).to(DOT)
-                inside = live
-                if K % TILE:
-                    inside = live & ((first + i) * TILE + p * J + words < K)[:, None]
-                x = tl.load(xp + p * J, mask=inside, other=0.0)
-                acc = tl.dot(plane, x.to(DOT), acc, input_precision="ieee")
-        wp += ROWS * J
-        sp += RUNS // WORDS * ROWS
-        zp += ROWS
-        xp += TILE
-
-    inside = live & (row < N)[:, None]
-    at = token.to(tl.int64)[None, :] * N + row[:, None]
-    last = True
-    if SPLITS > 1:
-        arrivals = ARRIVALS + tl.program_id(0)
-        acc, last = sum_splits(acc, PARTS, arrivals, at, inside, M * N, split, SPLITS)
-    if last:
-        if BIASED:
-            acc += tl.load(BIAS + row, mask=row < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(Y + at, acc.to(Y.dtype.element_ty), mask=inside)
-
-
 @triton.jit
 def _dequantize(
     W, SCALES, ZEROS, OUT, TILES,
@@ -192,11 +129,10 @@ def _dequantize(
     words = tl.arange(0, J)
     tile = block.to(tl.int64) * TILES + column
     packed = tl.load(W + tile * (ROWS * J) + rows[:, None] * J + words[None, :])
-    planes = UNPACK(packed, OUT.dtype.element_ty, ASM)
     if ASYMMETRIC:
         zeros = tl.load(ZEROS + tile * ROWS + rows)
     for p in tl.static_range(PLANES):
-        plane = planes[p].to(tl.float32)
+        plane = UNPACK(packed, p, OUT.dtype.element_ty, ASM).to(tl.float32)
         if ASYMMETRIC:
             plane -= _zero(zeros, p // PER_RUN).to(tl.float32)[:, None]
         scales = SCALES + tile * (RUNS // WORDS * ROWS) + rows
@@ -235,27 +171,6 @@ def plan(width: int, blocks: int, tiles: int) -> Plan:
     return Plan(even_splits(splits, tiles), warps, 4 if width == 8 and splits == 1 else 3)
 
 
-class WidePlan(NamedTuple):
-    """How `_wide` is launched for one shape."""
-
-    tokens: int  # BM
-    blocks: int  # BN
-    splits: int
-    warps: int
-    stages: int
-
-
-WIDE_TOKENS = 256  # where nothing was measured, more are dequantized and multiplied by torch
-
-
-def wide_plan(width: int, blocks: int, tiles: int) -> WidePlan | None:
-    """Where nothing was measured; None: dequantize."""
-    if width > WIDE_TOKENS:
-        return None
-    programs = triton.cdiv(blocks, 2) * triton.cdiv(width, 128)
-    return WidePlan(128, 2, even_splits(max(1, 132 // programs), tiles), 8, 2)
-
-
 def even_splits(splits: int, tiles: int) -> int:
     """At most `splits` and 16, and none without a tile."""
     return triton.cdiv(tiles, triton.cdiv(tiles, min(splits, tiles, 16)))
@@ -269,13 +184,14 @@ def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, un
     """
     y = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
     layout = _layout(weight, bits, unpack)
-    if x.shape[0] <= FUSED_TOKENS[x.itemsize]:
-        if x.shape[0]:
-            _launch_fused(x.contiguous(), weight, bias, y, layout)
+    if x.shape[0] == 0:
         return y
     chosen = _wide_plan(x, weight, bits)
     if chosen is not None:
-        _launch_wide(x.contiguous(), weight, bias, y, layout, chosen)
+        wide_gemm(x.contiguous(), weight, bias, y, layout, chosen)
+        return y
+    if x.shape[0] <= FUSED_TOKENS[x.itemsize]:
+        _launch_fused(x.contiguous(), weight, bias, y, layout)
         return y
     blocks = max(1, SCRATCH_BYTES // (TILE_ROWS * x.shape[1] * x.itemsize))
     for first in range(0, weight.packed.shape[0], blocks):
@@ -308,28 +224,14 @@ def _launch_fused(
 
 
 def _wide_plan(x: Tensor, weight: TiledWeight, bits: int) -> WidePlan | None:
-    if x.itemsize == 4:  # no tensor core multiplies fp32 exactly: torch does it better
+    """None: `_fused` or `_dequantize`."""
+    if not fits(x, weight):
         return None
     width = triton.next_power_of_2(x.shape[0])
     measured = configs(x.device).get(tuning_key(x.shape[1], weight.out_features, bits, width))
     if measured is not None:
-        return WidePlan(*measured) if measured else None
-    return wide_plan(width, *weight.packed.shape[:2])
-
-
-def _launch_wide(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], chosen: WidePlan
-) -> None:
-    (tokens, k), n = x.shape, weight.out_features
-    blocks, _, rows, words = weight.packed.shape
-    stage_bytes = chosen.blocks * rows * words * 2 + layout["PLANES"] * words * chosen.tokens * x.itemsize
-    parts = torch.empty(chosen.splits * n * tokens if chosen.splits > 1 else 0, device=x.device)
-    _wide[(triton.cdiv(tokens, chosen.tokens) * triton.cdiv(blocks, chosen.blocks), chosen.splits)](
-        x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
-        parts, weight.arrivals, tokens, n, blocks, k,
-        DOT=_dot_type(x), BIASED=bias is not None, BM=chosen.tokens, BN=chosen.blocks, SPLITS=chosen.splits,
-        STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **layout,
-    )  # fmt: skip
+        return WidePlan(*measured) if len(measured) == len(WidePlan._fields) else None
+    return wide_plan(width, *weight.packed.shape[:2]) if FUSED_TOKENS[2] < width <= WIDE_TOKENS else None
 
 
 def _launch_dequantize(x: Tensor, weight: TiledWeight, blocks: slice, layout: dict[str, Any]) -> Tensor:
@@ -372,3 +274,16 @@ GEMMS = Gemms(tile_gemm, int8_gemm)
 def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
     """`qrt::linear` on CUDA tensors."""
     return WEIGHT_SCHEMES[scheme].linear_triton(x, weight, bias, GEMMS)
+
+
+def linear_int8(
+    codes: Tensor,
+    token_scale: Tensor,
+    weight: Sequence[Tensor],
+    bias: Tensor | None,
+    scheme: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`qrt::linear_int8` on CUDA tensors."""
+    tokens = QuantizedTokens(codes, token_scale, dtype)
+    return WEIGHT_SCHEMES[scheme].linear_int8_triton(tokens, weight, bias, GEMMS)

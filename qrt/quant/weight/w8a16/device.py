@@ -1,40 +1,25 @@
-"""int8 in Triton: words of two codes to two planes of exact integers, 4 to 7 instructions for 4 weights."""
+"""int8 in Triton: words of two codes to planes of exact integers, 4 to 8 instructions for 4 weights."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def unpack(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """int16 words -> planes 0, 1 of code - 128 in DTYPE; plane p is byte p."""
+def unpack(words, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """int16 words -> plane PLANE of code - 128 in DTYPE: byte PLANE."""
     if ASM and DTYPE == tl.bfloat16:
         # bf16 holds 128 + the low 7 bits of a code; it is taken less 256, or less 128 if the top bit is set
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 t, a, b, minus; mov.b32 minus, 0xbf80bf80; shr.b32 t, $2, 8;
-            lop3.b32 a, $2, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, $2, 0x00800080, 0x43004300, 0xae;
-            fma.rn.bf16x2 $0, b, minus, a;
+            f"""{{ .reg .b32 t, a, b, minus; mov.b32 minus, 0xbf80bf80; shr.b32 t, $1, {8 * PLANE};
             lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, t, 0x00800080, 0x43004300, 0xae;
-            fma.rn.bf16x2 $1, b, minus, a; }""",
-            "=&r,=&r,r",
-            [words],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
+            fma.rn.bf16x2 $0, b, minus, a; }}""",
+            "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
     elif ASM and DTYPE == tl.float16:  # 1024 + code - 1152
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 off; mov.b32 off, 0x64806480;
-            prmt.b32 $0, $2, 0x64646464, 0x4240; prmt.b32 $1, $2, 0x64646464, 0x4341;
-            sub.f16x2 $0, $0, off; sub.f16x2 $1, $1, off; }""",
-            "=&r,=&r,r",
-            [words],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        n = words.to(tl.int32)  # by way of fp32: the interpreter makes no bf16 of an integer
-        return (
-            ((n & 255) - 128).to(tl.float32).to(DTYPE),
-            (((n >> 8) & 255) - 128).to(tl.float32).to(DTYPE),
-        )
+            f"""{{ .reg .b32 t, off; mov.b32 off, 0x64806480;
+            prmt.b32 t, $1, 0x64646464, {"0x4341" if PLANE else "0x4240"}; sub.f16x2 $0, t, off; }}""",
+            "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:  # by way of fp32: the interpreter makes no bf16 of an integer
+        return (((words.to(tl.int32) >> 8 * PLANE) & 255) - 128).to(tl.float32).to(DTYPE)

@@ -1,0 +1,298 @@
+"""The tiled weight-only product on Hopper for some dozens to some hundreds of tokens, in Gluon.
+
+There the tensor cores are the bound, and Triton waits for every wgmma whose operand is in registers. Here the
+weights of plane p+1 are unpacked while plane p multiplies: Y.T = W @ X.T with W as the register operand, X
+and the packed tiles brought by the bulk copy engine (TMA) some stages ahead. The scale goes into the weight,
+rounded to the dtype of the product as a dequantized weight is, and one accumulator takes all of K; where it
+is split, the last program of an output block to arrive adds the partial sums in order.
+Layout: quant/weight/tiles.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from qrt.quant.weight.tiles import TiledWeight
+
+
+@triton.jit
+def _affine(plane, zero, scale, DTYPE: tl.constexpr):
+    """(plane - zero) * scale in the 16-bit DTYPE, two at a time; one rounding, the difference is exact."""
+    if DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; sub.bf16x2 t, $1, $2; mul.bf16x2 $0, t, $3; }",
+            "=r,r,r,r", [plane, zero, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; sub.f16x2 t, $1, $2; mul.f16x2 $0, t, $3; }",
+            "=r,r,r,r", [plane, zero, scale], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _weights(
+    words, scales, zeros, PLANE: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
+    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr,
+):  # fmt: skip
+    """A plane of `words` [ROWS, J] as weights in DOT; scales: a tuple of int32 [ROWS], zeros int32 [ROWS]."""
+    RUN: gl.constexpr = PLANE * RUNS // PLANES
+    plane = UNPACK(words, PLANE, DOT, True)
+    if SCALE == gl.float32:
+        scale = scales[RUN].to(gl.float32, bitcast=True)
+    else:
+        scale = ((scales[RUN // 2] >> (RUN % 2 * 16)) & 0xFFFF).to(gl.int16).to(SCALE, bitcast=True)
+    zero = gl.full_like(scales[0], 0)
+    if ASYMMETRIC:
+        zero = (zeros << (24 - 8 * RUN)) >> 24
+    if SCALE == DOT:
+        if ASYMMETRIC:
+            return _affine(plane, gl.expand_dims(zero.to(DOT), 1), gl.expand_dims(scale, 1), DOT)
+        else:
+            return plane * gl.expand_dims(scale, 1)
+    else:
+        wide = plane.to(gl.float32) - gl.expand_dims(zero.to(gl.float32), 1)
+        return (wide * gl.expand_dims(scale.to(gl.float32), 1)).to(DOT)
+
+
+@gluon.jit
+def _row_words(smem, slot, COUNT: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr):
+    """COUNT int32 words of every row, each [ROWS], from smem [slots * COUNT, ROWS / 64, 64]."""
+    words = ()
+    for w in gl.static_range(COUNT):
+        words = words + (smem.index(slot * COUNT + w).reshape([ROWS]).load(ROW),)
+    return words
+
+
+@gluon.jit(do_not_specialize=["M", "share"])
+def _wide(
+    x_desc, w_desc, scale_desc, zero_desc, BIAS, Y, PARTS, ARRIVALS, M, N, tiles, share,
+    J: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr, SCALE: gl.constexpr,
+    ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr, BIASED: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr,
+    WS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Grid (token blocks * cdiv(row blocks, BN), splits): BN row blocks by BM tokens, `share` tiles of K.
+
+    A stage of x is XP planes of one tile, a stage of w one tile with its scales and zeros; XS and WS of them
+    are in flight.
+    """
+    ROWS: gl.constexpr = BN * 64
+    PARTS_OF_TILE: gl.constexpr = PLANES // XP
+    WORDS: gl.constexpr = RUNS if SCALE == gl.float32 else (RUNS + 1) // 2
+    X_BYTES: gl.constexpr = XP * BM * J * 2
+    W_BYTES: gl.constexpr = ROWS * J * 2 + ROWS * 4 * WORDS + ROWS * 4 * ASYMMETRIC
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
+    token_blocks = gl.cdiv(M, BM)
+    block = gl.program_id(0) // token_blocks * BN
+    token = gl.program_id(0) % token_blocks * BM
+    first = gl.program_id(1) * share
+    steps = gl.minimum(share, tiles - first)
+
+    x_smem = gl.allocate_shared_memory(DOT, [XS, XP, BM, J], x_desc.layout)
+    w_smem = gl.allocate_shared_memory(gl.int16, [WS, BN, 64, J], w_desc.layout)
+    scale_smem = gl.allocate_shared_memory(gl.int32, [WS * WORDS, BN, 64], scale_desc.layout)
+    zero_smem = gl.allocate_shared_memory(gl.int32, [WS if ASYMMETRIC else 1, BN, 64], scale_desc.layout)
+    x_ready = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
+    w_ready = gl.allocate_shared_memory(gl.int64, [WS, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(XS):
+        mbarrier.init(x_ready.index(s), count=1)
+    for s in gl.static_range(WS):
+        mbarrier.init(w_ready.index(s), count=1)
+    fence_async_shared()
+    for s in gl.static_range(WS):
+        _fetch_w(
+            w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, w_ready, s, block, first + s,
+            s < steps, W_BYTES, WORDS, ASYMMETRIC,
+        )  # fmt: skip
+    for s in gl.static_range(XS):
+        _fetch_x(
+            x_desc, x_smem, x_ready, s, first * PLANES + s * XP, token, s < steps * PARTS_OF_TILE, X_BYTES
+        )
+
+    acc = gl.zeros([ROWS, BM], gl.float32, MMA)
+    mbarrier.wait(w_ready.index(0), 0)
+    words = w_smem.index(0).reshape([ROWS, J]).load(OPERAND)
+    scales = _row_words(scale_smem, 0, WORDS, ROWS, ROW)
+    zeros = scales[0]
+    if ASYMMETRIC:
+        zeros = zero_smem.index(0).reshape([ROWS]).load(ROW)
+    weights = _weights(words, scales, zeros, 0, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
+    before = weights
+    for i in range(steps):
+        for p in gl.static_range(PLANES):
+            stage = i * PARTS_OF_TILE + p // XP
+            slot = stage % XS
+            if p % XP == 0:
+                mbarrier.wait(x_ready.index(slot), stage // XS & 1)
+            x = x_smem.index(slot).reshape([XP * BM, J]).slice(p % XP * BM, BM).permute((1, 0))
+            acc = warpgroup_mma(weights, x, acc, is_async=True)
+            acc, before = warpgroup_mma_wait(1, deps=[acc, before])  # the plane before this one is done
+            if p % XP == 0:
+                ahead = stage - 1 + XS
+                _fetch_x(
+                    x_desc, x_smem, x_ready, ahead % XS, first * PLANES + ahead * XP, token,
+                    (stage > 0) & (ahead < steps * PARTS_OF_TILE), X_BYTES,
+                )  # fmt: skip
+            if p == 0:
+                _fetch_w(
+                    w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, w_ready, i % WS, block,
+                    first + i + WS, i + WS < steps, W_BYTES, WORDS, ASYMMETRIC,
+                )  # fmt: skip
+            before = weights
+            if p + 1 == PLANES:
+                slot = (i + 1) % WS
+                mbarrier.wait(w_ready.index(slot), (i + 1) // WS & 1, pred=i + 1 < steps)
+                words = w_smem.index(slot).reshape([ROWS, J]).load(OPERAND)
+                scales = _row_words(scale_smem, slot, WORDS, ROWS, ROW)
+                zeros = scales[0]
+                if ASYMMETRIC:
+                    zeros = zero_smem.index(slot).reshape([ROWS]).load(ROW)
+            weights = _weights(
+                words, scales, zeros, (p + 1) % PLANES, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT
+            )
+    acc, before = warpgroup_mma_wait(0, deps=[acc, before])
+
+    last = True
+    if SPLIT:
+        acc, last = _sum_splits(acc, PARTS, ARRIVALS, MMA, ROWS, BM)
+    if last:
+        if BIASED:
+            row = block * 64 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+            acc += gl.expand_dims(gl.load(BIAS + row, mask=row < N, other=0.0).to(gl.float32), 1)
+        OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
+        n = block * 64 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+        m = token + gl.arange(0, BM, layout=gl.SliceLayout(0, OUT))
+        at = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
+        inside = gl.expand_dims(n < N, 1) & gl.expand_dims(m < M, 0)
+        gl.store(Y + at, gl.convert_layout(acc.to(DOT), OUT), mask=inside)
+
+
+@gluon.jit
+def _fetch_x(desc, smem, ready, slot, plane, token, wanted, BYTES: gl.constexpr):
+    """Start the copy of a stage of x, from plane `plane` of all of K, into a slot."""
+    mbarrier.expect(ready.index(slot), BYTES, pred=wanted)
+    tma.async_copy_global_to_shared(desc, [plane, token, 0], ready.index(slot), smem.index(slot), pred=wanted)
+
+
+@gluon.jit
+def _fetch_w(
+    w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready, slot, block, tile, wanted,
+    BYTES: gl.constexpr, WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of tile `tile` of BN row blocks, its scales and zeros into a slot."""
+    arrived = ready.index(slot)
+    mbarrier.expect(arrived, BYTES, pred=wanted)
+    tma.async_copy_global_to_shared(w_desc, [block, tile * 64, 0], arrived, w_smem.index(slot), pred=wanted)
+    for w in gl.static_range(WORDS):
+        tma.async_copy_global_to_shared(
+            scale_desc, [block, (tile * WORDS + w) * 64], arrived, scale_smem.index(slot * WORDS + w),
+            pred=wanted,
+        )  # fmt: skip
+    if ASYMMETRIC:
+        tma.async_copy_global_to_shared(
+            zero_desc, [block, tile * 64], arrived, zero_smem.index(slot), pred=wanted
+        )
+
+
+@gluon.jit
+def _sum_splits(acc, PARTS, ARRIVALS, MMA: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr):
+    """As `split_kernel.sum_splits`, for whole blocks: parts [output blocks, splits, ROWS, BM]."""
+    splits = gl.num_programs(1)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    column = gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
+    at = gl.expand_dims(row * BM, 1) + gl.expand_dims(column, 0)
+    parts = PARTS + gl.program_id(0).to(gl.int64) * splits * (ROWS * BM)
+    gl.store(parts + gl.program_id(1) * (ROWS * BM) + at, acc)
+    tl.debug_barrier()  # every share is stored before this program counts as arrived
+    arrivals = ARRIVALS + gl.program_id(0)
+    last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
+    if last:
+        acc = gl.load(parts + at, cache_modifier=".cg")
+        for s in range(1, splits):
+            acc += gl.load(parts + s * (ROWS * BM) + at, cache_modifier=".cg")
+        gl.store(arrivals, 0)
+    return acc, last
+
+
+class WidePlan(NamedTuple):
+    """How `_wide` is launched for one shape."""
+
+    tokens: int  # BM
+    blocks: int  # BN
+    splits: int
+    x_planes: int  # XP
+    x_stages: int  # XS
+    w_stages: int  # WS
+
+
+def wide_plan(width: int, blocks: int, tiles: int) -> WidePlan:
+    """Where nothing was measured: the widest block of tokens, K split while SMs are idle."""
+    tokens = min(width, 256)
+    rows = 1 if blocks * triton.cdiv(width, tokens) <= 132 else 2
+    programs = triton.cdiv(blocks, rows) * triton.cdiv(width, tokens)
+    splits = max(1, min(132 // programs, tiles // 4, 16))
+    x_planes = 1 if tokens == 256 else 2
+    return WidePlan(tokens, rows, triton.cdiv(tiles, triton.cdiv(tiles, splits)), x_planes, 3, 3)
+
+
+def fits(x: Tensor, weight: TiledWeight) -> bool:
+    """Whether `wide_gemm` multiplies x: 16-bit, K in whole planes, on a GPU with wgmma."""
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and x.itemsize == 2
+        and x.shape[1] % weight.packed.shape[3] == 0
+    )
+
+
+def wide_gemm(
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], plan: WidePlan
+) -> None:
+    """y [T, N] = x [T, K] @ W.T + bias; x contiguous and one that `fits`."""
+    blocks, tiles, rows, words = weight.packed.shape
+    outputs = triton.cdiv(x.shape[0], plan.tokens) * triton.cdiv(blocks, plan.blocks)
+    share = triton.cdiv(tiles, plan.splits)
+    splits = triton.cdiv(tiles, share)
+    part = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
+    swizzled = gl.NVMMASharedLayout(words * 2, 16, 3)
+    flat = gl.NVMMASharedLayout(0, 32, 2)
+    per_row = [plan.blocks, rows]
+    scale, zero = (t.view(torch.int32).view(blocks, -1) for t in (weight.scale, weight.zero))
+    by_plane = _aligned(x).unflatten(1, (-1, words)).transpose(0, 1)
+    dot = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[x.dtype]
+    _wide[(outputs, splits)](
+        TensorDescriptor.from_tensor(by_plane, [plan.x_planes, plan.tokens, words], swizzled),
+        TensorDescriptor.from_tensor(
+            weight.packed.view(blocks, tiles * rows, words), [plan.blocks, rows, words], swizzled
+        ),
+        TensorDescriptor.from_tensor(scale, per_row, flat),
+        TensorDescriptor.from_tensor(zero if layout["ASYMMETRIC"] else scale, per_row, flat),
+        bias, y, torch.empty(part, device=x.device), weight.arrivals, x.shape[0], y.shape[1], tiles, share,
+        J=words, PLANES=layout["PLANES"], RUNS=layout["RUNS"], SCALE=layout["SCALE"],
+        ASYMMETRIC=layout["ASYMMETRIC"], UNPACK=layout["UNPACK"], DOT=dot, BIASED=bias is not None,
+        BM=plan.tokens, BN=plan.blocks, SPLIT=splits > 1, XP=plan.x_planes, XS=plan.x_stages,
+        WS=plan.w_stages, num_warps=4 if plan.blocks == 1 else 8,
+    )  # fmt: skip
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it if it does not begin where the copy engine can read."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
