@@ -51,7 +51,7 @@ class Runner:
         self.table.advance(batch.sample.rows, tokens)
         logprobs = {}
         if batch.logprobs is not None:
-            scores = score(logits[batch.logprobs], tokens[batch.logprobs], batch.num_top).cpu()
+            scores = score(logits[batch.logprobs].float(), tokens[batch.logprobs], batch.num_top).cpu()
             wanted = [(i, work.sampling.num_logprobs) for i, work in enumerate(plan.sampled)]
             asking = [(i, num_top) for i, num_top in wanted if num_top is not None]
             logprobs = {i: scores.part(n, n + 1, num_top) for n, (i, num_top) in enumerate(asking)}
@@ -66,7 +66,7 @@ class Runner:
                 targets = batch.targets[chunk.request_id].split(SCORED_ROWS)
                 rows = hidden[first : first + len(wanted.targets)].split(SCORED_ROWS)
                 parts = [
-                    score(self.model.logits(states), ids, wanted.num_top)
+                    score(self.model.logits(states).float(), ids, wanted.num_top)
                     for states, ids in zip(rows, targets, strict=True)
                 ]
                 scores[chunk.request_id] = concat(parts).cpu()

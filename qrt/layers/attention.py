@@ -17,6 +17,7 @@ from qrt.layers.linear import Linear
 from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVLayer
+from qrt.quant.tokens import QuantizedTokens
 
 
 class Attention:
@@ -46,14 +47,14 @@ class Attention:
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
 
-    def __call__(self, x: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
+    def __call__(self, x: Tensor | QuantizedTokens, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
         """x [T, H] -> [T, H]; writes this layer's K and V of the step's tokens into `kv`."""
         q, k, v = self.project(x)
         cos, sin = rope
         kv_write(q, k, v, cos, sin, step.positions, step.slots, kv.buffers, kv.smoothing, kv.format)
         return self.o(self._attend(q, k, v, step, kv).flatten(1))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor | QuantizedTokens) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, H] -> q [T, Hq, D], k and v [T, Hkv, D], q and k before RoPE."""
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:

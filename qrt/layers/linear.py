@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qrt.kernels.linear import linear
+from qrt.kernels.linear import linear, linear_int8, prepare
+from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
 
@@ -15,22 +16,27 @@ class Linear:
     scheme    a name in WEIGHT_SCHEMES
     tensors   the scheme's run-time tensors, in its order
     bias      [N] in the model dtype, or None
+
+    int8_tokens says whether it quantizes its input per token, so that QuantizedTokens save it a kernel.
     """
 
     def __init__(self, scheme: str, tensors: tuple[Tensor, ...], bias: Tensor | None = None) -> None:
         self.scheme = scheme
         self.tensors = list(tensors)
         self.bias = bias
+        self.int8_tokens = WEIGHT_SCHEMES[scheme].int8_tokens
 
     @classmethod
     def pack(cls, scheme: str, weight: WeightData, device: torch.device, dtype: torch.dtype) -> Linear:
         """Lay a canonical weight out for the kernels of `scheme`; raises as `WeightScheme.prepare` does."""
         bias = None if weight.bias is None else weight.bias.to(device, dtype)
-        return cls(scheme, WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype), bias)
+        return cls(scheme, prepare(scheme, weight, device, dtype), bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, K] -> [T, N] in x's dtype."""
-        return linear(x, self.tensors, self.bias, self.scheme)
+    def __call__(self, x: Tensor | QuantizedTokens) -> Tensor:
+        """x [T, K] -> [T, N] in x's dtype; QuantizedTokens only where `int8_tokens`."""
+        if isinstance(x, Tensor):
+            return linear(x, self.tensors, self.bias, self.scheme)
+        return linear_int8(x.codes, x.scale, self.tensors, self.bias, self.scheme, x.dtype)
 
     def parameters(self) -> list[Tensor]:
         """Every tensor it holds."""

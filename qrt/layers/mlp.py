@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qrt.kernels.silu_mul import silu_mul
+from qrt.kernels.silu_mul import silu_mul, silu_mul_int8
 from qrt.layers.linear import Linear
+from qrt.quant.tokens import QuantizedTokens
 
 
 class MLP:
@@ -15,6 +16,10 @@ class MLP:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | QuantizedTokens) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return self.down(silu_mul(self.gate_up(x)))
+        y = self.gate_up(x)
+        if self.down.int8_tokens:
+            codes, scale = silu_mul_int8(y)
+            return self.down(QuantizedTokens(codes, scale, y.dtype))
+        return self.down(silu_mul(y))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qrt.kernels.rmsnorm import add_rmsnorm, rmsnorm
+from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, rmsnorm
+from qrt.layers.linear import Linear
+from qrt.quant.tokens import QuantizedTokens
 
 
 class RMSNorm:
@@ -21,3 +23,10 @@ class RMSNorm:
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual += x in place, then the norm of the sum; both [T, K]."""
         return add_rmsnorm(residual, x, self.weight, self.eps)
+
+    def add_for(self, reader: Linear, residual: Tensor, x: Tensor) -> Tensor | QuantizedTokens:
+        """`add`, quantized already where `reader`, the one Linear that reads it, would do that first."""
+        if not reader.int8_tokens:
+            return self.add(residual, x)
+        codes, scale = add_rmsnorm_int8(residual, x, self.weight, self.eps)
+        return QuantizedTokens(codes, scale, x.dtype)

@@ -17,6 +17,7 @@ from qrt.layers.mlp import MLP
 from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVLayer, KVStorage
+from qrt.quant.tokens import QuantizedTokens
 
 
 class DecoderLayer:
@@ -28,13 +29,15 @@ class DecoderLayer:
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
-        """x [T, H] is `norm(residual)`; adds the attention to `residual` [T, H] in place.
+    def __call__(
+        self, x: Tensor | QuantizedTokens, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
+    ) -> Tensor:
+        """x [T, H] is `norm` of `residual`; adds the attention to `residual` [T, H] in place.
 
         Returns the MLP's output [T, H], which the norm that follows the layer adds.
         """
-        x = self.attention(x, step, kv, rope)
-        return self.mlp(self.mlp_norm.add(residual, x))
+        y = self.attention(x, step, kv, rope)
+        return self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, y))
 
 
 class Decoder:
@@ -62,19 +65,20 @@ class Decoder:
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step; the hidden states [T, H] after the final norm. K and V go into `kv`."""
         residual = self.embed(step.tokens)
-        x = self.layers[0].norm(residual)
-        for i, (layer, norm) in enumerate(self.blocks()):
-            x = layer(x, residual, step, kv.layer(i), self.rope)
-            x = norm.add(residual, x)
-        return x
+        first, *others = self.layers
+        y = first(first.norm(residual), residual, step, kv.layer(0), self.rope)
+        for i, layer in enumerate(others, 1):
+            x = layer.norm.add_for(layer.attention.qkv, residual, y)
+            y = layer(x, residual, step, kv.layer(i), self.rope)
+        return self.norm.add(residual, y)
 
     def blocks(self) -> Iterator[tuple[DecoderLayer, RMSNorm]]:
         """Each layer with the norm that follows it, the final one last."""
         return zip(self.layers, [layer.norm for layer in self.layers[1:]] + [self.norm], strict=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [L, H] -> fp32 [L, V]; pass only the rows that are needed (`step.logit_rows`)."""
-        return self.head(hidden).float()
+        """hidden [L, H] -> [L, V] in their dtype; pass only the rows that are needed (`step.logit_rows`)."""
+        return self.head(hidden)
 
     @property
     def dtype(self) -> torch.dtype:

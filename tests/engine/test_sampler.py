@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from qrt.engine.plan import Sampling
-from qrt.engine.sampler import SampleMeta, gumbel, least_kept, sample, uniform
+from qrt.engine.sampler import SampleMeta, least_kept, sample
 from qrt.engine.table import RequestTable
+from qrt.kernels.sample.ref import gumbel, uniform
 
 CPU = torch.device("cpu")
 

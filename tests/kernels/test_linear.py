@@ -4,9 +4,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional as F
 
-from qrt.kernels.linear import kernel, linear
+from qrt.kernels.linear import hopper_kernel, int8_kernel, kernel, linear, linear_int8, ref
 from qrt.quant import affine
+from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.tiles import TiledWeight
 from random_weights import random_weight, reference, relative
@@ -127,12 +129,84 @@ def test_split_sums_repeat_bit_for_bit(device, bits, k):
     assert not TiledWeight(*tensors).arrivals.any()
 
 
+MEASURED = [  # T and what the launchers would find measured: fused, wide or dequantized; never whole blocks
+    (5, (3, 2, 4)), (19, (2, 4, 3)), (67, (64, 2, 3, 2, 3, 3)), (77, (128, 1, 2, 1, 3, 3)),
+    (257, (256, 2, 1, 1, 4, 3)), (131, (128, 1, 2, 2, 2, 4)), (71, ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens, plan", MEASURED)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_kind_of_measured_plan(device, monkeypatch, bits, tokens, plan):
+    n, k, dtype = 70, 672, HALF[0]
+    width = kernel.width_of(tokens)
+    monkeypatch.setattr(kernel, "configs", lambda device: {kernel.tuning_key(k, n, bits, width): plan})
+    weight = random_weight(n, k, bits, 32, symmetric=False, dtype=dtype, device=device)
+    x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
+    assert relative(triton_linear(x, weight, bias), reference(x, weight, bias)) < 2 * UNIT[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, k, group, tokens, plan", [
+    (200, 960, None, 33, (64, 1, 3, 2, 3, 3)), (130, 960, 32, 65, (64, 2, 2, 2, 2, 3)),
+    (70, 1152, 64, 200, (128, 2, 1, 1, 3, 3)), (64, 768, 256, 513, (256, 1, 2, 1, 4, 3)),
+])  # fmt: skip
+@pytest.mark.parametrize("scales", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("bits, symmetric", [(4, True), (4, False), (8, True), (8, False)])
+def test_wide_kernel(bits, symmetric, dtype, scales, n, k, group, tokens, plan):
+    """Ragged in every direction, every layout of tiles and scales, and twice the same bits."""
+    device = torch.device("cuda")
+    weight = random_weight(n, k, bits, group, symmetric=symmetric, dtype=scales, device=device)
+    tiled = TiledWeight(*WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, device, dtype))
+    x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
+    layout = kernel._layout(tiled, bits, WEIGHT_SCHEMES[f"w{bits}a16"].unpacker())
+    first, again = torch.empty(2, tokens, n, device=device, dtype=dtype)
+    hopper_kernel.wide_gemm(x, tiled, bias, first, layout, hopper_kernel.WidePlan(*plan))
+    assert relative(first, reference(x, weight, bias)) < 2 * UNIT[dtype]
+    for _ in range(3):
+        hopper_kernel.wide_gemm(x, tiled, bias, again, layout, hopper_kernel.WidePlan(*plan))
+        assert torch.equal(again, first)
+    assert not tiled.arrivals.any()
+
+
+@pytest.mark.parametrize("tokens, plan", [
+    (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (101, (64, 64, 128, 4, 4, 4)),
+    (131, (128, 64, 128, 2, 4, 4)), (259, (128, 128, 128, 1, 8, 3)),
+])  # fmt: skip
+def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
+    n, k = 150, 1100
+    key = int8_kernel.tuning_key(k, n, int8_kernel.width_of(tokens))
+    monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: plan})
+    weight, x = random_weight(n, k, 8, device=device), torch.randn(tokens, k, device=device)
+    codes, scale = affine.quantize_tokens(x.cpu())  # on a GPU torch divides by a number inexactly
+    sums = codes.long() @ (weight.values.long().cpu() - 128).T
+    exact = (sums.double() * scale.double()).to(device) * weight.scale.double().T
+    assert_rounded_once(triton_linear(x, weight, scheme="w8a8"), exact, exact.abs())
+
+
+@pytest.mark.parametrize("tokens", [7, 65, 257])
+@pytest.mark.parametrize("dtype", HALF if GPU else HALF[:1])
+@pytest.mark.parametrize("scheme, bits, group", [("w4a16", 4, 128), ("w8a16", 8, 128), ("w8a8", 8, None)])
+def test_no_worse_than_torch_in_16_bits(device, scheme, bits, group, dtype, tokens):
+    """torch multiplies operands dequantized to the dtype; ours may lose a tenth more."""
+    weight = random_weight(130, 512, bits, group, dtype=dtype, device=device)
+    x = seen = torch.randn(tokens, 512, device=device).to(dtype)
+    if scheme == "w8a8":  # its tokens are codes times scales
+        codes, scale = affine.quantize_tokens(x.cpu())
+        seen = (codes * scale.double()).to(device)
+    want = reference(seen, weight)
+    theirs = F.linear(seen.to(dtype), weight.dequantize().to(dtype))
+    ours = triton_linear(x, weight, scheme=scheme)
+    assert relative(ours, want) <= 1.1 * relative(theirs, want)
+
+
 @triton.jit
 def _unpack(W, OUT, PLANES: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
     i = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :] + tl.program_id(0) * 4096
-    planes = UNPACK(tl.load(W + i), DTYPE, ASM)
+    words = tl.load(W + i)
     for p in tl.static_range(PLANES):
-        tl.store(OUT + p * 65536 + i, planes[p].to(tl.float32))
+        tl.store(OUT + p * 65536 + i, UNPACK(words, p, DTYPE, ASM).to(tl.float32))
 
 
 @pytest.mark.parametrize("dtype", [tl.float32, tl.float16, tl.bfloat16], ids=str)
@@ -171,9 +245,39 @@ def test_token_codes_equal_the_reference(device, dtype):
     x = torch.randn(9, 700, device=device) * torch.logspace(-6, 4, 9, device=device)[:, None]
     x[3] = 0
     x = x.to(dtype)
-    codes, scale = quantize_tokens(x)
-    want, want_scale = affine.quantize_tokens(x.cpu())
-    assert torch.equal(codes.cpu(), want) and torch.equal(scale.cpu(), want_scale[:, 0])
+    tokens, want = quantize_tokens(x), QuantizedTokens.of(x.cpu())
+    assert torch.equal(tokens.codes.cpu(), want.codes) and torch.equal(tokens.scale.cpu(), want.scale)
+    assert tokens.dtype == want.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_tokens_at_the_edge_of_two_codes(device, dtype):
+    """Quotients within an ulp of a half: a division that is not rounded exactly takes the other code."""
+    from qrt.kernels.linear.int8_kernel import quantize_tokens
+
+    scale = (torch.rand(64, 1) + 0.5) * 2.0 ** torch.arange(-8, 8).repeat(4)[:, None]
+    x = (torch.arange(-126, 127) + 0.5) * scale
+    x = torch.cat([127 * scale, x, x * (1 - 2**-23), x * (1 + 2**-23)], 1).to(dtype)
+    tokens, want = quantize_tokens(x.to(device)), QuantizedTokens.of(x)
+    assert torch.equal(tokens.codes.cpu(), want.codes) and torch.equal(tokens.scale.cpu(), want.scale)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_int8_tokens_give_the_product_that_x_gives(device, dtype, tokens):
+    from qrt.kernels.linear.int8_kernel import quantize_tokens
+
+    weight = random_weight(70, 256, 8, dtype=dtype, device=device)
+    tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, dtype))
+    x, bias = torch.randn(tokens, 256, device=device).to(dtype), torch.randn(70, device=device).to(dtype)
+    codes, scale, _ = quantize_tokens(x)
+    y = kernel.linear_int8(codes, scale, tensors, bias, "w8a8", dtype)
+    assert y.dtype == dtype and torch.equal(y, kernel.linear(x, tensors, bias, "w8a8"))
+    arguments = (codes, scale, tensors, bias, "w8a8", dtype)
+    if tokens:
+        torch.library.opcheck(linear_int8, arguments, test_utils=("test_schema", "test_faketensor"))
+    if not GPU:  # there torch divides inexactly: other codes
+        assert torch.equal(ref.linear_int8(*arguments), ref.linear(x, tensors, bias, "w8a8"))
 
 
 @pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a16", 8), ("w8a8", 8), ("fp16", 0)])
@@ -206,18 +310,19 @@ def test_plan_is_the_measured_one():
     assert [kernel.plan(64, *shape).splits for shape in shapes] == [2, 4, 1, 4]
 
 
-LLAMA = {
+SIZES = {
+    "ragged": (1001, 3200), "0.6B o": (1024, 2048), "1B qkv": (3072, 2048),
     "8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate_up": (28672, 4096), "8B down": (4096, 14336),
     "70B qkv": (10240, 8192), "70B gate_up": (57344, 8192), "70B down": (8192, 28672),
 }  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n, k", LLAMA.values(), ids=LLAMA.keys())
+@pytest.mark.parametrize("n, k", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize(
     "scheme, symmetric", [("w4a16", False), ("w4a16", True), ("w8a16", True), ("w8a8", True)]
 )
-def test_llama_shapes(device, scheme, symmetric, n, k):
+def test_sizes_of_users(device, scheme, symmetric, n, k):
     if scheme == "w8a8" and not symmetric:
         pytest.skip("w8a8 is symmetric")
     dtype, group = torch.bfloat16, None if scheme == "w8a8" else 128
@@ -226,7 +331,7 @@ def test_llama_shapes(device, scheme, symmetric, n, k):
     )
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
     matrix = weight.dequantize().T
-    for tokens in (1, 2, 7, 16, 33, 64, 65, 128, 129, 1000, 4096):
+    for tokens in (1, 2, 7, 16, 33, 64, 65, 128, 129, 301, 1001, 4096):
         x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
         if scheme == "w8a8":
             codes, scale = affine.quantize_tokens(x)
@@ -237,6 +342,44 @@ def test_llama_shapes(device, scheme, symmetric, n, k):
         assert y.isfinite().all()
         assert relative(y, want.double()) < 2 * UNIT[dtype], tokens
         assert torch.equal(y, kernel.linear(x, tensors, bias, scheme)), tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme, bits, per_word", [("w4a16", 4, 4), ("w8a16", 8, 2), ("w8a8", 8, 1)])
+def test_weights_of_more_than_2_to_the_31_words(device, scheme, bits, per_word):
+    """The first and the last outputs are those of their rows alone."""
+    k, dtype = 8192, torch.bfloat16
+    n = per_word * 2**31 // k + 77
+    whole = random_weight(n, k, bits, None if scheme == "w8a8" else 128, dtype=dtype, device=device)
+    ends = [WeightData(whole.values[rows].clone(), whole.scale[rows].clone(), bits=bits)
+            for rows in (slice(100), slice(n - 100, n))]  # fmt: skip
+    tensors = WEIGHT_SCHEMES[scheme].prepare(whole, device, dtype)
+    assert tensors[0].numel() > 2**31
+    del whole
+    for tokens in (1, 33, 129, 701):
+        x = torch.randn(tokens, k, device=device).to(dtype)
+        seen = x
+        if scheme == "w8a8":
+            codes, scale = affine.quantize_tokens(x)
+            seen = codes * scale
+        y = kernel.linear(x, tensors, None, scheme)
+        for part, end in zip((y[:, :100], y[:, -100:]), ends, strict=True):
+            assert relative(part, reference(seen, end)) < 2 * UNIT[dtype], tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a8", 8)])
+def test_more_than_2_to_the_31_outputs(device, scheme, bits):
+    n, k, dtype = 32771, 256, torch.bfloat16
+    weight = random_weight(n, k, bits, dtype=dtype, device=device)
+    tensors = WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
+    x = torch.randn(2**31 // n + 101, k, device=device).to(dtype)
+    y = kernel.linear(x, tensors, None, scheme)
+    assert y.numel() > 2**31
+    for rows in (slice(101), slice(len(x) - 101, len(x))):
+        want = WEIGHT_SCHEMES[scheme].linear_ref(x[rows], tensors, None)
+        assert relative(y[rows], want.double()) < 2 * UNIT[dtype]
 
 
 @pytest.mark.gpu

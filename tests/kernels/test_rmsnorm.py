@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qrt.kernels.rmsnorm import add_rmsnorm, kernel, ref, rmsnorm
+from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, kernel, ref, rmsnorm
+from qrt.quant import affine
 
 GPU = torch.cuda.is_available()
 EPS = 1e-5
@@ -70,6 +71,25 @@ def test_residual_is_added_in_place(device, implementation, dtype, shape):
     check(y, residual, weight)
 
 
+@pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 256), (13, 1000), (3, 4096), (0, 64)])
+def test_int8_is_the_norm_quantized(device, implementation, dtype, shape):
+    """Codes and scales bit for bit, and the residual."""
+    residual, weight = inputs(shape, dtype, device)
+    x, other = torch.randn(shape, device=device).to(dtype), residual.clone()
+    y = implementation.add_rmsnorm(residual, x, weight, EPS)
+    codes, scale = implementation.add_rmsnorm_int8(other, x, weight, EPS)
+    assert torch.equal(residual, other)
+    assert_quantized(codes, scale, y)
+
+
+def assert_quantized(codes, scale, y):
+    want, want_scale = affine.quantize_tokens(y.cpu())  # on a GPU torch divides by a number inexactly
+    assert codes.dtype == torch.int8 and torch.equal(codes.cpu(), want)
+    assert scale.dtype == torch.float32 and torch.equal(scale.cpu(), want_scale[:, 0])
+
+
 def test_rows_of_a_wider_residual(device):
     wide = torch.randn(5, 96, device=device)
     residual, x, weight = wide[:, :64], torch.randn(64, 5, device=device).T, torch.ones(64, device=device)
@@ -97,6 +117,9 @@ def test_operators():
     torch.library.opcheck(
         add_rmsnorm, (torch.randn(3, 64), torch.randn(3, 64), weight, EPS), test_utils=tests
     )
+    torch.library.opcheck(
+        add_rmsnorm_int8, (torch.randn(3, 64), torch.randn(3, 64), weight, EPS), test_utils=tests
+    )
 
 
 @pytest.mark.gpu
@@ -107,9 +130,17 @@ def test_model_sizes(device, dtype, tokens, k):
     x, weight = torch.randn(tokens, k, device=device).to(dtype), torch.rand(k, device=device).to(dtype)
     check(rmsnorm(x, weight, EPS), x, weight)
     residual = torch.randn(tokens, k, device=device).to(dtype)
-    total = residual + x
-    check(add_rmsnorm(residual, x, weight, EPS), total, weight)
+    total, other = residual + x, residual.clone()
+    y = add_rmsnorm(residual, x, weight, EPS)
+    check(y, total, weight)
     assert torch.equal(residual, total)
+    codes, scale = add_rmsnorm_int8(other, x, weight, EPS)
+    assert torch.equal(other, total)
+    # on a GPU the two sums of squares may be added in different orders: y may be off by a rounding
+    rounding, step = 2 * BOUND[dtype] * y.double().abs(), scale.double()[:, None]
+    assert ((codes.double() * step - y.double()).abs() <= 0.5001 * step + rounding).all()
+    peak = y.double().abs().amax(1) / 127
+    assert ((scale.double() - peak).abs() <= 2 * BOUND[dtype] * peak).all()
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qrt.kernels.silu_mul import kernel, ref, silu_mul
+from qrt.kernels.silu_mul import kernel, ref, silu_mul, silu_mul_int8
+from qrt.quant import affine
 
 GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -36,6 +37,22 @@ def test_matches_fp64(device, implementation, dtype, tokens, width):
     check(implementation(gate_up), gate_up)
 
 
+@pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, width", [(1, 64), (5, 1024), (3, 1500), (2, 1), (0, 64), (1, 14336)])
+def test_int8_is_the_product_quantized(device, implementation, dtype, tokens, width):
+    """Codes and scales bit for bit; a row of zeros has zeros."""
+    gate_up = (torch.randn(tokens, 2 * width, device=device) * 4).to(dtype)
+    gate_up[1:2] = 0
+    assert_quantized(*implementation.silu_mul_int8(gate_up), implementation.silu_mul(gate_up))
+
+
+def assert_quantized(codes, scale, y):
+    want, want_scale = affine.quantize_tokens(y.cpu())  # on a GPU torch divides by a number inexactly
+    assert codes.dtype == torch.int8 and torch.equal(codes.cpu(), want)
+    assert scale.dtype == torch.float32 and torch.equal(scale.cpu(), want_scale[:, 0])
+
+
 @pytest.mark.parametrize("implementation", [ref.silu_mul, kernel.silu_mul], ids=["ref", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_far_ends(device, implementation, dtype):
@@ -63,7 +80,8 @@ def test_equals_transformers(dtype):
 
 
 def test_operator():
-    torch.library.opcheck(silu_mul, (torch.randn(3, 64),), test_utils=("test_schema", "test_faketensor"))
+    for operator in (silu_mul, silu_mul_int8):
+        torch.library.opcheck(operator, (torch.randn(3, 64),), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu
@@ -71,4 +89,6 @@ def test_operator():
 @pytest.mark.parametrize("tokens, width", [(1, 14336), (8192, 14336), (1000, 28672), (70000, 64)])
 def test_model_sizes(device, dtype, tokens, width):
     gate_up = torch.randn(tokens, 2 * width, device=device).to(dtype)
-    check(silu_mul(gate_up), gate_up)
+    y = silu_mul(gate_up)
+    check(y, gate_up)
+    assert_quantized(*silu_mul_int8(gate_up), y)

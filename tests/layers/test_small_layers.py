@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from qrt.kernels.silu_mul import silu_mul
 from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import RMSNorm
 from qrt.quant import affine
+from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
 CPU = torch.device("cpu")
@@ -65,6 +67,23 @@ def test_rmsnorm_and_its_residual_form():
     total = residual + x
     torch.testing.assert_close(norm.add(residual, x).double(), definition(total), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(residual, total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_tokens_change_nothing(dtype):
+    """Norm and MLP that hand on codes give, bit for bit, what their readers make of unquantized values."""
+    gate_up, down = (
+        Linear.pack("w8a8", quantized(random(n, k, seed=n), "w8a8"), CPU, dtype)
+        for n, k in ((2 * 96, 64), (64, 96))
+    )
+    weight, x, residual = (random(*s, seed=9).to(dtype) for s in ((64,), (7, 64), (7, 64)))
+    norm, other = RMSNorm(weight, 1e-5), residual.clone()
+    tokens, normal = norm.add_for(gate_up, other, x), norm.add(residual, x)
+    assert isinstance(tokens, QuantizedTokens) and torch.equal(other, residual)
+    assert isinstance(norm.add_for(plain(4, 64)[0], other, x), torch.Tensor)
+    y = gate_up(tokens)
+    assert y.dtype == dtype and torch.equal(y, gate_up(normal))
+    assert torch.equal(MLP(gate_up, down)(tokens), down(silu_mul(y)))
 
 
 def test_rmsnorm_reads_heads_inside_a_fused_buffer():

@@ -44,7 +44,7 @@ class Requests:
         """One step: (request, its next tokens) each; requests with one token first. Logits [n, V] of each."""
         step = self._meta(work)
         hidden = self.model.hidden(step, self.storage)
-        logits = self.model.logits(hidden[step.logit_rows])
+        logits = self.model.logits(hidden[step.logit_rows]).float()
         return list(logits.split([len(tokens) for _, tokens in work]))
 
     def greedy(self, prompt: list[int], steps: int) -> tuple[list[int], Tensor]:

@@ -17,9 +17,9 @@ from tiny_models import random_checkpoint
 
 CALLED = {
     "qrt.layers.attention": ("kv_write", "decode_attention", "prefill_attention"),
-    "qrt.layers.linear": ("linear",),
-    "qrt.layers.mlp": ("silu_mul",),
-    "qrt.layers.norm": ("rmsnorm", "add_rmsnorm"),
+    "qrt.layers.linear": ("linear", "linear_int8"),
+    "qrt.layers.mlp": ("silu_mul", "silu_mul_int8"),
+    "qrt.layers.norm": ("rmsnorm", "add_rmsnorm", "add_rmsnorm_int8"),
 }
 GRIDS = {
     "w4a16": QuantSpec(4, False, Granularity.GROUP, 128),
@@ -33,7 +33,7 @@ def triton_in_layers(monkeypatch):
     """Replace every operator in the layers by its launcher."""
     for layer, operators in CALLED.items():
         for name in operators:
-            folder = name.removeprefix("add_")
+            folder = name.removeprefix("add_").removesuffix("_int8")
             launcher = getattr(importlib.import_module(f"qrt.kernels.{folder}.kernel"), name)
             monkeypatch.setattr(f"{layer}.{name}", launcher)
 

@@ -8,6 +8,9 @@ from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.base import fuse
 from qrt.quant.weight.tiles import TiledWeight
+from qrt.quant.weight.w4a16 import packed as int4
+from qrt.quant.weight.w8a8.scheme import integer_product
+from qrt.quant.weight.w8a16 import packed as int8
 from random_weights import random_weight, reference, relative
 
 CPU = torch.device("cpu")
@@ -130,6 +133,111 @@ def test_w8a8_undoes_a_permutation():
     x = torch.randn(3, 64)
     plain = WeightData(weight.values[:, torch.argsort(weight.perm)], weight.scale, bits=8)
     assert torch.equal(run("w8a8", x, weight), run("w8a8", x, plain))
+
+
+@pytest.mark.parametrize("vnni", [False, True])
+def test_integer_products_agree_with_and_without_vnni(vnni, monkeypatch):
+    if vnni and not torch.cpu._is_vnni_supported():
+        pytest.skip("this CPU has no VNNI")
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    for tokens, n, k in ((1, 64, 2048), (3, 7, 33), (70, 130, 1500), (2, 1, 1), (0, 5, 64)):
+        a, b = (torch.randint(-128, 128, (rows, k)).to(torch.int8) for rows in (tokens, n))
+        assert torch.equal(integer_product(a, b), (a.long() @ b.long().T).int())
+        a, b = a.fill_(-128), b.fill_(-128)
+        assert (integer_product(a, b) == 128 * 128 * k).all()
+
+
+# torch's layouts on a CPU: N, K, group
+PACKED4 = [(64, 256, 128), (128, 96, 32), (192, 320, 64), (64, 768, 256), (64, 192, 96), (128, 1024, 512),
+           (64, 512, None)]  # fmt: skip
+PACKED8 = [(64, 256, 128), (70, 96, 32), (1, 192, 96), (33, 768, 256), (65, 512, None)]
+needs_int4 = pytest.mark.skipif(not int4.block_rows(), reason="torch packs int4 in another way here")
+
+
+def run_packed(scheme: str, x, weight: WeightData, bias=None):
+    tensors = WEIGHT_SCHEMES[scheme].prepare_cpu(weight, x.dtype)
+    assert len(tensors) == 3 and WEIGHT_SCHEMES[scheme].out_features(tensors) == weight.out_features
+    return WEIGHT_SCHEMES[scheme].linear_cpu(x, tensors, bias)
+
+
+@needs_int4
+@pytest.mark.parametrize("tokens", [0, 1, 5, int4.FEW_TOKENS + 1])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("n, k, group", PACKED4)
+def test_packed_int4_is_as_near_as_stated(n, k, group, symmetric, tokens, monkeypatch):
+    """One rounding of y; asymmetric, of each group's (8 - zero) * scale; many tokens, of the weight."""
+    monkeypatch.setattr(int4, "SCRATCH_BYTES", 2 * 64 * k)  # one block of outputs at a time
+    weight = random_weight(n, k, 4, group, symmetric=symmetric, dtype=torch.bfloat16, perm=True)
+    x = torch.randn(tokens, k).bfloat16()
+    y, want = run_packed("w4a16", x, weight), reference(x, weight)
+    assert y.shape == (tokens, n) and y.dtype == torch.bfloat16
+    unit = UNIT[torch.bfloat16]
+    magnitude = x.double().abs() @ weight.dequantize().double().abs().T
+    slack = unit * want.abs() + 1e-5 * magnitude
+    if tokens > int4.FEW_TOKENS:
+        slack += unit * magnitude
+    elif not symmetric:
+        sums = x[:, weight.perm].double().unflatten(1, (weight.scale.shape[1], -1)).sum(-1).abs()
+        slack += unit * sums @ ((8 - weight.zero.double()) * weight.scale.double()).abs().T
+    assert ((y.double() - want).abs() <= slack).all()
+
+
+@needs_int4
+@pytest.mark.parametrize("n, k, group", PACKED4)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packed_int4_dequantizes_with_one_rounding(n, k, group, symmetric, monkeypatch):
+    monkeypatch.setattr(int4, "PACKED_ROWS", 64)
+    weight = random_weight(n, k, 4, group, symmetric=symmetric, dtype=torch.bfloat16)
+    weight.scale[0, 0] = 0
+    packed = int4.PackedWeight.pack(weight, torch.bfloat16)
+    assert torch.equal(packed.dequantize(slice(0, n)).T, weight.dequantize().bfloat16())
+    assert torch.equal(packed.dequantize(slice(n - 64, n)).T, weight.dequantize()[-64:].bfloat16())
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 6, int8.FEW_TOKENS + 1])
+@pytest.mark.parametrize("n, k, group", PACKED8)
+def test_packed_int8_is_as_near_as_stated(n, k, group, tokens):
+    """One rounding of y and one of each group's sum; many tokens, of the weight instead."""
+    weight = random_weight(n, k, 8, group, dtype=torch.bfloat16, perm=True)
+    x, bias = torch.randn(tokens, k + 1).bfloat16()[:, 1:], torch.randn(n).bfloat16()  # x is not aligned
+    y, want = run_packed("w8a16", x, weight, bias), reference(x, weight, bias)
+    assert y.shape == (tokens, n) and y.dtype == torch.bfloat16
+    unit, groups = UNIT[torch.bfloat16], weight.scale.shape[1]
+    columns = weight.dequantize().double()[:, weight.perm].unflatten(1, (groups, -1))
+    parts = torch.einsum("tgk,ngk->tng", x[:, weight.perm].double().unflatten(1, (groups, -1)), columns)
+    magnitude = x.double().abs() @ weight.dequantize().double().abs().T
+    inner = magnitude if tokens > int8.FEW_TOKENS else parts.abs().sum(-1)
+    assert ((y.double() - want).abs() <= unit * (want.abs() + inner) + 1e-5 * magnitude).all()
+
+
+@needs_int4
+def test_packed_int4_adds_a_bias():
+    weight = random_weight(64, 256, 4, 128, dtype=torch.bfloat16)
+    x, bias = torch.randn(3, 256).bfloat16(), torch.randn(64).bfloat16()
+    assert torch.equal(run_packed("w4a16", x, weight, bias), run_packed("w4a16", x, weight) + bias)
+
+
+@pytest.mark.parametrize(
+    "weight, dtype",
+    [
+        (random_weight(64, 256, 4, 128), torch.float32), (random_weight(64, 256, 4, 128), torch.float16),
+        (random_weight(70, 256, 4, 128), torch.bfloat16), (random_weight(64, 200, 4), torch.bfloat16),
+        (random_weight(64, 256, 8, 128), torch.float32), (random_weight(64, 200, 8), torch.bfloat16),
+        (random_weight(64, 256, 8, 128, symmetric=False), torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_what_torch_does_not_pack_runs_in_the_reference(weight, dtype):
+    scheme = WEIGHT_SCHEMES[f"w{weight.bits}a16"]
+    tensors, tiles = scheme.prepare_cpu(weight, dtype), scheme.prepare(weight, CPU, dtype)
+    assert len(tensors) == len(tiles) and all(map(torch.equal, tensors, tiles))
+    x = torch.randn(3, weight.in_features).to(dtype)
+    assert torch.equal(scheme.linear_cpu(x, tensors, None), scheme.linear_ref(x, tiles, None))
+
+
+def test_another_packing_runs_in_the_reference(monkeypatch):
+    monkeypatch.setattr(int4, "block_rows", lambda: 0)
+    weight = random_weight(64, 256, 4, 128)
+    assert len(WEIGHT_SCHEMES["w4a16"].prepare_cpu(weight, torch.bfloat16)) == len(TiledWeight._fields)
 
 
 def test_fp16_is_torch():

@@ -1,19 +1,35 @@
-"""`linear`: x @ W.T + bias for a weight in the run-time layout of any scheme.
+"""`linear`, `linear_int8`: x @ W.T + bias for a weight in the run-time layout of any scheme.
 
 linear(x [T, K], weight: tensors of the scheme, bias [N] | None, scheme: str) -> [T, N] in x's dtype
+linear_int8(codes int8 [T, K], token_scale fp32 [T], weight, bias, scheme, dtype) -> [T, N] in `dtype`
+    the same of x = codes * token_scale, for schemes with `int8_tokens`
 
-Sums and the bias are fp32 before the one rounding to x's dtype (fp16, bf16 or fp32). T may be 0.
+Sums and the bias are fp32 before the one rounding to the dtype (fp16, bf16 or fp32). T may be 0.
+
+On a CPU torch's own packed products run where it has them: `prepare` lays a weight out for them, and their
+roundings are those of the scheme's layout (`packed.py`). QRT_KERNEL_BACKEND=ref runs the definition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from qrt.kernels.linear import ref
+from qrt.config import ENV, KernelBackend
+from qrt.kernels.linear import cpu, ref
 from qrt.kernels.op import define
-from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+
+_PACKED_ON_CPU = ENV.kernel_backend is KernelBackend.AUTO
+
+
+def prepare(scheme: str, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The run-time tensors that `linear` is fastest with on `device`; raises as `WeightScheme.prepare`."""
+    if _PACKED_ON_CPU and device.type == "cpu":
+        return WEIGHT_SCHEMES[scheme].prepare_cpu(weight, dtype)
+    return WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
 
 
 def _fake(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
@@ -22,7 +38,27 @@ def _fake(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str)
 
 linear = define(
     "linear(Tensor x, Tensor[] weight, Tensor? bias, str scheme) -> Tensor",
-    ref=ref.linear,
+    ref=cpu.linear if _PACKED_ON_CPU else ref.linear,
     triton="qrt.kernels.linear.kernel:linear",
     fake=_fake,
+)
+
+
+def _fake_int8(
+    codes: Tensor,
+    token_scale: Tensor,
+    weight: Sequence[Tensor],
+    bias: Tensor | None,
+    scheme: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    return codes.new_empty(codes.shape[0], WEIGHT_SCHEMES[scheme].out_features(weight), dtype=dtype)
+
+
+linear_int8 = define(
+    "linear_int8(Tensor codes, Tensor token_scale, Tensor[] weight, Tensor? bias, str scheme, "
+    "ScalarType dtype) -> Tensor",
+    ref=ref.linear_int8,
+    triton="qrt.kernels.linear.kernel:linear_int8",
+    fake=_fake_int8,
 )

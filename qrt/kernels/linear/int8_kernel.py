@@ -11,18 +11,18 @@ from torch import Tensor
 
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
+from qrt.quant.device import token_codes, token_scale
+from qrt.quant.tokens import QuantizedTokens
 
 
 @triton.jit
-def _quantize_tokens(X, CODES, SCALES, K, BLOCK: tl.constexpr):
-    """Grid (T,): one row; the arithmetic of `affine.quantize_tokens`, bit for bit."""
+def _quantize_tokens(X, CODES, SCALES, K, ASM: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (T,): one row."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     x = tl.load(X + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), 1e-10), 127.0)
-    codes = tl.floor(tl.div_rn(x, tl.broadcast_to(scale, [BLOCK])) + 0.5)
-    codes = tl.minimum(tl.maximum(codes, -128.0), 127.0)
-    tl.store(CODES + row * K + k, codes.to(tl.int8), mask=k < K)
+    scale = token_scale(tl.max(tl.abs(x), 0))
+    tl.store(CODES + row * K + k, token_codes(x, scale, ASM), mask=k < K)
     tl.store(SCALES + row, scale)
 
 
@@ -72,14 +72,18 @@ def _int8_gemm(
         tl.store(Y + at, y.to(Y.dtype.element_ty), mask=real)
 
 
-def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K] contiguous -> codes int8 [T, K] and scale fp32 [T]; equals `affine.quantize_tokens`."""
+def quantize_tokens(x: Tensor) -> QuantizedTokens:
+    """x [T, K] contiguous; equals `QuantizedTokens.of` on a CPU."""
     tokens, k = x.shape
     codes = torch.empty(tokens, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(k)
-    _quantize_tokens[(tokens,)](x, codes, scale, k, block, num_warps=min(16, max(1, block // 1024)))
-    return codes, scale
+    if tokens:
+        _quantize_tokens[(tokens,)](
+            x, codes, scale, k, not triton.knobs.runtime.interpret, block,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return QuantizedTokens(codes, scale, x.dtype)
 
 
 class Plan(NamedTuple):
@@ -110,22 +114,25 @@ def plan(width: int) -> Plan:
     return Plan(128, 128, 128, 1, 8, 3)
 
 
-def int8_gemm(x: Tensor, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None) -> Tensor:
+def int8_gemm(
+    x: Tensor | QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None
+) -> Tensor:
     """x [T, K] -> [T, N] in x's dtype; codes int8 [N, K], scale fp32 [N], arrivals int32 [N], 0 between
     calls. The sum over K is exact."""
-    (tokens, k), n = x.shape, codes.shape[0]
-    y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    if isinstance(x, Tensor):
+        x = quantize_tokens(x.contiguous())
+    (tokens, k), n = x.codes.shape, codes.shape[0]
+    y = torch.empty(tokens, n, dtype=x.dtype, device=codes.device)
     if tokens == 0:
         return y
-    token_codes, token_scale = quantize_tokens(x.contiguous())
     width = width_of(tokens)
-    measured = configs(x.device).get(tuning_key(k, n, width))
+    measured = configs(codes.device).get(tuning_key(k, n, width))
     block = Plan(*measured) if measured else plan(width)
     share = triton.cdiv(triton.cdiv(k, block.splits), block.inputs) * block.inputs
     splits = triton.cdiv(k, share)
-    parts = torch.empty(splits * n * tokens if splits > 1 else 0, dtype=torch.int32, device=x.device)
+    parts = torch.empty(splits * n * tokens if splits > 1 else 0, dtype=torch.int32, device=codes.device)
     _int8_gemm[(triton.cdiv(tokens, block.tokens) * triton.cdiv(n, block.outputs), splits)](
-        token_codes, token_scale, codes, scale, bias, y, parts, arrivals, tokens, n, k, share,
+        x.codes.contiguous(), x.scale, codes, scale, bias, y, parts, arrivals, tokens, n, k, share,
         BIASED=bias is not None,
         BM=block.tokens, BN=block.outputs, BK=block.inputs, GROUP=8, SPLITS=splits,
         num_warps=block.warps, num_stages=block.stages,

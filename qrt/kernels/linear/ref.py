@@ -1,14 +1,29 @@
-"""`linear` in torch: every scheme defines its own product."""
+"""`linear` and `linear_int8` in torch: every scheme defines its own product."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 
 def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
     """x [T, K] -> [T, N] in x's dtype."""
     return WEIGHT_SCHEMES[scheme].linear_ref(x, weight, bias)
+
+
+def linear_int8(
+    codes: Tensor,
+    token_scale: Tensor,
+    weight: Sequence[Tensor],
+    bias: Tensor | None,
+    scheme: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """codes int8 [T, K], token_scale fp32 [T] -> [T, N] in `dtype`."""
+    tokens = QuantizedTokens(codes, token_scale, dtype)
+    return WEIGHT_SCHEMES[scheme].linear_int8_ref(tokens, weight, bias)

@@ -1,7 +1,8 @@
-"""`rmsnorm`, `add_rmsnorm`: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467).
+"""RMSNorm: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467).
 
 rmsnorm(x [..., K], weight [K], eps) -> [..., K]     leading dimensions may be strided, as q and k in qkv are
 add_rmsnorm(residual [T, K], x [T, K], weight [K], eps) -> [T, K]     residual += x in place, its norm
+add_rmsnorm_int8(the same) -> codes int8 [T, K], scale fp32 [T]     `affine.quantize_tokens` of that norm
 
 Sums are fp32; the normalized row is rounded to x's dtype before it is multiplied by the weight, which is
 the order of transformers' Llama and Qwen models.
@@ -36,4 +37,18 @@ add_rmsnorm = define(
     ref=ref.add_rmsnorm,
     triton="qrt.kernels.rmsnorm.kernel:add_rmsnorm",
     fake=_fake_add,
+)
+
+
+def _fake_int8(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    return codes, torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+
+
+add_rmsnorm_int8 = define(
+    "add_rmsnorm_int8(Tensor(a!) residual, Tensor x, Tensor weight, float eps) "
+    "-> (Tensor codes, Tensor scale)",
+    ref=ref.add_rmsnorm_int8,
+    triton="qrt.kernels.rmsnorm.kernel:add_rmsnorm_int8",
+    fake=_fake_int8,
 )

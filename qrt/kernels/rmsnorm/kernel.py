@@ -10,15 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qrt.quant.device import token_codes, token_scale
+
 _BLOCK_ELEMENTS = 2048  # rows shorter than this share a program
 
 
 @triton.jit(do_not_specialize=["ROWS"])
 def _rmsnorm(
-    X, RESIDUAL, WEIGHT, Y, ROWS, HEADS, token_stride, head_stride, residual_stride, eps,
-    K: tl.constexpr, ADD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    X, RESIDUAL, WEIGHT, Y, SCALES, ROWS, HEADS, token_stride, head_stride, residual_stride, eps,
+    K: tl.constexpr, ADD: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token r // HEADS."""
+    """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token r // HEADS. INT8: Y takes codes."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
     inside = (row < ROWS)[:, None] & (k < K)[None, :]
@@ -32,33 +35,51 @@ def _rmsnorm(
     mean = tl.sum(wide * wide, 1) / K
     normal = (wide * tl.rsqrt(mean + eps)[:, None]).to(x.dtype).to(tl.float32)
     weight = tl.load(WEIGHT + k, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(Y + row[:, None] * K + k[None, :], (normal * weight[None, :]).to(x.dtype), mask=inside)
+    y = (normal * weight[None, :]).to(x.dtype)
+    if INT8:
+        y = y.to(tl.float32)
+        scale = token_scale(tl.max(tl.abs(y), 1))
+        y = token_codes(y, scale[:, None], ASM)
+        tl.store(SCALES + row, scale, mask=row < ROWS)
+    tl.store(Y + row[:, None] * K + k[None, :], y, mask=inside)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """x [T, H, K] with dense rows -> dense [T, H, K]; residual [T, K]."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None
+) -> None:
+    """x [T, H, K] with dense rows -> dense y [T, H, K]; residual [T, K]. With scale fp32 [T*H] y is int8."""
     (_, heads, k), rows = x.shape, x.shape[0] * x.shape[1]
     if rows == 0:
-        return y
+        return
     block_k = triton.next_power_of_2(k)
     block_rows = max(1, min(_BLOCK_ELEMENTS // block_k, triton.next_power_of_2(rows)))
     _rmsnorm[(triton.cdiv(rows, block_rows),)](
-        x, residual, weight, y, rows, heads, x.stride(0), x.stride(1),
+        x, residual, weight, y, scale, rows, heads, x.stride(0), x.stride(1),
         0 if residual is None else residual.stride(0), eps,
-        K=k, ADD=residual is not None, BLOCK_ROWS=block_rows, BLOCK_K=block_k,
-        num_warps=min(16, max(1, block_rows * block_k // 512)),
+        K=k, ADD=residual is not None, INT8=scale is not None, ASM=not triton.knobs.runtime.interpret,
+        BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=min(16, max(1, block_rows * block_k // 256)),
     )  # fmt: skip
-    return y
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`qrt::rmsnorm` on CUDA tensors; two leading strides are read in place, others are copied first."""
     dense = x if x.stride(-1) == 1 else x.contiguous()
     rows = dense if x.dim() == 3 else dense.reshape(-1, 1, x.shape[-1])
-    return _launch(rows, None, weight, eps).view(x.shape)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(rows, None, weight, eps, y)
+    return y
 
 
 def add_rmsnorm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`qrt::add_rmsnorm` on CUDA tensors."""
-    return _launch(x.contiguous().unsqueeze(1), residual, weight, eps).squeeze(1)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x.contiguous().unsqueeze(1), residual, weight, eps, y)
+    return y
+
+
+def add_rmsnorm_int8(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`qrt::add_rmsnorm_int8` on CUDA tensors."""
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    _launch(x.contiguous().unsqueeze(1), residual, weight, eps, codes, scale)
+    return codes, scale

@@ -1,9 +1,11 @@
-"""`rmsnorm` and `add_rmsnorm` in torch."""
+"""`rmsnorm`, `add_rmsnorm` and `add_rmsnorm_int8` in torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from qrt.quant import affine
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -16,3 +18,9 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rmsnorm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual += x [T, K] in place, rounded to its dtype; returns the norm of the sum."""
     return rmsnorm(residual.add_(x), weight, eps)
+
+
+def add_rmsnorm_int8(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add_rmsnorm` as codes int8 [T, K] and scale fp32 [T]."""
+    codes, scale = affine.quantize_tokens(add_rmsnorm(residual, x, weight, eps))
+    return codes, scale.squeeze(-1)

@@ -1,12 +1,14 @@
-"""`silu_mul`: the activation of a gated MLP (SwiGLU, Shazeer 2020, arXiv:2002.05202).
+"""`silu_mul`, `silu_mul_int8`: the activation of a gated MLP (SwiGLU, Shazeer 2020, arXiv:2002.05202).
 
 silu_mul(gate_up [T, 2*I]) -> [T, I] = silu(gate_up[:, :I]) * gate_up[:, I:]
+silu_mul_int8(gate_up [T, 2*I]) -> codes int8 [T, I], scale fp32 [T]     `affine.quantize_tokens` of that
 
 silu is computed in fp32 and rounded to the dtype before the product, the order of transformers.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qrt.kernels.op import define
@@ -22,4 +24,17 @@ silu_mul = define(
     ref=ref.silu_mul,
     triton="qrt.kernels.silu_mul.kernel:silu_mul",
     fake=_fake,
+)
+
+
+def _fake_int8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    codes = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=torch.int8)
+    return codes, gate_up.new_empty(gate_up.shape[0], dtype=torch.float32)
+
+
+silu_mul_int8 = define(
+    "silu_mul_int8(Tensor gate_up) -> (Tensor codes, Tensor scale)",
+    ref=ref.silu_mul_int8,
+    triton="qrt.kernels.silu_mul.kernel:silu_mul_int8",
+    fake=_fake_int8,
 )

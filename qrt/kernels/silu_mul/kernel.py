@@ -1,4 +1,4 @@
-"""silu(gate) * up, elementwise: one program per token and block of outputs."""
+"""silu(gate) * up: one program per token and block of outputs, or per token where its maximum is wanted."""
 
 from __future__ import annotations
 
@@ -7,19 +7,60 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qrt.quant.device import token_codes, token_scale
+
 _BLOCK = 1024
+_MOST_BLOCKS = 8  # of a row that one program holds
 
 
 @triton.jit
-def _silu_mul(GATE_UP, Y, I, BLOCK: tl.constexpr):
+def _silu_times(gate, up, ASM: tl.constexpr):
+    """silu(gate) in fp32, rounded to gate's dtype, times up; rounded again.
+
+    The exponential and the reciprocal flush what is below 2^-126 to zero: silu of what is below -87.
+    """
+    wide = gate.to(tl.float32)
+    if ASM:
+        silu = tl.inline_asm_elementwise(
+            """{ .reg .f32 t; mul.f32 t, $1, 0fbfb8aa3b; ex2.approx.ftz.f32 t, t;
+            add.f32 t, t, 0f3f800000; rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }""",
+            "=f,f", [wide], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        silu = wide / (1.0 + tl.exp(-wide))
+    return (silu.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _silu_mul(GATE_UP, Y, I, ASM: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (T, cdiv(I, BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(GATE_UP + row * 2 * I + i, mask=i < I, other=0.0)
-    up = tl.load(GATE_UP + row * 2 * I + I + i, mask=i < I, other=0.0).to(tl.float32)
-    wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(Y + row * I + i, (silu * up).to(gate.dtype), mask=i < I)
+    up = tl.load(GATE_UP + row * 2 * I + I + i, mask=i < I, other=0.0)
+    tl.store(Y + row * I + i, _silu_times(gate, up, ASM), mask=i < I)
+
+
+@triton.jit
+def _silu_mul_int8(
+    GATE_UP, CODES, SCALES, I, ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Grid (T,): a row's outputs stay in registers, BLOCKS blocks of them, until their maximum is known."""
+    row = tl.program_id(0).to(tl.int64)
+    outputs = ()
+    peak = tl.zeros([BLOCK], tl.float32)
+    for b in tl.static_range(BLOCKS):
+        i = b * BLOCK + tl.arange(0, BLOCK)
+        gate = tl.load(GATE_UP + row * 2 * I + i, mask=i < I, other=0.0)
+        up = tl.load(GATE_UP + row * 2 * I + I + i, mask=i < I, other=0.0)
+        y = _silu_times(gate, up, ASM)
+        peak = tl.maximum(peak, tl.abs(y.to(tl.float32)))
+        outputs = outputs + (y,)
+    scale = token_scale(tl.max(peak, 0))
+    for b in tl.static_range(BLOCKS):
+        i = b * BLOCK + tl.arange(0, BLOCK)
+        tl.store(CODES + row * I + i, token_codes(outputs[b].to(tl.float32), scale, ASM), mask=i < I)
+    tl.store(SCALES + row, scale)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -27,5 +68,21 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        _silu_mul[(tokens, triton.cdiv(width, _BLOCK))](gate_up.contiguous(), y, width, _BLOCK)
+        grid = (tokens, triton.cdiv(width, _BLOCK))
+        _silu_mul[grid](gate_up.contiguous(), y, width, not triton.knobs.runtime.interpret, _BLOCK)
     return y
+
+
+def silu_mul_int8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """`qrt::silu_mul_int8` on CUDA tensors."""
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    codes = torch.empty(tokens, width, dtype=torch.int8, device=gate_up.device)
+    scale = torch.empty(tokens, dtype=torch.float32, device=gate_up.device)
+    if tokens:
+        block = max(128, triton.next_power_of_2(width) // _MOST_BLOCKS)
+        _silu_mul_int8[(tokens,)](
+            gate_up.contiguous(), codes, scale, width,
+            ASM=not triton.knobs.runtime.interpret, BLOCK=block, BLOCKS=triton.cdiv(width, block),
+            num_warps=min(16, max(1, block // 256)),
+        )  # fmt: skip
+    return codes, scale

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qrt.quant import affine
 from qrt.quant.spec import QuantSpec
+from qrt.quant.tokens import QuantizedTokens
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,12 @@ class Gemms(NamedTuple):
     """The products of `qrt.kernels.linear`, handed down to schemes because floor 1 cannot import floor 2.
 
     tiles   (x, TiledWeight, bias, bits, unpack) -> [T, N]
-    int8    (x, codes int8 [N, K], scale fp32 [N], arrivals int32 [N], bias) -> [T, N], x quantized per token
+    int8    (x, codes int8 [N, K], scale fp32 [N], arrivals int32 [N], bias) -> [T, N]; x is quantized per
+            token unless it comes so
     """
 
     tiles: Callable[[Tensor, Any, Tensor | None, int, Any], Tensor]
-    int8: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    int8: Callable[[Tensor | QuantizedTokens, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class WeightScheme(ABC):
@@ -111,6 +113,7 @@ class WeightScheme(ABC):
 
     name: ClassVar[str]
     spec: ClassVar[QuantSpec | None]  # default grid of the weight; None when unquantized
+    int8_tokens: ClassVar[bool] = False  # whether it quantizes x per token, and takes QuantizedTokens too
 
     @abstractmethod
     def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -119,15 +122,35 @@ class WeightScheme(ABC):
         Raises UnsupportedError for a grid the kernels do not run (names what came and what is run).
         """
 
+    def prepare_cpu(self, weight: WeightData, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Canonical weight -> run-time tensors on the CPU, in the layout of one of torch's own products where
+        it has a fast one for this weight in `dtype`, else as `prepare`."""
+        return self.prepare(weight, torch.device("cpu"), dtype)
+
     @abstractmethod
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        """x [T, K] -> [T, N] in x's dtype, from the definition, in fp32: the CPU path, oracle and spec."""
+        """x [T, K] -> [T, N] in x's dtype, from the definition, in fp32: oracle and spec."""
+
+    def linear_cpu(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """The same on the CPU, for tensors of `prepare_cpu` and of `prepare`: torch's product or, where there
+        is none, the reference."""
+        return self.linear_ref(x, tensors, bias)
 
     @abstractmethod
     def linear_triton(
         self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
     ) -> Tensor:
         """The same on the GPU (or in Triton's interpreter), by one of `gemms`."""
+
+    def linear_int8_ref(self, x: QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """`linear_ref` of tokens [T, K] that are quantized already; with `int8_tokens` only."""
+        raise NotImplementedError(f"{self.name} takes no int8 tokens")
+
+    def linear_int8_triton(
+        self, x: QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
+    ) -> Tensor:
+        """`linear_triton` of tokens [T, K] that are quantized already; with `int8_tokens` only."""
+        raise NotImplementedError(f"{self.name} takes no int8 tokens")
 
     @abstractmethod
     def out_features(self, tensors: Sequence[Tensor]) -> int:

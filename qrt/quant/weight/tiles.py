@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,8 @@ def tile(weight: WeightData, device: torch.device) -> TiledWeight:
     group = weight.in_features // weight.scale.shape[1]
     planes = _WORD_BITS // weight.bits
     words = 64 if group % 64 == 0 or group == weight.in_features else 32
-    runs = _runs(group, words, planes, weight.in_features)
+    lanes = 4 // weight.scale.itemsize
+    runs = _runs(group, words, planes, weight.in_features, lanes)
     blocks, tiles = -(-weight.out_features // TILE_ROWS), -(-weight.in_features // (planes * words))
     codes = _pad(weight.values.to(device), blocks * TILE_ROWS, tiles * planes * words)
     planar = codes.view(blocks, TILE_ROWS, tiles, planes, words).transpose(1, 2)
@@ -96,9 +97,7 @@ def tile(weight: WeightData, device: torch.device) -> TiledWeight:
         of_run = _pad(of_group.to(device)[:, group_of_run], blocks * TILE_ROWS, tiles * runs)
         return of_run.view(blocks, TILE_ROWS, tiles, runs).transpose(1, 2)
 
-    lanes = 4 // weight.scale.itemsize if runs > 1 else 1
-    scale = by_run(weight.scale if runs > 1 else weight.scale.float())
-    scale = _dense(scale.unflatten(-1, (-1, lanes)).transpose(2, 3))
+    scale = _dense(by_run(weight.scale).unflatten(-1, (-1, lanes)).transpose(2, 3))
     zero = torch.empty(0, dtype=torch.int8, device=device)
     if weight.zero is not None:
         offsets = weight.zero.to(torch.int16) - (1 << (weight.bits - 1))
@@ -108,11 +107,11 @@ def tile(weight: WeightData, device: torch.device) -> TiledWeight:
     return TiledWeight(_dense(packed), scale, zero, perm.to(device), arrivals)
 
 
-def _runs(group: int, words: int, planes: int, in_features: int) -> int:
-    """Fewest runs a tile that no group boundary cuts."""
+def _runs(group: int, words: int, planes: int, in_features: int, lanes: int) -> int:
+    """Fewest runs a tile that no group boundary cuts and whose scales fill 32 bits, `lanes` each."""
     if group == in_features:
-        return 1
-    return next(runs for runs in (1, 2, 4) if group % (planes * words // runs) == 0)
+        return lanes
+    return next(runs for runs in (1, 2, 4) if runs >= lanes and group % (planes * words // runs) == 0)
 
 
 def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
@@ -125,12 +124,18 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 class TiledScheme(WeightScheme):
-    """Weight-only integers of one width in tiles; its run-time tensors are a TiledWeight."""
+    """Weight-only integers of one width in tiles; its run-time tensors are a TiledWeight.
+
+    packed    the layout of torch's own product on a CPU: a NamedTuple of another length, with `out_features`,
+              `multiply` and `pack` (WeightData, dtype -> itself, or None where torch has no fast product)
+    """
+
+    packed: ClassVar[Any]
 
     @abstractmethod
     def unpacker(self) -> Any:
-        """The Triton function (`device.py`) `unpack(words, DTYPE, ASM)`: int16 words -> the planes of
-        code - 2^(bits-1) in DTYPE, exact; ASM False asks for plain Triton."""
+        """The Triton function (`device.py`) `unpack(words, PLANE, DTYPE, ASM)`: int16 words -> plane PLANE
+        of code - 2^(bits-1) in DTYPE, exact; ASM False asks for plain Triton."""
 
     @property
     def bits(self) -> int:
@@ -148,11 +153,21 @@ class TiledScheme(WeightScheme):
             )
         return tile(weight, device)
 
+    def prepare_cpu(self, weight: WeightData, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        packed: tuple[Tensor, ...] | None = self.packed.pack(weight, dtype)
+        return packed or super().prepare_cpu(weight, dtype)
+
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         weight = TiledWeight(*tensors)
         matrix = weight.dequantize(self.bits, x.shape[1])
         y = F.linear(weight.gather(x).float(), matrix, None if bias is None else bias.float())
         return y.to(x.dtype)
+
+    def linear_cpu(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        if not self._is_packed(tensors):
+            return self.linear_ref(x, tensors, bias)
+        y: Tensor = self.packed(*tensors).multiply(x, bias)
+        return y
 
     def linear_triton(
         self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
@@ -161,4 +176,9 @@ class TiledScheme(WeightScheme):
         return gemms.tiles(weight.gather(x), weight, bias, self.bits, self.unpacker())
 
     def out_features(self, tensors: Sequence[Tensor]) -> int:
-        return TiledWeight(*tensors).out_features
+        layout = self.packed if self._is_packed(tensors) else TiledWeight
+        n: int = layout(*tensors).out_features
+        return n
+
+    def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
+        return len(tensors) == len(self.packed._fields)

@@ -6,13 +6,16 @@ from typing import Any
 
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight.tiles import TiledScheme
+from qrt.quant.weight.w8a16.packed import PackedWeight
 
 
 class W8A16Scheme(TiledScheme):
-    """Groups of a multiple of 32 inputs or one per output channel; run-time tensors: a `TiledWeight`."""
+    """Groups of a multiple of 32 inputs or one per output channel; run-time tensors: a `TiledWeight`, or on
+    a CPU a `PackedWeight`."""
 
     name = "w8a16"
     spec = QuantSpec(8, symmetric=True, granularity=Granularity.GROUP, group_size=128)
+    packed = PackedWeight
 
     def unpacker(self) -> Any:
         from qrt.quant.weight.w8a16.device import unpack

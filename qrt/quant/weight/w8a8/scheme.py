@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from qrt.errors import UnsupportedError
-from qrt.quant import affine
 from qrt.quant.spec import Granularity, QuantSpec
+from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight.base import Gemms, WeightData, WeightScheme
 
 _EXACT_INPUTS = 1024  # sums of so many int8 products (at most 2^14 each) are integers that fp32 holds exactly
 
 
 def integer_product(a: Tensor, b: Tensor) -> Tensor:
-    """a [T, K] @ b [N, K].T of int8 codes, exact, int32 [T, N] (`torch._int_mm` is a plain loop on CPUs)."""
+    """a [T, K] @ b [N, K].T of int8 codes, exact, int32 [T, N]. `torch._int_mm` is so where the CPU adds int8
+    products in 32 bits (VNNI); elsewhere it is a plain loop, or may saturate at 16 bits."""
+    if a.device.type == "cpu" and torch.cpu._is_vnni_supported():
+        return torch._int_mm(a, b.T)
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
     for left, right in zip(a.split(_EXACT_INPUTS, 1), b.split(_EXACT_INPUTS, 1), strict=True):
         total += (left.float() @ right.float().T).to(torch.int32)
@@ -24,7 +27,7 @@ def integer_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class W8A8Scheme(WeightScheme):
-    """y = (xq @ Wq.T) * sx * sw + bias with xq, sx from `affine.quantize_tokens`.
+    """y = (xq @ Wq.T) * sx * sw + bias with xq, sx from `affine.quantize_tokens`, or given.
 
     Run-time tensors: (codes [N, K] int8, scale [N] fp32, arrivals [N] int32). The int32 sum holds K up to
     131,071; arrivals are the kernel's split-K counters, 0 between calls.
@@ -32,6 +35,7 @@ class W8A8Scheme(WeightScheme):
 
     name = "w8a8"
     spec = QuantSpec(8, symmetric=True, granularity=Granularity.CHANNEL)
+    int8_tokens = True
 
     def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         groups = 0 if weight.scale is None else weight.scale.shape[1]
@@ -49,13 +53,21 @@ class W8A8Scheme(WeightScheme):
         return codes, weight.scale.to(device, torch.float32).flatten(), arrivals
 
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        codes, scale, _ = tensors
-        tokens, token_scale = affine.quantize_tokens(x)
-        y = integer_product(tokens, codes).float() * token_scale * scale
-        return (y if bias is None else y + bias.float()).to(x.dtype)
+        return self.linear_int8_ref(QuantizedTokens.of(x), tensors, bias)
 
     def linear_triton(
         self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
+    ) -> Tensor:
+        codes, scale, arrivals = tensors
+        return gemms.int8(x, codes, scale, arrivals, bias)
+
+    def linear_int8_ref(self, x: QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        codes, scale, _ = tensors
+        y = integer_product(x.codes, codes).float() * x.scale[:, None] * scale
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    def linear_int8_triton(
+        self, x: QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
     ) -> Tensor:
         codes, scale, arrivals = tensors
         return gemms.int8(x, codes, scale, arrivals, bias)

@@ -1,0 +1,14 @@
+"""`linear` on CPU tensors: torch's packed product where the scheme laid the weight out for one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from qrt.quant.weight import WEIGHT_SCHEMES
+
+
+def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    """x [T, K] -> [T, N] in x's dtype."""
+    return WEIGHT_SCHEMES[scheme].linear_cpu(x, weight, bias)

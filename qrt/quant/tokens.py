@@ -1,0 +1,29 @@
+"""Activations as int8 codes, where every reader of them is an int8 product."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qrt.quant import affine
+
+
+class QuantizedTokens(NamedTuple):
+    """x [T, K], rounded token by token: x ~ codes * scale (`affine.quantize_tokens`).
+
+    codes    int8 [T, K]
+    scale    fp32 [T]
+    dtype    of x, and of what a product with it gives
+    """
+
+    codes: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> QuantizedTokens:
+        """Quantize x [T, K] with torch."""
+        codes, scale = affine.quantize_tokens(x)
+        return cls(codes, scale.squeeze(-1), x.dtype)

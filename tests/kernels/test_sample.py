@@ -1,0 +1,191 @@
+"""`sample` against the definition in fp64: greedy rows exactly, draws within the error of fp32 logarithms."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from offline_cuda import compiled
+from qrt.kernels.sample import SCORE_ERROR, kernel, ref, sample
+
+GPU = torch.cuda.is_available()
+INF = float("inf")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+BOTH = pytest.mark.parametrize("implementation", [ref.sample, kernel.sample], ids=["ref", "triton"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(device):
+    """After every call the next one finds no best score and no arrivals."""
+    yield
+    for capacity in (1024, 4096):
+        best, arrivals = kernel._shared(device, capacity)
+        assert (best == -(2**63)).all() and not arrivals.any()
+
+
+def parameters(rows, device, temperature=None, seed=0):
+    """Tables of twice as many requests, in another order than the rows: rows, temperature, seed, position."""
+    gen = torch.Generator().manual_seed(seed)
+    tables = (
+        torch.randperm(2 * rows, generator=gen)[:rows],
+        torch.rand(2 * rows, generator=gen) * 2 + 0.1 if temperature is None else torch.tensor(temperature),
+        torch.randint(-(2**63), 2**63 - 1, (2 * rows,), generator=gen),
+        torch.randint(0, 131072, (2 * rows,), generator=gen, dtype=torch.int32),
+    )
+    return tuple(table.to(device) for table in tables)
+
+
+def scores64(logits, rows, temperature, seed, position, least=None):
+    """logits / temperature + g in fp64, of the u that fp32 holds."""
+    u = ref.uniform(seed[rows], position[rows], logits.shape[1]).double()
+    scaled = logits.double() / temperature[rows, None].double()
+    if least is not None:
+        scaled = scaled.masked_fill((logits.float() / temperature[rows, None]) < least[:, None], -INF)
+    return scaled - torch.log(-torch.log1p(-u))
+
+
+def check(tokens, logits, *tables):
+    """No token's score beats the drawn one's by more than two errors."""
+    scores = scores64(logits, *tables)
+    best = scores.amax(-1)
+    drawn = scores.gather(1, tokens[:, None])[:, 0]
+    assert tokens.dtype == torch.int64 and (drawn >= best - 2 * SCORE_ERROR * (1 + best.abs())).all()
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, vocab", [(1, 1), (2, 1000), (3, 257), (0, 50), (1, 2600)])
+def test_draws(device, implementation, dtype, rows, vocab):
+    logits = (torch.randn(rows, vocab, device=device) * 2).to(dtype)
+    tables = parameters(rows, device)
+    check(implementation(logits, *tables, None), logits, *tables)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_greedy_takes_the_first_of_the_largest(device, implementation, dtype):
+    logits = torch.randn(4, 3000, device=device).mul(2).round().clamp(max=5).to(dtype)  # many ties
+    logits[1] = -INF
+    logits[2] = 0
+    logits[2, 1:9] = -0.0
+    logits[3, :1500] = -INF
+    tables = parameters(4, device, [0.0] * 8)
+    want = logits.argmax(-1)
+    assert (logits[0] == logits[0, want[0]]).sum() > 1 and want[1] == want[2] == 0
+    assert torch.equal(implementation(logits, *tables, None), want)
+
+
+@BOTH
+@pytest.mark.parametrize("programs", [1, 4, 10**6])
+def test_any_number_of_programs_draws_the_same(device, implementation, programs, monkeypatch):
+    """What is skipped depends on what was seen before; what is drawn does not."""
+    monkeypatch.setattr(kernel, "_PROGRAMS", programs)
+    logits = torch.randn(3, 2100, device=device)
+    logits[1, 2000] = 30  # everything after it is skipped
+    logits[2, 5] = 12
+    tables = parameters(3, device, [1.0, 0.7, 1.0, 0.0, 1.3, 1.0])
+    tokens = implementation(logits, *tables, None)
+    assert tokens.tolist() == ref.sample(logits.cpu(), *(t.cpu() for t in tables), None).tolist()
+
+
+@BOTH
+def test_tokens_below_the_least_are_not_drawn(device, implementation):
+    logits = torch.randn(6, 600, device=device).bfloat16()
+    tables = parameters(6, device)
+    scaled = logits.float() / tables[1][tables[0], None]
+    least = scaled.sort(-1, descending=True).values[:, 4].contiguous()
+    least[5] = -INF
+    tokens = implementation(logits, *tables, least)
+    check(tokens, logits, *tables, least)
+    assert (scaled.gather(1, tokens[:, None])[:, 0] >= least).all()
+
+
+@BOTH
+def test_logits_of_minus_infinity_and_far_temperatures(device, implementation):
+    logits = torch.full((4, 700), -INF, device=device)
+    logits[0, 650] = -40.0
+    logits[1, 300:302] = torch.tensor([3.0, 2.999])
+    logits[2] = 0.0
+    tables = parameters(4, device, [1.0, 1.0, 1e-5, 1e4, 1.0, 1.0, 1.0, 1e-5])
+    tokens = implementation(logits, *(torch.arange(4, device=device), *tables[1:]), None)
+    assert tokens[0] == 650 and tokens[1] in (300, 301) and 0 <= tokens[3] < 700
+    check(tokens[2:3], logits[2:3], torch.tensor([2], device=device), *tables[1:])
+
+
+def test_rows_that_lie_apart(device):
+    wide = torch.randn(4, 1200, device=device)
+    tables = parameters(4, device)
+    for logits in (wide[:, 100:800], torch.randn(700, 4, device=device).T):
+        check(kernel.sample(logits, *tables, None), logits, *tables)
+
+
+@triton.jit
+def _noise(BITS, OUT, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(OUT + i, kernel._gumbel(tl.load(BITS + i)))
+
+
+def test_noise_is_within_its_error(device):
+    edge = 2**31 - 1 - 2 ** torch.arange(31)
+    bits = torch.cat([torch.arange(2048), 2 ** torch.arange(31), edge, torch.randint(2**31, (6082,))])
+    bits = bits.to(torch.int32)
+    u = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24).double()
+    want = -torch.log(-torch.log1p(-u))
+    out = torch.empty(8192, device=device)
+    _noise[(1,)](bits.to(device), out, 8192)
+    assert ((out.cpu().double() - want).abs() <= SCORE_ERROR / 4 * (1 + want.abs())).all()
+
+
+def test_operator():
+    """Schema and fake."""
+    logits, tables = torch.randn(3, 50), parameters(3, torch.device("cpu"), [0.0, 1.0] * 3)
+    for least in (None, torch.zeros(3)):
+        arguments = (logits, *tables, least)
+        torch.library.opcheck(sample, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+CODE = """
+import torch
+from qrt.kernels.sample.kernel import sample
+for dtype, least in ((torch.bfloat16, None), (torch.float16, torch.ones(3)), (torch.float32, None)):
+    rows, seed = torch.zeros(2, 3, dtype=torch.int64)
+    sample(torch.empty(3, 128256, dtype=dtype), rows, torch.ones(3), seed, rows.int(), least)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPU, reason="the other tests compile for the GPU that is here")
+def test_compiles():
+    assert compiled(CODE) == {"_sample": 3}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, vocab", [(1, 128256), (7, 151936), (64, 32000), (256, 128256), (4000, 1000)])
+def test_model_sizes(device, dtype, rows, vocab):
+    logits = torch.randn(rows, vocab, device=device) * torch.logspace(-1, 1.2, rows, device=device)[:, None]
+    logits = logits.to(dtype)
+    tables = parameters(rows, device)
+    for _ in range(3):  # timing decides what is skipped, and nothing else
+        tokens = sample(logits, *tables, None)
+        check(tokens, logits, *tables)
+        assert torch.equal(tokens, sample(logits, *tables, None))
+    greedy = torch.zeros(2 * rows, device=device)
+    assert torch.equal(sample(logits, tables[0], greedy, *tables[2:], None), logits.argmax(-1))
+
+
+@pytest.mark.gpu
+def test_replays_in_a_cuda_graph(device):
+    """New logits and positions come in place; half of the rows are greedy."""
+    logits = torch.randn(32, 128256, device=device).bfloat16()
+    tables = parameters(32, device)
+    tables[1][::2] = 0
+    sample(logits, *tables, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sample(logits, *tables, None)
+    for _ in range(3):
+        logits.normal_()
+        tables[3].add_(1)
+        graph.replay()
+        assert torch.equal(tokens, sample(logits, *tables, None))
