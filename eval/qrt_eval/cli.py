@@ -8,7 +8,7 @@ from collections.abc import Callable
 from qrt.cli import ArgumentParser, run_main
 
 KV_CHOICES = ("auto", "fp16", "bf16", "int8", "int4")
-OPS = ("linear", "decode", "prefill", "kv_write", "elementwise")
+OPS = ("linear", "decode", "prefill", "kv_write", "elementwise", "sample")
 
 
 def parser() -> ArgumentParser:
@@ -47,6 +47,9 @@ def _add_latency(command: ArgumentParser) -> None:
     command.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="requests at once")
     command.add_argument("--input-len", type=int, default=1024, metavar="TOKENS", help="prompt length")
     command.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="tokens to decode")
+    command.add_argument(
+        "--compare", action="store_true", help="time transformers in bf16 too, in the same run; with --shape"
+    )
     command.add_argument("--json", metavar="FILE", help="write the result there")
 
 

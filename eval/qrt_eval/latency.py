@@ -1,7 +1,8 @@
 """Prefill and decode times of a batch, through the engine: `qrt-eval latency`.
 
 decode_ms_per_step is the median over steps in which every request decodes one token; its floor is what the
-step must read (all weights once, every request's K/V once) over the copy bandwidth.
+step must read (all weights once, every request's K/V once) over the memory's bandwidth. `--compare` times
+transformers in the same run.
 """
 
 from __future__ import annotations
@@ -18,22 +19,29 @@ from rich.table import Table
 
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
+from qrt.errors import ConfigError
 from qrt.model.decoder import Decoder
 from qrt_eval.results import write_json
 from qrt_eval.shapes import shape
 
-# A device-to-device copy on one H200, bytes read and written (design section 5); other devices get no floor.
+# A device-to-device copy on one H200, bytes read and written (design section 5); other GPUs get no floor.
 COPY_BYTES_PER_S = {"NVIDIA H200": 4.3e12}
+READ_BYTES = 1 << 30  # of a CPU's memory, to see how fast it reads: far beyond its caches
 
 
 def run(arguments: Namespace) -> None:
     """Build the engine once, time each batch size, print a table, write the JSON."""
+    if arguments.compare and not arguments.shape:
+        raise ConfigError("--compare: makes a transformers model of a known shape; name one with --shape")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    rate = bytes_per_s()
     engine = build_engine(arguments, device)
     rows = []
     for batch in arguments.batch:
-        measure(engine, batch, arguments.input_len, arguments.output_len)  # compiles kernels; not reported
-        rows.append(measure(engine, batch, arguments.input_len, arguments.output_len))
+        measure(engine, batch, arguments, rate)  # compiles kernels; not reported
+        rows.append(measure(engine, batch, arguments, rate))
+    if arguments.compare:
+        rows += compared(arguments, device, rate)
     print_table(arguments, rows)
     if arguments.json:
         facts = {
@@ -41,7 +49,8 @@ def run(arguments: Namespace) -> None:
             "weights": engine.model.scheme,
             "kv": engine.formats[0].name,
         }
-        write_json(arguments.json, {**facts, "weight_bytes": engine.model.num_bytes, "rows": rows})
+        facts |= {"weight_bytes": engine.model.num_bytes, "bytes_per_s": rate, "rows": rows}
+        write_json(arguments.json, facts)
         print(f"result written to {arguments.json}", file=sys.stderr)
 
 
@@ -60,15 +69,16 @@ def build_engine(arguments: Namespace, device: str) -> Engine:
 
 
 def random_decoder(arguments: Namespace, device: str) -> Decoder:
-    """Random weights of `--shape` in `--weights`, made on the device."""
+    """Random weights of `--shape` in `--weights`, activations in bf16, made on the device."""
     from qrt.model.random import random_model
 
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return random_model(shape(arguments.shape), arguments.weights, device=torch.device(device), dtype=dtype)
+    known = shape(arguments.shape)
+    return random_model(known, arguments.weights, device=torch.device(device), dtype=torch.bfloat16)
 
 
-def measure(engine: Engine, batch: int, input_len: int, output_len: int) -> dict[str, Any]:
+def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None) -> dict[str, Any]:
     """Times of `batch` random prompts of `input_len` tokens, each decoding `output_len` tokens greedily."""
+    input_len, output_len = arguments.input_len, arguments.output_len
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     prompts = torch.randint(0, engine.model.config.vocab_size, (batch, input_len)).tolist()
     for index, prompt in enumerate(prompts):
@@ -86,17 +96,31 @@ def measure(engine: Engine, batch: int, input_len: int, output_len: int) -> dict
             first |= {delta.request_id for delta in deltas if delta.token_ids}
         else:
             steps_s.append(seconds)
-    return summary(engine, batch, input_len, output_len, prefill_s, steps_s)
+    weight_bytes = sum(t.nbytes for linear in engine.model.linears() for t in linear.parameters())
+    row = summary(batch, input_len, output_len, prefill_s, steps_s)
+    return row | floor(row, weight_bytes, engine.kv_bytes_per_token, rate)
+
+
+def compared(arguments: Namespace, device: str, rate: float | None) -> list[dict[str, Any]]:
+    """The rows of transformers in bf16."""
+    from qrt_eval import transformers_latency as other
+
+    model = other.random_transformer(arguments.shape, device)
+    rows = []
+    for batch in arguments.batch:
+        lengths = batch, arguments.input_len, arguments.output_len
+        other.time_steps(model, *lengths)  # as above, not reported
+        row = summary(*lengths, *other.time_steps(model, *lengths))
+        row |= floor(row, other.weight_bytes(model), other.kv_bytes_per_token(model), rate)
+        rows.append({"by": "transformers", "weights": "bf16", "kv": "bf16", **row})
+    return rows
 
 
 def summary(
-    engine: Engine, batch: int, input_len: int, output_len: int, prefill_s: float, steps_s: list[float]
+    batch: int, input_len: int, output_len: int, prefill_s: float, steps_s: list[float]
 ) -> dict[str, Any]:
-    """One row of the result: times, rates and the floor of a decode step."""
+    """One row of the result: times and rates."""
     decode_s = statistics.median(steps_s)
-    kv_bytes = batch * (input_len + output_len // 2) * engine.kv_bytes_per_token
-    weight_bytes = sum(t.nbytes for linear in engine.model.linears() for t in linear.parameters())
-    rate = COPY_BYTES_PER_S.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return {
         "batch": batch,
         "input_len": input_len,
@@ -106,10 +130,31 @@ def summary(
         "decode_ms_per_step": decode_s * 1e3,
         "decode_ms_p99": sorted(steps_s)[int(len(steps_s) * 0.99)] * 1e3,
         "decode_tokens_per_s": batch / decode_s,
+    }
+
+
+def floor(
+    row: dict[str, Any], weight_bytes: int, kv_bytes_per_token: int, rate: float | None
+) -> dict[str, Any]:
+    """What a decode step of `row` reads, and how long the memory alone takes for it."""
+    kv_bytes = row["batch"] * (row["input_len"] + row["output_len"] // 2) * kv_bytes_per_token
+    return {
         "kv_bytes_per_step": kv_bytes,
         "weight_bytes_per_step": weight_bytes,
         "floor_ms": (weight_bytes + kv_bytes) / rate * 1e3 if rate else None,
     }
+
+
+def bytes_per_s() -> float | None:
+    """Bandwidth of the memory: a GPU's from a table, a CPU's the best of some sums over a large tensor."""
+    if torch.cuda.is_available():
+        return COPY_BYTES_PER_S.get(torch.cuda.get_device_name())
+    memory, times_s = torch.ones(READ_BYTES // 4), []
+    for _ in range(10):
+        started = time.perf_counter()
+        memory.sum()
+        times_s.append(time.perf_counter() - started)
+    return READ_BYTES / min(times_s)
 
 
 def _synchronize() -> None:
@@ -121,15 +166,16 @@ def print_table(arguments: Namespace, rows: list[dict[str, Any]]) -> None:
     """The rows on stdout."""
     name = arguments.model or f"{arguments.shape} {arguments.weights}"
     table = Table(title=f"{name}, KV {arguments.kv}, {rows[0]['input_len']} tokens in")
-    for column in ("batch", "prefill tokens/s", "decode ms/step", "floor ms", "decode tokens/s"):
-        table.add_column(column, justify="right")
+    for column in ("by", "batch", "prefill tokens/s", "decode ms/step", "floor ms", "decode tokens/s"):
+        table.add_column(column, justify="left" if column == "by" else "right")
     for row in rows:
-        floor = "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}"
+        floor_ms = "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}"
         table.add_row(
+            f"{row['by']} {row['weights']}" if "by" in row else "qrt",
             str(row["batch"]),
             f"{row['prefill_tokens_per_s']:,.0f}",
             f"{row['decode_ms_per_step']:.2f}",
-            floor,
-            f"{row['decode_tokens_per_s']:,.0f}",
+            floor_ms,
+            f"{row['decode_tokens_per_s']:,.1f}",
         )
     Console().print(table)

@@ -39,14 +39,15 @@ def perplexities(results: list[Result]) -> str:
 
 
 def latencies(results: list[Result]) -> str:
-    """One row per model, KV format, batch and prompt length."""
+    """One row per model, KV format, batch and prompt length; what is compared with names itself."""
     rows = []
     for result in results:
         for row in result.get("rows", ()):
+            by = f", {row['by']}" if "by" in row else ""
             rows.append(
                 (
-                    f"{result['model']} {result['weights']}",
-                    result["kv"],
+                    f"{result['model']} {row.get('weights', result['weights'])}{by}",
+                    row.get("kv", result["kv"]),
                     f"{row['batch']} x {row['input_len']:,}",
                     f"{row['prefill_tokens_per_s']:,.0f}",
                     f"{row['decode_ms_per_step']:.1f}",
@@ -74,11 +75,23 @@ def kernels(results: list[Result]) -> list[str]:
 
 
 def report(folder: Path) -> str:
-    """Every table, with where they were measured."""
-    results = load(folder)
+    """Every table that has rows, device by device, GPUs first."""
+    devices: dict[tuple[bool, str], list[Result]] = {}
+    for result in load(folder):
+        where = result["environment"]
+        devices.setdefault((where["cuda"] is None, where["device"]), []).append(result)
+    return "\n\n".join(section(devices[device]) for device in sorted(devices))
+
+
+def section(results: list[Result]) -> str:
+    """The tables of one device, with its name and the versions."""
     where = sorted({describe(result["environment"]) for result in results})
-    tables = [perplexities(results), latencies(results), *kernels(results)]
-    return "\n\n".join(["Measured on " + "; ".join(where) + ".", *tables])
+    tables = ["Measured on " + "; ".join(where) + "."]
+    if any("ppl" in result for result in results):
+        tables.append(perplexities(results))
+    if any("rows" in result for result in results):
+        tables.append(latencies(results))
+    return "\n\n".join(tables + kernels(results))
 
 
 def describe(environment: Result) -> str:

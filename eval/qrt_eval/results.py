@@ -21,12 +21,22 @@ def environment() -> dict[str, Any]:
     """Device, library versions and commit of this run."""
     gpu = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if gpu else f"{_cpu()}, {torch.get_num_threads()} threads",
         "cuda": torch.version.cuda if gpu else None,
         "python": platform.python_version(),
         "versions": {"qrt": __version__} | {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
     }
+
+
+def _cpu() -> str:
+    """The processor's name, as far as the system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

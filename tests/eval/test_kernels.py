@@ -8,9 +8,9 @@ import torch
 from qrt.kernels import tuned
 from qrt_eval import shapes
 from qrt_eval.cli import main
-from qrt_eval.kernels import timer
+from qrt_eval.kernels import timer, tune
+from qrt_eval.kernels.linear import products
 from qrt_eval.kernels.timer import COLD_BYTES, Rates, copies, microseconds
-from qrt_eval.kernels.tune import trials
 
 SMALL = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
@@ -32,7 +32,7 @@ def test_the_whole_table(small, tmp_path, capsys):
     result = json.loads(out.read_text())
     cells = {(row["op"], row["what"], row["at"]): row for row in result["kernels"]}
     assert len(cells) == len(result["kernels"]) and {key[0] for key in cells} == {
-        "linear", "decode", "prefill", "kv_write", "rmsnorm", "silu_mul",
+        "linear", "decode", "prefill", "kv_write", "rmsnorm", "silu_mul", "sample",
     }  # fmt: skip
     for row in cells.values():
         assert row["us"] > 0 and row["floor_us"] > 0 and row["num_bytes"] > 0
@@ -44,6 +44,8 @@ def test_the_whole_table(small, tmp_path, capsys):
     )
     # 2 x 64 tokens, 2 heads of K and V: 64 codes in 4 bits and two fp16 scales each
     assert cells["decode", "int4", "2 x 64"]["num_bytes"] == 2 * 64 * 2 * 2 * (64 // 2 + 4)
+    baseline = {at for op, what, at in cells if (op, what) == ("prefill", "torch SDPA, contiguous")}
+    assert baseline == {"32 + 0", "32 + 32"}
     assert "linear" in capsys.readouterr().out
 
 
@@ -81,12 +83,66 @@ def test_tuning_without_a_gpu_is_refused(capsys):
         assert "no GPU is here" in capsys.readouterr().err
 
 
-def test_every_key_has_several_trials_and_none_twice():
-    for k, n in ((4096, 6144), (14336, 4096), (1024, 3072)):
-        todo = list(trials(k, n))
-        assert len(todo) == len(set(todo))
-        by_key = {key: sum(t.key == key for t in todo) for key in {t.key for t in todo}}
-        assert min(by_key.values()) >= 1 and len(by_key) == 2 * 8 + 9
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_shapes_are_the_models_they_are_called(name):
+    config = shapes.shape(name)
+    sizes = sum(k * n for k, n in products(config).values())
+    tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
+    billions = (config.num_layers * sizes + tables) / 1e9
+    published = {"llama-3.2-1b": 1.24, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "mistral-7b": 7.25,
+                 "qwen3-0.6b": 0.6, "qwen3-8b": 8.19, "qwen3-32b": 32.8}  # fmt: skip
+    assert billions == pytest.approx(published[name], rel=0.01) and config.sliding_window is None
+
+
+def test_every_key_has_a_trial_and_none_is_tried_twice():
+    for k, n in ((4096, 6144), (14336, 4096), (1024, 3072), (28672, 8192)):
+        todo = list(tune.trials(k, n))
+        assert len(todo) == len(set(todo)) and len({trial.key for trial in todo}) == 2 * 10 + 9
+        for trial in todo:
+            if trial.scheme == "w8a8":  # what the launcher makes of it is what it says
+                _, _, inputs, splits, _, _ = trial.config
+                assert -(-k // (-(-k // splits // inputs) * inputs)) == splits
+
+
+def test_tuning_all_shapes_takes_minutes():
+    """At 30 ms a measurement and 2 s of one of 16 cores a kernel; less what the file has already."""
+    todo = tune.pending([shapes.shape(name) for name in shapes.SHAPES], {})
+    assert len(todo) * 0.03 + len({trial.binary for trial in todo}) * 2 / 16 < 300
+
+
+def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
+    """Every weight's winners are in the file before the next weight is measured. What the file has is kept,
+    unless it is no plan that is tried: of a kernel that is no more."""
+    table, file, cut = {"int8 128x512 8 wide": [8, 32, 128, 1, 4, 4]}, tmp_path / "gpu.json", [3]
+    table["tiles 128x512 4 bits 128 wide"] = [128, 1, 1, 4]
+
+    def measure(trial, weights, table):
+        if not weights:
+            raise KeyboardInterrupt
+        return 1.0 + sum(trial.config)
+
+    def copies(weight):
+        cut[0] -= 1
+        return [weight] if cut[0] else []
+
+    for name, fake in {"_compile": len, "_try": measure, "cold_copies": copies,
+                       "random_linear": lambda *size: size}.items():  # fmt: skip
+        monkeypatch.setattr(tune, name, fake)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "gpu")
+    monkeypatch.setattr(tuned, "configs", lambda device: table)
+    monkeypatch.setattr(tuned, "path", lambda name: file)
+    todo = tune.pending([shapes.shape("small")], table)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune([shapes.shape("small")], torch.device("cuda"))
+    assert json.loads(file.read_text()) == table and len(table) == 1 + 2 * 10
+    tune.tune([shapes.shape("small")], torch.device("cuda"))
+    best = {}
+    for trial in todo:
+        best[trial.key] = min(best.get(trial.key, trial.config), trial.config, key=sum)
+    written = json.loads(file.read_text())
+    assert written.pop("int8 128x512 8 wide") == [8, 32, 128, 1, 4, 4]
+    assert {key: sum(plan) for key, plan in written.items()} == {key: sum(c) for key, c in best.items()}
+    assert tune.pending([shapes.shape("small")], table) == []
 
 
 def test_files_of_measured_block_sizes_are_whole():

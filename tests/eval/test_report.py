@@ -1,5 +1,6 @@
 """README shows what eval/results hold, and the tables are computed rightly."""
 
+import json
 from pathlib import Path
 
 from qrt_eval import report
@@ -32,3 +33,29 @@ def test_kernels_show_the_sum_of_a_layers_products_and_every_other_operator():
         "| w4a16 | 20.0 (25 %) |  |", "| bf16 |  | 80.0 (25 %) |",
     ]  # fmt: skip
     assert second.splitlines()[-1] == "| int4 | 12.0 (25 %) |"
+
+
+def test_devices_have_tables_of_their_own_and_what_is_compared_with_names_itself(tmp_path):
+    def where(device, cuda):
+        return {"device": device, "cuda": cuda, "versions": {"torch": "2", "triton": "3"}}
+
+    row = {"batch": 1, "input_len": 8, "prefill_tokens_per_s": 10, "decode_ms_per_step": 2, "floor_ms": 1}
+    other = {"by": "transformers", "weights": "bf16", "kv": "bf16", **row}
+    cpu = {
+        "model": "m",
+        "weights": "w4a16",
+        "kv": "int8",
+        "rows": [row, other],
+        "environment": where("A", None),
+    }
+    gpu = {"kernels": [], "environment": where("B", "13")}
+    for name, result in (("cpu", cpu), ("gpu", gpu)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    assert report.report(tmp_path).splitlines() == [
+        "Measured on B, torch 2, Triton 3.", "",
+        "Measured on A, torch 2, Triton 3.", "",
+        "| model | KV | batch x prompt | prefill tokens/s | decode ms/step | floor ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| m w4a16 | int8 | 1 x 8 | 10 | 2.0 | 1.00 |",
+        "| m bf16, transformers | bf16 | 1 x 8 | 10 | 2.0 | 1.00 |",
+    ]  # fmt: skip

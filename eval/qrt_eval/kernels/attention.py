@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from qrt.arch import ModelConfig
 from qrt.kernels.decode_attention import decode_attention, plan_splits
@@ -96,13 +97,19 @@ def prefill_rows(
             num_bytes = 2 * (q.nbytes + k.nbytes) + prefix * fmt.bytes_per_slot(kv_heads, dim, q.dtype)
             floor = rates.floor_us(num_bytes, flops)
             yield Row("prefill", name, at, us, floor, num_bytes, flops)
-        if compare and not prefix:
-            many = [x.transpose(0, 1)[None] for x in (q, k, v)]
-            sdpa = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-            us = microseconds(sdpa, [many] * 2)
-            num_bytes = 2 * (q.nbytes + k.nbytes)
-            floor = rates.floor_us(num_bytes, flops)
-            yield Row("prefill", "torch SDPA", at, us, floor, num_bytes, flops, False)
+        if compare:
+            num_bytes = 2 * (q.nbytes + k.nbytes + prefix * kv_heads * dim * k.itemsize)
+            us, floor = _sdpa_chunk(q, total, kv_heads), rates.floor_us(num_bytes, flops)
+            yield Row("prefill", "torch SDPA, contiguous", at, us, floor, num_bytes, flops, False)
+
+
+def _sdpa_chunk(q: Tensor, total: int, kv_heads: int) -> float:
+    """Microseconds of torch's attention of q [T, Hq, D], the last of `total` tokens, in q's dtype."""
+    k, v = torch.randn(2, 1, kv_heads, total, q.shape[-1], device=q.device, dtype=q.dtype)
+    queries, mask = q.transpose(0, 1)[None], causal_lower_right(len(q), total)
+    return microseconds(
+        partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True), [(queries, k, v)] * 2
+    )
 
 
 def write_rows(

@@ -29,9 +29,7 @@ def products(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def rows(
-    config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device, compare: bool
-) -> Iterator[Row]:
+def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
     """A row per scheme, product and number of tokens, and one for the four together."""
     for scheme in ("w4a16", "w8a16", "w8a8", "fp16"):
         name = {"fp16": "bf16"}.get(scheme, scheme) if device.type == "cuda" else scheme
@@ -41,15 +39,7 @@ def rows(
             for row in _product(scheme, f"{name} {product}", size, tokens, rates, device)
         ]
         yield from cells
-        yield from _sums(cells, name, tokens)
-    if compare and device.type == "cuda":
-        cells = [
-            row
-            for product, (k, n) in products(config).items()
-            for row in _tinygemm(product, k, n, [m for m in tokens if m <= 64], rates, device)
-        ]
-        yield from cells
-        yield from _sums(cells, "tinygemm int4", [m for m in tokens if m <= 64])
+        yield from sums(cells, name, tokens)
 
 
 def _product(
@@ -84,24 +74,8 @@ def cold_copies(first: Linear) -> list[Linear]:
     return [first, *(Linear(first.scheme, tensors, first.bias) for tensors in clones)]
 
 
-def _tinygemm(
-    product: str, k: int, n: int, tokens: Sequence[int], rates: Rates, device: torch.device
-) -> Iterator[Row]:
-    """torch's own int4 product (groups of 128, bf16)."""
-    codes = torch.randint(0, 256, (n, k // 2), device=device, dtype=torch.uint8)
-    packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
-    scale_and_zero = torch.rand(k // 128, n, 2, device=device, dtype=torch.bfloat16)
-    num_bytes = packed.nbytes + scale_and_zero.nbytes
-    weights = [(packed.clone(), scale_and_zero.clone()) for _ in range(copies(num_bytes))]
-    for m in tokens:
-        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-        us = microseconds(torch.ops.aten._weight_int4pack_mm, [(x, w, 128, s) for w, s in weights])
-        flops, moved = 2 * m * n * k, num_bytes + m * (n + k) * 2
-        floor_us = rates.floor_us(moved, flops)
-        yield Row("linear", f"tinygemm int4 {product}", f"M={m}", us, floor_us, moved, flops, False)
-
-
-def _sums(cells: Sequence[Row], name: str, tokens: Sequence[int]) -> Iterator[Row]:
+def sums(cells: Sequence[Row], name: str, tokens: Sequence[int]) -> Iterator[Row]:
+    """What the products of `cells` take together, a row per number of tokens."""
     for m in tokens:
         same = [cell for cell in cells if cell.at == f"M={m}"]
         yield Row(

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from qrt.arch import ModelConfig
 from qrt.errors import ConfigError
 from qrt_eval.cli import OPS
-from qrt_eval.kernels import attention, elementwise, linear
+from qrt_eval.kernels import attention, elementwise, linear, peers, sample
 from qrt_eval.kernels.row import Row
 from qrt_eval.kernels.timer import Rates, measure_rates
 from qrt_eval.kernels.tune import tune
@@ -59,7 +59,7 @@ def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: tor
     decodes = [_pair(text) for text in arguments.decode] if arguments.decode else DECODES
     prefills = [_pair(text) for text in arguments.prefill] if arguments.prefill else PREFILLS
     if "linear" in ops:
-        yield from linear.rows(config, tokens, rates, device, arguments.compare)
+        yield from linear.rows(config, tokens, rates, device)
     if "decode" in ops:
         yield from attention.decode_rows(config, decodes, rates, device, arguments.compare)
     if "prefill" in ops:
@@ -68,6 +68,10 @@ def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: tor
         yield from attention.write_rows(config, tokens, rates, device)
     if "elementwise" in ops:
         yield from elementwise.rows(config, tokens, rates, device)
+    if "sample" in ops:
+        yield from sample.rows(config, rates, device)
+    if arguments.compare and device.type == "cuda":
+        yield from peers.rows(config, ops, tokens, decodes, prefills, rates, device)
 
 
 def _pair(text: str) -> tuple[int, int]:

@@ -1,0 +1,50 @@
+"""`qrt-eval latency` on a small shape: the rows it writes, transformers' beside qrt's."""
+
+import json
+
+import pytest
+import torch
+
+from qrt_eval import latency, shapes, transformers_latency
+from qrt_eval.cli import main
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+    "tie_word_embeddings": True, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "small", ("LlamaForCausalLM", SMALL))
+    monkeypatch.setattr(latency, "READ_BYTES", 1 << 20)
+
+
+def test_rows_of_both(tmp_path):
+    file = tmp_path / "out.json"
+    words = (
+        f"latency --shape small --kv int8 --batch 1 2 --input-len 7 --output-len 4 --compare --json {file}"
+    )
+    assert main(words.split()) == 0
+    result = json.loads(file.read_text())
+    assert (result["model"], result["weights"], result["kv"]) == ("small", "w4a16", "int8")
+    ours, theirs = result["rows"][:2], result["rows"][2:]
+    assert [row["batch"] for row in ours] == [row["batch"] for row in theirs] == [1, 2]
+    assert all("by" not in row for row in ours) and all(row["by"] == "transformers" for row in theirs)
+    assert all(row["decode_ms_per_step"] > 0 for row in result["rows"])
+    weights = 2 * (2 * (128 * 256 + 128 * 128 + 3 * 128 * 256) + 128 * 128)
+    assert {row["weight_bytes_per_step"] for row in theirs} == {weights}
+    assert {row["weight_bytes_per_step"] for row in ours} < set(range(weights))
+    assert [row["kv_bytes_per_step"] for row in theirs] == [n * 9 * 2 * 2 * 32 * 2 * 2 for n in (1, 2)]
+
+
+def test_the_model_compared_with_is_the_same_and_in_bf16():
+    model = transformers_latency.random_transformer("small", "cpu")
+    assert model.dtype == torch.bfloat16 and model.config.num_key_value_heads == 2
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_comparing_needs_a_shape(capsys):
+    assert main(["latency", "--model", "tiny", "--compare"]) == 1
+    assert "--compare" in capsys.readouterr().err

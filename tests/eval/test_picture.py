@@ -1,0 +1,43 @@
+"""README's picture shows the recorded results, and is drawn the same every time."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qrt_eval import picture
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_readme_shows_a_picture_of_the_recorded_results():
+    """By the hash that the picture carries: what matplotlib draws differs between its versions."""
+    result = ROOT / picture.RESULT
+    shown = result.with_name("kernels.svg")
+    assert str(shown.relative_to(ROOT)) in (ROOT / "README.md").read_text()
+    assert picture.fingerprint(result) in shown.read_text(), "run python -m qrt_eval.picture"
+
+
+def test_drawn_twice_it_is_the_same(tmp_path):
+    pytest.importorskip("matplotlib")
+    copy = tmp_path / "some.json"
+    copy.write_bytes((ROOT / picture.RESULT).read_bytes())
+    picture.main([str(copy)])
+    first = (tmp_path / "kernels.svg").read_text()
+    picture.main([str(copy)])
+    assert (tmp_path / "kernels.svg").read_text() == first
+    for series in (*picture.LINEAR, *picture.DECODE):
+        assert series.label in first and series.color in first
+
+
+def test_operators_that_were_not_measured_are_left_out(tmp_path):
+    pytest.importorskip("matplotlib")
+    few = tmp_path / "few.json"
+    rows = [
+        {"op": "linear", "what": "w4a16 sum", "at": f"M={m}", "us": 10.0 * m, "floor_us": m} for m in (1, 8)
+    ]
+    rows += [{"op": "decode", "what": "int8", "at": "1 x 4096", "us": 9.0, "floor_us": 2.0}]
+    few.write_text(json.dumps({"model": "m", "environment": {"device": "d"}, "kernels": rows}))
+    picture.main([str(few)])
+    drawn = (tmp_path / "kernels.svg").read_text()
+    assert "w4a16" in drawn and "int8 KV" in drawn and "bf16 KV" not in drawn
