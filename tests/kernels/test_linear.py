@@ -172,10 +172,11 @@ def test_wide_kernel(bits, symmetric, dtype, scales, n, k, group, tokens, plan):
 
 @pytest.mark.parametrize("tokens, plan", [
     (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (101, (64, 64, 128, 4, 4, 4)),
-    (131, (128, 64, 128, 2, 4, 4)), (259, (128, 128, 128, 1, 8, 3)),
+    (131, (128, 64, 128, 2, 4, 4)), (259, (128, 128, 128, 1, 8, 3)), (131, (128, 256, 1, 4)),
+    (300, (128, 128, 2, 4)), (70, (64, 128, 1, 6)), (513, (128, 64, 3, 6)),
 ])  # fmt: skip
 def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
-    n, k = 150, 1100
+    n, k = 150, 1104
     key = int8_kernel.tuning_key(k, n, int8_kernel.width_of(tokens))
     monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: plan})
     weight, x = random_weight(n, k, 8, device=device), torch.randn(tokens, k, device=device)

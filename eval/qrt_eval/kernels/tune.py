@@ -27,6 +27,7 @@ from qrt.errors import ConfigError
 from qrt.kernels import tuned
 from qrt.kernels.linear import int8_kernel, linear
 from qrt.kernels.linear import kernel as tile_kernel
+from qrt.kernels.linear.hopper_int8_kernel import HopperPlan
 from qrt.layers.linear import Linear
 from qrt_eval.kernels.linear import cold_copies, products, random_linear
 from qrt_eval.kernels.timer import microseconds
@@ -58,6 +59,9 @@ class Trial(NamedTuple):
     @property
     def binary(self) -> tuple[object, ...]:
         """Equal for trials that one compiled kernel serves: only the fused ones and dequantizing know K."""
+        if len(self.config) == len(HopperPlan._fields):
+            int8_plan = HopperPlan(*self.config)
+            return self.scheme, int8_plan._replace(splits=min(int8_plan.splits, 2))
         if self.scheme == "w8a8":
             return self.scheme, self.config
         if len(self.config) == len(tile_kernel.WidePlan._fields):
@@ -129,6 +133,11 @@ def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
         for splits in _splits(programs, steps // 2):  # no share of one step
             if splits <= 8:
                 yield tokens, outputs, inputs, splits, warps, stages
+    for tokens, outputs, stages in ((64, 128, 6), (128, 128, 4), (128, 256, 4)):
+        programs = -(-n // outputs) * -(-width // tokens)
+        for splits in _splits(programs, -(-k // 128)):
+            if tokens <= width and splits <= max(1, k // 512):
+                yield HopperPlan(tokens, outputs, splits, stages)
 
 
 def _splits(programs: int, steps: int) -> list[int]:

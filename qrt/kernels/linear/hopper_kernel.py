@@ -10,6 +10,7 @@ Layout: quant/weight/tiles.py.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -172,17 +173,23 @@ def _wide(
 
     last = True
     if SPLIT:
-        acc, last = _sum_splits(acc, PARTS, ARRIVALS, MMA, ROWS, BM)
+        acc, last = sum_splits(acc, PARTS, ARRIVALS, MMA)
     if last:
         if BIASED:
             row = block * 64 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
             acc += gl.expand_dims(gl.load(BIAS + row, mask=row < N, other=0.0).to(gl.float32), 1)
-        OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
-        n = block * 64 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-        m = token + gl.arange(0, BM, layout=gl.SliceLayout(0, OUT))
-        at = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
-        inside = gl.expand_dims(n < N, 1) & gl.expand_dims(m < M, 0)
-        gl.store(Y + at, gl.convert_layout(acc.to(DOT), OUT), mask=inside)
+        store_block(Y, acc.to(DOT), block * 64, token, M, N, num_warps)
+
+
+@gluon.jit
+def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
+    """Y [M, N] = block.T at outputs `first`.. and tokens `token`.., in pieces of 8 outputs."""
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
+    n = first + gl.arange(0, block.shape[0], layout=gl.SliceLayout(1, OUT))
+    m = token + gl.arange(0, block.shape[1], layout=gl.SliceLayout(0, OUT))
+    at = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
+    inside = gl.expand_dims(n < N, 1) & gl.expand_dims(m < M, 0)
+    gl.store(Y + at, gl.convert_layout(block, OUT), mask=inside)
 
 
 @gluon.jit
@@ -213,21 +220,23 @@ def _fetch_w(
 
 
 @gluon.jit
-def _sum_splits(acc, PARTS, ARRIVALS, MMA: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr):
-    """As `split_kernel.sum_splits`, for whole blocks: parts [output blocks, splits, ROWS, BM]."""
+def sum_splits(acc, PARTS, ARRIVALS, MMA: gl.constexpr):
+    """As in `split_kernel`, for whole blocks: PARTS [output blocks, splits, *acc.shape]."""
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
     splits = gl.num_programs(1)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-    column = gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
-    at = gl.expand_dims(row * BM, 1) + gl.expand_dims(column, 0)
-    parts = PARTS + gl.program_id(0).to(gl.int64) * splits * (ROWS * BM)
-    gl.store(parts + gl.program_id(1) * (ROWS * BM) + at, acc)
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
+    at = gl.expand_dims(row * COLUMNS, 1) + gl.expand_dims(column, 0)
+    parts = PARTS + gl.program_id(0).to(gl.int64) * splits * (ROWS * COLUMNS)
+    gl.store(parts + gl.program_id(1) * (ROWS * COLUMNS) + at, acc)
     tl.debug_barrier()  # every share is stored before this program counts as arrived
     arrivals = ARRIVALS + gl.program_id(0)
     last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
     if last:
         acc = gl.load(parts + at, cache_modifier=".cg")
         for s in range(1, splits):
-            acc += gl.load(parts + s * (ROWS * BM) + at, cache_modifier=".cg")
+            acc += gl.load(parts + s * (ROWS * COLUMNS) + at, cache_modifier=".cg")
         gl.store(arrivals, 0)
     return acc, last
 
@@ -255,12 +264,13 @@ def wide_plan(width: int, blocks: int, tiles: int) -> WidePlan:
 
 def fits(x: Tensor, weight: TiledWeight) -> bool:
     """Whether `wide_gemm` multiplies x: 16-bit, K in whole planes, on a GPU with wgmma."""
-    return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-        and x.itemsize == 2
-        and x.shape[1] % weight.packed.shape[3] == 0
-    )
+    return is_hopper(x.device) and x.itemsize == 2 and x.shape[1] % weight.packed.shape[3] == 0
+
+
+@lru_cache(maxsize=8)
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has wgmma."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def wide_gemm(
@@ -276,7 +286,7 @@ def wide_gemm(
     flat = gl.NVMMASharedLayout(0, 32, 2)
     per_row = [plan.blocks, rows]
     scale, zero = (t.view(torch.int32).view(blocks, -1) for t in (weight.scale, weight.zero))
-    by_plane = _aligned(x).unflatten(1, (-1, words)).transpose(0, 1)
+    by_plane = aligned(x).unflatten(1, (-1, words)).transpose(0, 1)
     dot = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[x.dtype]
     _wide[(outputs, splits)](
         TensorDescriptor.from_tensor(by_plane, [plan.x_planes, plan.tokens, words], swizzled),
@@ -293,6 +303,6 @@ def wide_gemm(
     )  # fmt: skip
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """x, or a copy of it if it does not begin where the copy engine can read."""
     return x if x.data_ptr() % 16 == 0 else x.clone()

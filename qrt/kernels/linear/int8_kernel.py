@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qrt.kernels.linear.hopper_int8_kernel import HopperPlan, fits, hopper_int8_gemm, hopper_plan
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
 from qrt.quant.device import token_codes, token_scale
@@ -114,6 +115,15 @@ def plan(width: int) -> Plan:
     return Plan(128, 128, 128, 1, 8, 3)
 
 
+def _plan(x: QuantizedTokens, n: int) -> Plan | HopperPlan:
+    """What was measured for x, or a rule of thumb."""
+    tokens, k = x.codes.shape
+    measured = configs(x.codes.device).get(tuning_key(k, n, width_of(tokens)))
+    if measured and (len(measured) != len(HopperPlan._fields) or fits(x)):
+        return HopperPlan(*measured) if len(measured) == len(HopperPlan._fields) else Plan(*measured)
+    return (hopper_plan(tokens, n) if fits(x) else None) or plan(width_of(tokens))
+
+
 def int8_gemm(
     x: Tensor | QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None
 ) -> Tensor:
@@ -125,9 +135,10 @@ def int8_gemm(
     y = torch.empty(tokens, n, dtype=x.dtype, device=codes.device)
     if tokens == 0:
         return y
-    width = width_of(tokens)
-    measured = configs(codes.device).get(tuning_key(k, n, width))
-    block = Plan(*measured) if measured else plan(width)
+    block = _plan(x, n)
+    if isinstance(block, HopperPlan):
+        hopper_int8_gemm(x, codes, scale, arrivals, bias, y, block)
+        return y
     share = triton.cdiv(triton.cdiv(k, block.splits), block.inputs) * block.inputs
     splits = triton.cdiv(k, share)
     parts = torch.empty(splits * n * tokens if splits > 1 else 0, dtype=torch.int32, device=codes.device)

@@ -1,0 +1,137 @@
+"""The product of W8A8 on Hopper where the tensor cores are the bound, in Gluon.
+
+Y.T = B [N, K] @ A [M, K].T over int8 codes, both operands brought to shared memory by the copy engine (TMA)
+some stages ahead of the wgmma that reads them; exact int32 sums, scales and bias in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from qrt.kernels.linear.hopper_kernel import aligned, is_hopper, store_block, sum_splits
+from qrt.quant.tokens import QuantizedTokens
+
+INPUTS = 128  # of K a stage: one row of swizzled shared memory
+GROUP = 8  # token blocks that share a block of weights before the next one
+
+
+@gluon.jit(do_not_specialize=["M", "share"])
+def _hopper_int8(
+    a_desc, b_desc, TOKEN_SCALES, SCALES, BIAS, Y, PARTS, ARRIVALS, M, N, steps_of_k, share,
+    BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    SPLIT: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Grid (cdiv(M, BM) * cdiv(N, BN), splits): BN outputs by BM tokens, `share` steps of K."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 32])
+    token_blocks = gl.cdiv(M, BM)
+    group_size = GROUP * gl.cdiv(N, BN)
+    group = gl.program_id(0) // group_size
+    width = gl.minimum(token_blocks - group * GROUP, GROUP)
+    place = gl.program_id(0) % group_size
+    token = (group * GROUP + place % width) * BM
+    output = place // width * BN
+    first = gl.program_id(1) * share
+    steps = gl.minimum(share, steps_of_k - first)
+
+    a_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BM, BK], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BN, BK], b_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    fence_async_shared()
+    for s in gl.static_range(STAGES):
+        _fetch(a_desc, b_desc, a_smem, b_smem, ready, s, token, output, (first + s) * BK, s < steps)
+    acc = gl.zeros([BN, BM], gl.int32, MMA)
+    for i in range(steps):
+        slot = i % STAGES
+        mbarrier.wait(ready.index(slot), i // STAGES & 1)
+        acc = warpgroup_mma(b_smem.index(slot), a_smem.index(slot).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])  # the step before this one is done
+        ahead = i - 1 + STAGES
+        wanted = (i > 0) & (ahead < steps)
+        _fetch(
+            a_desc, b_desc, a_smem, b_smem, ready, ahead % STAGES, token, output, (first + ahead) * BK, wanted
+        )
+    acc = warpgroup_mma_wait(0, deps=[acc])
+
+    last = True
+    if SPLIT:
+        acc, last = sum_splits(acc, PARTS, ARRIVALS, MMA)
+    if last:
+        m = token + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
+        n = output + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+        token_scale = gl.load(TOKEN_SCALES + m, mask=m < M, other=0.0)
+        y = acc.to(gl.float32) * gl.expand_dims(token_scale, 0)
+        y *= gl.expand_dims(gl.load(SCALES + n, mask=n < N, other=0.0), 1)
+        if BIASED:
+            y += gl.expand_dims(gl.load(BIAS + n, mask=n < N, other=0.0).to(gl.float32), 1)
+        store_block(Y, y.to(Y.dtype.element_ty), output, token, M, N, num_warps)
+
+
+@gluon.jit
+def _fetch(a_desc, b_desc, a_smem, b_smem, ready, slot, token, output, k, wanted):
+    """Start the copy of one step's tokens and weights into a slot."""
+    arrived = ready.index(slot)
+    mbarrier.expect(arrived, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=wanted)
+    tma.async_copy_global_to_shared(a_desc, [token, k], arrived, a_smem.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(b_desc, [output, k], arrived, b_smem.index(slot), pred=wanted)
+
+
+class HopperPlan(NamedTuple):
+    """Tokens and outputs of a program's block, shares of K, stages in flight."""
+
+    tokens: int
+    outputs: int
+    splits: int
+    stages: int
+
+
+def hopper_plan(tokens: int, n: int) -> HopperPlan | None:
+    """Where nothing was measured; None: the bytes of the weights are the bound, not the tensor cores.
+
+    Triton's int8 wgmma takes at most 128 columns, so large blocks grow in outputs.
+    """
+    if tokens <= 128:
+        return None
+    many = triton.cdiv(tokens, 128) * triton.cdiv(n, 256) >= 132
+    return HopperPlan(128, 256 if many else 128, 1, 4)
+
+
+def fits(x: QuantizedTokens) -> bool:
+    """Whether `hopper_int8_gemm` multiplies x: rows of whole 16 bytes, on a GPU with wgmma."""
+    return is_hopper(x.codes.device) and x.codes.shape[1] % 16 == 0
+
+
+def hopper_int8_gemm(
+    x: QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None, y: Tensor,
+    plan: HopperPlan,
+) -> None:  # fmt: skip
+    """y [T, N] = x @ codes.T scaled; arguments as `int8_gemm`'s, x one that `fits`."""
+    (tokens, k), n = x.codes.shape, codes.shape[0]
+    outputs = triton.cdiv(tokens, plan.tokens) * triton.cdiv(n, plan.outputs)
+    steps = triton.cdiv(k, INPUTS)
+    share = triton.cdiv(steps, plan.splits)
+    splits = triton.cdiv(steps, share)
+    part = outputs * splits * plan.tokens * plan.outputs if splits > 1 else 0
+    swizzled = gl.NVMMASharedLayout(128, 8, 2)
+    _hopper_int8[(outputs, splits)](
+        TensorDescriptor.from_tensor(aligned(x.codes.contiguous()), [plan.tokens, INPUTS], swizzled),
+        TensorDescriptor.from_tensor(codes, [plan.outputs, INPUTS], swizzled),
+        x.scale, scale, bias, y, torch.empty(part, dtype=torch.int32, device=codes.device), arrivals,
+        tokens, n, steps, share, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS,
+        GROUP=GROUP, SPLIT=splits > 1, STAGES=plan.stages, num_warps=4 if plan.outputs == 64 else 8,
+    )  # fmt: skip
