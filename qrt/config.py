@@ -57,6 +57,8 @@ class EngineConfig:
     kv_cache_memory_bytes    KV memory, instead of what `gpu_memory_utilization` leaves
     attend_cache             prefill reads the chunk's own K/V back from the cache too, so that a perplexity
                              sees the KV format's loss (served prefill attends the chunk's raw K/V)
+    enforce_eager            record no CUDA graphs: slower steps, an earlier start
+    cudagraph_capture_sizes  decodes of a recorded step (None: 1, 2, 4, then every 8 to 256)
     """
 
     model: str
@@ -71,6 +73,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     attend_cache: bool = False
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -80,6 +84,8 @@ class EngineConfig:
         for name in ("max_model_len", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        for size in self.cudagraph_capture_sizes or ():
+            _at_least("cudagraph_capture_sizes", size, 1)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization: got {self.gpu_memory_utilization}, wanted above 0 and at most 1"

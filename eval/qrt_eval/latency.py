@@ -85,7 +85,7 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
         engine.add(f"{batch}-{index}", prompt, params)
     prefill_s, steps_s = 0.0, []
     first: set[str] = set()
-    while engine.has_work:
+    while engine.has_work:  # the first to decode are also the first that are done
         prefilling = len(first) < batch
         started = time.perf_counter()
         deltas = engine.step()
@@ -94,8 +94,13 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
         if prefilling:
             prefill_s += seconds
             first |= {delta.request_id for delta in deltas if delta.token_ids}
-        else:
+        elif len(deltas) == batch:
             steps_s.append(seconds)
+    if not steps_s:
+        raise ConfigError(
+            f"--output-len {output_len}: the first of {batch} requests are done before the last begin to "
+            "decode; give more, or a smaller --batch"
+        )
     weight_bytes = sum(t.nbytes for linear in engine.model.linears() for t in linear.parameters())
     row = summary(batch, input_len, output_len, prefill_s, steps_s)
     return row | floor(row, weight_bytes, engine.kv_bytes_per_token, rate)

@@ -49,6 +49,9 @@ STYLE: Any = {
 }
 
 
+NAMES_APART = 1.17  # on the axis of time, at least
+
+
 def fingerprint(result: Path) -> str:
     """What a picture of this file carries."""
     return "sha256:" + hashlib.sha256(result.read_bytes()).hexdigest()
@@ -95,12 +98,16 @@ def draw_linear(axes: Any, lines: dict[Series, dict[str, Any]]) -> None:
 
 
 def _name_lines(axes: Any, lines: dict[Series, dict[str, Any]]) -> None:
-    """Left of the first point; of a dashed line, which crosses others there, left of the last."""
-    for series, rows in lines.items():
-        at, row = list(rows.items())[0 if series.style == "-" else -1]
-        place = int(at.removeprefix("M=")), row["us"]
-        axes.annotate(series.label, place, (-7, 0), textcoords="offset points", ha="right", va="center",
-                      color=series.color)  # fmt: skip
+    """Left of the first point, apart from the name below; of a dashed line, which crosses others there, left of
+    the last."""
+    ends = [(list(rows.items())[0 if series.style == "-" else -1], series) for series, rows in lines.items()]
+    below = 0.0
+    for (at, row), series in sorted(ends, key=lambda end: end[0][1]["us"]):
+        height = max(row["us"], below)
+        below = height * NAMES_APART if series.style == "-" else below
+        tokens = int(at.removeprefix("M="))
+        axes.annotate(series.label, (tokens, height), (-7, 0), textcoords="offset points", ha="right",
+                      va="center", color=series.color)  # fmt: skip
 
 
 def draw_decode(axes: Any, lines: dict[Series, dict[str, Any]]) -> None:

@@ -19,19 +19,29 @@ from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
 
 
 @dataclass(frozen=True)
+class Draws:
+    """What is sampled in a step, and how.
+
+    meta         the S rows
+    logprobs     int64 [l]: which of the S want log-probabilities; None: none
+    num_top      likeliest tokens to name at each of them, the most that any of them asks for
+    """
+
+    meta: SampleMeta
+    logprobs: Tensor | None
+    num_top: int
+
+
+@dataclass(frozen=True)
 class Batch:
     """What the runner needs of one step.
 
-    sample       how the S = len(step.logit_rows) sampled rows are drawn; None when nothing is sampled
-    logprobs     int64 [l]: which of the S want log-probabilities; None: none
-    num_top      likeliest tokens to name at each of them, the most that any of them asks for
+    draws        of the S = len(step.logit_rows) sampled rows; None when nothing is sampled
     targets      per chunk that scores prompt tokens: int64 [n]
     """
 
     step: StepMeta
-    sample: SampleMeta | None
-    logprobs: Tensor | None
-    num_top: int
+    draws: Draws | None
     targets: dict[str, Tensor]
 
 
@@ -88,9 +98,22 @@ def build(
         decode,
         prefill,
     )
-    num_top = max((work.sampling.num_logprobs or 0 for work in plan.sampled), default=0)
     targets = {c.request_id: sent[f"targets {c.request_id}"] for c in plan.chunks if c.scoring}
-    return Batch(step, _sample_meta(plan, sent), sent.get("logprobs"), num_top, targets)
+    return Batch(step, _draws(plan, sent) if plan.sampled else None, targets)
+
+
+def drawn_plainly(plan: Plan) -> bool:
+    """Whether all that is sampled is greedy, or drawn by temperature and seed alone, and no more is asked."""
+    return not any(
+        work.banned or work.sampling.filtered or work.sampling.num_logprobs is not None
+        for work in plan.sampled
+    )
+
+
+def draws(plan: Plan, device: torch.device) -> Draws:
+    """What `build` says of a plan's draws, by itself."""
+    arrays = _sample_arrays(plan)
+    return _draws(plan, to_device({name: a for name, a in arrays.items() if a.size}, device))
 
 
 def _token_arrays(plan: Plan, width: int) -> dict[str, NDArray[Any]]:
@@ -148,14 +171,14 @@ def _sample_arrays(plan: Plan) -> dict[str, NDArray[Any]]:
     }
 
 
-def _sample_meta(plan: Plan, sent: dict[str, Tensor]) -> SampleMeta | None:
-    if not plan.sampled:
-        return None
+def _draws(plan: Plan, sent: dict[str, Tensor]) -> Draws:
     ks = [work.sampling.top_k for work in plan.sampled if work.sampling.filtered]
     max_top_k = max(ks) if ks and min(ks) > 0 else 0
-    return SampleMeta(
+    meta = SampleMeta(
         sent["sample_rows"], sent.get("draws"), sent.get("filtered"), max_top_k, sent.get("banned")
     )
+    num_top = max(work.sampling.num_logprobs or 0 for work in plan.sampled)
+    return Draws(meta, sent.get("logprobs"), num_top)
 
 
 def _int32(*parts: ArrayLike) -> NDArray[np.int32]:

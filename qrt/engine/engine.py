@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.generation import GenerationConfig
+from qrt.engine.graphs import DecodeSteps, default_sizes
 from qrt.engine.output import RequestDelta
 from qrt.engine.profile import peak_step_bytes
 from qrt.engine.runner import Runner
@@ -73,7 +74,12 @@ class Engine:
         slots = self.pool.num_slots
         kv = KVStorage(self.formats, slots, heads, dim, model.dtype, model.device, smoothing)
         table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
-        self.runner = Runner(model, kv, table, attend_cache=config.attend_cache)
+        steps = None
+        if model.device.type == "cuda":  # a CPU gains nothing by padding
+            steps = DecodeSteps(model, kv, table, _capture_sizes(config))
+            if not config.enforce_eager:
+                steps.record()
+        self.runner = Runner(model, kv, table, attend_cache=config.attend_cache, decode_steps=steps)
         manager = KVManager(self.pool.num_slots, prefix_caching=config.enable_prefix_caching)
         vocab = model.config.vocab_size
         eos = {*model.config.eos_token_ids, *self.generation.eos_token_ids, *eos_token_ids}
@@ -148,6 +154,10 @@ class Engine:
         return self.scheduler.commit(plan, result)
 
 
+def _capture_sizes(config: EngineConfig) -> Sequence[int]:
+    return config.cudagraph_capture_sizes or default_sizes(config.max_num_seqs)
+
+
 def _device(config: EngineConfig) -> torch.device:
     return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -185,10 +195,11 @@ def _pool(
 ) -> PoolSize:
     """The pool that fits beside the weights and the largest step."""
     measured = model.device.type == "cuda" and config.kv_cache_memory_bytes is None
+    recorded = min(max(_capture_sizes(config)), limits.max_num_seqs, limits.max_num_batched_tokens)
     budget = kv_budget_bytes(
         model.device,
         gpu_memory_utilization=config.gpu_memory_utilization,
-        reserve_bytes=peak_step_bytes(model, formats, limits, smoothing) if measured else 0,
+        reserve_bytes=peak_step_bytes(model, formats, limits, smoothing, recorded) if measured else 0,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
     )
     return pool_size(

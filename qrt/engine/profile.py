@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qrt.engine.plan import Chunk, Plan, Sampling, Scoring
+from qrt.engine.graphs import DecodeSteps
+from qrt.engine.plan import Chunk, Decode, Plan, Sampling, Scoring
 from qrt.engine.runner import SCORED_ROWS, Runner
 from qrt.engine.scheduler import Limits
 from qrt.engine.table import RequestTable
@@ -18,9 +19,14 @@ from qrt.quant.kv.base import KVFormat
 
 
 def peak_step_bytes(
-    model: Decoder, formats: Sequence[KVFormat], limits: Limits, smoothing: Sequence[Tensor] | None
+    model: Decoder,
+    formats: Sequence[KVFormat],
+    limits: Limits,
+    smoothing: Sequence[Tensor] | None,
+    recorded: int,
 ) -> int:
-    """Bytes of GPU memory that a request table and the most expensive step take besides weights and K/V."""
+    """Bytes of GPU memory that a request table, the most expensive step and, in memory of its own, a recorded
+    step of `recorded` decodes take besides weights and K/V."""
     config, tokens = model.config, limits.max_num_batched_tokens
     heads, dim = config.num_kv_heads, config.head_dim
     kv = KVStorage(formats, tokens, heads, dim, model.dtype, model.device, smoothing)
@@ -28,7 +34,14 @@ def peak_step_bytes(
     before = torch.cuda.memory_allocated(model.device)
     table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
     Runner(model, kv, table).run(largest_plan(limits))
-    return torch.cuda.max_memory_allocated(model.device) - before
+    largest = torch.cuda.max_memory_allocated(model.device) - before
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, num_logprobs=None)
+    decodes = tuple(Decode(str(row), row, 0, row, sampling, ()) for row in range(recorded))
+    steps = DecodeSteps(model, kv, table, [recorded])
+    Runner(model, kv, table, decode_steps=steps).run(Plan((), decodes, ()))
+    return largest + torch.cuda.max_memory_allocated(model.device) - before
 
 
 def largest_plan(limits: Limits) -> Plan:

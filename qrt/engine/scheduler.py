@@ -201,7 +201,8 @@ class Scheduler:
         spare = 0
         if self.running:
             growing = (*self.running, request)
-            spare = sum(min(other.max_len - len(other), LOOKAHEAD_TOKENS) for other in growing)
+            held = ((len(other) if other.seq is None else len(other.seq), other) for other in growing)
+            spare = sum(min(other.max_len - slots, LOOKAHEAD_TOKENS) for slots, other in held)
         ids = request.ids
         seq = self.kv.start(ids, reuse=not request.scoring, spare=spare)
         if seq is None:

@@ -54,6 +54,14 @@ def _add_engine(group: _ArgumentGroup) -> None:
     group.add_argument("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization)
     group.add_argument("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="size of the KV pool")
     group.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
+    group.add_argument("--enforce-eager", action="store_true", help="record no CUDA graphs")
+    group.add_argument(
+        "--cudagraph-capture-sizes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="decodes of a recorded step (default: 1, 2, 4, then every 8 to 256)",
+    )
     group.add_argument("--seed", type=int, default=default.seed, help="of requests that bring none")
 
 

@@ -72,11 +72,11 @@ def test_without_attend_cache_the_cached_tokens_are_the_prefixes():
 def test_sampling_of_a_mixed_step():
     t = table()
     batch = build(mixed_plan(), t, num_kv_heads=2, attend_cache=False)
-    sample = batch.sample
+    sample = batch.draws.meta
     assert sample.rows.tolist() == [3, 1, 2, 5]
     assert sample.draws.tolist() == [0, 3] and sample.filtered.tolist() == [1] and sample.max_top_k == 5
     assert sample.banned.tolist() == [[1, 1, 3], [4, 9, 1]]
-    assert batch.logprobs.tolist() == [0] and batch.num_top == 2
+    assert batch.draws.logprobs.tolist() == [0] and batch.draws.num_top == 2
     assert {name: ids.tolist() for name, ids in batch.targets.items()} == {"d": [17]}
     assert (t.top_k[5], t.seed[5]) == (5, -3) and float(t.top_p[5]) == np.float32(0.9)
     # the position of the next token: known tokens of decodes, ends of chunks
@@ -92,7 +92,7 @@ def test_decodes_alone_and_chunks_alone():
     assert step.prefill is None and step.tokens.tolist() == [43, 41] and step.slots.tolist() == [7, 70]
     batch = build(Plan((), (), plan.chunks[:1]), table(), num_kv_heads=2, attend_cache=False)
     assert batch.step.decode is None and batch.step.logit_rows.tolist() == []
-    assert batch.sample is None and batch.step.tokens.tolist() == [1, 2, 3]
+    assert batch.draws is None and batch.step.tokens.tolist() == [1, 2, 3]
 
 
 def test_a_top_k_of_some_and_not_all_needs_the_full_sort():
@@ -100,7 +100,7 @@ def test_a_top_k_of_some_and_not_all_needs_the_full_sort():
         Decode(str(i), i, 22, i, Sampling(1.0, k, p, 0, None), ())
         for i, (k, p) in enumerate([(5, 1.0), (0, 0.9)])
     )
-    assert build(Plan((), both, ()), table(), num_kv_heads=1, attend_cache=False).sample.max_top_k == 0
+    assert build(Plan((), both, ()), table(), num_kv_heads=1, attend_cache=False).draws.meta.max_top_k == 0
 
 
 def test_the_padding_row_stays_on_the_pad_slot():

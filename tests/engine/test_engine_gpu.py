@@ -44,11 +44,34 @@ def test_scores_are_near_those_of_the_cpu(folder, kv):
     scores = {}
     for device, dtype in (("cpu", "float32"), ("cuda", "float32")):
         config = EngineConfig(
-            str(folder), kv=kv, device=device, dtype=dtype, attend_cache=True, kv_cache_memory_bytes=32 << 20
-        )
+            str(folder), kv=kv, device=device, dtype=dtype, attend_cache=True, kv_cache_memory_bytes=32 << 20,
+            enforce_eager=True,
+        )  # fmt: skip
         deltas = run(Engine(config), prompts, generate=False)
         scores[device] = torch.cat([d.prompt_scores.logprobs for own in deltas.values() for d in own])
     assert float((scores["cpu"] - scores["cuda"]).abs().mean()) < 0.05
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int8", "int4"])
+def test_recorded_steps_give_the_tokens_of_eager_ones(folder, kv):
+    """Batches of every size down from 21, of which 17 and more are not recorded; every way of drawing."""
+    ways = [{}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 2}, {"min_tokens": 9}]
+    requests = {
+        str(i): (
+            [i + 3] * (5 * i + 1),
+            SamplingParams(**{"temperature": 0} | ways[i % 5], seed=i, max_tokens=8 + 3 * i),
+        )
+        for i in range(21)
+    }
+    results = []
+    for eager in (True, False):
+        config = EngineConfig(
+            str(folder), dtype="bfloat16", kv=kv, kv_cache_memory_bytes=64 << 20, enforce_eager=eager,
+            cudagraph_capture_sizes=(1, 2, 4, 8, 16),
+        )  # fmt: skip
+        deltas = run(Engine(config), requests)
+        results.append({name: [t for d in own for t in d.token_ids] for name, own in deltas.items()})
+    assert results[0] == results[1]
 
 
 def test_the_same_batch_gives_the_same_tokens(folder):
@@ -58,7 +81,9 @@ def test_the_same_batch_gives_the_same_tokens(folder):
     }
     results = []
     for _ in range(2):
-        config = EngineConfig(str(folder), dtype="bfloat16", kv="int8", kv_cache_memory_bytes=32 << 20)
+        config = EngineConfig(
+            str(folder), dtype="bfloat16", kv="int8", kv_cache_memory_bytes=32 << 20, max_num_seqs=8
+        )
         deltas = run(Engine(config), requests)
         results.append({name: [t for d in own for t in d.token_ids] for name, own in deltas.items()})
     assert results[0] == results[1] and all(len(tokens) == 40 for tokens in results[0].values())

@@ -49,6 +49,16 @@ def test_first_come_first_served_in_chunks_within_the_budget():
     assert len({work.row for work in plans[2].decodes}) == 3
 
 
+def test_a_pool_for_all_requests_admits_all_at_once():
+    """Slots that running requests hold ahead of their tokens are not counted as wanted once more."""
+    scheduler = make(slots=8 * 128, max_model_len=128, max_num_seqs=8, budget=100, prefix_caching=False)
+    for i in range(8):
+        scheduler.add(str(i), np.arange(78, dtype=np.int32), LONG)
+    for _ in range(10):
+        plan, _ = step(scheduler)
+    assert len(plan.decodes) == 8 and scheduler.num_pauses == 0
+
+
 def test_decodes_leave_less_budget_and_never_none():
     scheduler = make(max_num_seqs=8, budget=3)
     for name in "abcdef":

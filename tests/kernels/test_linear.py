@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn import functional as F
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qrt.kernels.linear import hopper_kernel, int8_kernel, kernel, linear, linear_int8, ref
 from qrt.quant import affine
@@ -144,6 +145,21 @@ def test_every_kind_of_measured_plan(device, monkeypatch, bits, tokens, plan):
     weight = random_weight(n, k, bits, 32, symmetric=False, dtype=dtype, device=device)
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
     assert relative(triton_linear(x, weight, bias), reference(x, weight, bias)) < 2 * UNIT[dtype]
+
+
+def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
+    layout, kept = hopper_kernel.SWIZZLED[64], len(hopper_kernel._kept)
+    weight = torch.zeros(4, 3, 64, 64, dtype=torch.int16)
+    place = (4, 192, 64), torch.int16, (2, 64, 64), layout
+    made = hopper_kernel.of_weight(weight, *place)
+    want = TensorDescriptor.from_tensor(weight.view(4, 192, 64), [2, 64, 64], layout)
+    assert made is hopper_kernel.of_weight(weight, *place)
+    assert (made.base.data_ptr(), made.base.dtype) == (want.base.data_ptr(), want.base.dtype)
+    assert (made.shape, made.strides) == (list(want.shape), list(want.strides))
+    assert (made.block_shape, made.layout, made.padding) == (want.block_shape, want.layout, want.padding)
+    assert len(hopper_kernel._kept) == kept + 1
+    del weight, want
+    assert len(hopper_kernel._kept) == kept
 
 
 @pytest.mark.gpu

@@ -20,11 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qrt.kernels.linear.hopper_kernel import aligned, is_hopper, store_block, sum_splits
+from qrt.kernels.linear.hopper_kernel import aligned, is_hopper, of_tokens, of_weight, store_block, sum_splits
 from qrt.quant.tokens import QuantizedTokens
 
+SWIZZLED = gl.NVMMASharedLayout(128, 8, 2)
 INPUTS = 128  # of K a stage: one row of swizzled shared memory
 GROUP = 8  # token blocks that share a block of weights before the next one
 
@@ -127,10 +127,9 @@ def hopper_int8_gemm(
     share = triton.cdiv(steps, plan.splits)
     splits = triton.cdiv(steps, share)
     part = outputs * splits * plan.tokens * plan.outputs if splits > 1 else 0
-    swizzled = gl.NVMMASharedLayout(128, 8, 2)
     _hopper_int8[(outputs, splits)](
-        TensorDescriptor.from_tensor(aligned(x.codes.contiguous()), [plan.tokens, INPUTS], swizzled),
-        TensorDescriptor.from_tensor(codes, [plan.outputs, INPUTS], swizzled),
+        of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED),
+        of_weight(codes, (n, k), torch.int8, (plan.outputs, INPUTS), SWIZZLED),
         x.scale, scale, bias, y, torch.empty(part, dtype=torch.int32, device=codes.device), arrivals,
         tokens, n, steps, share, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS,
         GROUP=GROUP, SPLIT=splits > 1, STAGES=plan.stages, num_warps=4 if plan.outputs == 64 else 8,

@@ -10,6 +10,7 @@ Layout: quant/weight/tiles.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,6 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qrt.quant.weight.tiles import TiledWeight
+
+SWIZZLED = {words: gl.NVMMASharedLayout(words * 2, 16, 3) for words in (32, 64)}  # by words of a tile's row
+FLAT = gl.NVMMASharedLayout(0, 32, 2)
+_kept = WeakTensorKeyDictionary()  # weight -> block -> descriptor: making one costs the host 20 us
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @triton.jit
@@ -282,25 +289,55 @@ def wide_gemm(
     share = triton.cdiv(tiles, plan.splits)
     splits = triton.cdiv(tiles, share)
     part = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
-    swizzled = gl.NVMMASharedLayout(words * 2, 16, 3)
-    flat = gl.NVMMASharedLayout(0, 32, 2)
-    per_row = [plan.blocks, rows]
-    scale, zero = (t.view(torch.int32).view(blocks, -1) for t in (weight.scale, weight.zero))
+    swizzled, per_row = SWIZZLED[words], (plan.blocks, rows)
+    packed = weight.packed, (blocks, tiles * rows, words), torch.int16, (plan.blocks, rows, words)
+    scale = of_weight(weight.scale, (blocks, weight.scale.nbytes // blocks // 4), torch.int32, per_row, FLAT)
+    zero = scale
+    if layout["ASYMMETRIC"]:
+        zero = of_weight(weight.zero, (blocks, tiles * rows), torch.int32, per_row, FLAT)
     by_plane = aligned(x).unflatten(1, (-1, words)).transpose(0, 1)
-    dot = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[x.dtype]
     _wide[(outputs, splits)](
-        TensorDescriptor.from_tensor(by_plane, [plan.x_planes, plan.tokens, words], swizzled),
-        TensorDescriptor.from_tensor(
-            weight.packed.view(blocks, tiles * rows, words), [plan.blocks, rows, words], swizzled
-        ),
-        TensorDescriptor.from_tensor(scale, per_row, flat),
-        TensorDescriptor.from_tensor(zero if layout["ASYMMETRIC"] else scale, per_row, flat),
-        bias, y, torch.empty(part, device=x.device), weight.arrivals, x.shape[0], y.shape[1], tiles, share,
+        of_tokens(by_plane, (plan.x_planes, plan.tokens, words), swizzled),
+        of_weight(*packed, swizzled), scale, zero, bias, y, torch.empty(part, device=x.device),
+        weight.arrivals, x.shape[0], y.shape[1], tiles, share,
         J=words, PLANES=layout["PLANES"], RUNS=layout["RUNS"], SCALE=layout["SCALE"],
-        ASYMMETRIC=layout["ASYMMETRIC"], UNPACK=layout["UNPACK"], DOT=dot, BIASED=bias is not None,
-        BM=plan.tokens, BN=plan.blocks, SPLIT=splits > 1, XP=plan.x_planes, XS=plan.x_stages,
-        WS=plan.w_stages, num_warps=4 if plan.blocks == 1 else 8,
+        ASYMMETRIC=layout["ASYMMETRIC"], UNPACK=layout["UNPACK"], DOT=DTYPES[x.dtype],
+        BIASED=bias is not None, BM=plan.tokens, BN=plan.blocks, SPLIT=splits > 1, XP=plan.x_planes,
+        XS=plan.x_stages, WS=plan.w_stages, num_warps=4 if plan.blocks == 1 else 8,
     )  # fmt: skip
+
+
+class _Place(NamedTuple):
+    """As much of a tensor as Triton asks a descriptor's for, without keeping its memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def of_weight(
+    weight: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    block: Sequence[int],
+    layout: gl.NVMMASharedLayout,
+) -> Any:
+    """TMA descriptor: blocks `block` of a contiguous weight seen as `shape` of `dtype`. Kept like it."""
+    known = _kept.setdefault(weight, {})
+    if (found := known.get(tuple(block))) is None:
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        place = _Place(weight.data_ptr(), dtype)
+        found = known[tuple(block)] = TensorDescriptor(place, list(shape), strides, list(block), layout)
+    return found
+
+
+def of_tokens(x: Tensor, block: Sequence[int], layout: gl.NVMMASharedLayout) -> Any:
+    """TMA descriptor of activations."""
+    return TensorDescriptor.from_tensor(x, list(block), layout)
 
 
 def aligned(x: Tensor) -> Tensor:
