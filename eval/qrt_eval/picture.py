@@ -98,8 +98,8 @@ def draw_linear(axes: Any, lines: dict[Series, dict[str, Any]]) -> None:
 
 
 def _name_lines(axes: Any, lines: dict[Series, dict[str, Any]]) -> None:
-    """Left of the first point, apart from the name below; of a dashed line, which crosses others there, left of
-    the last."""
+    """Left of the first point, apart from the name below; left of the last of a dashed line, which crosses
+    others there."""
     ends = [(list(rows.items())[0 if series.style == "-" else -1], series) for series, rows in lines.items()]
     below = 0.0
     for (at, row), series in sorted(ends, key=lambda end: end[0][1]["us"]):
