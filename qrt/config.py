@@ -49,7 +49,8 @@ class EngineConfig:
 
     model                    checkpoint folder, or "tiny" for the bundled one
     kv                       KV format: "auto" (unquantized), "fp16", "bf16", "int8", "int4"
-    dtype                    activations: "auto" is the checkpoint's on a GPU and float32 on a CPU
+    dtype                    activations: "auto" is the checkpoint's on a GPU; on a CPU float32, or bf16 for a
+                             quantized checkpoint that is stored in it where the CPU multiplies it fast
     max_model_len            most tokens of one request, prompt and output together
     max_num_seqs             most requests that run at once
     max_num_batched_tokens   most tokens of one step; longer prompts are prefilled in chunks

@@ -19,7 +19,7 @@ from rich.table import Table
 from qrt.cli import run_main
 from qrt.config import SamplingParams
 from qrt.llm import LLM
-from qrt_eval.ppl import DEFAULT_SEQLEN, gptq_perplexity
+from qrt_eval.ppl import DEFAULT_SEQLEN, gptq_perplexity, scorer
 from qrt_eval.text import load_text
 
 OUT = Path("demo-out")
@@ -66,10 +66,9 @@ def demonstrate() -> None:
 
 
 def measure(name: str, model: str, kv: str) -> Row:
-    """Perplexity on pydoc with K/V read back from the cache, then the speed of a batch of generations."""
-    scorer = LLM(model, kv=kv, attend_cache=True, enable_prefix_caching=False)
-    ppl = gptq_perplexity(scorer, load_text("pydoc"), DEFAULT_SEQLEN, WINDOWS).ppl
-    llm = LLM(model, kv=kv)
+    """Perplexity on pydoc with K/V read back from the cache, then the speed of generating in bf16."""
+    ppl = gptq_perplexity(scorer(model, kv), load_text("pydoc"), DEFAULT_SEQLEN, WINDOWS).ppl
+    llm = LLM(model, kv=kv, dtype="bfloat16")
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     llm.generate(PROMPTS[:1], params, use_tqdm=False)  # first call pays for lazy imports
     started = time.perf_counter()

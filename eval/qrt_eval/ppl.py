@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from dataclasses import dataclass
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -95,9 +96,16 @@ def run(arguments: Namespace) -> None:
         print(f"result written to {arguments.json}", file=sys.stderr)
 
 
+def scorer(model: str, kv: str, dtype: str = "auto") -> LLM:
+    """A model that reads K and V back from the cache; on a CPU in float32 unless asked otherwise."""
+    if dtype == "auto" and not torch.cuda.is_available():
+        dtype = "float32"
+    return LLM(model, kv=kv, dtype=dtype, attend_cache=True, enable_prefix_caching=False)
+
+
 def _score(arguments: Namespace, model: str, kv: str, text: EvalText) -> tuple[Perplexity, dict[str, object]]:
     """Perplexity of `model` and what it ran as."""
-    llm = LLM(model, kv=kv, dtype=arguments.dtype, attend_cache=True, enable_prefix_caching=False)
+    llm = scorer(model, kv, arguments.dtype)
     seqlen = arguments.seqlen or min(DEFAULT_SEQLEN, llm.max_model_len)
     if not 2 <= seqlen <= llm.max_model_len:
         raise ConfigError(f"--seqlen {seqlen}: wanted 2 to the model's context, {llm.max_model_len}")

@@ -165,12 +165,18 @@ def _device(config: EngineConfig) -> torch.device:
 def _dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         return DTYPES[config.dtype]
-    if device.type == "cpu":
-        return torch.float32
     stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16"
+    if device.type == "cpu":  # torch's packed integer products want bf16; else the reference multiplies
+        packed = "quantization_config" in checkpoint.config and stored == "bfloat16"
+        return torch.bfloat16 if packed and _is_bf16_fast() else torch.float32
     if stored not in DTYPES:
         raise ConfigError(f"dtype: the checkpoint's is {stored!r}; choose {' or '.join(DTYPES)} with --dtype")
     return DTYPES[stored]
+
+
+def _is_bf16_fast() -> bool:
+    """Whether this CPU's matrix products in bf16 are not emulated."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _max_model_len(config: EngineConfig, model: Decoder) -> int:

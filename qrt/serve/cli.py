@@ -44,7 +44,11 @@ def _add_engine(group: _ArgumentGroup) -> None:
         choices=("auto", "fp16", "bf16", "int8", "int4"),
         help="KV format (default: unquantized)",
     )
-    group.add_argument("--dtype", default=default.dtype, help="default: as stored; float32 on a CPU")
+    group.add_argument(
+        "--dtype",
+        default=default.dtype,
+        help="default: as stored; on a CPU float32, but bf16 of quantized checkpoints",
+    )
     group.add_argument("--device", help="cuda, cuda:N or cpu (default: cuda where there is one)")
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="prompt and output together")
     group.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, metavar="N")
