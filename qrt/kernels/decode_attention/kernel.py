@@ -44,22 +44,22 @@ def block_of(measured: DecodeBlock, head_dim: int, dtype: torch.dtype) -> Decode
 
 
 @triton.jit
-def _part(kv_len, splits, MAX_SPLITS: tl.constexpr, TILE: tl.constexpr):
+def _part(kv_len, splits, max_splits, TILE: tl.constexpr):
     """Tokens per part: whole tiles, so that every program but the last runs full ones."""
-    return tl.cdiv(tl.cdiv(kv_len, tl.minimum(splits, MAX_SPLITS)), TILE) * TILE
+    return tl.cdiv(tl.cdiv(kv_len, tl.minimum(splits, max_splits)), TILE) * TILE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_splits"])  # it differs with every batch
 def _attend_kernel(
     q, buffers, slot_table, rows, kv_lens, num_splits, partial, lse, scale, num_slots,
-    stride_q, stride_table, MAX_SPLITS: tl.constexpr,
+    stride_q, stride_table, max_splits,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """grid (B, Hkv, MAX_SPLITS); writes partial [B, Hq, MAX_SPLITS, D], each part normalized, and lse."""
+    """grid (B, Hkv, max_splits); writes partial [B, Hq, max_splits, D], each part normalized, and lse."""
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_len = tl.load(kv_lens + request)
-    part = _part(kv_len, tl.load(num_splits + request), MAX_SPLITS, TILE)
+    part = _part(kv_len, tl.load(num_splits + request), max_splits, TILE)
     start, end = split * part, tl.minimum(split * part + part, kv_len)
     if start >= end:
         return
@@ -79,20 +79,20 @@ def _attend_kernel(
         m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
     lo, hi = FMT.finish(acc)
     l = tl.sum(l, 0)
-    at = (request.to(tl.int64) * (HKV * G) + head) * MAX_SPLITS + split
+    at = (request.to(tl.int64) * (HKV * G) + head) * max_splits + split
     store_halves(partial + at * D, lo / l[:, None], hi / l[:, None], live, dims, real, D)
     tl.store(lse + at, m + tl.log2(l), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_splits"])
 def _merge_kernel(
-    partial, lse, kv_lens, num_splits, rotation, out, MAX_SPLITS: tl.constexpr,
+    partial, lse, kv_lens, num_splits, rotation, out, max_splits,
     HQ: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """grid (B, cdiv(Hq, M)): out = sum_s 2^lse[s] partial[s] / sum_s 2^lse[s], back in the model's basis."""
     request, head = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     kv_len = tl.load(kv_lens + request)
-    part = _part(kv_len, tl.load(num_splits + request), MAX_SPLITS, TILE)
+    part = _part(kv_len, tl.load(num_splits + request), max_splits, TILE)
     splits = tl.cdiv(kv_len, tl.maximum(part, 1))
     at = request.to(tl.int64) * HQ + head
     dims, real = part_columns(D, 1, H)
@@ -101,7 +101,7 @@ def _merge_kernel(
     for first in range(0, splits, N):
         split = first + tl.arange(0, N)
         live = (head < HQ)[:, None] & (split < splits)[None, :]
-        place = at[:, None] * MAX_SPLITS + split[None, :]
+        place = at[:, None] * max_splits + split[None, :]
         part_lse = tl.load(lse + place, mask=live, other=-float("inf"))
         m_new = tl.maximum(m, tl.max(part_lse, 1))
         m_new = tl.where(head < HQ, m_new, 0.0)  # no NaN in rows that are not there
@@ -143,7 +143,7 @@ def decode_attention(
     lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
     _attend_kernel[(B, Hkv, splits)](
         q, tuple(kv), slot_table, rows, kv_lens, num_splits, partial, lse, scale * math.log2(math.e),
-        kv[0].shape[0], token_stride(q, "q"), slot_table.stride(0), MAX_SPLITS=splits,
+        kv[0].shape[0], token_stride(q, "q"), slot_table.stride(0), splits,
         G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts),
         M=max(MIN_HEADS, triton.next_power_of_2(Hq // Hkv)),
         TILE=block.tokens, FMT=device, STAGES=block.stages, num_warps=block.warps, maxnreg=block.registers,
@@ -152,7 +152,7 @@ def decode_attention(
     merged = MERGE_HEADS[B * Hq >= MANY_HEADS] if half_width(D, 1) == D // 2 or not fmt.rotated else MIN_ROWS
     _merge_kernel[(B, triton.cdiv(Hq, merged))](
         partial, lse, kv_lens, num_splits, signs(D, q.device) if fmt.rotated else None, out,
-        MAX_SPLITS=splits, HQ=Hq, D=D, H=half_width(D, 1), M=merged, TILE=block.tokens,
+        splits, HQ=Hq, D=D, H=half_width(D, 1), M=merged, TILE=block.tokens,
         N=min(MERGE_SPLITS, triton.next_power_of_2(splits)), num_warps=MERGE_WARPS,
     )  # fmt: skip
     return out
