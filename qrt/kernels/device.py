@@ -124,10 +124,11 @@ def out_of_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
 
 @triton.jit
 def online_softmax(query, tile, visible, m, l, acc, FMT: tl.constexpr):
-    """Attend one tile of tokens: running reference m [M], sum l [M] and accumulator, in base 2.
+    """Attend one tile of N tokens, `visible` [N], by M heads: running reference m [M], sum l [N, M] (whose
+    tokens are added in the end) and accumulator, in base 2.
 
-    m is the rows' maximum plus the format's headroom. Every row must see a token of the first tile it
-    meets, or m stays -inf (Milakov and Gimelshein 2018, arXiv:1805.02867).
+    m is the heads' maximum plus the format's headroom. A token of the first tile must be visible, or m stays
+    -inf (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
     scores = tl.where(visible[:, None], FMT.scores(query, tile), -float("inf"))
     m_new = tl.maximum(m, tl.max(scores, 0) + FMT.headroom(tile))

@@ -28,8 +28,8 @@ from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.base import DecodeBlock
 from qrt.quant.kv.device import KVDevice, part_columns
 
-MIN_HEADS = 8  # columns of a tensor-core dot
-MIN_ROWS = 16  # of one
+MIN_HEADS = 8  # columns of a tensor-core dot; unused ones cost nothing
+MIN_ROWS = 16  # rows of one
 MERGE_SPLITS = 16  # parts merged at a time
 MERGE_HEADS = (1, 4)  # heads a program merges: few and many in all
 MANY_HEADS = 2048
