@@ -21,13 +21,15 @@ from qrt.mem.slots import Ints, SlotAllocator
 class SequenceKV:
     """The slots of one running sequence, made by `KVManager.start`.
 
-    num_cached   its first tokens, whose K/V the prefix cache already holds (shared, read-only)
+    num_cached   its first tokens, whose K/V the prefix cache holds (shared, read-only)
+    salt         of the cached prefixes that it shares
     """
 
-    __slots__ = ("_buffer", "_length", "_node", "num_cached")
+    __slots__ = ("_buffer", "_length", "_node", "num_cached", "salt")
 
-    def __init__(self, shared: Ints, private: Ints, node: Node) -> None:
+    def __init__(self, shared: Ints, private: Ints, node: Node, salt: str | None) -> None:
         self.num_cached = len(shared)
+        self.salt = salt
         self._node = node
         self._length = len(shared) + len(private)
         self._buffer = np.empty(self._length + 64, np.int32)
@@ -87,6 +89,11 @@ class KVManager:
         self._hit_tokens = self._query_tokens = 0
 
     @property
+    def prefix_caching(self) -> bool:
+        """Whether anything is kept."""
+        return self._prefix_caching
+
+    @property
     def num_slots(self) -> int:
         """Size of the pool."""
         return self._slots.capacity
@@ -103,25 +110,33 @@ class KVManager:
         private = self.num_slots - free - evictable - locked
         return KVStats(free, evictable, locked, private, self._hit_tokens, self._query_tokens)
 
-    def start(self, ids: Sequence[int] | Ints, *, reuse: bool = True, spare: int = 0) -> SequenceKV | None:
+    def cached(self, ids: Ints, salt: str | None = None) -> int:
+        """How many tokens of `ids` int32 [n] a sequence that starts with them would share. Changes
+        nothing."""
+        return self._cache.match(ids[:-1], salt).length if self._prefix_caching else 0
+
+    def start(
+        self, ids: Sequence[int] | Ints, *, reuse: bool = True, spare: int = 0, salt: str | None = None
+    ) -> SequenceKV | None:
         """Slots for a sequence whose known tokens are `ids` [n] (int32 array: no conversion), or None (and
         no change) when there is no room, or when fewer than `spare` slots would stay available.
 
         The longest cached prefix of `ids[:-1]` is shared, so at least one token is always left to compute;
-        with reuse=False all are. Never None when n + spare <= `available`.
+        with reuse=False all are. Only what was cached with the same `salt` is found. Never None when n +
+        spare <= `available`.
         """
         ids = np.asarray(ids, np.int32)
         if not len(ids):
             raise ValueError("a sequence starts with at least one token")
         look_up = self._prefix_caching and reuse
-        match = self._cache.match(ids[:-1] if look_up else ids[:0])
+        match = self._cache.match(ids[:-1] if look_up else ids[:0], salt)
         need = len(ids) - match.length
         if need > self.available - match.unlocked - spare:
             return None
         node = self._cache.lock(match)
         shared = self._cache.slots(node)
         tail = int(shared[-1]) if len(shared) else None
-        seq = SequenceKV(shared, self._alloc(need, tail), node)
+        seq = SequenceKV(shared, self._alloc(need, tail), node, salt)
         self._running.add(seq)
         if look_up:
             self._hit_tokens += match.length
@@ -136,6 +151,23 @@ class KVManager:
         seq._append(slots)
         return slots
 
+    def publish(self, seq: SequenceKV, ids: Ints) -> None:
+        """Let others share the first tokens of a running sequence, `ids` int32 [n], whose K/V have been
+        written.
+
+        They move to the prefix cache, locked by `seq`. Nothing happens without prefix caching, or where
+        another sequence has put the same tokens there: then the slots of `seq` stay its own.
+        """
+        if not self._prefix_caching or len(ids) <= seq.num_cached:
+            return
+        match = self._cache.match(ids, seq.salt)
+        if match.length > seq.num_cached:
+            return
+        end = self._cache.insert(match, ids, seq.slots[: len(ids)])
+        self._cache.lock(self._cache.match(ids, seq.salt))
+        self._cache.unlock(seq._node)
+        seq._node, seq.num_cached = end, len(ids)
+
     def release(self, seq: SequenceKV, ids: Sequence[int] | Ints, keep: bool = True) -> None:
         """End or pause `seq`. `ids` [n <= len(seq)] are the tokens whose K/V have been written, the first n
         of the sequence; with `keep` they stay in the prefix cache, all else becomes free.
@@ -149,7 +181,7 @@ class KVManager:
             raise ValueError(f"release: {len(ids)} tokens written, but the sequence has {len(seq)} slots")
         unused = seq.slots[seq.num_cached :]
         if keep and self._prefix_caching:
-            match = self._cache.match(ids)
+            match = self._cache.match(ids, seq.salt)
             if match.length < min(seq.num_cached, len(ids)):
                 raise ValueError("release: the tokens differ from the cached prefix the sequence reads")
             self._cache.insert(match, ids, seq.slots[: len(ids)])

@@ -1,8 +1,9 @@
 """The prefix cache: a radix tree from token ids to the slots that hold their K/V, one token at a time.
 
 A node owns the slots of its tokens until they are evicted. Running sequences lock the path they read. What is
-not locked can be evicted, least recently used leaf token first. (SGLang's RadixAttention, arXiv:2312.07104,
-with pages of one token as in LightLLM.)
+not locked can be evicted, least recently used leaf token first. What was cached with a salt is found with
+that salt only: nobody else can tell, by the time of an answer, that it is there. (SGLang's RadixAttention,
+arXiv:2312.07104, with pages of one token as in LightLLM.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import numpy as np
 
 from qrt.mem.slots import Ints
 
+# the first token of a key; below the root with the salt, if there is one
+Edge = int | tuple[str, int]
+
 
 @dataclass(eq=False, slots=True)
 class Node:
@@ -24,7 +28,8 @@ class Node:
     key: Ints
     slots: Ints
     parent: Node | None = None
-    children: dict[int, Node] = field(default_factory=dict)  # by the first token of their keys
+    edge: Edge = 0  # its place among the parent's children
+    children: dict[Edge, Node] = field(default_factory=dict)
     ref: int = 0  # locks whose path contains this node
     last_use: int = 0  # never earlier than a child's
     queued: bool = False  # whether the eviction queue has an entry for it
@@ -38,12 +43,14 @@ class Match:
     within     how many tokens of `node` belong to it
     length     tokens in total
     unlocked   how many of them are evictable now
+    salt       that it was looked up with
     """
 
     node: Node
     within: int
     length: int
     unlocked: int
+    salt: str | None = None
 
 
 class RadixCache:
@@ -58,10 +65,14 @@ class RadixCache:
         self._queue: list[tuple[int, int, Node]] = []
         self._serial = count()
 
-    def match(self, ids: Ints) -> Match:
-        """The longest cached prefix of `ids` [n]. Changes nothing, not even the order of eviction."""
+    def match(self, ids: Ints, salt: str | None = None) -> Match:
+        """The longest prefix of `ids` [n] cached with `salt`. Changes nothing, not even the order of
+        eviction."""
         node, within, length, unlocked = self._root, 0, 0, 0
-        while length < len(ids) and (child := node.children.get(int(ids[length]))) is not None:
+        while length < len(ids):
+            child = node.children.get(_edge(node, int(ids[length]), salt))
+            if child is None:
+                break
             node = child
             within = _common_prefix(node.key, ids[length:])
             length += within
@@ -69,7 +80,7 @@ class RadixCache:
                 unlocked += within
             if within < len(node.key):
                 break
-        return Match(node, within, length, unlocked)
+        return Match(node, within, length, unlocked, salt)
 
     def lock(self, match: Match) -> Node:
         """Keep the matched prefix until `unlock` of the node returned, which is where the prefix ends."""
@@ -97,18 +108,21 @@ class RadixCache:
         parts = [node.slots for node in _path(end)]
         return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
 
-    def insert(self, match: Match, ids: Ints, slots: Ints) -> None:
-        """Add `ids` [n], of which `match` is the cached prefix. The tree becomes the owner of
-        `slots[match.length:]`; the first `match.length` slots are duplicates and stay the caller's."""
+    def insert(self, match: Match, ids: Ints, slots: Ints) -> Node:
+        """Add `ids` [n], of which `match` is the cached prefix; returns where they end. The tree becomes the
+        owner of `slots[match.length:]`; the first `match.length` slots are duplicates and stay the
+        caller's."""
         end = self._end(match)
         if match.length < len(ids):
             rest = slice(match.length, None)
             leaf = Node(ids[rest].copy(), slots[rest].copy(), end)
-            end.children[int(leaf.key[0])] = leaf
+            leaf.edge = _edge(end, int(leaf.key[0]), match.salt)
+            end.children[leaf.edge] = leaf
             self.evictable += len(leaf.key)
             end = leaf
         self._touch(end)
         self._offer(end)
+        return end
 
     def evict(self, need: int) -> Ints:
         """Forget `need` unlocked tokens (all of them, if there are fewer), least recently used leaf token
@@ -147,7 +161,8 @@ class RadixCache:
         assert len(queued) == len(self._queue)
         for node in self.nodes():
             parent = node.parent
-            assert parent is not None and parent.children[int(node.key[0])] is node
+            assert parent is not None and parent.children[node.edge] is node
+            assert node.edge == int(node.key[0]) or (parent.parent is None and isinstance(node.edge, tuple))
             assert len(node.key) == len(node.slots) > 0
             assert node.queued == (id(node) in queued)
             assert node.queued or node.children or node.ref, "an evictable leaf that eviction cannot find"
@@ -165,11 +180,12 @@ class RadixCache:
         assert parent is not None
         # The upper part is the new node: locks and queue entries refer to ends of paths. Both parts are
         # copied, so that the short one does not keep the long array alive.
-        upper = Node(node.key[:within].copy(), node.slots[:within].copy(), parent)
+        upper = Node(node.key[:within].copy(), node.slots[:within].copy(), parent, node.edge)
         upper.ref, upper.last_use = node.ref, node.last_use
-        parent.children[int(upper.key[0])] = upper
+        parent.children[upper.edge] = upper
         node.key, node.slots, node.parent = node.key[within:].copy(), node.slots[within:].copy(), upper
-        upper.children[int(node.key[0])] = node
+        node.edge = int(node.key[0])
+        upper.children[node.edge] = node
         return upper
 
     def _touch(self, end: Node) -> None:
@@ -186,8 +202,12 @@ class RadixCache:
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None
-        del parent.children[int(leaf.key[0])]
+        del parent.children[leaf.edge]
         self._offer(parent)
+
+
+def _edge(parent: Node, token: int, salt: str | None) -> Edge:
+    return token if salt is None or parent.parent is not None else (salt, token)
 
 
 def _path(node: Node) -> Iterator[Node]:

@@ -147,6 +147,25 @@ class ManagerMachine(RuleBasedStateMachine):
         model.running[seq][0].extend(tokens)
 
     @precondition(lambda self: self.model.running)
+    @rule(which=st.integers(0, 99), part=st.sampled_from([0.3, 0.7, 1, 1]))
+    def publish(self, which, part):
+        """The first tokens become everyone's, unless another sequence's have."""
+        seq, model = self.pick(which), self.model
+        ids, shared = model.running[seq]
+        n = round(part * len(ids))
+        before = self.snapshot()
+        self.kv.publish(seq, np.array(ids[:n], np.int32))
+        if n <= len(shared) or model.cached_prefix(ids[:n]) > len(shared):
+            assert self.snapshot() == before
+            return
+        for i in range(len(shared), n):
+            model.slot[tuple(ids[: i + 1])] = int(seq.slots[i])
+        model.touch(ids, n)
+        model.touch(shared, len(shared))
+        model.running[seq] = (ids, tuple(ids[:n]))
+        assert seq.num_cached == n
+
+    @precondition(lambda self: self.model.running)
     @rule(which=st.integers(0, 99), missing=st.integers(0, 3), keep=st.booleans())
     def release(self, which, missing, keep):
         seq = self.pick(which)
@@ -378,3 +397,25 @@ def test_gaps_are_used_when_they_are_many():
     assert kv.stats.free_slots <= 1600 // 16 + 16
     assert all(kv.start(ids_of(3, i)).num_cached == 2 for i in range(999, 600, -8))
     kv.check()
+
+
+def test_a_salt_keeps_prefixes_apart():
+    kv = KVManager(64, run=1)
+    ids = np.arange(12, dtype=np.int32)
+    for salt in ("a", None, "b"):
+        seq = kv.start(ids, salt=salt)
+        assert seq.num_cached == 0
+        kv.publish(seq, ids[:5])
+        kv.release(seq, ids)
+        assert kv.cached(ids, salt) == 11 and kv.stats.evictable_slots % 12 == 0
+        kv.check()
+    again = kv.start(
+        np.append(ids[:7], [40, 41]).astype(np.int32), salt="a"
+    )  # splits the edge that has the salt
+    assert again.num_cached == 7
+    kv.release(again, np.append(ids[:7], [40]))
+    kv.check()
+    assert kv.cached(ids, "a") == 11 and kv.cached(ids, "c") == 0
+    assert kv.start(np.full(64, 3, np.int32)) is not None, "everything can be evicted"
+    kv.check()
+    assert [kv.cached(ids, salt) for salt in ("a", None, "b")] == [0, 0, 0]
