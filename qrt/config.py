@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeGuard
@@ -39,6 +40,10 @@ class Environment:
 
 ENV = Environment.read()
 
+POLICIES = ("fcfs", "priority")
+ADMISSIONS = ("aggressive", "conservative")
+MAX_TOKENS_LISTED = 1024  # of logit_bias and allowed_token_ids; a request cannot ask for work without bound
+MAX_BAD_WORDS = 128
 MAX_LOGPROBS = 20  # per token, as OpenAI and vLLM: a request cannot ask for a whole vocabulary per position
 GREEDY_TEMPERATURE = 1e-5  # below this, logits / temperature overflows where it still changes anything
 
@@ -48,12 +53,18 @@ class EngineConfig:
     """What an engine is built from. `None` and "auto" are settled by the engine from model and device.
 
     model                    checkpoint folder, or "tiny" for the bundled one
-    kv                       KV format: "auto" (unquantized), "fp16", "bf16", "int8", "int4"
+    kv                       KV format: "auto" (unquantized), "bf16", or a name in KV_FORMATS ("int8", "k8v4")
+    kv_skip_layers           layers whose K and V are stored unquantized
     dtype                    activations: "auto" is the checkpoint's on a GPU; on a CPU float32, or bf16 for a
                              quantized checkpoint that is stored in it where the CPU multiplies it fast
     max_model_len            most tokens of one request, prompt and output together
     max_num_seqs             most requests that run at once
     max_num_batched_tokens   most tokens of one step; longer prompts are prefilled in chunks
+    max_num_queued_reqs      most requests that wait; more are refused (None: no limit)
+    scheduling_policy        "fcfs": in order of arrival; "priority": the smallest `priority` first
+    admission                "aggressive" lets requests in by how long outputs are so far, and pauses one when
+                             slots run out; "conservative" keeps room for all of `max_tokens`: no pauses
+    overlap                  prepare and launch a step while the one before it runs (None: on a GPU)
     gpu_memory_utilization   share of the GPU's memory that weights, activations and KV may take
     kv_cache_memory_bytes    KV memory, instead of what `gpu_memory_utilization` leaves
     attend_cache             prefill reads the chunk's own K/V back from the cache too, so that a perplexity
@@ -65,11 +76,16 @@ class EngineConfig:
     model: str
     tokenizer: str | None = None
     kv: str = "auto"
+    kv_skip_layers: tuple[int, ...] = ()
     dtype: str = "auto"
     device: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    max_num_queued_reqs: int | None = None
+    scheduling_policy: str = "fcfs"
+    admission: str = "aggressive"
+    overlap: bool | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
@@ -80,9 +96,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
+        _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        _one_of("admission", self.admission, ADMISSIONS)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "kv_cache_memory_bytes"):
+        for layer in self.kv_skip_layers:
+            _at_least("kv_skip_layers", layer, 0)
+        for name in ("max_model_len", "kv_cache_memory_bytes", "max_num_queued_reqs"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         for size in self.cudagraph_capture_sizes or ():
@@ -97,17 +117,35 @@ class EngineConfig:
 class SamplingParams:
     """How one request is decoded; vLLM's names and meanings.
 
-    temperature 0 is greedy; top_k 0 or -1 and top_p 1 are off; `seed` makes a request reproducible whatever
-    it is batched with. max_tokens None is all that the context leaves; before `min_tokens` nothing that ends
-    the text is drawn. `stop` strings end the text (which is cut before them unless
-    `include_stop_str_in_output`); `stop_token_ids` end it like EOS. `logprobs` and `prompt_logprobs` ask for
-    the log probability of every output or prompt token (0 = the token's own only, n = also the n likeliest).
+    n, best_of      completions: the `n` likeliest (by cumulative log-probability) of `best_of`, or n
+    temperature     0 is greedy
+    top_k           the k likeliest tokens (0 or -1: off)
+    top_p           of those, the fewest likeliest whose probability reaches p (1: off)
+    min_p           tokens at least this share of the likeliest one's probability (0: off); before the other
+                    two
+    seed            makes a request reproducible whatever it is batched with
+    max_tokens      None: all that the context leaves
+    min_tokens      nothing that ends the text is drawn before
+    stop            strings that end the text, which is cut before them unless `include_stop_str_in_output`
+    stop_token_ids  tokens that end it like EOS; with `ignore_eos` EOS does not
+    logprobs        log-probability of every output token (0: its own only, n: also the n likeliest), of the
+                    model, before anything below and temperature
+    prompt_logprobs the same for the prompt
+
+    What changes the logits, in this order: `allowed_token_ids` (no other tokens), `logit_bias` (token id ->
+    value added), `bad_words` (texts, or token ids, that are not continued to their end), `repetition_penalty`
+    (divides positive logits of tokens in prompt or output and multiplies negative ones; Keskar et al.,
+    arXiv:1909.05858), `frequency_penalty` and `presence_penalty` (subtracted per occurrence, or once, of a
+    token in the output), `exponential_decay_length_penalty` (start, factor): from `start` output tokens on,
+    EOS gains |its logit| * (factor^(tokens beyond start) - 1).
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -117,17 +155,59 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] | list[str] = field(default=())
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _at_least("n", self.n, 1)
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature: got {self.temperature!r}, wanted 0 or more")
+        for name in ("stop_token_ids", "bad_words"):
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        self._check_numbers()
+        self._check_counts()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        for name, low, high in (
+            ("temperature", 0, math.inf),
+            ("min_p", 0, 1),
+            ("presence_penalty", -2, 2),
+            ("frequency_penalty", -2, 2),
+        ):
+            _between(name, getattr(self, name), low, high)
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p: got {self.top_p!r}, wanted above 0 and at most 1")
+        penalty = self.repetition_penalty
+        if not _is_number(penalty) or not 0 < penalty < math.inf:
+            raise ConfigError(f"repetition_penalty: got {penalty!r}, wanted above 0")
+        if (decay := self.exponential_decay_length_penalty) is not None:
+            start, factor = decay if len(decay) == 2 else (None, None)
+            if not _is_integer(start) or start < 0 or not _is_number(factor) or not 1 <= factor < math.inf:
+                raise ConfigError(
+                    f"exponential_decay_length_penalty: got {decay!r}, wanted (tokens, factor of at least 1)"
+                )
+            object.__setattr__(self, "exponential_decay_length_penalty", (start, float(factor)))
+        for token, bias in self.logit_bias.items():
+            _at_least("logit_bias", token, 0)
+            _between(f"logit_bias of token {token}", bias, -100, 100)
+
+    def _check_counts(self) -> None:
+        _at_least("n", self.n, 1)
+        if self.best_of is not None:
+            _at_least("best_of", self.best_of, self.n)
+            if self.best_of > self.n and self.greedy:
+                raise ConfigError(
+                    f"best_of: got {self.best_of} with temperature 0, where all completions are the same"
+                )
         _at_least("top_k", self.top_k, -1)
         if self.seed is not None and (not _is_integer(self.seed) or not -(2**63) <= self.seed < 2**63):
             raise ConfigError(f"seed: got {self.seed!r}, wanted an integer of 64 bits")
@@ -141,12 +221,23 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 0)
-                if getattr(self, name) > MAX_LOGPROBS:
-                    raise ConfigError(f"{name}: got {getattr(self, name)}, wanted at most {MAX_LOGPROBS}")
+                _at_most(name, getattr(self, name), MAX_LOGPROBS)
+
+    def _check_lists(self) -> None:
+        _at_most("logit_bias: number of tokens", len(self.logit_bias), MAX_TOKENS_LISTED)
+        _at_most("bad_words: number", len(self.bad_words), MAX_BAD_WORDS)
         for token in self.stop_token_ids:
             _at_least("stop_token_ids", token, 0)
-        if any(not isinstance(text, str) or not text for text in stop):
+        if self.allowed_token_ids is not None:
+            _at_most("allowed_token_ids: number", len(self.allowed_token_ids), MAX_TOKENS_LISTED)
+            if not self.allowed_token_ids:
+                raise ConfigError("allowed_token_ids: got none, wanted at least one token id, or None")
+            for token in self.allowed_token_ids:
+                _at_least("allowed_token_ids", token, 0)
+        if any(not isinstance(text, str) or not text for text in self.stop_strings):
             raise ConfigError(f"stop: got {self.stop!r}, wanted non-empty strings")
+        if any(not isinstance(word, (str, tuple)) or not word for word in self.bad_words):
+            raise ConfigError(f"bad_words: got {self.bad_words!r}, wanted non-empty strings")
 
     @property
     def greedy(self) -> bool:
@@ -163,13 +254,25 @@ def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _at_least(name: str, value: object, low: int) -> None:
     if not _is_integer(value) or value < low:
         raise ConfigError(f"{name}: got {value!r}, wanted an integer of at least {low}")
+
+
+def _at_most(name: str, value: int, high: int) -> None:
+    if value > high:
+        raise ConfigError(f"{name}: got {value}, wanted at most {high}")
+
+
+def _between(name: str, value: object, low: float, high: float) -> None:
+    """`high` itself is allowed only where it is finite."""
+    if not _is_number(value) or not math.isfinite(value) or not low <= value <= high:
+        wanted = f"{low} or more" if high == math.inf else f"{low} to {high}"
+        raise ConfigError(f"{name}: got {value!r}, wanted {wanted}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

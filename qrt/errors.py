@@ -18,3 +18,7 @@ class UnsupportedError(QrtError):
 
 class CheckpointError(QrtError):
     """A checkpoint is missing, damaged, or not what its config says."""
+
+
+class QueueFullError(QrtError):
+    """As many requests wait as may: try again later."""

@@ -20,7 +20,7 @@ from qrt.serve.output import RequestCollector, RequestOutput
 from qrt.serve.tokenizer import Message, Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-PROMPT_KEYS = ("prompt", "prompt_token_ids")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 ALIASES = {"kv_cache_dtype": "kv"}  # vLLM's name
 
 
@@ -78,20 +78,29 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; results in the order of the prompts.
 
-        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; parameters are
-        one for all or one for each. ConfigError for a prompt that does not fit; QrtError when a step fails.
+        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, a dictionary
+        with "cache_salt" if it should share cached prefixes only with prompts of that salt; parameters are
+        one for all or one for each; so is `priority`, the smallest first under that scheduling policy.
+        ConfigError for a prompt that does not fit; QrtError when a step fails.
         """
         listed = _listed(prompts)
         params = self._params(sampling_params, len(listed))
+        priorities = [0] * len(listed) if priority is None else priority
+        if len(priorities) != len(listed):
+            raise ConfigError(f"priority: got {len(priorities)} for {len(listed)} prompts, wanted one each")
         collectors = [self._collector(prompt, own) for prompt, own in zip(listed, params, strict=True)]
         by_id = {engine_id: collector for collector in collectors for engine_id in collector.engine_ids}
         try:
-            for collector in collectors:
+            for collector, prompt, first in zip(collectors, listed, priorities, strict=True):
+                salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
                 for engine_id, own in collector.engine_requests():
-                    self.engine.add(engine_id, collector.prompt_ids, own)
+                    ids = collector.prompt_ids
+                    self.engine.add(engine_id, ids, own, priority=first, cache_salt=salt)
             with tqdm(total=len(collectors), desc="Processed prompts", disable=not use_tqdm) as bar:
                 tokens = 0
                 for delta in self._deltas():

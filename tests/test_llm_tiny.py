@@ -1,6 +1,7 @@
 """LLM on the bundled model: the tokens of transformers whatever way it runs, and text that reads well."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import transformers
 from qrt import LLM, SamplingParams
 from qrt.assets import model_path
 from qrt.engine import scheduler
+from qrt.engine.graphs import DecodeSteps
+from qrt.errors import ConfigError
 
 pytestmark = pytest.mark.model
 
@@ -56,12 +59,53 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_batched(llm, expected
     assert alone[0].outputs[0].text.startswith(" "), "the space after the prompt belongs to the text"
 
 
-def test_chunks_and_pauses_change_nothing(expected, monkeypatch):
-    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 0)
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_chunks_pauses_overlap_and_cache_change_nothing(expected, overlap, caching, monkeypatch):
+    monkeypatch.setattr(scheduler, "expected_output", lambda done, most, conservative: done)
     slot_bytes = 6 * 2 * 2 * 64 * 4
-    llm = make(max_num_batched_tokens=6, max_model_len=128, kv_cache_memory_bytes=176 * slot_bytes)
+    llm = make(
+        max_num_batched_tokens=6,
+        max_model_len=128,
+        kv_cache_memory_bytes=176 * slot_bytes,
+        overlap=overlap,
+        enable_prefix_caching=caching,
+    )
     assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
     assert llm.engine.scheduler.num_pauses > 0
+
+
+def test_padded_steps_change_nothing(expected):
+    llm = make(overlap=True)
+    runner = llm.engine.runner
+    runner.decode_steps = DecodeSteps(runner.model, runner.kv, runner.table, [8])
+    assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+
+
+def test_skipped_layers_are_unquantized():
+    llm = make(kv="int4", kv_skip_layers=(0, 5))
+    assert [format.name for format in llm.engine.formats] == ["fp16", *["int4"] * 4, "fp16"]
+    assert llm.kv_bytes_per_token == 2 * 2 * 2 * 64 * 4 + 4 * 2 * 72
+    assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    with pytest.raises(ConfigError, match="kv_skip_layers: got 6, wanted 0 to 5"):
+        make(kv_skip_layers=(6,))
+
+
+def test_bad_words_are_encoded_and_do_not_come(llm, expected):
+    text = llm.get_tokenizer().decode(expected[0])
+    word = next(word for word in text.split() if len(word) > 3 and word.isalpha())
+    params = replace(GREEDY, bad_words=[word])
+    output = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+    assert word not in output.text.split()
+
+
+def test_the_best_of_several_are_the_likeliest(llm):
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=12, logprobs=0, ignore_eos=True)
+    every = llm.generate(PROMPTS[0], replace(params, n=5), use_tqdm=False)[0].outputs
+    best = llm.generate(PROMPTS[0], replace(params, n=2, best_of=5, logprobs=None), use_tqdm=False)[0].outputs
+    ranked = sorted(every, key=lambda output: -output.cumulative_logprob)[:2]
+    assert [output.token_ids for output in best] == [output.token_ids for output in ranked]
+    assert [output.index for output in best] == [0, 1] and best[0].logprobs is None
 
 
 def test_seeded_text_repeats_in_another_batch(llm):

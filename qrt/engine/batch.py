@@ -1,4 +1,4 @@
-"""Batch: a plan as tensors on the device. Only slot numbers, prompt tokens and row numbers travel."""
+"""Batch: a plan as tensors on the device. Only new slots, prompt tokens and row numbers travel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from qrt.engine.adjustments import Adjustments
 from qrt.engine.plan import Plan
 from qrt.engine.sampler import SampleMeta
 from qrt.engine.table import RequestTable
@@ -48,134 +49,122 @@ class Batch:
 def build(
     plan: Plan,
     table: RequestTable,
+    adjustments: Adjustments,
     *,
     num_kv_heads: int,
     attend_cache: bool,
     programs_per_sm: int = PROGRAMS_PER_SM,
 ) -> Batch:
-    """Bring the request table up to date and describe the step. Decodes come first, then the chunks.
+    """Describe the step, whose `admitted` and `placed` the table knows. Decodes come first, then the chunks.
 
     `programs_per_sm` as in `plan_splits`.
     """
-    if plan.admitted:
-        table.admit(plan.admitted)
-    arrays = {**_token_arrays(plan, table.slot_table.shape[1]), **_sample_arrays(plan)}
+    arrays = {**_token_arrays(plan), **_sample_arrays(plan, adjustments)}
     cached = [chunk.end if attend_cache else chunk.start for chunk in plan.chunks]
     arrays["cached_start"] = _int32([0], np.cumsum(cached))
     arrays |= {f"targets {c.request_id}": _int64(c.scoring.targets) for c in plan.chunks if c.scoring}
     sent = to_device({name: array for name, array in arrays.items() if array.size}, table.device)
-    table.slot_table.view(-1).index_copy_(0, sent["written"], sent["written_slots"])
     decode, prefill = None, None
-    tokens, positions = [], []
+    tokens, positions, rows = [], [], []
     if plan.decodes:
-        rows = sent["decode_rows"]
-        kv_lens = table.length[rows]
-        tokens.append(table.last_token[rows])
+        decoding = sent["decode_rows"]
+        kv_lens = table.length[decoding]
+        rows.append(decoding)
+        tokens.append(table.last_token[decoding])
         positions.append(kv_lens - 1)
-        decode = DecodeMeta(rows, kv_lens, plan_splits(kv_lens, num_kv_heads, programs_per_sm))
+        decode = DecodeMeta(decoding, kv_lens, plan_splits(kv_lens, num_kv_heads, programs_per_sm))
     if plan.chunks:
-        rows, kv_lens = sent["chunk_rows"], sent["chunk_ends"]
-        table.length[rows] = kv_lens
+        table.length[sent["chunk_rows"]] = sent["chunk_ends"]
+        rows.append(sent["token_rows"])
         tokens.append(sent["chunk_tokens"])
         positions.append(sent["chunk_positions"])
-        longest = max(len(chunk.tokens) for chunk in plan.chunks)
         prefill = PrefillMeta(
-            rows,
-            kv_lens,
+            sent["chunk_rows"],
+            sent["chunk_ends"],
             sent["query_start"],
             sent["cached_start"],
-            max_query_len=longest,
+            max_query_len=max(len(chunk.tokens) for chunk in plan.chunks),
             num_cached=sum(cached),
             max_cached_len=max(cached),
             attend_cache=attend_cache,
         )
-    step = StepMeta(
-        _join(tokens),
-        _join(positions),
-        sent["slots"],
-        table.slot_table,
-        sent.get("logit_rows", sent["slots"].new_empty(0, dtype=torch.int64)),
-        decode,
-        prefill,
-    )
+    at = _join(positions)
+    slots = table.slots(_join(rows), at)
+    none = slots.new_empty(0, dtype=torch.int64)
+    step = StepMeta(_join(tokens), at, slots, table.slot_table, sent.get("logit_rows", none), decode, prefill)
     targets = {c.request_id: sent[f"targets {c.request_id}"] for c in plan.chunks if c.scoring}
     return Batch(step, _draws(plan, sent) if plan.sampled else None, targets)
 
 
 def drawn_plainly(plan: Plan) -> bool:
     """Whether all that is sampled is greedy, or drawn by temperature and seed alone, and no more is asked."""
-    return not any(
-        work.banned or work.sampling.filtered or work.sampling.num_logprobs is not None
-        for work in plan.sampled
-    )
+    return all(work.sampling.plain and not work.banned for work in plan.sampled)
 
 
-def draws(plan: Plan, device: torch.device) -> Draws:
+def draws(plan: Plan, adjustments: Adjustments, device: torch.device) -> Draws:
     """What `build` says of a plan's draws, by itself."""
-    arrays = _sample_arrays(plan)
+    arrays = _sample_arrays(plan, adjustments)
     return _draws(plan, to_device({name: a for name, a in arrays.items() if a.size}, device))
 
 
-def _token_arrays(plan: Plan, width: int) -> dict[str, NDArray[Any]]:
-    """The step's tokens: what, where, and into which slots; and the entries of the slot table [R, width] that
-    are new, as flat indices."""
+def _token_arrays(plan: Plan) -> dict[str, NDArray[Any]]:
+    """The step's rows, and the tokens of its chunks."""
     chunks = plan.chunks
-    places = np.array([(d.row, d.position, d.slot) for d in plan.decodes], np.int64).reshape(-1, 3)
-    rows, positions, slots = places.T
     lengths = [len(chunk.tokens) for chunk in chunks]
-    ends = [chunk.row * width + chunk.end for chunk in chunks]
-    written = [np.arange(end - len(chunk.slots), end) for end, chunk in zip(ends, chunks, strict=True)]
-    own_slots = [chunk.slots[len(chunk.slots) - n :] for chunk, n in zip(chunks, lengths, strict=True)]
+    chunk_rows = _int32([chunk.row for chunk in chunks])
     return {
-        "decode_rows": rows.astype(np.int32),
-        "slots": _int32(slots, *own_slots),
-        "chunk_rows": _int32([chunk.row for chunk in chunks]),
+        "decode_rows": _int32([decode.row for decode in plan.decodes]),
+        "chunk_rows": chunk_rows,
+        "token_rows": np.repeat(chunk_rows, lengths),
         "chunk_ends": _int32([chunk.end for chunk in chunks]),
         "query_start": _int32([0], np.cumsum(lengths)),
         "chunk_tokens": _int64(*[chunk.tokens for chunk in chunks]),
         "chunk_positions": _int32(*[np.arange(chunk.start, chunk.end) for chunk in chunks]),
-        "written": _int64(rows * width + positions, *written),
-        "written_slots": _int32(slots, *[chunk.slots for chunk in chunks]),
     }
 
 
-def _sample_arrays(plan: Plan) -> dict[str, NDArray[Any]]:
+def _sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[Any]]:
     """Which hidden states are sampled, for which rows, and how."""
     ends, last = [], len(plan.decodes)
     for chunk in plan.chunks:
         last += len(chunk.tokens)
         if chunk.samples:
             ends.append(last - 1)
-    rows: list[int] = []
-    draws: list[int] = []
+    careful: list[int] = []
     filtered: list[int] = []
-    logprobs: list[int] = []
-    banned: list[tuple[int, int]] = []
+    adjusted: list[tuple[int, int]] = []
+    banned: list[tuple[int, int, int]] = []
     for index, work in enumerate(plan.sampled):
         sampling = work.sampling
-        rows.append(work.row)
+        if not (sampling.filtered or sampling.adjustment or work.banned):
+            continue
         if sampling.filtered:
-            filtered.append(len(draws))
-        if sampling.temperature > 0:
-            draws.append(index)
-        if sampling.num_logprobs is not None:
-            logprobs.append(index)
-        banned += [(index, token) for token in work.banned]
+            filtered.append(len(careful))
+        if sampling.adjustment:
+            adjusted.append((len(careful), work.row))
+        banned += [(len(careful), *ban) for ban in work.banned]
+        careful.append(index)
+    places = adjustments.places([row for _, row in adjusted])
     return {
         "logit_rows": _int64(range(len(plan.decodes)), ends),
-        "sample_rows": _int64(rows),
-        "draws": _int64(draws),
+        "sample_rows": _int64([work.row for work in plan.sampled]),
+        "careful": _int64(careful),
         "filtered": _int64(filtered),
-        "logprobs": _int64(logprobs),
-        "banned": np.array(banned, np.int64).reshape(-1, 2).T,
+        "adjusted": np.array([[index for index, _ in adjusted], places], np.int64),
+        "banned": np.array(banned, np.int64).reshape(-1, 3).T,
+        "logprobs": _int64([i for i, w in enumerate(plan.sampled) if w.sampling.num_logprobs is not None]),
     }
 
 
 def _draws(plan: Plan, sent: dict[str, Tensor]) -> Draws:
     ks = [work.sampling.top_k for work in plan.sampled if work.sampling.filtered]
-    max_top_k = max(ks) if ks and min(ks) > 0 else 0
     meta = SampleMeta(
-        sent["sample_rows"], sent.get("draws"), sent.get("filtered"), max_top_k, sent.get("banned")
+        sent["sample_rows"],
+        sent.get("careful"),
+        sent.get("adjusted"),
+        sent.get("banned"),
+        sent.get("filtered"),
+        max(ks) if ks and min(ks) > 0 else 0,
     )
     num_top = max(work.sampling.num_logprobs or 0 for work in plan.sampled)
     return Draws(meta, sent.get("logprobs"), num_top)

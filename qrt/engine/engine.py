@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,13 +12,16 @@ import torch
 from numpy.typing import NDArray
 
 from qrt.config import EngineConfig, SamplingParams
+from qrt.engine.adjustments import Adjustments
 from qrt.engine.generation import GenerationConfig
 from qrt.engine.graphs import DecodeSteps, default_sizes
 from qrt.engine.output import RequestDelta
+from qrt.engine.plan import Plan
 from qrt.engine.profile import peak_step_bytes
-from qrt.engine.runner import Runner
+from qrt.engine.runner import Launched, Runner
 from qrt.engine.scheduler import Limits, Scheduler
 from qrt.engine.table import RequestTable
+from qrt.engine.timeline import Timeline
 from qrt.errors import ConfigError
 from qrt.mem.manager import KVManager
 from qrt.mem.sizing import PoolSize, kv_budget_bytes, pool_size
@@ -41,6 +45,10 @@ class Engine:
         while engine.has_work:
             for delta in engine.step(): ...
 
+    With `overlap` a step is planned and launched while the one before it runs, reading its tokens on the
+    device; what that one gave is reported meanwhile. A request that ends by a token it has just drawn is then
+    in one launched step too many, whose token for it is dropped.
+
     model         the decoder
     formats       KV format of each layer
     pool          size of the KV pool
@@ -57,7 +65,7 @@ class Engine:
         Raises QrtError kinds as the loader and the pool do, ConfigError for a max_model_len beyond the model.
         """
         self.config = config
-        format = _kv_format(config)  # before anything slow
+        format = _kv_format(config.kv)  # before anything slow
         self.generation = GenerationConfig()
         if model is None:
             checkpoint = open_checkpoint(config.model)
@@ -65,8 +73,13 @@ class Engine:
             device = _device(config)
             model = load_model(checkpoint, device=device, dtype=_dtype(config, checkpoint, device))
         self.model = model
-        limits = Limits(_max_model_len(config, model), config.max_num_seqs, config.max_num_batched_tokens)
-        self.formats = [format] * model.config.num_layers
+        limits = Limits(
+            _max_model_len(config, model),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.max_num_queued_reqs,
+        )
+        self.formats = _layer_formats(config, format, model.config.num_layers)
         quantized = any(format.rotated for format in self.formats)
         smoothing = fit_smoothing(model, limits.max_model_len) if quantized else None
         self.pool = _pool(config, model, self.formats, limits, smoothing)
@@ -79,11 +92,25 @@ class Engine:
             steps = DecodeSteps(model, kv, table, _capture_sizes(config))
             if not config.enforce_eager:
                 steps.record()
-        self.runner = Runner(model, kv, table, attend_cache=config.attend_cache, decode_steps=steps)
         manager = KVManager(self.pool.num_slots, prefix_caching=config.enable_prefix_caching)
         vocab = model.config.vocab_size
-        eos = {*model.config.eos_token_ids, *self.generation.eos_token_ids, *eos_token_ids}
-        self.scheduler = Scheduler(manager, limits, (token for token in eos if token < vocab), config.seed)
+        named = {*model.config.eos_token_ids, *self.generation.eos_token_ids, *eos_token_ids}
+        eos = [token for token in named if token < vocab]
+        adjustments = Adjustments(vocab, eos, model.device)
+        self.runner = Runner(
+            model, kv, table, adjustments, attend_cache=config.attend_cache, decode_steps=steps
+        )
+        self.scheduler = Scheduler(
+            manager,
+            limits,
+            eos,
+            config.seed,
+            by_priority=config.scheduling_policy == "priority",
+            conservative=config.admission == "conservative",
+        )
+        overlap = config.overlap if config.overlap is not None else model.device.type == "cuda"
+        self._depth = 2 if overlap else 1
+        self._launched: deque[tuple[Plan, Launched]] = deque()
         logger.info("model: %s, on %s", model, model.device)
         logger.info("%s", self.pool)
 
@@ -100,8 +127,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs, so that `step` is worth calling."""
-        return self.scheduler.has_work
+        """Whether a request waits or runs, or a step does, so that `step` is worth calling."""
+        return self.scheduler.has_work or bool(self._launched)
 
     def validate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, generate: bool = True
@@ -115,7 +142,14 @@ class Engine:
             raise ConfigError(
                 f"prompt: got {ids.dtype} of shape {list(ids.shape)}, wanted a list of token ids"
             )
-        for name, values in (("prompt", ids), ("stop_token_ids", np.array(params.stop_token_ids, object))):
+        for name, given in (
+            ("prompt", ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", tuple(params.logit_bias)),
+            ("bad_words", [t for word in params.bad_words if not isinstance(word, str) for t in word]),
+        ):
+            values = given if given is ids else np.array(given, object)
             wrong = values[(values < 0) | (values >= vocab)]
             if wrong.size:
                 raise ConfigError(
@@ -125,33 +159,71 @@ class Engine:
         return ids.astype(np.int32)
 
     def add(
-        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, generate: bool = True
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        generate: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request (`params.n` is the caller's business); generate=False only scores the prompt.
 
-        Raises ConfigError as `validate` does, and when the id is in use.
+        The smallest `priority` runs first under that scheduling policy; a request finds cached prefixes only
+        of requests with its `cache_salt`. Raises ConfigError as `validate` does, and when the id is in use;
+        QueueFullError when `max_num_queued_reqs` wait.
         """
         ids = self.validate(prompt_ids, params, generate=generate)
-        self.scheduler.add(request_id, ids, params, generate=generate)
+        if any(isinstance(word, str) for word in params.bad_words):
+            raise ConfigError("bad_words: got text, wanted token ids; LLM and the server encode them")
+        self.scheduler.add(
+            request_id, ids, params, generate=generate, priority=priority, cache_salt=cache_salt
+        )
 
     def abort(self, request_id: str) -> None:
         """Forget a request; nothing happens when it is not, or no longer, there."""
         self.scheduler.abort(request_id)
 
     def step(self) -> list[RequestDelta]:
-        """Run one step and say what it added to each request.
+        """Launch the next step, and say what the oldest launched one added to each request once there are
+        `depth` of them, or nothing can be launched.
 
         An error in a step ends the requests that took part in it (`RequestDelta.error`); the others go on.
         """
-        plan = self.scheduler.plan()
-        if plan is None:
-            return []
+        plan, deltas = self.scheduler.plan(), []
+        if plan is not None:
+            try:
+                self._launched.append((plan, self.runner.launch(plan)))
+            except Exception as error:
+                while self._launched:  # what is known of its requests comes first
+                    deltas += self._finish()
+                return deltas + self._give_up(plan, error)
+        while self._launched and (plan is None or len(self._launched) >= self._depth):
+            deltas += self._finish()
+        return deltas
+
+    def start_timeline(self) -> Timeline:
+        """Note from now on how long the GPU works on steps of decodes, and waits between them."""
+        self.runner.timeline = Timeline()
+        return self.runner.timeline
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes that no running request reads."""
+        self.scheduler.kv.reset()
+
+    def _finish(self) -> list[RequestDelta]:
+        """Wait for the oldest launched step and take in what it gave."""
+        plan, launched = self._launched.popleft()
         try:
-            result = self.runner.run(plan)
+            result = launched.result()
         except Exception as error:
-            logger.exception("a step failed; its %d requests are given up", len(plan.request_ids))
-            return self.scheduler.fail(plan, f"{type(error).__name__}: {error}".splitlines()[0])
+            return self._give_up(plan, error)
         return self.scheduler.commit(plan, result)
+
+    def _give_up(self, plan: Plan, error: Exception) -> list[RequestDelta]:
+        logger.error("a step failed; its %d requests are given up", len(plan.works), exc_info=error)
+        return self.scheduler.fail(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def _capture_sizes(config: EngineConfig) -> Sequence[int]:
@@ -188,8 +260,16 @@ def _max_model_len(config: EngineConfig, model: Decoder) -> int:
     return config.max_model_len or longest
 
 
-def _kv_format(config: EngineConfig) -> KVFormat:
-    return KV_FORMATS["fp16" if config.kv in UNQUANTIZED_KV else config.kv]
+def _kv_format(name: str) -> KVFormat:
+    return KV_FORMATS["fp16" if name in UNQUANTIZED_KV else name]
+
+
+def _layer_formats(config: EngineConfig, format: KVFormat, num_layers: int) -> list[KVFormat]:
+    """The format of each layer; ConfigError for a skipped layer that is not there."""
+    if wrong := [layer for layer in config.kv_skip_layers if layer >= num_layers]:
+        raise ConfigError(f"kv_skip_layers: got {wrong[0]}, wanted 0 to {num_layers - 1}, the model's layers")
+    skipped = KV_FORMATS["fp16"]
+    return [skipped if layer in config.kv_skip_layers else format for layer in range(num_layers)]
 
 
 def _pool(

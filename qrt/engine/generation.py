@@ -14,8 +14,9 @@ from qrt.errors import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 # our name -> theirs; and theirs that change what is sampled, which qrt does not run, with their "off"
-USED = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_new_tokens"}
-NOT_RUN = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
+SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+USED = {**dict(zip(SAME, SAME, strict=True)), "max_tokens": "max_new_tokens"}
+NOT_RUN = {"typical_p": 1.0, "no_repeat_ngram_size": 0}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Graphs: steps of decodes alone, padded to a few sizes and recorded as CUDA graphs.
 
-A recorded step costs the host one small copy and two launches, whatever the model: one graph from last tokens
-to hidden states, and one that makes logits, draws and advances the request table. Rows that ask for more than
-greedy, temperature and seed are drawn outside, from the hidden states. Padding rows are the table's last row:
-they attend nothing and write the pad slot. Where nothing is recorded (`--enforce-eager`, a CPU) the same
-padded steps run kernel by kernel, so that the tokens do not depend on it.
+A recorded step costs the host two launches, whatever the model: one graph from last tokens to hidden states,
+and one that makes logits, draws and advances the request table. Everything else is in the table already; the
+rows travel when they are others than in the step before. Rows that ask for more than greedy, temperature and
+seed are drawn outside, from the hidden states. Padding rows are the table's last row: they attend nothing and
+write the pad slot. Where nothing is recorded (`--enforce-eager`, a CPU) the same padded steps run kernel by
+kernel, so that the tokens do not depend on it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from qrt.engine.plan import Plan
 from qrt.engine.table import RequestTable
+from qrt.engine.transfer import to_device
 from qrt.kernels.decode_attention import plan_splits
 from qrt.kernels.sample import sample as draw
 from qrt.kernels.step import DecodeMeta, StepMeta
@@ -48,8 +51,8 @@ class DecodeSteps:
         self._kv = kv
         self._table = table
         self._sizes = sorted(set(sizes))
-        # of a step of n decodes: n rows, then n slots
-        self._inputs = torch.empty(2 * self._sizes[-1], dtype=torch.int32, device=table.device)
+        self._rows = torch.empty(self._sizes[-1], dtype=torch.int32, device=table.device)
+        self._sent: list[int] = []  # what `_rows` holds
         self._every = torch.arange(self._sizes[-1], device=table.device)
         self._recorded: dict[int, _Recorded] = {}
 
@@ -62,7 +65,7 @@ class DecodeSteps:
         """Record every size, the largest first: the others fit into its memory."""
         pool = torch.cuda.graph_pool_handle()
         for size in tqdm(self._sizes[::-1], desc="Recording CUDA graphs", unit="size"):
-            self._send([], size)
+            self._send([self._table.pad_row] * size)
             self._draw(size, self._forward(size))  # compiles the kernels
             torch.cuda.synchronize(self._table.device)
             forward, drawing = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -72,10 +75,16 @@ class DecodeSteps:
                 tokens = self._draw(size, hidden)
             self._recorded[size] = _Recorded(forward, hidden, drawing, tokens)
 
+    def send(self, plan: Plan) -> None:
+        """Tell the device which rows the plan's decodes are of, if it does not know."""
+        rows = [decode.row for decode in plan.decodes]
+        rows += [self._table.pad_row] * (self._size(plan) - len(rows))
+        if rows != self._sent[: len(rows)]:
+            self._send(rows)
+
     def forward(self, plan: Plan) -> Tensor:
-        """Hidden states [n, H] of the n decodes, good until the next call."""
+        """Hidden states [n, H] of the n decodes that were sent, good until the next call."""
         size = self._size(plan)
-        self._send([(decode.row, decode.slot) for decode in plan.decodes], size)
         if recorded := self._recorded.get(size):
             recorded.forward.replay()
             return recorded.hidden[: len(plan.decodes)]
@@ -94,23 +103,20 @@ class DecodeSteps:
     def _size(self, plan: Plan) -> int:
         return next(size for size in self._sizes if size >= len(plan.decodes))
 
-    def _send(self, places: Sequence[tuple[int, int]], size: int) -> None:
-        """Rows and slots of a step, padded, to the device."""
-        padded = [*places, *[(self._table.pad_row, self._kv.pad_slot)] * (size - len(places))]
-        pinned = self._inputs.device.type == "cuda"
-        host = torch.tensor(padded, dtype=torch.int32).T.contiguous()
-        self._inputs[: 2 * size].copy_((host.pin_memory() if pinned else host).view(-1), non_blocking=True)
+    def _send(self, rows: list[int]) -> None:
+        sent = to_device({"rows": np.array(rows, np.int32)}, self._rows.device)["rows"]
+        self._rows[: len(rows)].copy_(sent)
+        self._sent = rows
 
     def _forward(self, size: int) -> Tensor:
-        table, (rows, slots) = self._table, self._inputs[: 2 * size].view(2, size)
-        row = rows.long()
-        kv_lens = table.length[row]
-        positions = (kv_lens - 1).clamp(min=0)  # of padding rows 0
-        table.slot_table.view(-1).index_copy_(0, row * table.slot_table.shape[1] + positions, slots)
+        table, rows = self._table, self._rows[:size]
+        kv_lens = table.length[rows]
+        positions = (kv_lens - 1).clamp(min=0)  # of padding rows 0, whose slot is the pad slot
+        slots = table.slots(rows, positions)
         heads = self._model.config.num_kv_heads
         splits = plan_splits(kv_lens, heads, self._kv.programs_per_sm)
         step = StepMeta(
-            table.last_token[row],
+            table.last_token[rows],
             positions,
             slots,
             table.slot_table,
@@ -121,7 +127,7 @@ class DecodeSteps:
         return self._model.hidden(step, self._kv)
 
     def _draw(self, size: int, hidden: Tensor) -> Tensor:
-        table, rows = self._table, self._inputs[:size].long()
+        table, rows = self._table, self._rows[:size].long()
         logits = self._model.logits(hidden)
         tokens = draw(logits, rows, table.temperature, table.seed, table.length, None)
         table.advance(rows, tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +27,11 @@ class Scores:
     def __len__(self) -> int:
         return len(self.logprobs)
 
-    def cpu(self) -> Scores:
-        """A copy in host memory."""
-        return Scores(self.logprobs.cpu(), self.ranks.cpu(), self.top_ids.cpu(), self.top_logprobs.cpu())
+    def map(self, change: Callable[[Tensor], Tensor]) -> Scores:
+        """Each tensor changed."""
+        return Scores(
+            change(self.logprobs), change(self.ranks), change(self.top_ids), change(self.top_logprobs)
+        )
 
     def part(self, start: int, stop: int, num_top: int) -> Scores:
         """Places [start, stop), the `num_top` likeliest tokens of each."""

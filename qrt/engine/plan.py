@@ -1,6 +1,7 @@
 """Plan: one step as the scheduler decided it, and what came of it. Immutable, on the host.
 
-A plan repeats everything the step needs, so that it stays true while the scheduler moves on.
+A plan repeats everything the step needs, so that it stays true while the scheduler moves on: the next plan is
+made before the tokens of this one are known.
 """
 
 from __future__ import annotations
@@ -10,35 +11,99 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from qrt.config import SamplingParams
 from qrt.engine.logprobs import Scores
 from qrt.mem.slots import Ints
+
+ANY = -1  # of `Ban.after`: whatever came before
+
+
+class Ban(NamedTuple):
+    """A token that must not be drawn, if the token before it is `after`."""
+
+    token: int
+    after: int = ANY
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """What of a request's parameters changes its logits by what it has seen, or is given as a list.
+
+    bias         token id -> value added
+    allowed      no other tokens; None: all
+    repetition, presence, frequency   the penalties
+    growth       (tokens known from which EOS grows likelier, factor a token); None: never
+    """
+
+    bias: Mapping[int, float]
+    allowed: tuple[int, ...] | None
+    repetition: float
+    presence: float
+    frequency: float
+    growth: tuple[int, float] | None
+
+    @classmethod
+    def of(cls, params: SamplingParams, prompt_len: int) -> Adjustment | None:
+        """None when nothing is asked for."""
+        growth = params.exponential_decay_length_penalty
+        made = cls(
+            params.logit_bias,
+            None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            None if growth is None else (prompt_len + growth[0], growth[1]),
+        )
+        return None if made == cls({}, None, 1.0, 0.0, 0.0, None) else made
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of one request are drawn. temperature 0: greedy; top_k 0, top_p 1: off."""
+    """How the tokens of one request are drawn. temperature 0: greedy; top_k 0, top_p 1, min_p 0: off."""
 
     temperature: float
     top_k: int
     top_p: float
     seed: int
     num_logprobs: int | None
+    min_p: float = 0.0
+    adjustment: Adjustment | None = None
 
     @property
     def filtered(self) -> bool:
         """Whether tokens are left out before drawing."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether temperature and seed say all."""
+        return not self.filtered and self.adjustment is None and self.num_logprobs is None
+
+
+class Admission(NamedTuple):
+    """A request that has got a row of the request table, with the tokens it has so far."""
+
+    row: int
+    sampling: Sampling
+    prompt: Ints
+    output: Sequence[int] = ()
+
+
+class Placement(NamedTuple):
+    """New slots int32 [n] of a request, of positions [start, start + n)."""
+
+    row: int
+    start: int
+    slots: Ints
 
 
 class Decode(NamedTuple):
-    """A request that computes the token it sampled last, at `position`, and samples the next one."""
+    """A request that computes the token it sampled last and samples the next one; where, its row knows."""
 
     request_id: str
     row: int
-    position: int
-    slot: int
     sampling: Sampling
-    banned: tuple[int, ...]
+    banned: tuple[Ban, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +120,6 @@ class Scoring:
 class Chunk:
     """Known tokens of a request, int32 [n], computed at positions [start, start + n).
 
-    slots     int32 [m >= n], of positions [start + n - m, start + n): more than n when the request has just
-              been started and its first positions come from the prefix cache
     samples   whether these are its last known tokens, so that the next one is sampled
     """
 
@@ -64,11 +127,10 @@ class Chunk:
     row: int
     start: int
     tokens: Ints
-    slots: Ints
     samples: bool
     sampling: Sampling
-    banned: tuple[int, ...]
-    scoring: Scoring | None
+    banned: tuple[Ban, ...] = ()
+    scoring: Scoring | None = None
 
     @property
     def end(self) -> int:
@@ -78,9 +140,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: the requests that have got a row of the request table, all decodes, and chunks of prefill."""
+    """One step: new rows and slots, then all decodes, and chunks of prefill."""
 
-    admitted: tuple[tuple[int, Sampling], ...]
+    admitted: tuple[Admission, ...]
+    placed: tuple[Placement, ...]
     decodes: tuple[Decode, ...]
     chunks: tuple[Chunk, ...]
 
@@ -90,10 +153,9 @@ class Plan:
         return self.decodes + tuple(chunk for chunk in self.chunks if chunk.samples)
 
     @property
-    def request_ids(self) -> list[str]:
-        """The requests that take part."""
-        works: tuple[Decode | Chunk, ...] = self.decodes + self.chunks
-        return [work.request_id for work in works]
+    def works(self) -> tuple[Decode | Chunk, ...]:
+        """All that is computed, a request each."""
+        return self.decodes + self.chunks
 
 
 @dataclass(frozen=True)

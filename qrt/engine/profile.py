@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qrt.engine.adjustments import Adjustments
 from qrt.engine.graphs import DecodeSteps
-from qrt.engine.plan import Chunk, Decode, Plan, Sampling, Scoring
+from qrt.engine.plan import Admission, Chunk, Decode, Placement, Plan, Sampling, Scoring
 from qrt.engine.runner import SCORED_ROWS, Runner
 from qrt.engine.scheduler import Limits
 from qrt.engine.table import RequestTable
@@ -33,14 +34,15 @@ def peak_step_bytes(
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
-    Runner(model, kv, table).run(largest_plan(limits))
+    adjustments = Adjustments(config.vocab_size, (), model.device)
+    Runner(model, kv, table, adjustments).launch(largest_plan(limits)).result()
     largest = torch.cuda.max_memory_allocated(model.device) - before
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, num_logprobs=None)
-    decodes = tuple(Decode(str(row), row, 0, row, sampling, ()) for row in range(recorded))
+    decodes = tuple(Decode(str(row), row, sampling) for row in range(recorded))
     steps = DecodeSteps(model, kv, table, [recorded])
-    Runner(model, kv, table, decode_steps=steps).run(Plan((), decodes, ()))
+    Runner(model, kv, table, adjustments, decode_steps=steps).launch(Plan((), (), decodes, ())).result()
     return largest + torch.cuda.max_memory_allocated(model.device) - before
 
 
@@ -52,12 +54,14 @@ def largest_plan(limits: Limits) -> Plan:
     tokens = min(tokens, requests * limits.max_model_len)
     sampling = Sampling(temperature=1.0, top_k=0, top_p=0.9, seed=0, num_logprobs=1)
     chunks: list[Chunk] = []
+    placed: list[Placement] = []
     done = 0
     for row in range(requests):
         size = min(limits.max_model_len, tokens - done - (requests - row - 1))
         ids = np.zeros(size, np.int32)
         scoring = Scoring(0, ids[:SCORED_ROWS], 1) if row == 0 else None
-        slots = np.arange(done, done + size, dtype=np.int32)
-        chunks.append(Chunk(str(row), row, 0, ids, slots, True, sampling, (), scoring))
+        placed.append(Placement(row, 0, np.arange(done, done + size, dtype=np.int32)))
+        chunks.append(Chunk(str(row), row, 0, ids, True, sampling, (), scoring))
         done += size
-    return Plan(tuple((chunk.row, sampling) for chunk in chunks), (), tuple(chunks))
+    admitted = tuple(Admission(chunk.row, sampling, chunk.tokens) for chunk in chunks)
+    return Plan(admitted, tuple(placed), (), tuple(chunks))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
 from qrt.config import SamplingParams
-from qrt.engine.plan import Sampling
+from qrt.engine.plan import Ban, Decode, Sampling
 from qrt.mem.manager import SequenceKV
 from qrt.mem.slots import Ints
 
@@ -26,14 +27,19 @@ class Request:
     """One prompt and what has been generated for it.
 
     prompt        int32 [P]
-    output        tokens sampled so far
     stop_ids      tokens that end it, not one of them before `params.min_tokens` outputs
     max_len       tokens, prompt and output together, at which it ends; P for a request that only scores
+    order         what comes first among requests: (priority, number of arrival)
+    cache_salt    requests share cached prefixes only with those of the same salt
+    output        tokens sampled so far and known
+    pending       tokens that launched steps sample, not known yet
+    in_flight     launched steps it takes part in, that have not been committed
     seq, row      its slots and its row of the request table; None while it waits
-    num_computed  its first tokens, whose K/V are written
+    num_computed  its first tokens, whose K/V are written, by launched steps too
     prefill_len   tokens it was (re)started with: it decodes once they are computed
     num_scored    tokens after the first whose log-probability has been handed out
     num_cached    tokens found in the prefix cache when it first ran
+    published     whether others can share all of its prompt
     """
 
     id: str
@@ -42,20 +48,26 @@ class Request:
     sampling: Sampling
     stop_ids: frozenset[int]
     max_len: int
+    order: tuple[int, int]
+    cache_salt: str | None = None
     output: list[int] = field(default_factory=list)
+    pending: int = 0
+    in_flight: int = 0
     seq: SequenceKV | None = None
     row: int = -1
     num_computed: int = 0
     prefill_len: int = 0
     num_scored: int = 0
     num_cached: int | None = None
+    published: bool = False
+    _decode: Decode | None = None
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.output)
+        return len(self.prompt) + len(self.output) + self.pending
 
     @property
     def ids(self) -> Ints:
-        """All its tokens, int32 [len]."""
+        """All its known tokens, int32 [len - pending]."""
         return (
             np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
         )
@@ -76,6 +88,32 @@ class Request:
         return self.params.prompt_logprobs is not None and self.num_scored < len(self.prompt) - 1
 
     @property
-    def banned(self) -> tuple[int, ...]:
-        """Tokens that must not be drawn next."""
-        return tuple(self.stop_ids) if len(self.output) < self.params.min_tokens else ()
+    def banned(self) -> tuple[Ban, ...]:
+        """What must not be drawn next."""
+        params = self.params
+        if not params.bad_words and len(self.output) + self.pending >= params.min_tokens:
+            return ()
+        return tuple(self._banned())
+
+    def decode(self) -> Decode:
+        """Its part of a step that decodes."""
+        banned = self.banned
+        if self._decode is None or self._decode.row != self.row or self._decode.banned != banned:
+            self._decode = Decode(self.id, self.row, self.sampling, banned)
+        return self._decode
+
+    def _banned(self) -> Iterator[Ban]:
+        if len(self.output) + self.pending < self.params.min_tokens:
+            yield from map(Ban, self.stop_ids)
+        for word in self.params.bad_words:
+            # the word but its last token must be what the text ends with; a pending token is compared on
+            # the device, those before it here (at most one is pending when a step is planned)
+            *start, last = (int(token) for token in word)
+            if not start:
+                yield Ban(last)
+            elif self.pending:
+                known = start[:-1]
+                if not known or self.output[-len(known) :] == known:
+                    yield Ban(last, after=start[-1])
+            elif self.output[-len(start) :] == start:
+                yield Ban(last)

@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from qrt.engine.adjustments import Adjustments
 from qrt.engine.batch import Batch, Draws, build, drawn_plainly, draws
 from qrt.engine.graphs import DecodeSteps
 from qrt.engine.logprobs import Scores, concat, score
 from qrt.engine.plan import Plan, StepResult
 from qrt.engine.sampler import sample
 from qrt.engine.table import RequestTable
+from qrt.engine.timeline import Timeline
+from qrt.engine.transfer import Fetch
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 
 SCORED_ROWS = 1024  # logits of prompt tokens exist for this many rows at a time
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A step that the device works on; what it gives is on its way to the host."""
+
+    fetch: Fetch
+    tokens: Tensor | None
+    logprobs: Mapping[int, Scores]
+    prompt_scores: Mapping[str, Scores]
+
+    def result(self) -> StepResult:
+        """Wait for it."""
+        self.fetch.wait()
+        tokens = [] if self.tokens is None else self.tokens.tolist()
+        return StepResult(tokens, self.logprobs, self.prompt_scores)
+
+
 class Runner:
-    """The model, its K/V and the request table on one device; `decode_steps` run the steps they take."""
+    """The model, its K/V and the request table on one device; `decode_steps` run the steps they take.
+
+    timeline   notes the steps of decodes when set (on a GPU)
+    """
 
     def __init__(
         self,
         model: Decoder,
         kv: KVStorage,
         table: RequestTable,
+        adjustments: Adjustments,
         *,
         attend_cache: bool = False,
         decode_steps: DecodeSteps | None = None,
@@ -32,49 +58,74 @@ class Runner:
         self.model = model
         self.kv = kv
         self.table = table
+        self.adjustments = adjustments
         self.attend_cache = attend_cache
         self.decode_steps = decode_steps
+        self.timeline: Timeline | None = None
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> StepResult:
-        """Compute the step's tokens and sample. Waits for the device only to fetch the result."""
+    def launch(self, plan: Plan) -> Launched:
+        """Compute the step's tokens and sample, without waiting for the device: the next plan's step may be
+        launched behind it before its result is read."""
+        if plan.admitted:
+            self.table.admit(plan.admitted)
+            self.adjustments.admit(plan.admitted)
+        if plan.placed:
+            self.table.place(plan.placed)
         if self.decode_steps is not None and self.decode_steps.take(plan):
             return self._decode(self.decode_steps, plan)
-        heads = self.model.config.num_kv_heads
+        if self.timeline is not None:
+            self.timeline.cut()
         batch = build(
             plan,
             self.table,
-            num_kv_heads=heads,
+            self.adjustments,
+            num_kv_heads=self.model.config.num_kv_heads,
             attend_cache=self.attend_cache,
             programs_per_sm=self.kv.programs_per_sm,
         )
         hidden = self.model.hidden(batch.step, self.kv)
-        prompt_scores = self._score_prompts(plan, batch, hidden)
+        fetch = Fetch(self.table.device)
+        prompt_scores = self._score_prompts(plan, batch, hidden, fetch)
         if batch.draws is None:
-            return StepResult([], {}, prompt_scores)
-        tokens, logprobs = self._sample(plan, batch.draws, hidden[batch.step.logit_rows])
-        return StepResult(tokens, logprobs, prompt_scores)
+            fetch.sent()
+            return Launched(fetch, None, {}, prompt_scores)
+        return self._sample(plan, batch.draws, hidden[batch.step.logit_rows], fetch, prompt_scores)
 
-    def _decode(self, steps: DecodeSteps, plan: Plan) -> StepResult:
+    def _decode(self, steps: DecodeSteps, plan: Plan) -> Launched:
         """A step of decodes alone; what is drawn plainly is recorded with it."""
+        fetch = Fetch(self.table.device)
+        steps.send(plan)
+        if self.timeline is not None:
+            self.timeline.begin()
         hidden = steps.forward(plan)
-        if drawn_plainly(plan):
-            return StepResult(steps.draw(plan).tolist())
-        return StepResult(*self._sample(plan, draws(plan, self.table.device), hidden))
+        if not drawn_plainly(plan):
+            launched = self._sample(plan, draws(plan, self.adjustments, self.table.device), hidden, fetch, {})
+        else:
+            launched = Launched(fetch, fetch.take(steps.draw(plan)), {}, {})
+            fetch.sent()
+        if self.timeline is not None:
+            self.timeline.end()
+        return launched
 
-    def _sample(self, plan: Plan, drawn: Draws, hidden: Tensor) -> tuple[list[int], dict[int, Scores]]:
+    def _sample(
+        self, plan: Plan, drawn: Draws, hidden: Tensor, fetch: Fetch, prompt_scores: Mapping[str, Scores]
+    ) -> Launched:
         logits = self.model.logits(hidden)
-        tokens = sample(logits, self.table, drawn.meta)
+        tokens = sample(logits, self.table, self.adjustments, drawn.meta)
         self.table.advance(drawn.meta.rows, tokens)
         logprobs = {}
         if drawn.logprobs is not None:
-            scores = score(logits[drawn.logprobs].float(), tokens[drawn.logprobs], drawn.num_top).cpu()
+            scores = score(logits[drawn.logprobs].float(), tokens[drawn.logprobs], drawn.num_top)
+            scores = scores.map(fetch.take)
             wanted = [(i, work.sampling.num_logprobs) for i, work in enumerate(plan.sampled)]
             asking = [(i, num_top) for i, num_top in wanted if num_top is not None]
             logprobs = {i: scores.part(n, n + 1, num_top) for n, (i, num_top) in enumerate(asking)}
-        return tokens.tolist(), logprobs
+        launched = Launched(fetch, fetch.take(tokens), logprobs, prompt_scores)
+        fetch.sent()
+        return launched
 
-    def _score_prompts(self, plan: Plan, batch: Batch, hidden: Tensor) -> dict[str, Scores]:
+    def _score_prompts(self, plan: Plan, batch: Batch, hidden: Tensor, fetch: Fetch) -> dict[str, Scores]:
         scores = {}
         start = len(plan.decodes)
         for chunk in plan.chunks:
@@ -86,6 +137,6 @@ class Runner:
                     score(self.model.logits(states).float(), ids, wanted.num_top)
                     for states, ids in zip(rows, targets, strict=True)
                 ]
-                scores[chunk.request_id] = concat(parts).cpu()
+                scores[chunk.request_id] = concat(parts).map(fetch.take)
             start += len(chunk.tokens)
         return scores

@@ -1,6 +1,8 @@
 """Sampler: which rows of the logits are drawn how; `qrt::sample` draws them.
 
-Greedy, temperature, top-k, top-p. A draw does not depend on what it is batched with.
+Greedy, temperature and seed need nothing but the logits. Rows that ask for more (adjusted or banned tokens,
+top-k, top-p, min-p) are drawn on their own, from fp32 copies. A draw does not depend on what it is batched
+with.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qrt.engine.adjustments import Adjustments
+from qrt.engine.plan import ANY
 from qrt.engine.table import RequestTable
 from qrt.kernels.sample import sample as draw
 
@@ -20,38 +24,63 @@ _INF = float("inf")
 class SampleMeta:
     """Which rows of the logits are drawn how; the numbers themselves are in the request table.
 
-    rows          int64 [S]   rows of the request table
-    draws         int64 [n]   of the S, those that are drawn at random; None: none
-    filtered      int64 [f]   of the n, those with top-k or top-p; None: none
+    rows          int64 [S]      rows of the request table
+    careful       int64 [c]      of the S, those that ask for more than temperature and seed; None: none
+    adjusted      int64 [2, a]   (row of the c, place in Adjustments); None: none
+    banned        int64 [3, b]   (row of the c, token, token that must come before it or ANY); None: none
+    filtered      int64 [f]      of the c, those drawn from what top-k, top-p or min-p leave; None: none
     max_top_k     the largest top-k of the filtered, if all of them have one, else 0
-    banned        int64 [2, b]   (row of the S, token) pairs that must not be drawn; None: none
     """
 
     rows: Tensor
-    draws: Tensor | None = None
+    careful: Tensor | None = None
+    adjusted: Tensor | None = None
+    banned: Tensor | None = None
     filtered: Tensor | None = None
     max_top_k: int = 0
-    banned: Tensor | None = None
 
 
-def sample(logits: Tensor, table: RequestTable, meta: SampleMeta) -> Tensor:
+def sample(logits: Tensor, table: RequestTable, adjustments: Adjustments, meta: SampleMeta) -> Tensor:
     """`logits` [S, V], in any float dtype, -> tokens int64 [S]. Does not change the logits."""
+    if meta.careful is None:
+        return draw(logits, meta.rows, table.temperature, table.seed, table.length, None)
+    rows = meta.rows[meta.careful]
+    x = _allowed(logits[meta.careful].float(), rows, table, adjustments, meta)
+    drawn = draw(x, rows, table.temperature, table.seed, table.length, _least(x, rows, table, meta))
+    if meta.adjusted is not None:
+        adjustments.count(meta.adjusted[1], drawn[meta.adjusted[0]])
+    if len(drawn) == len(logits):
+        return drawn  # `careful` is in order
+    tokens = draw(logits, meta.rows, table.temperature, table.seed, table.length, None)
+    return tokens.index_copy_(0, meta.careful, drawn)
+
+
+def _allowed(
+    x: Tensor, rows: Tensor, table: RequestTable, adjustments: Adjustments, meta: SampleMeta
+) -> Tensor:
+    """The logits x fp32 [c, V] of `rows` int64 [c], adjusted, with -inf for banned tokens."""
+    if meta.adjusted is not None:
+        index, places = meta.adjusted
+        x[index] = adjustments.apply(x[index], places, table.length[rows[index]])
     if meta.banned is not None:
-        lost = torch.full_like(meta.banned[0], -_INF, dtype=logits.dtype)
-        logits = logits.index_put((meta.banned[0], meta.banned[1]), lost)
-    least = _least(logits, table, meta)
-    return draw(logits, meta.rows, table.temperature, table.seed, table.length, least)
+        index, token, after = meta.banned
+        applies = (after == ANY) | (table.last_token[rows[index]] == after)
+        lost = torch.zeros_like(after, dtype=x.dtype).masked_fill_(applies, -_INF)
+        x.index_put_((index, token), lost, accumulate=True)  # a token may be banned twice
+    return x
 
 
-def _least(logits: Tensor, table: RequestTable, meta: SampleMeta) -> Tensor | None:
-    """The smallest logits / temperature that top-k and top-p keep, fp32 [S]; None: nothing is filtered."""
-    if meta.draws is None or meta.filtered is None:
+def _least(x: Tensor, rows: Tensor, table: RequestTable, meta: SampleMeta) -> Tensor | None:
+    """The smallest logits / temperature that the filters keep, fp32 [c]; None: nothing is filtered."""
+    if meta.filtered is None:
         return None
-    picked = meta.draws[meta.filtered]
-    rows = meta.rows[picked]
-    scaled = logits[picked].float().div_(table.temperature[rows, None])
+    rows = rows[meta.filtered]
+    scaled = x[meta.filtered].div_(table.temperature[rows, None])
+    likely = scaled.amax(-1, keepdim=True) + table.min_p[rows, None].log()  # -inf where min-p is off
+    scaled.masked_fill_(scaled < likely, -_INF)
     kept = least_kept(scaled, table.top_k[rows], table.top_p[rows], meta.max_top_k)
-    return kept.new_full(meta.rows.shape, -_INF).index_copy_(0, picked, kept[:, 0])
+    least = torch.maximum(kept, likely)[:, 0]
+    return x.new_full(x.shape[:1], -_INF).index_copy_(0, meta.filtered, least)
 
 
 def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int = 0) -> Tensor:

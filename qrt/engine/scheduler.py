@@ -1,33 +1,52 @@
 """Scheduler: which requests run in the next step, and what a step's tokens mean for them.
 
-First come, first served, continuous batching. A step decodes one token for every request whose prompt is
-done and fills the rest of the token budget with chunks of prefill. When the pool has no slot left for a
-decode, the request that came last is paused: its K/V go to the prefix cache (from where they may be evicted)
-and it waits at the head of the queue. Requests run in the order they came, so the first one always advances.
+Continuous batching. A step decodes one token for every request whose prompt is done and fills the rest of the
+token budget with chunks of prefill, in the order of the requests: as they came, or by priority. When the pool
+has no slot left for a decode, the request that is last in that order is paused: its K/V go to the prefix
+cache (from where they may be evicted) and it waits first among its equals. The first in the order always
+advances.
+
+The next step may be planned while one runs: `plan` moves requests on by what the step will surely do, and
+`commit` adds the tokens when they are known. What must not happen to a request that is in a launched step (a
+pause) waits: `plan` then gives None until that step is committed. Slots may be given back at once: whoever
+gets them writes behind that step, on the same stream.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
 from qrt.config import SamplingParams
+from qrt.engine.admission import expected_output, peak_slots
 from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta
-from qrt.engine.plan import Chunk, Decode, Plan, Sampling, Scoring, StepResult
+from qrt.engine.plan import (
+    Adjustment,
+    Admission,
+    Chunk,
+    Placement,
+    Plan,
+    Sampling,
+    Scoring,
+    StepResult,
+)
 from qrt.engine.request import FinishReason, Request
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, QueueFullError
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
 
-# A request is let in only when every running one can still grow by this much (or to its end): otherwise it
-# would soon be paused again, and its prompt computed twice.
-LOOKAHEAD_TOKENS = 64
 # Slots a decoding request is given at a time while there is room: one call for so many steps.
 GROW_TOKENS = 16
+# A request waits for a running prefill that computes at least so many tokens that it can then share.
+SHARED_TOKENS = 32
+
+_order = attrgetter("order")
 
 
 @dataclass(frozen=True)
@@ -37,29 +56,42 @@ class Limits:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_queued_reqs: int | None = None
 
 
 class Scheduler:
     """Waiting and running requests, and the slots they hold. One thread at a time.
 
-    running      in order of arrival, all of which came before those in `waiting`
-    num_pauses   how often a request had to give its slots back so far
+    waiting, running   each in the order of the requests
+    num_pauses         how often a request had to give its slots back so far
     """
 
     def __init__(
-        self, kv: KVManager, limits: Limits, eos_token_ids: Iterable[int] = (), seed: int = 0
+        self,
+        kv: KVManager,
+        limits: Limits,
+        eos_token_ids: Iterable[int] = (),
+        seed: int = 0,
+        *,
+        by_priority: bool = False,
+        conservative: bool = False,
     ) -> None:
         self.kv = kv
         self.limits = limits
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_pauses = 0
         self._requests: dict[str, Request] = {}
+        self._planned: deque[list[Request]] = deque()  # of launched steps, in the order of `Plan.works`
         # each running request needs a token of the budget for its decode
         self._rows = list(range(min(limits.max_num_seqs, limits.max_num_batched_tokens)))[::-1]
+        self._placed: dict[int, list[Placement]] = {}  # by row: what the next plan tells the request table
+        self._refused: Request | None = None  # had no room, and none has been given back since
         self._max_len = min(limits.max_model_len, kv.num_slots)
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
+        self._by_priority = by_priority
+        self._conservative = conservative
         self._num_added = 0
 
     @property
@@ -80,19 +112,36 @@ class Scheduler:
                 )
         return self._max_len if max_tokens is None else min(prompt_len + max_tokens, self._max_len)
 
-    def add(self, request_id: str, prompt: Ints, params: SamplingParams, *, generate: bool = True) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: Ints,
+        params: SamplingParams,
+        *,
+        generate: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
         """Queue a request for `prompt` int32 [P]; generate=False only scores the prompt.
 
-        Raises ConfigError when the id is in use, or the prompt is empty or can never fit.
+        Raises ConfigError when the id is in use, or the prompt is empty or can never fit; QueueFullError when
+        as many wait as may.
         """
         if request_id in self._requests:
             raise ConfigError(f"request id {request_id!r}: already in use; ids of live requests must differ")
         max_len = self.max_len(len(prompt), params.max_tokens if generate else 0)
+        most = self.limits.max_num_queued_reqs
+        if most is not None and len(self.waiting) >= most:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests wait already, the most that may; try again later"
+            )
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        request = Request(request_id, prompt, params, self._sampling(params), stop_ids, max_len)
+        sampling = self._sampling(params, len(prompt))
+        order = (priority if self._by_priority else 0, self._num_added)
+        request = Request(request_id, prompt, params, sampling, stop_ids, max_len, order, cache_salt)
         self._num_added += 1
         self._requests[request_id] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_order)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its slots; nothing happens when it is not, or no longer, there."""
@@ -103,132 +152,213 @@ class Scheduler:
             self.waiting.remove(request)
 
     def plan(self) -> Plan | None:
-        """The next step, or None when nothing can run."""
-        decodes = self._plan_decodes()
-        budget = self.limits.max_num_batched_tokens - len(decodes)
-        chunks: list[Chunk] = []
+        """The next step; None when nothing can run, or nothing before the launched step is committed."""
+        if not self._grow():
+            return None
+        decoding = [
+            request for request in self.running if request.decoding and len(request) < request.max_len
+        ]
+        budget = self.limits.max_num_batched_tokens - len(decoding)
+        prefilling: list[tuple[Request, Chunk]] = []
         for request in self.running:
             if not request.decoding and budget > 0:
-                chunks.append(self._chunk(request, budget))
-                budget -= len(chunks[-1].tokens)
+                prefilling.append((request, self._chunk(request, budget)))
+                budget -= len(prefilling[-1][1].tokens)
         admitted = []
         while budget > 0 and (new := self._admit()):
-            admitted.append((new.row, new.sampling))
-            chunks.append(self._chunk(new, budget))
-            budget -= len(chunks[-1].tokens)
-        return Plan(tuple(admitted), tuple(decodes), tuple(chunks)) if decodes or chunks else None
+            admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output)))
+            prefilling.append((new, self._chunk(new, budget)))
+            budget -= len(prefilling[-1][1].tokens)
+        if not decoding and not prefilling:
+            return None
+        decodes = tuple(request.decode() for request in decoding)
+        chunks = tuple(chunk for _, chunk in prefilling)
+        placed = tuple(placement for row in self._placed.values() for placement in row)
+        self._placed.clear()
+        self._planned.append(decoding + [request for request, _ in prefilling])
+        self._move_on(decoding, prefilling)
+        return Plan(tuple(admitted), placed, decodes, chunks)
 
     def commit(self, plan: Plan, result: StepResult) -> list[RequestDelta]:
-        """Take in what a step gave: advance its requests, end those that are done, report."""
-        deltas = []
-        for chunk in plan.chunks:
-            if request := self._requests.get(chunk.request_id):
-                request.num_computed = chunk.end
-                request.num_scored = max(request.num_scored, min(chunk.end, len(request.prompt) - 1))
-                if not chunk.samples:
-                    scores = result.prompt_scores.get(request.id)
-                    deltas.append(self._report(request, prompt_scores=scores))
-        for index, (work, token) in enumerate(zip(plan.sampled, result.tokens, strict=True)):
-            if request := self._requests.get(work.request_id):
-                request.num_computed = len(request)
+        """Take in what the oldest launched step, `plan`, gave: tokens for its requests, the end of those that
+        are done. What ended or was aborted meanwhile is left alone."""
+        requests = self._planned.popleft()
+        deltas, sampled = [], 0
+        for request, work in zip(requests, plan.works, strict=True):
+            request.in_flight -= 1
+            index = sampled
+            samples = not isinstance(work, Chunk) or work.samples
+            sampled += samples
+            request.pending -= samples
+            if self._requests.get(request.id) is not request:
+                continue
+            scores = result.prompt_scores.get(request.id)
+            if isinstance(work, Chunk):
+                request.num_scored = max(request.num_scored, min(work.end, len(request.prompt) - 1))
+                self._publish(request, work.end)
+            if samples:
+                token = result.tokens[index]
                 request.output.append(token)
-                scores = result.prompt_scores.get(request.id)
                 deltas.append(self._report(request, (token,), result.logprobs.get(index), scores))
+            else:
+                deltas.append(self._report(request, prompt_scores=scores))
         return [delta for delta in deltas if delta.token_ids or delta.finish_reason or delta.prompt_scores]
 
-    def fail(self, plan: Plan, error: str) -> list[RequestDelta]:
-        """Give up the requests of a step that could not be run."""
+    def fail(self, error: str) -> list[RequestDelta]:
+        """Give up the requests of the oldest launched step, which could not be run."""
         deltas = []
-        for request_id in plan.request_ids:
-            if request := self._requests.pop(request_id, None):
+        for request in self._planned.popleft():
+            request.in_flight -= 1
+            if self._requests.get(request.id) is request:
+                del self._requests[request.id]
                 self._stop(request, keep=False)
-                deltas.append(RequestDelta(request_id, finish_reason=FinishReason.ABORT, error=error))
+                deltas.append(RequestDelta(request.id, finish_reason=FinishReason.ABORT, error=error))
         return deltas
 
-    def _sampling(self, params: SamplingParams) -> Sampling:
+    def _sampling(self, params: SamplingParams, prompt_len: int) -> Sampling:
         """The parameters settled; without a seed the request draws from the engine's, by order of arrival."""
         seed = params.seed
         if seed is None:
             sequence = np.random.SeedSequence([self._seed % 2**64, self._num_added])
             seed = int(sequence.generate_state(1, np.uint64).view(np.int64)[0])
-        temperature = 0.0 if params.greedy else params.temperature
-        return Sampling(temperature, max(params.top_k, 0), params.top_p, seed, params.logprobs)
+        return Sampling(
+            0.0 if params.greedy else params.temperature,
+            max(params.top_k, 0),
+            params.top_p,
+            seed,
+            params.logprobs,
+            params.min_p,
+            Adjustment.of(params, prompt_len),
+        )
 
-    def _plan_decodes(self) -> list[Decode]:
-        """One decode for every request that is past its prefill, oldest first, pausing from the other end."""
-        decodes = []
+    def _grow(self) -> bool:
+        """A slot for the next token of every request that decodes, pausing from the other end of the order;
+        False when one would have to be paused that a launched step works on."""
         for request in tuple(self.running):
-            if request.seq is None or not request.decoding:
-                continue
-            position = len(request) - 1
-            slot = self._slot(request, position)
-            if slot is not None:
-                decode = Decode(request.id, request.row, position, slot, request.sampling, request.banned)
-                decodes.append(decode)
-        return decodes
-
-    def _slot(self, request: Request, position: int) -> int | None:
-        """The slot of `position`, or None when the request itself had to be paused for lack of room."""
-        while request.seq is not None:
-            seq = request.seq
-            if position < len(seq):
-                return int(seq.slots[position])
-            more = min(GROW_TOKENS, request.max_len - len(seq))
-            if self.kv.extend(seq, more) is None and self.kv.extend(seq, 1) is None:
+            while (
+                request.seq is not None
+                and request.decoding
+                and len(request.seq) < len(request) < request.max_len
+            ):
+                start = len(request.seq)
+                slots = self.kv.extend(request.seq, min(GROW_TOKENS, request.max_len - start))
+                if slots is None:
+                    slots = self.kv.extend(request.seq, 1)
+                if slots is not None:
+                    self._placed.setdefault(request.row, []).append(Placement(request.row, start, slots))
+                    continue
+                last = self.running[-1]
+                if last.in_flight:
+                    return False
                 assert len(self.running) > 1, "a request that fits the pool alone found no room"
-                self._pause(self.running[-1])
-        return None
+                self._pause(last)
+        return True
+
+    def _move_on(self, decoding: list[Request], prefilling: list[tuple[Request, Chunk]]) -> None:
+        """Note what the planned step will have done."""
+        for request in decoding:
+            request.num_computed += 1
+            request.pending += 1
+            request.in_flight += 1
+        for request, chunk in prefilling:
+            request.num_computed = chunk.end
+            request.pending += chunk.samples
+            request.in_flight += 1
+
+    def _publish(self, request: Request, end: int) -> None:
+        """Share the first `end` tokens of a prompt, which have been computed."""
+        if request.generates and request.seq is not None:
+            self.kv.publish(request.seq, request.prompt[:end])
+            request.published = end >= len(request.prompt)
 
     def _pause(self, request: Request) -> None:
-        """Take back the slots of a running request; it waits first in the queue with what it has."""
+        """Take back the slots of a running request; it waits with what it has."""
         self._stop(request, keep=True)
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_order)
         self.num_pauses += 1
 
     def _stop(self, request: Request, keep: bool) -> None:
-        """Take a running request's slots (kept as cache or not) and its row."""
+        """Take a running request's slots (kept as cache or not) and its row.
+
+        Its last token is not kept: nothing needs it, and only a launched step, if any, has computed it.
+        """
         assert request.seq is not None
-        self.kv.release(request.seq, request.ids[: request.num_computed], keep)
+        ids = request.ids
+        self.kv.release(request.seq, ids[: min(request.num_computed, len(ids) - 1)], keep)
         request.seq = None
         self._rows.append(request.row)
+        self._placed.pop(request.row, None)
         self.running.remove(request)
+        self._refused = None
 
     def _admit(self) -> Request | None:
         """Start the first waiting request, or None when there is none or it must wait on."""
-        if not self.waiting or not self._rows:
+        if not self.waiting or not self._rows or self.waiting[0] is self._refused:
             return None
         request = self.waiting[0]
-        spare = 0
-        if self.running:
-            growing = (*self.running, request)
-            held = ((len(other) if other.seq is None else len(other.seq), other) for other in growing)
-            spare = sum(min(other.max_len - slots, LOOKAHEAD_TOKENS) for slots, other in held)
-        ids = request.ids
-        seq = self.kv.start(ids, reuse=not request.scoring, spare=spare)
-        if seq is None:
+        ids, reuse = request.ids, not request.scoring
+        cached = self.kv.cached(ids, request.cache_salt) if reuse else 0
+        if reuse and self._shares_soon(request, ids, cached):
             return None
-        self.waiting.popleft()
-        self.running.append(request)
+        spare = self._spare(request, len(ids) - cached) if self.running else 0
+        seq = self.kv.start(ids, reuse=reuse, spare=spare, salt=request.cache_salt)
+        if seq is None:
+            self._refused = request
+            return None
+        del self.waiting[0]
+        insort(self.running, request, key=_order)
         request.seq = seq
         request.row = self._rows.pop()
         request.prefill_len = len(ids)
         request.num_computed = seq.num_cached
         if request.num_cached is None:
             request.num_cached = seq.num_cached
+        self._placed[request.row] = [Placement(request.row, 0, seq.slots.copy())]
         return request
+
+    def _spare(self, request: Request, need: int) -> int:
+        """Slots that must stay available beside the `need` slots of a new request, for all to grow."""
+        held, left = [need], [self._left(request, len(request))]
+        for other in self.running:
+            assert other.seq is not None
+            held.append(len(other.seq) - other.seq.num_cached)
+            left.append(self._left(other, len(other.seq)))
+        return peak_slots(held, left) - sum(held)
+
+    def _left(self, request: Request, slots: int) -> int:
+        """Slots that a request is still expected to take."""
+        done, most = len(request) - len(request.prompt), request.max_len - len(request.prompt)
+        conservative = self._conservative or request.params.ignore_eos
+        output = expected_output(done, most, conservative=conservative)
+        return max(0, len(request.prompt) + output - slots)
+
+    def _shares_soon(self, request: Request, ids: Ints, cached: int) -> bool:
+        """Whether a running prefill computes tokens that the request can share once they are published."""
+        if not self.kv.prefix_caching:
+            return False
+        for other in self.running:
+            if (
+                other.published
+                or other.output
+                or not other.generates
+                or other.cache_salt != request.cache_salt
+            ):
+                continue
+            size = min(len(other.prompt), len(ids) - 1)
+            differ = np.flatnonzero(other.prompt[:size] != ids[:size])
+            if (differ[0] if len(differ) else size) >= cached + SHARED_TOKENS:
+                return True
+        return False
 
     def _chunk(self, request: Request, budget: int) -> Chunk:
         """The next tokens of a prefill, at most `budget`."""
-        assert request.seq is not None
         start = request.num_computed
         end = min(start + budget, request.prefill_len)
-        first_slot = 0 if start == request.seq.num_cached else start
         return Chunk(
             request.id,
             request.row,
             start,
             request.ids[start:end],
-            request.seq.slots[first_slot:end].copy(),
             samples=request.generates and end == request.prefill_len,
             sampling=request.sampling,
             banned=request.banned,
@@ -255,11 +385,12 @@ class Scheduler:
 
 
 def _finish_reason(request: Request) -> FinishReason | None:
-    if not request.decoding:
-        return None
-    if len(request.output) > request.params.min_tokens and request.output[-1] in request.stop_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(request) >= request.max_len else None
+    if request.output:
+        if len(request.output) > request.params.min_tokens and request.output[-1] in request.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(request.prompt) + len(request.output) >= request.max_len else None
+    done = request.decoding and not request.in_flight and not request.generates
+    return FinishReason.LENGTH if done else None
 
 
 def _scoring(request: Request, start: int, end: int) -> Scoring | None:

@@ -7,12 +7,14 @@ there: last tokens, lengths and sampling parameters are already in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from qrt.engine.plan import Sampling
+from qrt.engine.plan import Admission, Placement
 from qrt.engine.transfer import to_device
 
 ROW_MULTIPLE = 64  # rows of the slot table start on 256 bytes: wide loads, one Triton specialization
@@ -27,6 +29,7 @@ class RequestTable:
     top_k         [R] int64   0: off
     top_p         [R] fp32
     seed          [R] int64
+    min_p         [R] fp32    0: off
     slot_table    [R, Lmax] int32   slot of each position; what lies beyond a request's length is stale
     """
 
@@ -40,24 +43,36 @@ class RequestTable:
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.int64, device=device)
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slot_table = torch.full((rows, width), pad_slot, dtype=torch.int32, device=device)
 
-    def admit(self, admitted: Sequence[tuple[int, Sampling]]) -> None:
+    def admit(self, admitted: Sequence[Admission]) -> None:
         """Write the sampling parameters of requests that have just got a row."""
-        rows, sampling = [row for row, _ in admitted], [sampling for _, sampling in admitted]
-        new = to_device(
-            {
-                "rows": np.array(rows, np.int64),
-                "seed": np.array([s.seed for s in sampling], np.int64),
-                "top_k": np.array([s.top_k for s in sampling], np.int64),
-                "temperature": np.array([s.temperature for s in sampling], np.float32),
-                "top_p": np.array([s.top_p for s in sampling], np.float32),
-            },
-            self.device,
-        )
-        for name in ("seed", "top_k", "temperature", "top_p"):
-            getattr(self, name).index_copy_(0, new["rows"], new[name])
+        sampling = [new.sampling for new in admitted]
+        columns: dict[str, NDArray[Any]] = {
+            "seed": np.array([s.seed for s in sampling], np.int64),
+            "top_k": np.array([s.top_k for s in sampling], np.int64),
+            "temperature": np.array([s.temperature for s in sampling], np.float32),
+            "top_p": np.array([s.top_p for s in sampling], np.float32),
+            "min_p": np.array([s.min_p for s in sampling], np.float32),
+        }
+        rows = np.array([new.row for new in admitted], np.int64)
+        sent = to_device({"rows": rows, **columns}, self.device)
+        for name in columns:
+            getattr(self, name).index_copy_(0, sent["rows"], sent[name])
+
+    def place(self, placed: Sequence[Placement]) -> None:
+        """Write new slots of requests."""
+        width = self.slot_table.shape[1]
+        places = [np.arange(new.start, new.start + len(new.slots)) + new.row * width for new in placed]
+        slots = np.concatenate([new.slots for new in placed])
+        sent = to_device({"places": np.concatenate(places), "slots": slots}, self.device)
+        self.slot_table.view(-1).index_copy_(0, sent["places"], sent["slots"])
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """The slots int32 [n] of `positions` [n] in `rows` [n]."""
+        return self.slot_table.view(-1)[rows.long() * self.slot_table.shape[1] + positions]
 
     def advance(self, rows: Tensor, tokens: Tensor) -> None:
         """Note the sampled `tokens` int64 [n] of `rows` int64 [n]."""

@@ -1,4 +1,4 @@
-"""Host arrays to the device, one copy per dtype."""
+"""Between host and device without waiting: arrays there, one copy per dtype, and tensors back."""
 
 from __future__ import annotations
 
@@ -37,3 +37,29 @@ def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[
             shape = arrays[name].shape
             tensors[name] = there[start : start + arrays[name].size].view(shape)
     return tensors
+
+
+class Fetch:
+    """Tensors on their way to the host: `take` them, `sent` ends the list, `wait` before they are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._event: torch.cuda.Event | None = None
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The host's copy of `tensor`, filled when `wait` returns; on a CPU the tensor itself."""
+        if not self._pinned:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def sent(self) -> None:
+        """Nothing more is taken."""
+        if self._pinned:
+            self._event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, others get the GIL
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until everything has arrived."""
+        if self._event is not None:
+            self._event.synchronize()

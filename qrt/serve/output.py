@@ -100,8 +100,10 @@ class RequestCollector:
         self.params = params
         self.error: str | None = None
         self._tokenizer = tokenizer
-        self._indices = {f"{request_id}#{index}": index for index in range(params.n)}
-        self._completions = [_Completion(Detokenizer(tokenizer, prompt_ids, params)) for _ in range(params.n)]
+        self._ranked = params.best_of is not None and params.best_of > params.n
+        count = params.best_of or params.n
+        self._indices = {f"{request_id}#{index}": index for index in range(count)}
+        self._completions = [_Completion(Detokenizer(tokenizer, prompt_ids, params)) for _ in range(count)]
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._num_cached = 0
 
@@ -112,13 +114,27 @@ class RequestCollector:
 
     def engine_requests(self) -> Iterator[tuple[str, SamplingParams]]:
         """Id and parameters of each request to add to the engine. A seed gives each completion its own; the
-        prompt is scored once."""
+        prompt is scored once; completions to be ranked are scored."""
+        params = self.params
+        logprobs = 0 if self._ranked and params.logprobs is None else params.logprobs
+        words = encode_bad_words(params.bad_words, self._tokenizer)
         for engine_id, index in self._indices.items():
             seed = self.params.seed
             if seed is not None:
                 seed = (seed + index + 2**63) % 2**64 - 2**63
             prompt_logprobs = self.params.prompt_logprobs if index == 0 else None
-            yield engine_id, replace(self.params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+            yield (
+                engine_id,
+                replace(
+                    params,
+                    n=1,
+                    best_of=None,
+                    seed=seed,
+                    logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
+                    bad_words=words,
+                ),
+            )
 
     @property
     def finished(self) -> bool:
@@ -157,7 +173,7 @@ class RequestCollector:
     def output(self) -> RequestOutput:
         """Everything so far."""
         prompt_logprobs = self._prompt_logprobs if self.params.prompt_logprobs is not None else None
-        outputs = [self._completion_output(index) for index in range(self.params.n)]
+        outputs = [self._completion_output(index, place) for index, place in enumerate(self._best())]
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -168,8 +184,15 @@ class RequestCollector:
             self._num_cached,
         )
 
-    def _completion_output(self, index: int) -> CompletionOutput:
-        completion, wanted = self._completions[index], self.params.logprobs is not None
+    def _best(self) -> Sequence[int]:
+        """The completions to report: all, or the likeliest of `best_of`."""
+        places = range(len(self._completions))
+        if not self._ranked:
+            return places
+        return sorted(places, key=lambda i: -self._completions[i].cumulative_logprob)[: self.params.n]
+
+    def _completion_output(self, index: int, place: int) -> CompletionOutput:
+        completion, wanted = self._completions[place], self.params.logprobs is not None
         return CompletionOutput(
             index,
             completion.detokenizer.text,
@@ -215,6 +238,23 @@ class RequestCollector:
 
     def _text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def encode_bad_words(
+    words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], ...]:
+    """The words as token ids: as the text's beginning, and after a space where that begins with another token
+    (as in vLLM)."""
+    encoded: list[tuple[int, ...]] = []
+    for word in words:
+        if not isinstance(word, str):
+            encoded.append(tuple(word))
+            continue
+        for text in (word.lstrip(), " " + word.lstrip()):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if ids and ids not in encoded:
+                encoded.append(ids)
+    return tuple(encoded)
 
 
 def _new_tokens(completion: _Completion, delta: RequestDelta, stopped: bool) -> Sequence[int]:

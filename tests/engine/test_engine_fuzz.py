@@ -12,10 +12,11 @@ import torch
 from fake_decoder import EOS, VOCAB, FakeDecoder, fake_engine, greedy, next_logits, run, tokens
 
 from qrt.config import SamplingParams
-from qrt.engine import scheduler
+from qrt.engine import admission, scheduler
 from qrt.engine.request import FinishReason
+from qrt.errors import QueueFullError
 
-_alone = fake_engine(max_num_seqs=1, enable_prefix_caching=False)
+_alone = fake_engine(max_num_seqs=1, enable_prefix_caching=False, overlap=False)
 
 
 def alone(prompt, params):
@@ -38,7 +39,22 @@ def random_params(rng):
         ignore_eos=rng.random() < 0.7,
         logprobs=rng.choice([None, None, 0, 3]),
         prompt_logprobs=rng.choice([None, None, None, 0, 2]),
+        **(random_adjustments(rng) if rng.random() < 0.4 else {}),
     )
+
+
+def random_adjustments(rng):
+    ways = {
+        "min_p": 0.2,
+        "repetition_penalty": 1.7,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -1.5,
+        "exponential_decay_length_penalty": (2, 1.4),
+        "logit_bias": {rng.randrange(VOCAB): 5.0, rng.randrange(VOCAB): -100.0},
+        "allowed_token_ids": rng.sample(range(VOCAB), 9),
+        "bad_words": [(rng.randrange(VOCAB),)] + [(a, b) for a in range(0, VOCAB, 2) for b in (1, 8)],
+    }
+    return dict(rng.sample(list(ways.items()), 2))
 
 
 def random_prompt(rng, shared):
@@ -64,26 +80,54 @@ def check_logprobs(prompt, params, deltas):
         torch.testing.assert_close(got, top)
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_every_request_ends_once_with_the_tokens_it_gets_alone(seed, monkeypatch):
-    rng = random.Random(seed)
-    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", rng.choice([0, 0, 3, 64]))
+def random_engine(rng, monkeypatch):
+    """Every way of the engine, and an estimate that is often too low."""
+    slack = rng.choice([0, 0, 3, 64])
+    monkeypatch.setattr(
+        scheduler, "expected_output", lambda done, most, conservative: min(most, done + slack)
+    )
     monkeypatch.setattr(scheduler, "GROW_TOKENS", rng.choice([1, 5]))
-    engine = fake_engine(
+    monkeypatch.setattr(scheduler, "SHARED_TOKENS", rng.choice([1, 8, 1000]))
+    return fake_engine(
         pool=rng.choice([48, 64, 80, 256]),
         max_model_len=48,
         max_num_seqs=rng.choice([2, 6, 6, 12]),
         max_num_batched_tokens=rng.choice([2, 7, 16, 16, 64, 512]),
         enable_prefix_caching=rng.random() < 0.7,
+        overlap=rng.random() < 0.7,
+        scheduling_policy=rng.choice(["fcfs", "fcfs", "priority"]),
     )
+
+
+def check_order(engine, added):
+    """Each queue in order of priority, then arrival; first come, first served: no later one runs before."""
+    arrival = {name: place for place, name in enumerate(added)}
+    by_priority = engine.config.scheduling_policy == "priority"
+
+    def key(request):
+        return (added[request.id][2] if by_priority else 0, arrival[request.id])
+
+    running = [key(request) for request in engine.scheduler.running]
+    waiting = [key(request) for request in engine.scheduler.waiting]
+    assert running == sorted(running) and waiting == sorted(waiting)
+    assert by_priority or running + waiting == sorted(running + waiting)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_request_ends_once_with_the_tokens_it_gets_alone(seed, monkeypatch):
+    rng = random.Random(seed)
+    engine = random_engine(rng, monkeypatch)
     shared = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
-    pending = {str(i): (random_prompt(rng, shared), random_params(rng)) for i in range(14)}
+    pending = {
+        str(i): (random_prompt(rng, shared), random_params(rng), rng.randrange(3), rng.choice([None, "x"]))
+        for i in range(14)
+    }
     added, deltas, ended, aborted = {}, {}, set(), set()
     for _ in range(5000):
         while pending and rng.random() < 0.6:
-            name, (prompt, params) = pending.popitem()
-            engine.add(name, prompt, params)
-            added[name] = (prompt, params)
+            name, (prompt, params, priority, salt) = pending.popitem()
+            engine.add(name, prompt, params, priority=priority, cache_salt=salt)
+            added[name] = (prompt, params, priority)
         if added and rng.random() < 0.01:
             name = rng.choice(list(added))
             engine.abort(name)
@@ -95,13 +139,12 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(seed, monkeypatch
             if delta.finish_reason:
                 ended.add(name)
         engine.scheduler.kv.check()
-        queue = [request.id for request in (*engine.scheduler.running, *engine.scheduler.waiting)]
-        assert queue == [name for name in added if name in queue], "not in order of arrival"
+        check_order(engine, added)
         if not pending and not engine.has_work:
             break
     assert ended | aborted == set(added) and not engine.has_work
     for name in ended:
-        prompt, params = added[name]
+        prompt, params, _ = added[name]
         limit = engine.max_model_len - len(prompt)
         wanted = replace(params, max_tokens=min(params.max_tokens or limit, limit))
         last = deltas[name][-1]
@@ -114,10 +157,11 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(seed, monkeypatch
     )
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_full_pool_pauses_the_last_and_loses_nothing(caching, monkeypatch):
-    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 0)
-    engine = fake_engine(pool=64, max_num_seqs=6, enable_prefix_caching=caching)
+def test_a_full_pool_pauses_the_last_and_loses_nothing(caching, overlap, monkeypatch):
+    monkeypatch.setattr(scheduler, "expected_output", lambda done, most, conservative: done)
+    engine = fake_engine(pool=64, max_num_seqs=6, enable_prefix_caching=caching, overlap=overlap)
     prompts = [[i, 2, 3, 4, 5, 6, 8, 9] for i in range(6)]
     for i, prompt in enumerate(prompts):
         engine.add(str(i), prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
@@ -132,17 +176,73 @@ def test_a_full_pool_pauses_the_last_and_loses_nothing(caching, monkeypatch):
         assert tokens(deltas[str(i)]) == greedy(prompt, 40)
 
 
-def test_lookahead_lets_no_request_in_that_would_be_paused_at_once():
-    engine = fake_engine(pool=96, max_num_seqs=6)
+@pytest.mark.parametrize("admission_mode", ["conservative", "aggressive"])
+def test_conservative_admission_pauses_nobody(admission_mode, monkeypatch):
+    monkeypatch.setattr(admission, "EXPECTED_TOKENS", 1)
+    engine = fake_engine(pool=96, max_num_seqs=6, admission=admission_mode)
     for i in range(6):
-        engine.add(str(i), [i, 2, 3, 4], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        params = SamplingParams(temperature=0, max_tokens=40, logit_bias={EOS: -100.0})
+        engine.add(str(i), [i, 2, 3, 4], params)
+    run(engine)
+    assert (engine.scheduler.num_pauses == 0) is (admission_mode == "conservative")
+
+
+def test_a_priority_request_runs_first_and_makes_room(monkeypatch):
+    monkeypatch.setattr(scheduler, "expected_output", lambda done, most, conservative: done)
+    engine = fake_engine(pool=48, max_num_seqs=2, scheduling_policy="priority")
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    engine.add("later", [1, 2, 3], params, priority=5)
+    engine.add("waits", [2, 2, 3], params, priority=5)
+    for _ in range(4):
+        engine.step()
+    engine.add("first", [3, 2, 3], params, priority=-1)
+    order = []
+    while engine.has_work:
+        order += [delta.request_id for delta in engine.step() if delta.finish_reason]
+    assert order.index("first") < order.index("waits") and engine.scheduler.num_pauses > 0
+
+
+def test_a_full_queue_refuses_and_what_waits_is_answered():
+    engine = fake_engine(max_num_seqs=1, max_num_queued_reqs=2, overlap=True)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    engine.add("0", [1], params)
+    engine.step()
+    for name in "12":
+        engine.add(name, [1], params)
+    with pytest.raises(QueueFullError, match="2 requests wait already"):
+        engine.add("3", [1], params)
+    assert {name: len(tokens(own)) for name, own in run(engine).items()} == {"0": 3, "1": 3, "2": 3}
+
+
+def test_prompts_that_come_together_are_computed_once():
+    """The first computes what the others share; `num_cached` says so, and a salt keeps them apart."""
+    model = FakeDecoder()
+    engine = fake_engine(model, max_num_seqs=8, pool=256)
+    prompt = [(7 * i) % VOCAB for i in range(60)]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    for i in range(4):
+        engine.add(str(i), prompt, params)
+    engine.add("salted", prompt, params, cache_salt="me")
+    engine.add("salted too", prompt, params, cache_salt="me")
+    deltas = run(engine)
+    cached = {name: own[0].num_cached for name, own in deltas.items()}
+    assert cached == {"0": 0, "1": 59, "2": 59, "3": 59, "salted": 0, "salted too": 59}
+    assert all(tokens(own) == greedy(prompt, 5) for own in deltas.values())
+
+
+def test_slots_of_a_group_are_those_of_one_prompt():
+    engine = fake_engine(max_num_seqs=8, pool=128)
+    prompt = [(7 * i) % VOCAB for i in range(60)]
+    for i in range(8):
+        engine.add(str(i), prompt, SamplingParams(seed=i, max_tokens=4, ignore_eos=True))
     run(engine)
     assert engine.scheduler.num_pauses == 0
 
 
-def test_a_failing_step_ends_its_requests_and_no_others():
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_failing_step_ends_its_requests_and_no_others(overlap):
     model = FakeDecoder()
-    engine = fake_engine(model, pool=128, max_num_seqs=2)
+    engine = fake_engine(model, pool=128, max_num_seqs=2, overlap=overlap)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     for i in range(4):
         engine.add(str(i), [i, 1, 2], params)
@@ -175,3 +275,49 @@ def test_eos_ends_and_ignore_eos_does_not():
     assert tokens(deltas["id"]) == wanted[: wanted.index(wanted[1]) + 1]
     assert deltas["id"][-1].stop_reason == wanted[1]
     assert EOS not in tokens(deltas["late"])[:late] and len(tokens(deltas["late"])) > late
+
+
+def test_an_id_may_be_used_again_while_its_last_step_is_in_flight():
+    engine = fake_engine(overlap=True)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    engine.add("a", [1, 2, 3], params)
+    for _ in range(3):
+        engine.step()
+    engine.abort("a")
+    engine.add("a", [9, 8], params)
+    assert tokens(run(engine)["a"]) == greedy([9, 8], 6)
+    engine.scheduler.kv.check()
+
+
+def test_one_step_is_launched_ahead_and_no_surplus_where_the_end_is_known():
+    model = FakeDecoder()
+    engine = fake_engine(model, overlap=True)
+    engine.add("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert engine.step() == [] and model.steps == 1
+    assert len(engine.step()) == 1 and model.steps == 2
+    run(engine)
+    assert model.steps == 4, "max_tokens is known when a step is planned"
+
+
+def test_a_growing_end_of_text_ends_it():
+    engine = fake_engine()
+    prompt = next([a, b] for a in range(VOCAB) for b in range(VOCAB) if EOS not in greedy([a, b], 60))
+    engine.add("a", prompt, SamplingParams(temperature=0, max_tokens=60))
+    params = SamplingParams(temperature=0, max_tokens=60, exponential_decay_length_penalty=(8, 1.5))
+    engine.add("b", prompt, params)
+    deltas = run(engine)
+    assert len(tokens(deltas["a"])) == 60 and deltas["b"][-1].finish_reason is FinishReason.STOP
+    ended = tokens(deltas["b"])
+    assert 8 < len(ended) < 40 and ended[:8] == greedy(prompt, 8)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_bad_words_never_come(overlap):
+    engine = fake_engine(overlap=overlap)
+    wanted = greedy([1, 2], 30)
+    words = [tuple(wanted[4:6]), tuple(wanted[10:13]), (wanted[20],)]
+    engine.add("a", [1, 2], SamplingParams(temperature=0, max_tokens=30, bad_words=words, ignore_eos=True))
+    got = tokens(run(engine)["a"])
+    assert got[:5] == wanted[:5] and got[5] != wanted[5]
+    for word in words:
+        assert not [i for i in range(30) if tuple(got[i : i + len(word)]) == word]

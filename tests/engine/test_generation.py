@@ -26,8 +26,8 @@ def test_what_is_taken(tmp_path, caplog):
 
 def test_what_is_not_run_is_said(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        read(tmp_path, repetition_penalty=1.05, min_p=0.1)
+        read(tmp_path, typical_p=0.9, no_repeat_ngram_size=3)
     assert [r.getMessage() for r in caplog.records] == [
-        "generation_config.json: repetition_penalty 1.05 is not run by qrt",
-        "generation_config.json: min_p 0.1 is not run by qrt",
+        "generation_config.json: typical_p 0.9 is not run by qrt",
+        "generation_config.json: no_repeat_ngram_size 3 is not run by qrt",
     ]

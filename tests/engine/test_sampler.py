@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from qrt.engine.plan import Sampling
-from qrt.engine.sampler import SampleMeta, least_kept, sample
+from qrt.engine.adjustments import Adjustments
+from qrt.engine.plan import ANY, Admission, Sampling
+from qrt.engine.sampler import SampleMeta, least_kept
+from qrt.engine.sampler import sample as draw
 from qrt.engine.table import RequestTable
 from qrt.kernels.sample.ref import gumbel, uniform
 
@@ -57,9 +59,18 @@ def test_noise_is_uniform_and_independent():
     assert abs(float(noise.mean()) - 0.57722) < 5e-3 and abs(float(noise.var()) - np.pi**2 / 6) < 1e-2
 
 
+def sample(logits, table, meta):
+    """Without adjustments."""
+    return draw(logits, table, Adjustments(logits.shape[1], (), logits.device), meta)
+
+
+def admit(table, samplings):
+    table.admit([Admission(row, sampling, np.zeros(1, np.int32)) for row, sampling in enumerate(samplings)])
+
+
 def table_of(samplings, positions=None) -> RequestTable:
     table = RequestTable(len(samplings), 64, 0, CPU)
-    table.admit(list(enumerate(samplings)))
+    admit(table, samplings)
     if positions is not None:
         table.length[: len(samplings)] = torch.tensor(positions, dtype=torch.int32)
     return table
@@ -67,20 +78,21 @@ def table_of(samplings, positions=None) -> RequestTable:
 
 def meta_of(samplings, rows=None) -> SampleMeta:
     rows = list(range(len(samplings))) if rows is None else rows
-    draws = [i for i, row in enumerate(rows) if samplings[row].temperature > 0]
-    filtered = [n for n, i in enumerate(draws) if samplings[rows[i]].filtered]
-    ks = [samplings[rows[draws[n]]].top_k for n in filtered]
+    careful = [i for i, row in enumerate(rows) if samplings[row].filtered]
+    ks = [samplings[rows[i]].top_k for i in careful]
     return SampleMeta(
         torch.tensor(rows),
-        torch.tensor(draws) if draws else None,
-        torch.tensor(filtered) if filtered else None,
-        max(ks) if ks and min(ks) > 0 else 0,
+        torch.tensor(careful) if careful else None,
+        filtered=torch.arange(len(careful)) if careful else None,
+        max_top_k=max(ks) if ks and min(ks) > 0 else 0,
     )
 
 
-def distribution(logits, temperature, top_k, top_p):
-    """The definition in float64: kept tokens by rank, then by cumulative probability, renormalised."""
+def distribution(logits, temperature, top_k, top_p, min_p=0.0):
+    """The definition in float64: kept tokens by share of the likeliest, by rank, then by cumulative
+    probability, renormalised."""
     p = np.exp((logits - logits.max()) / temperature)
+    p[p < min_p] = 0
     order = np.argsort(-p, kind="stable")
     kept = order[: top_k or None]
     inside = p[kept] / p[kept].sum()
@@ -92,31 +104,33 @@ def distribution(logits, temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
+    ("temperature", "top_k", "top_p", "min_p"),
     [
-        (1.0, 0, 1.0),
-        (0.6, 0, 1.0),
-        (1.7, 0, 1.0),
-        (1.0, 5, 1.0),
-        (1.0, 0, 0.7),
-        (0.8, 12, 0.8),
-        (1.0, 1, 1.0),
+        (1.0, 0, 1.0, 0.0),
+        (0.6, 0, 1.0, 0.0),
+        (1.7, 0, 1.0, 0.0),
+        (1.0, 5, 1.0, 0.0),
+        (1.0, 0, 0.7, 0.0),
+        (0.8, 12, 0.8, 0.0),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (1.3, 20, 0.9, 0.05),
     ],
 )
-def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p):
+def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, min_p):
     """Chi-square over 60,000 draws, one position each; a token of probability 0 is never drawn."""
     logits = np.random.default_rng(3).normal(0, 1.5, 40)
     draws = 60_000
-    truth = distribution(logits, temperature, top_k, top_p)
-    table = table_of([Sampling(temperature, top_k, top_p, 99, None)])
+    truth = distribution(logits, temperature, top_k, top_p, min_p)
+    table = table_of([Sampling(temperature, top_k, top_p, 99, None, min_p)])
     counts = np.zeros(40)
     for start in range(0, draws, 6000):
         table.length = torch.arange(start, start + 6000, dtype=torch.int32)
-        for name in ("temperature", "top_k", "top_p", "seed"):
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
             setattr(table, name, getattr(table, name)[:1].expand(6000))
         rows = torch.arange(6000)
-        filtered = rows if top_k or top_p < 1 else None
-        meta = SampleMeta(rows, rows, filtered, top_k)
+        some = rows if top_k or top_p < 1 or min_p else None
+        meta = SampleMeta(rows, some, filtered=some, max_top_k=top_k)
         tokens = sample(torch.tensor(logits, dtype=torch.float32).expand(6000, 40), table, meta)
         counts += np.bincount(tokens.numpy(), minlength=40)
     assert counts[truth == 0].sum() == 0
@@ -175,11 +189,22 @@ def test_banned_tokens_are_not_drawn_and_logits_stay():
     logits[:, 2] = 50
     before = logits.clone()
     samplings = [Sampling(0.0, 0, 1.0, 0, None), Sampling(1.0, 0, 1.0, 0, None)]
-    meta = meta_of(samplings)
-    banned = torch.tensor([[0, 1, 1], [2, 2, 0]])
-    tokens = sample(logits, table_of(samplings), SampleMeta(meta.rows, meta.draws, banned=banned))
+    banned = torch.tensor([[0, 1, 1, 1], [2, 2, 0, 2], [ANY, ANY, ANY, ANY]])
+    meta = SampleMeta(torch.arange(2), torch.arange(2), banned=banned)
+    tokens = sample(logits, table_of(samplings), meta)
     assert tokens[0] == 0 and tokens[1] in (1, 3)
     assert torch.equal(logits, before)
+
+
+def test_a_token_banned_after_another_is_drawn_after_others():
+    logits = torch.zeros(3, 4)
+    logits[:, 2] = 50
+    samplings = [Sampling(0.0, 0, 1.0, 0, None)] * 3
+    table = table_of(samplings)
+    table.last_token[:3] = torch.tensor([1, 3, 1])
+    banned = torch.tensor([[0, 1], [2, 2], [1, 1]])
+    meta = SampleMeta(torch.tensor([0, 2, 1]), torch.tensor([1, 2]), banned=banned)
+    assert sample(logits, table, meta).tolist() == [2, 0, 2], "rows 2 and 1 ask; only 1 came after token 1"
 
 
 def test_extreme_logits_give_a_token():
@@ -205,8 +230,13 @@ def test_gpu_draws_as_the_cpu_does():
     here = sample(logits, table_of(samplings, range(60)), meta_of(samplings))
     cuda = torch.device("cuda")
     table = RequestTable(60, 64, 0, cuda)
-    table.admit(list(enumerate(samplings)))
+    admit(table, samplings)
     table.length[:60] = torch.arange(60, dtype=torch.int32, device=cuda)
     meta = meta_of(samplings)
-    meta = SampleMeta(meta.rows.to(cuda), meta.draws.to(cuda), meta.filtered.to(cuda), meta.max_top_k)
+    meta = SampleMeta(
+        meta.rows.to(cuda),
+        meta.careful.to(cuda),
+        filtered=meta.filtered.to(cuda),
+        max_top_k=meta.max_top_k,
+    )
     assert sample(logits.to(cuda), table, meta).cpu().tolist() == here.tolist()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from qrt.config import SamplingParams
+from qrt.engine import admission
 from qrt.engine import scheduler as module
 from qrt.engine.plan import StepResult
 from qrt.engine.profile import largest_plan
@@ -45,7 +46,7 @@ def test_first_come_first_served_in_chunks_within_the_budget():
         (["a", "b", "c"], []),
     ]
     assert [[c.samples for c in plan.chunks] for plan in plans[:2]] == [[False], [True, True, True]]
-    assert [row for row, _ in plans[0].admitted] == [plans[0].chunks[0].row]
+    assert [new.row for new in plans[0].admitted] == [plans[0].chunks[0].row]
     assert len({work.row for work in plans[2].decodes}) == 3
 
 
@@ -75,7 +76,8 @@ def test_a_cached_prefix_is_not_computed_again():
     assert step(scheduler)[1][0].finish_reason
     scheduler.add("b", np.arange(12, dtype=np.int32), LONG)
     plan, deltas = step(scheduler)
-    assert shape(plan) == ([], [("b", 10, 2)]) and len(plan.chunks[0].slots) == 12
+    assert shape(plan) == ([], [("b", 10, 2)])
+    assert [(new.row, new.start, len(new.slots)) for new in plan.placed] == [(plan.chunks[0].row, 0, 12)]
     assert deltas[0].num_cached == 10
     scheduler.add("c", np.arange(12, dtype=np.int32), SamplingParams(max_tokens=1, prompt_logprobs=0))
     plan, _ = step(scheduler)
@@ -84,7 +86,7 @@ def test_a_cached_prefix_is_not_computed_again():
 
 
 def test_the_last_to_come_is_paused_and_goes_on_where_it_was(monkeypatch):
-    monkeypatch.setattr(module, "LOOKAHEAD_TOKENS", 0)
+    monkeypatch.setattr(admission, "EXPECTED_TOKENS", 0)
     monkeypatch.setattr(module, "GROW_TOKENS", 1)
     scheduler = make(slots=64, max_model_len=64, max_num_seqs=2, budget=64)
     scheduler.add("a", np.arange(10, dtype=np.int32), SamplingParams(max_tokens=20))
@@ -140,7 +142,7 @@ def test_abort_at_any_time_gives_everything_back():
     for name in ("c", "a", "nobody", "a"):  # waiting, half prefilled, unknown, gone
         scheduler.abort(name)
     plan, _ = step(scheduler)
-    assert plan.request_ids == ["b"]
+    assert [work.request_id for work in plan.works] == ["b"]
     scheduler.abort("b")
     assert not scheduler.has_work and scheduler.plan() is None
     assert scheduler.kv.available == 256
@@ -166,6 +168,6 @@ def test_the_largest_step_is_within_the_limits(limits):
     assert sum(sizes) == min(limits.max_num_batched_tokens, len(sizes) * limits.max_model_len)
     assert max(sizes) <= limits.max_model_len and min(sizes) > 0
     assert len(sizes) == min(limits.max_num_seqs, limits.max_num_batched_tokens) == len(plan.sampled)
-    slots = np.concatenate([chunk.slots for chunk in plan.chunks])
+    slots = np.concatenate([new.slots for new in plan.placed])
     assert sorted(slots) == list(range(sum(sizes)))
     assert len({chunk.row for chunk in plan.chunks}) == len(sizes)

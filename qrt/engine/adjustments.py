@@ -1,0 +1,106 @@
+"""Adjustments: logits of the requests that ask for biases, allowed tokens, penalties or a growing EOS.
+
+Only such requests have rows here, of the size of the vocabulary, and only their logits are touched. Counts of
+tokens live on the device, so that a step can follow another before its tokens are known on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qrt.engine.plan import Adjustment, Admission
+from qrt.engine.transfer import to_device
+
+_INF = float("inf")
+
+
+class Adjustments:
+    """C places, as many as have been needed at once, of a vocabulary of V tokens.
+
+    bias     fp32 [C, V]    logit_bias; -inf for what is not allowed
+    prompt   bool [C, V]    tokens of the prompt
+    counts   int32 [C, V]   how often each token is in the output
+    factors  fp32 [C, 5]    repetition, presence, frequency, growth of EOS per token, from this many tokens on
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], device: torch.device) -> None:
+        self._vocab = vocab_size
+        self._eos = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=device)
+        self._places: dict[int, int] = {}  # of rows of the request table
+        self._free: list[int] = []
+        self.bias = torch.zeros(0, vocab_size, device=device)
+        self.prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.factors = torch.zeros(0, 5, device=device)
+
+    def admit(self, admitted: Sequence[Admission]) -> None:
+        """Take note of who has got a row: its rules and the tokens it brings."""
+        for new in admitted:
+            place = self._places.pop(new.row, None)
+            if place is not None:
+                self._free.append(place)
+        for new in admitted:
+            if (adjustment := new.sampling.adjustment) is not None:
+                if not self._free:
+                    self._grow()
+                self._places[new.row] = self._free.pop()
+                self._write(self._places[new.row], adjustment, new)
+
+    def places(self, rows: Sequence[int]) -> list[int]:
+        """Places of rows of the request table that have one."""
+        return [self._places[row] for row in rows]
+
+    def apply(self, logits: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
+        """`logits` fp32 [n, V] adjusted, by place int64 [n]; `lengths` [n] are the tokens known so far."""
+        counts = self.counts[places]
+        repetition, presence, frequency, growth, start = self.factors[places].T[..., None]
+        x = logits + self.bias[places]
+        repeated = torch.where(x > 0, x / repetition, x * repetition)
+        x = torch.where(self.prompt[places] | (counts > 0), repeated, x)
+        x = x - frequency * counts - presence * (counts > 0)
+        eos = x[:, self._eos]
+        grown = growth ** (lengths[:, None] - start).clamp(min=0)
+        # a token that is not allowed stays so: -inf + inf would be NaN
+        x[:, self._eos] = torch.where(eos == -_INF, eos, eos + eos.abs() * (grown - 1))
+        return x
+
+    def count(self, places: Tensor, tokens: Tensor) -> None:
+        """Note the sampled `tokens` int64 [n]."""
+        self.counts.index_put_((places, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+
+    def _write(self, place: int, adjustment: Adjustment, new: Admission) -> None:
+        growth = adjustment.growth or (0, 1.0)
+        factors = (adjustment.repetition, adjustment.presence, adjustment.frequency, growth[1], growth[0])
+        bias = adjustment.bias
+        sent = to_device(
+            {
+                "factors": np.array(factors, np.float32),
+                "biased": np.fromiter(bias.keys(), np.int64, len(bias)),
+                "values": np.fromiter(bias.values(), np.float32, len(bias)),
+                "allowed": np.array(adjustment.allowed or (), np.int64),
+                "prompt": new.prompt.astype(np.int64),
+                "output": np.array(new.output, np.int64),
+            },
+            self.bias.device,
+        )
+        self.factors[place] = sent["factors"]
+        self.bias[place] = 0.0
+        if adjustment.allowed is not None:
+            self.bias[place] = -_INF
+            self.bias[place, sent["allowed"]] = 0.0
+        self.bias[place, sent["biased"]] += sent["values"]
+        self.prompt[place] = False
+        self.prompt[place, sent["prompt"]] = True
+        self.counts[place] = torch.bincount(sent["output"], minlength=self._vocab)
+
+    def _grow(self) -> None:
+        """Twice as many places."""
+        more = max(1, len(self.bias))
+        self._free += range(len(self.bias), len(self.bias) + more)
+        for name in ("bias", "prompt", "counts", "factors"):
+            old = getattr(self, name)
+            setattr(self, name, torch.cat([old, old.new_zeros(more, old.shape[1])]))

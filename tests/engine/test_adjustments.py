@@ -1,0 +1,109 @@
+"""Adjusted logits against their definitions, token by token in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from qrt.config import SamplingParams
+from qrt.engine.adjustments import Adjustments
+from qrt.engine.plan import Adjustment, Admission, Sampling
+from qrt.errors import ConfigError
+
+VOCAB, EOS = 29, 5
+
+
+def expected(logits, prompt, output, params):
+    """The definitions that SamplingParams names, one token at a time."""
+    result = []
+    for token, x in enumerate(logits):
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            result.append(-np.inf)
+            continue
+        x = x + params.logit_bias.get(token, 0.0)
+        if token in prompt or token in output:
+            x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+        x -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
+        if token == EOS and (decay := params.exponential_decay_length_penalty):
+            x += abs(x) * (decay[1] ** max(len(output) - decay[0], 0) - 1)
+        result.append(x)
+    return result
+
+
+WAYS = [
+    {"repetition_penalty": 1.3}, {"presence_penalty": 0.7}, {"frequency_penalty": -1.1},
+    {"logit_bias": {3: 2.5, 4: -100.0}}, {"allowed_token_ids": [1, 2, 3, EOS]},
+    {"exponential_decay_length_penalty": (3, 1.5)},
+    {"repetition_penalty": 0.8, "presence_penalty": -1, "frequency_penalty": 1.5, "logit_bias": {7: 1.0},
+     "allowed_token_ids": range(3, 20), "exponential_decay_length_penalty": (0, 1.1)},
+]  # fmt: skip
+
+
+def admission(row, params, prompt, output=()):
+    sampling = Sampling(0.0, 0, 1.0, 0, None, 0.0, Adjustment.of(params, len(prompt)))
+    return Admission(row, sampling, np.array(prompt, np.int32), tuple(output))
+
+
+def test_what_is_applied_is_the_definition(device):
+    """All ways at once, some resumed with output, tokens counted as they come."""
+    rng = np.random.default_rng(0)
+    adjustments = Adjustments(VOCAB, [EOS], device)
+    params = [SamplingParams(**way) for way in WAYS]
+    prompts = [rng.integers(0, VOCAB, 6).tolist() for _ in WAYS]
+    outputs = [rng.integers(0, VOCAB, i % 3).tolist() for i in range(len(WAYS))]
+    rows = [10 + i for i in range(len(WAYS))]
+    adjustments.admit([admission(*new) for new in zip(rows, params, prompts, outputs, strict=True)])
+    places = torch.tensor(adjustments.places(rows), device=device)
+    assert len(set(places.tolist())) == len(rows)
+    for _ in range(8):
+        logits = rng.normal(0, 3, (len(WAYS), VOCAB)).astype(np.float32)
+        lengths = torch.tensor(
+            [len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)], device=device
+        )
+        got = adjustments.apply(torch.tensor(logits, device=device), places, lengths).cpu().numpy()
+        wanted = [
+            expected(*each) for each in zip(logits.astype(float), prompts, outputs, params, strict=True)
+        ]
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+        drawn = rng.integers(0, VOCAB, len(WAYS))
+        adjustments.count(places, torch.tensor(drawn, device=device))
+        for output, token in zip(outputs, drawn, strict=True):
+            output.append(int(token))
+
+
+def test_a_row_that_goes_to_another_request_forgets_the_first():
+    adjustments = Adjustments(VOCAB, [EOS], torch.device("cpu"))
+    first, second = SamplingParams(logit_bias={1: 5.0}), SamplingParams(repetition_penalty=2.0)
+    adjustments.admit([admission(3, first, [1, 2]), admission(4, first, [1, 2])])
+    adjustments.admit([admission(3, SamplingParams(), [4])])
+    adjustments.admit([admission(3, second, [6])])
+    with pytest.raises(KeyError):
+        adjustments.places([5])
+    place = torch.tensor(adjustments.places([3]))
+    got = adjustments.apply(torch.ones(1, VOCAB), place, torch.tensor([1]))
+    assert got[0].tolist() == [0.5 if token == 6 else 1.0 for token in range(VOCAB)]
+    assert len(adjustments.bias) == 2, "places are used again"
+
+
+def test_nothing_asked_for_is_no_adjustment():
+    assert Adjustment.of(SamplingParams(min_p=0.3, top_k=4, bad_words=["x"]), 5) is None
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ({"min_p": 1.5}, "min_p: got 1.5, wanted 0 to 1"),
+        ({"presence_penalty": float("nan")}, "presence_penalty: got nan, wanted -2 to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty: got 0, wanted above 0"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias: got -1"),
+        ({"logit_bias": {3: 101}}, "logit_bias of token 3: got 101, wanted -100 to 100"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: got none"),
+        ({"bad_words": [""]}, "bad_words: got"),
+        ({"best_of": 2, "n": 3}, "best_of: got 2, wanted an integer of at least 3"),
+        ({"best_of": 3, "temperature": 0}, "best_of: got 3 with temperature 0"),
+        ({"exponential_decay_length_penalty": (1, 0.5)}, "exponential_decay_length_penalty: got"),
+        ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "got 2000, wanted at most 1024"),
+    ],
+)
+def test_bad_values_are_refused_by_name(way, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**way)
