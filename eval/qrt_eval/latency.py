@@ -1,8 +1,9 @@
 """Prefill and decode times of a batch, through the engine: `qrt-eval latency`.
 
-decode_ms_per_step is the median over steps in which every request decodes one token; its floor is what the
-step must read (all weights once, every request's K/V once) over the memory's bandwidth. `--compare` times
-transformers in the same run.
+decode_ms_per_step is the median time from one step's tokens to the next one's, of steps in which every
+request decodes one token; its floor is what the step must read (all weights once, every request's K/V once)
+over the memory's bandwidth. On a GPU host_gap is the share of that time in which it waits for the host.
+`--compare` times transformers in the same run.
 """
 
 from __future__ import annotations
@@ -83,19 +84,21 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
     prompts = torch.randint(0, engine.model.config.vocab_size, (batch, input_len)).tolist()
     for index, prompt in enumerate(prompts):
         engine.add(f"{batch}-{index}", prompt, params)
+    timeline = engine.start_timeline() if engine.model.device.type == "cuda" else None
     prefill_s, steps_s = 0.0, []
     first: set[str] = set()
+    started = last = time.perf_counter()
     while engine.has_work:  # the first to decode are also the first that are done
-        prefilling = len(first) < batch
-        started = time.perf_counter()
         deltas = engine.step()
-        _synchronize()
-        seconds = time.perf_counter() - started
-        if prefilling:
-            prefill_s += seconds
+        if not deltas:  # a step was launched, none has ended
+            continue
+        now = time.perf_counter()
+        if len(first) < batch:
+            prefill_s = now - started
             first |= {delta.request_id for delta in deltas if delta.token_ids}
         elif len(deltas) == batch:
-            steps_s.append(seconds)
+            steps_s.append(now - last)
+        last = now
     if not steps_s:
         raise ConfigError(
             f"--output-len {output_len}: the first of {batch} requests are done before the last begin to "
@@ -103,6 +106,7 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
         )
     weight_bytes = sum(t.nbytes for linear in engine.model.linears() for t in linear.parameters())
     row = summary(batch, input_len, output_len, prefill_s, steps_s)
+    row["host_gap"] = timeline.summary()["host_gap"] if timeline else None
     return row | floor(row, weight_bytes, engine.kv_bytes_per_token, rate)
 
 
@@ -160,11 +164,6 @@ def bytes_per_s() -> float | None:
         memory.sum()
         times_s.append(time.perf_counter() - started)
     return READ_BYTES / min(times_s)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def print_table(arguments: Namespace, rows: list[dict[str, Any]]) -> None:
