@@ -37,7 +37,7 @@ def half_absmax(x: torch.Tensor) -> torch.Tensor:
     return halves.abs().amax(-1, keepdim=True).expand_as(halves).flatten(-2)
 
 
-@pytest.mark.parametrize("name,kv_bytes", [("fp16", 512), ("int8", 264), ("int4", 136)])
+@pytest.mark.parametrize("name,kv_bytes", [("fp16", 512), ("int8", 264), ("int4", 136), ("k8v4", 200)])
 def test_bytes_per_slot(name, kv_bytes):
     assert KV_FORMATS[name].bytes_per_slot(1, 128, torch.bfloat16) == kv_bytes
     assert KV_FORMATS[name].bytes_per_slot(8, 128, torch.float16) == 8 * kv_bytes
@@ -67,18 +67,22 @@ def test_int4_never_errs_more_than_plain_absmax_scales(head_dim):
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e4])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("name,steps", [("int8", 127), ("int4", 7)])  # int4: 7 to 8
-def test_error_is_half_a_step(name, steps, head_dim, scale):
+@pytest.mark.parametrize(
+    "name,k_steps,v_steps", [("int8", 127, 127), ("int4", 7, 7), ("k8v4", 127, 7)]
+)  # int4: 7 to 8
+def test_error_is_half_a_step(name, k_steps, v_steps, head_dim, scale):
     """Whatever the size of the values: a V of 1e-4 has subnormal scales."""
     k, v = (x * scale for x in vectors(20, head_dim))
-    for got, want in zip(stored(name, k, v), (k, v), strict=True):
+    for got, want, steps in zip(stored(name, k, v), (k, v), (k_steps, v_steps), strict=True):
         step = half_absmax(want) / steps
         # the scale is rounded to fp16 (2^-11, or 2^-25 where subnormal), which moves the last level
         slack = half_absmax(want) * 2**-11 + steps * 2**-25
         assert ((got - want).abs() <= 0.5 * step + slack).all()
 
 
-@pytest.mark.parametrize("name,largest", [("fp16", 0.0), ("int8", 0.0), ("int4", 2.0**-24)])
+@pytest.mark.parametrize(
+    "name,largest", [("fp16", 0.0), ("int8", 0.0), ("int4", 2.0**-24), ("k8v4", 2.0**-24)]
+)
 def test_zeros_decode_to_nothing(name, largest):
     zeros = torch.zeros(4, HKV, 64)
     for got in stored(name, zeros, zeros):
@@ -97,25 +101,25 @@ def test_huge_values_saturate(name):
 
 def test_int8_words_by_hand():
     """Dims j and j + 2 of a head of 4 share word j; u = round(x / s) + 128; (k_lo, k_hi, v_lo, v_hi)."""
-    buffers = [torch.zeros(2, 1, 2, 2, dtype=torch.int16), torch.zeros(1, 2, 4, dtype=torch.float16)]
+    buffers = [torch.zeros(2, 1, 4, dtype=torch.int16), torch.zeros(1, 2, 4, dtype=torch.float16)]
     k = torch.tensor([[[127.0, -127.0, 0.0, 254.0]]])
     v = torch.tensor([[[63.5, 0.3, -1.0, 12.7]]])
     KV_FORMATS["int8"].encode_ref(k, v, buffers, torch.tensor([1]))
     kv, scale = buffers
     assert scale[0].tolist() == [[0.0] * 4, [1.0, 2.0, 0.5, torch.tensor(0.1).half().item()]]
-    words = (kv[1, 0].int() & 0xFFFF).tolist()
+    words = (kv[1, 0].int() & 0xFFFF).view(2, 2).tolist()
     assert words == [[255 | 128 << 8, 1 | 255 << 8], [255 | 118 << 8, 129 | 255 << 8]]
     assert not kv[0].any()
 
 
 def test_int4_words_by_hand():
     """Dims j, j + 2, j + 4, j + 6 of a head of 8 share word j, lowest bits first; x = (n - 7.5) s."""
-    buffers = [torch.zeros(1, 1, 2, 2, dtype=torch.int16), torch.zeros(1, 1, 4, dtype=torch.float16)]
+    buffers = [torch.zeros(1, 1, 4, dtype=torch.int16), torch.zeros(1, 1, 4, dtype=torch.float16)]
     k = torch.tensor([[[7.5, -7.5, 0.5, 3.5, 15.0, -1.0, 1.0, -15.0]]])  # on the grid of scales 1 and 2
     KV_FORMATS["int4"].encode_ref(k, -k, buffers, torch.tensor([0]))
     kv, scale = buffers
     assert scale[0, 0].tolist() == [1.0, 2.0, 1.0, 2.0]
-    words = (kv[0, 0].int() & 0xFFFF).tolist()
+    words = (kv[0, 0].int() & 0xFFFF).view(2, 2).tolist()
     assert words[0] == [15 | 8 << 4 | 15 << 8 | 8 << 12, 0 | 11 << 4 | 7 << 8 | 0 << 12]
     assert words[1] == [0 | 7 << 4 | 0 << 8 | 7 << 12, 15 | 4 << 4 | 8 << 8 | 15 << 12]
 
@@ -149,6 +153,18 @@ def test_bytes_do_not_depend_on_batch_or_slot(name):
         fmt.decode_ref(alone, 30 - torch.arange(9)), fmt.decode_ref(together, torch.arange(9)), strict=True
     ):
         assert torch.equal(got, want)
+
+
+def test_k8v4_is_int8s_k_and_int4s_v():
+    """Bit for bit: values and words."""
+    k, v = vectors(9, 64)
+    got, int8, int4 = (stored(name, k, v) for name in ("k8v4", "int8", "int4"))
+    assert torch.equal(got[0], int8[0]) and torch.equal(got[1], int4[1])
+    mixed, eight, four = (empty(name, 64) for name in ("k8v4", "int8", "int4"))
+    for name, buffers in (("k8v4", mixed), ("int8", eight), ("int4", four)):
+        KV_FORMATS[name].encode_ref(k, v, buffers, torch.arange(9))
+    assert torch.equal(mixed[0], torch.cat((eight[0][..., :32], four[0][..., 16:]), -1))
+    assert torch.equal(mixed[1], torch.cat((eight[1][..., :2], four[1][..., 2:]), -1))
 
 
 def test_a_head_that_fills_no_word_is_refused():

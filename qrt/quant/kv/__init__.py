@@ -9,6 +9,7 @@ KV_FORMATS: Registry[KVFormat] = Registry(
         "fp16": "qrt.quant.kv.fp16.format:FP16",
         "int8": "qrt.quant.kv.int8.format:INT8",
         "int4": "qrt.quant.kv.int4.format:INT4",
+        "k8v4": "qrt.quant.kv.k8v4.format:K8V4",
     },
 )
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from qrt.quant import affine
 from qrt.quant.kv.base import DecodeBlock
-from qrt.quant.kv.planes import PlaneFormat
+from qrt.quant.kv.planes import Grid, PlaneFormat
 
 
 class Int4Format(PlaneFormat):
@@ -16,12 +14,8 @@ class Int4Format(PlaneFormat):
 
     name = "int4"
     bits = 4
-    center = 7.5
+    k = v = Grid(4, 7.5, affine.quantize_midrise4)
     decode_block = DecodeBlock(tokens=64, stages=3, warps=2, registers=128)
-
-    def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        """See PlaneFormat."""
-        return affine.quantize_midrise4(x, group)
 
     def device(self) -> Any:
         """See KVFormat."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from qrt.quant import affine
 from qrt.quant.kv.base import DecodeBlock
-from qrt.quant.kv.planes import PlaneFormat
+from qrt.quant.kv.planes import Grid, PlaneFormat
 
 
 class Int8Format(PlaneFormat):
@@ -16,12 +14,8 @@ class Int8Format(PlaneFormat):
 
     name = "int8"
     bits = 8
-    center = 128.0
+    k = v = Grid(8, 128.0, affine.quantize_midtread8)
     decode_block = DecodeBlock(tokens=64, stages=2, warps=2, registers=128)
-
-    def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        """See PlaneFormat."""
-        return affine.quantize_midtread8(x, group)
 
     def device(self) -> Any:
         """See KVFormat."""

@@ -1,0 +1,29 @@
+"""k8v4 KV: K on int8's grid, V on int4's. K decides which tokens are attended, so its error costs more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qrt.quant.kv.base import DecodeBlock
+from qrt.quant.kv.int4.format import INT4
+from qrt.quant.kv.int8.format import INT8
+from qrt.quant.kv.planes import PlaneFormat
+
+
+class K8V4Format(PlaneFormat):
+    """A token's K words, two planes, then its V words, four."""
+
+    name = "k8v4"
+    bits = 6
+    k = INT8.k
+    v = INT4.v
+    decode_block = DecodeBlock(tokens=64, stages=3, warps=2, registers=128)
+
+    def device(self) -> Any:
+        """See KVFormat."""
+        from qrt.quant.kv.k8v4.device import DEVICE
+
+        return DEVICE
+
+
+K8V4 = K8V4Format()
