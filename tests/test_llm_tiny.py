@@ -26,7 +26,7 @@ KV_BYTES = 16 << 20
 
 
 def make(**settings) -> LLM:
-    return LLM("tiny", device="cpu", **{"kv_cache_memory_bytes": KV_BYTES, **settings})
+    return LLM("tiny", **{"device": "cpu", "kv_cache_memory_bytes": KV_BYTES, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,32 @@ def test_chunks_pauses_overlap_and_cache_change_nothing(expected, overlap, cachi
     )
     assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
     assert llm.engine.scheduler.num_pauses > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"overlap": False},
+        {"enforce_eager": True},
+        {"max_num_batched_tokens": 6},
+        {"enable_prefix_caching": False},
+        {
+            "max_num_batched_tokens": 6,
+            "max_model_len": 128,
+            "kv_cache_memory_bytes": 176 * 6 * 2 * 2 * 64 * 4,
+        },
+    ],
+    ids=["overlap and graphs", "no overlap", "no graphs", "chunks", "no cache", "pauses"],
+)
+def test_a_gpu_gives_the_same_tokens_in_every_way(expected, settings, monkeypatch):
+    if "max_model_len" in settings:
+        monkeypatch.setattr(scheduler, "expected_output", lambda done, most, conservative: done)
+    llm = make(device="cuda", dtype="float32", **settings)
+    for _ in range(2):  # the second time from the cache
+        assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    assert (llm.engine.scheduler.num_pauses > 0) is ("max_model_len" in settings)
 
 
 def test_padded_steps_change_nothing(expected):
