@@ -10,7 +10,7 @@ import transformers
 from qrt import LLM, SamplingParams
 from qrt.assets import model_path
 from qrt.engine import scheduler
-from qrt.engine.graphs import DecodeSteps
+from qrt.engine.graphs import TokenSteps
 from qrt.errors import ConfigError
 
 pytestmark = pytest.mark.model
@@ -104,7 +104,7 @@ def test_a_gpu_gives_the_same_tokens_in_every_way(expected, settings, monkeypatc
 def test_padded_steps_change_nothing(expected):
     llm = make(overlap=True)
     runner = llm.engine.runner
-    runner.decode_steps = DecodeSteps(runner.model, runner.kv, runner.table, [8])
+    runner.token_steps = TokenSteps(runner.model, runner.kv, runner.table, [8])
     assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
 
 

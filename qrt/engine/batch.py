@@ -101,10 +101,11 @@ def drawn_plainly(plan: Plan) -> bool:
     return all(work.sampling.plain and not work.banned for work in plan.sampled)
 
 
-def draws(plan: Plan, adjustments: Adjustments, device: torch.device) -> Draws:
-    """What `build` says of a plan's draws, by itself."""
+def draws(plan: Plan, adjustments: Adjustments, device: torch.device) -> tuple[Draws, Tensor]:
+    """What `build` says of a plan's draws, by itself, and which of the step's tokens they are drawn after."""
     arrays = _sample_arrays(plan, adjustments)
-    return _draws(plan, to_device({name: a for name, a in arrays.items() if a.size}, device))
+    sent = to_device({name: a for name, a in arrays.items() if a.size}, device)
+    return _draws(plan, sent), sent["logit_rows"]
 
 
 def _token_arrays(plan: Plan) -> dict[str, NDArray[Any]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.adjustments import Adjustments
 from qrt.engine.generation import GenerationConfig
-from qrt.engine.graphs import DecodeSteps, default_sizes
+from qrt.engine.graphs import PROMPT_SIZES, TokenSteps, default_sizes
 from qrt.engine.output import RequestDelta
 from qrt.engine.plan import Plan
 from qrt.engine.profile import peak_step_bytes
@@ -89,7 +89,7 @@ class Engine:
         table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
         steps = None
         if model.device.type == "cuda":  # a CPU gains nothing by padding
-            steps = DecodeSteps(model, kv, table, _capture_sizes(config))
+            steps = TokenSteps(model, kv, table, *_capture_sizes(config))
             if not config.enforce_eager:
                 steps.record()
         manager = KVManager(self.pool.num_slots, prefix_caching=config.enable_prefix_caching)
@@ -98,7 +98,7 @@ class Engine:
         eos = [token for token in named if token < vocab]
         adjustments = Adjustments(vocab, eos, model.device)
         self.runner = Runner(
-            model, kv, table, adjustments, attend_cache=config.attend_cache, decode_steps=steps
+            model, kv, table, adjustments, attend_cache=config.attend_cache, token_steps=steps
         )
         self.scheduler = Scheduler(
             manager,
@@ -226,8 +226,12 @@ class Engine:
         return self.scheduler.fail(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def _capture_sizes(config: EngineConfig) -> Sequence[int]:
-    return config.cudagraph_capture_sizes or default_sizes(config.max_num_seqs)
+def _capture_sizes(config: EngineConfig) -> tuple[Sequence[int], Sequence[int]]:
+    """Sizes of recorded steps: rows that decode, and tokens of steps with prompts."""
+    if config.cudagraph_capture_sizes:
+        return config.cudagraph_capture_sizes, ()
+    prompts = [size for size in PROMPT_SIZES if size <= config.max_num_batched_tokens]
+    return default_sizes(config.max_num_seqs), prompts
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -281,7 +285,8 @@ def _pool(
 ) -> PoolSize:
     """The pool that fits beside the weights and the largest step."""
     measured = model.device.type == "cuda" and config.kv_cache_memory_bytes is None
-    recorded = min(max(_capture_sizes(config)), limits.max_num_seqs, limits.max_num_batched_tokens)
+    rows, prompts = _capture_sizes(config)
+    recorded = max(rows), max((*rows, *prompts))
     budget = kv_budget_bytes(
         model.device,
         gpu_memory_utilization=config.gpu_memory_utilization,

@@ -1,17 +1,20 @@
-"""Graphs: steps of decodes alone, padded to a few sizes and recorded as CUDA graphs.
+"""Graphs: steps of few tokens, padded to some sizes and recorded as CUDA graphs.
 
-A recorded step costs the host two launches, whatever the model: one graph from last tokens to hidden states,
-and one that makes logits, draws and advances the request table. Everything else is in the table already; the
-rows travel when they are others than in the step before. Rows that ask for more than greedy, temperature and
-seed are drawn outside, from the hidden states. Padding rows are the table's last row: they attend nothing and
-write the pad slot. Where nothing is recorded (`--enforce-eager`, a CPU) the same padded steps run kernel by
-kernel, so that the tokens do not depend on it.
+In such a step every token attends through the cache, on its own: those that decode, and the few of a short
+prompt (or of a prompt's last piece), which would otherwise cost the host hundreds of launches. A recorded
+step costs it two, whatever the model: one graph from tokens to hidden states, and one that makes the logits
+of the rows that sample, draws and advances the request table. Steps of decodes alone find everything in the
+table; their rows travel when they are others than in the step before.
+
+Rows that ask for more than greedy, temperature and seed are drawn outside, from the hidden states. Padding
+tokens are of the table's last row: they attend nothing and write the pad slot. Where nothing is recorded
+(`--enforce-eager`, a CPU) the same padded steps run kernel by kernel, so that the tokens do not depend on it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,109 +30,171 @@ from qrt.kernels.step import DecodeMeta, StepMeta
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 
-LARGEST = 256  # by default; more decode kernel by kernel
-
-
-class _Recorded(NamedTuple):
-    forward: torch.cuda.CUDAGraph
-    hidden: Tensor
-    draw: torch.cuda.CUDAGraph
-    tokens: Tensor
+LARGEST = 256  # rows that decode, by default
+PROMPT_SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)  # tokens of steps with prompts, by default
+# Most tokens that a step's prompt tokens read together. Each reads its context alone: beyond this the kernels
+# of prefill, which read it once for all, are faster than the launches they cost.
+PROMPT_READS = 256 * 1024
+TABLE = -1  # of an input: what the request table says
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then every 8 up to 256 or the first that holds `max_num_seqs`."""
+    """1, 2, 4, then every 8 up to 256 or the first that holds `max_num_seqs`: rows that decode."""
     sizes = [1, 2, 4, *range(8, LARGEST + 1, 8)]
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs]
 
 
-class DecodeSteps:
-    """Steps of at most `sizes[-1]` decodes over one model, K/V storage and request table."""
+class TokenSteps:
+    """Steps of few tokens over one model, K/V storage and request table.
 
-    def __init__(self, model: Decoder, kv: KVStorage, table: RequestTable, sizes: Sequence[int]) -> None:
+    rows     sizes of what samples: steps of that many decodes, and the rows drawn of any step
+    tokens   sizes of whole steps, `rows` among them
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv: KVStorage,
+        table: RequestTable,
+        rows: Sequence[int],
+        prompts: Sequence[int] = (),
+    ) -> None:
         self._model = model
         self._kv = kv
         self._table = table
-        self._sizes = sorted(set(sizes))
-        self._rows = torch.empty(self._sizes[-1], dtype=torch.int32, device=table.device)
-        self._sent: list[int] = []  # what `_rows` holds
-        self._every = torch.arange(self._sizes[-1], device=table.device)
-        self._recorded: dict[int, _Recorded] = {}
+        self.rows = sorted(set(rows))
+        self.tokens = sorted({*rows, *prompts})
+        device, most = table.device, self.tokens[-1]
+        # of each token: its row, its position and itself (TABLE: of the row); what is drawn: token, row
+        self._tokens = torch.empty(3, most, dtype=torch.int32, device=device)
+        self._draws = torch.empty(2, self.rows[-1], dtype=torch.int32, device=device)
+        self._sent: list[int] | None = None  # the rows of a step of decodes alone that the device knows
+        self._hidden = torch.zeros(most, model.config.hidden_size, dtype=model.dtype, device=device)
+        self._forwards: dict[int, torch.cuda.CUDAGraph] = {}
+        self._drawings: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def take(self, plan: Plan) -> bool:
         """Whether the plan is such a step."""
-        return bool(plan.decodes) and not plan.chunks and len(plan.decodes) <= self._sizes[-1]
+        if any(chunk.scoring for chunk in plan.chunks):
+            return False
+        if not plan.chunks:
+            return len(plan.decodes) <= self.rows[-1]
+        tokens = len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks)
+        reads = sum(len(chunk.tokens) * chunk.end for chunk in plan.chunks)
+        return tokens <= self.tokens[-1] and len(plan.sampled) <= self.rows[-1] and reads <= PROMPT_READS
 
     @torch.inference_mode()
     def record(self) -> None:
         """Record every size, the largest first: the others fit into its memory."""
         pool = torch.cuda.graph_pool_handle()
-        for size in tqdm(self._sizes[::-1], desc="Recording CUDA graphs", unit="size"):
-            self._send([self._table.pad_row] * size)
-            self._draw(size, self._forward(size))  # compiles the kernels
+        self._pad()
+        sizes = [(True, size) for size in self.tokens[::-1]] + [(False, size) for size in self.rows[::-1]]
+        for forward, size in tqdm(sizes, desc="Recording CUDA graphs", unit="graph"):
+            body = self._forward if forward else self._draw
+            body(size)  # compiles the kernels
             torch.cuda.synchronize(self._table.device)
-            forward, drawing = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(forward, pool=pool):
-                hidden = self._forward(size)
-            with torch.cuda.graph(drawing, pool=pool):
-                tokens = self._draw(size, hidden)
-            self._recorded[size] = _Recorded(forward, hidden, drawing, tokens)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                tokens = body(size)
+            if tokens is None:
+                self._forwards[size] = graph
+            else:
+                self._drawings[size] = graph, tokens
+
+    @torch.inference_mode()
+    def run_largest(self) -> None:
+        """The largest step, of padding, kernel by kernel: what memory it takes."""
+        self._pad()
+        self._forward(self.tokens[-1])
+        self._draw(self.rows[-1])
 
     def send(self, plan: Plan) -> None:
-        """Tell the device which rows the plan's decodes are of, if it does not know."""
+        """Tell the device which tokens the step has, if it does not know."""
         rows = [decode.row for decode in plan.decodes]
-        rows += [self._table.pad_row] * (self._size(plan) - len(rows))
-        if rows != self._sent[: len(rows)]:
-            self._send(rows)
+        if not plan.chunks and rows == self._sent:
+            return
+        last, ends = len(rows), []
+        for chunk in plan.chunks:
+            last += len(chunk.tokens)
+            if chunk.samples:
+                ends.append(last - 1)
+        drawn = [*range(len(rows)), *ends]
+        tokens = np.full((3, _holds(self.tokens, last)), TABLE, np.int32)
+        tokens[0] = self._table.pad_row
+        tokens[0, : len(rows)] = rows
+        at = len(rows)
+        for chunk in plan.chunks:
+            own = slice(at, at := at + len(chunk.tokens))
+            tokens[0, own], tokens[1, own] = chunk.row, np.arange(chunk.start, chunk.end)
+            tokens[2, own] = chunk.tokens
+        draws = np.zeros((2, _holds(self.rows, len(drawn))), np.int32)
+        draws[1] = self._table.pad_row
+        draws[0, : len(drawn)] = drawn
+        draws[1, : len(drawn)] = [work.row for work in plan.sampled]
+        ends_of = np.array([(chunk.row, chunk.end) for chunk in plan.chunks], np.int32).reshape(-1, 2).T
+        sent = to_device({"tokens": tokens, "draws": draws, "ends": ends_of}, self._table.device)
+        self._tokens[:, : tokens.shape[1]].copy_(sent["tokens"])
+        self._draws[:, : draws.shape[1]].copy_(sent["draws"])
+        if plan.chunks:
+            self._table.length[sent["ends"][0]] = sent["ends"][1]
+        self._sent = None if plan.chunks else rows
 
     def forward(self, plan: Plan) -> Tensor:
-        """Hidden states [n, H] of the n decodes that were sent, good until the next call."""
-        size = self._size(plan)
-        if recorded := self._recorded.get(size):
-            recorded.forward.replay()
-            return recorded.hidden[: len(plan.decodes)]
-        self._hidden = self._forward(size)
-        return self._hidden[: len(plan.decodes)]
+        """Hidden states [T, H] of the tokens that were sent, good until the next call."""
+        tokens = len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks)
+        size = _holds(self.tokens, tokens)
+        if recorded := self._forwards.get(size):
+            recorded.replay()
+        else:
+            self._forward(size)
+        return self._hidden[:tokens]
 
     def draw(self, plan: Plan) -> Tensor:
-        """Tokens int64 [n] of the step whose `forward` was the last: greedy, or by temperature and seed. The
-        request table is advanced."""
-        size = self._size(plan)
-        if recorded := self._recorded.get(size):
-            recorded.draw.replay()
-            return recorded.tokens[: len(plan.decodes)]
-        return self._draw(size, self._hidden)[: len(plan.decodes)]
+        """Tokens int64 [S] of what `forward` gave, for each of `plan.sampled`: greedy, or by temperature and
+        seed. The request table is advanced."""
+        size = _holds(self.rows, len(plan.sampled))
+        if recorded := self._drawings.get(size):
+            graph, tokens = recorded
+            graph.replay()
+        else:
+            tokens = self._draw(size)
+        return tokens[: len(plan.sampled)]
 
-    def _size(self, plan: Plan) -> int:
-        return next(size for size in self._sizes if size >= len(plan.decodes))
+    def _pad(self) -> None:
+        """Inputs of padding alone."""
+        self._tokens[0].fill_(self._table.pad_row)
+        self._tokens[1:].fill_(TABLE)
+        self._draws[0].zero_()
+        self._draws[1].fill_(self._table.pad_row)
+        self._sent = None
 
-    def _send(self, rows: list[int]) -> None:
-        sent = to_device({"rows": np.array(rows, np.int32)}, self._rows.device)["rows"]
-        self._rows[: len(rows)].copy_(sent)
-        self._sent = rows
-
-    def _forward(self, size: int) -> Tensor:
-        table, rows = self._table, self._rows[:size]
-        kv_lens = table.length[rows]
-        positions = (kv_lens - 1).clamp(min=0)  # of padding rows 0, whose slot is the pad slot
+    def _forward(self, size: int) -> None:
+        table, (rows, given, tokens) = self._table, self._tokens[:, :size]
+        kv_lens = torch.where(given == TABLE, table.length[rows], given + 1)
+        positions = (kv_lens - 1).clamp(min=0)  # of padding 0, whose slot is the pad slot
         slots = table.slots(rows, positions)
         heads = self._model.config.num_kv_heads
         splits = plan_splits(kv_lens, heads, self._kv.programs_per_sm)
         step = StepMeta(
-            table.last_token[rows],
+            torch.where(tokens == TABLE, table.last_token[rows], tokens.long()),
             positions,
             slots,
             table.slot_table,
-            self._every[:size],
+            slots.new_empty(0, dtype=torch.int64),
             DecodeMeta(rows, kv_lens, splits),
             None,
         )
-        return self._model.hidden(step, self._kv)
+        self._hidden[:size] = self._model.hidden(step, self._kv)
 
-    def _draw(self, size: int, hidden: Tensor) -> Tensor:
-        table, rows = self._table, self._rows[:size].long()
-        logits = self._model.logits(hidden)
+    def _draw(self, size: int) -> Tensor:
+        table, (index, rows) = self._table, self._draws[:, :size].long()
+        logits = self._model.logits(self._hidden[index])
         tokens = draw(logits, rows, table.temperature, table.seed, table.length, None)
         table.advance(rows, tokens)
         table.length[table.pad_row :].zero_()
         return tokens
+
+
+def _holds(sizes: Sequence[int], count: int) -> int:
+    """The smallest of some sorted sizes that holds `count`."""
+    return sizes[bisect_left(sizes, count)]

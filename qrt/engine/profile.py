@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qrt.engine.adjustments import Adjustments
-from qrt.engine.graphs import DecodeSteps
-from qrt.engine.plan import Admission, Chunk, Decode, Placement, Plan, Sampling, Scoring
+from qrt.engine.graphs import TokenSteps
+from qrt.engine.plan import Admission, Chunk, Placement, Plan, Sampling, Scoring
 from qrt.engine.runner import SCORED_ROWS, Runner
 from qrt.engine.scheduler import Limits
 from qrt.engine.table import RequestTable
@@ -24,10 +24,10 @@ def peak_step_bytes(
     formats: Sequence[KVFormat],
     limits: Limits,
     smoothing: Sequence[Tensor] | None,
-    recorded: int,
+    recorded: tuple[int, int],
 ) -> int:
-    """Bytes of GPU memory that a request table, the most expensive step and, in memory of its own, a recorded
-    step of `recorded` decodes take besides weights and K/V."""
+    """Bytes of GPU memory that a request table, the most expensive step and, in memory of its own, the
+    largest recorded step (rows drawn, tokens) take besides weights and K/V."""
     config, tokens = model.config, limits.max_num_batched_tokens
     heads, dim = config.num_kv_heads, config.head_dim
     kv = KVStorage(formats, tokens, heads, dim, model.dtype, model.device, smoothing)
@@ -39,10 +39,8 @@ def peak_step_bytes(
     largest = torch.cuda.max_memory_allocated(model.device) - before
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, num_logprobs=None)
-    decodes = tuple(Decode(str(row), row, sampling) for row in range(recorded))
-    steps = DecodeSteps(model, kv, table, [recorded])
-    Runner(model, kv, table, adjustments, decode_steps=steps).launch(Plan((), (), decodes, ())).result()
+    steps = TokenSteps(model, kv, table, recorded[:1], recorded[1:])
+    steps.run_largest()
     return largest + torch.cuda.max_memory_allocated(model.device) - before
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qrt.engine.adjustments import Adjustments
 from qrt.engine.batch import Batch, Draws, build, drawn_plainly, draws
-from qrt.engine.graphs import DecodeSteps
+from qrt.engine.graphs import TokenSteps
 from qrt.engine.logprobs import Scores, concat, score
 from qrt.engine.plan import Plan, StepResult
 from qrt.engine.sampler import sample
@@ -40,7 +40,7 @@ class Launched:
 
 
 class Runner:
-    """The model, its K/V and the request table on one device; `decode_steps` run the steps they take.
+    """The model, its K/V and the request table on one device; `token_steps` run the steps they take.
 
     timeline   notes the steps of decodes when set (on a GPU)
     """
@@ -53,14 +53,14 @@ class Runner:
         adjustments: Adjustments,
         *,
         attend_cache: bool = False,
-        decode_steps: DecodeSteps | None = None,
+        token_steps: TokenSteps | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
         self.table = table
         self.adjustments = adjustments
         self.attend_cache = attend_cache
-        self.decode_steps = decode_steps
+        self.token_steps = token_steps
         self.timeline: Timeline | None = None
 
     @torch.inference_mode()
@@ -72,10 +72,10 @@ class Runner:
             self.adjustments.admit(plan.admitted)
         if plan.placed:
             self.table.place(plan.placed)
-        if self.decode_steps is not None and self.decode_steps.take(plan):
-            return self._decode(self.decode_steps, plan)
-        if self.timeline is not None:
+        if self.timeline is not None and plan.chunks:
             self.timeline.cut()
+        if self.token_steps is not None and self.token_steps.take(plan):
+            return self._few_tokens(self.token_steps, plan)
         batch = build(
             plan,
             self.table,
@@ -87,25 +87,31 @@ class Runner:
         hidden = self.model.hidden(batch.step, self.kv)
         fetch = Fetch(self.table.device)
         prompt_scores = self._score_prompts(plan, batch, hidden, fetch)
-        if batch.draws is None:
-            fetch.sent()
-            return Launched(fetch, None, {}, prompt_scores)
-        return self._sample(plan, batch.draws, hidden[batch.step.logit_rows], fetch, prompt_scores)
+        launched = Launched(fetch, None, {}, prompt_scores)
+        if batch.draws is not None:
+            rows = hidden[batch.step.logit_rows]
+            launched = self._sample(plan, batch.draws, rows, fetch, prompt_scores)
+        fetch.sent()
+        return launched
 
-    def _decode(self, steps: DecodeSteps, plan: Plan) -> Launched:
-        """A step of decodes alone; what is drawn plainly is recorded with it."""
+    def _few_tokens(self, steps: TokenSteps, plan: Plan) -> Launched:
+        """A step that may be recorded; what is drawn plainly is recorded with it."""
         fetch = Fetch(self.table.device)
         steps.send(plan)
-        if self.timeline is not None:
-            self.timeline.begin()
+        timeline = None if plan.chunks else self.timeline
+        if timeline is not None:
+            timeline.begin()
         hidden = steps.forward(plan)
-        if not drawn_plainly(plan):
-            launched = self._sample(plan, draws(plan, self.adjustments, self.table.device), hidden, fetch, {})
-        else:
+        if not plan.sampled:
+            launched = Launched(fetch, None, {}, {})
+        elif drawn_plainly(plan):
             launched = Launched(fetch, fetch.take(steps.draw(plan)), {}, {})
-            fetch.sent()
-        if self.timeline is not None:
-            self.timeline.end()
+        else:
+            drawn, rows = draws(plan, self.adjustments, self.table.device)
+            launched = self._sample(plan, drawn, hidden[rows], fetch, {})
+        fetch.sent()
+        if timeline is not None:
+            timeline.end()
         return launched
 
     def _sample(
@@ -121,9 +127,7 @@ class Runner:
             wanted = [(i, work.sampling.num_logprobs) for i, work in enumerate(plan.sampled)]
             asking = [(i, num_top) for i, num_top in wanted if num_top is not None]
             logprobs = {i: scores.part(n, n + 1, num_top) for n, (i, num_top) in enumerate(asking)}
-        launched = Launched(fetch, fetch.take(tokens), logprobs, prompt_scores)
-        fetch.sent()
-        return launched
+        return Launched(fetch, fetch.take(tokens), logprobs, prompt_scores)
 
     def _score_prompts(self, plan: Plan, batch: Batch, hidden: Tensor, fetch: Fetch) -> dict[str, Scores]:
         scores = {}

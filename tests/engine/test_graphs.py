@@ -1,11 +1,19 @@
 """Padded decode steps against the engine without them, on a CPU; recording is tested on a GPU."""
 
+import numpy as np
 import pytest
+import torch
+from fake_decoder import FakeDecoder
 
 from qrt import EngineConfig, SamplingParams
+from qrt.engine import graphs
 from qrt.engine.engine import Engine
-from qrt.engine.graphs import DecodeSteps, default_sizes
+from qrt.engine.graphs import TokenSteps, default_sizes
+from qrt.engine.plan import Chunk, Decode, Plan, Sampling
+from qrt.engine.table import RequestTable
 from qrt.errors import ConfigError
+from qrt.mem.storage import KVStorage
+from qrt.quant.kv import KV_FORMATS
 from tiny_models import random_checkpoint
 
 WAYS = [
@@ -19,15 +27,19 @@ def folder(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("graphs"), "LlamaForCausalLM", vocab_size=512)
 
 
-def tokens(folder, kv, sizes):
-    engine = Engine(EngineConfig(str(folder), kv=kv, device="cpu", kv_cache_memory_bytes=8 << 20))
+def tokens(folder, kv, sizes, prompts=()):
+    """What 11 requests are answered; prompts read their own K/V back, as in a step of few tokens."""
+    config = EngineConfig(str(folder), kv=kv, device="cpu", kv_cache_memory_bytes=8 << 20, attend_cache=True)
+    engine = Engine(config)
     runner = engine.runner
     if sizes:
-        runner.decode_steps = DecodeSteps(runner.model, runner.kv, runner.table, sizes)
+        runner.token_steps = TokenSteps(runner.model, runner.kv, runner.table, sizes, prompts)
+    deltas = []
     for i in range(11):
         params = SamplingParams(**WAYS[i % 5], seed=i, max_tokens=4 + 2 * i, ignore_eos=i % 2 == 0)
         engine.add(str(i), [i + 3] * (5 * i + 1), params)
-    deltas = []
+        if i > 6:  # some come while others decode
+            deltas += engine.step()
     while engine.has_work:
         deltas += engine.step()
         assert int(runner.table.length[-1]) == 0  # the padding row knows no tokens
@@ -41,6 +53,30 @@ def test_padding_changes_no_token(folder, kv):
     plain = tokens(folder, kv, None)
     assert tokens(folder, kv, [1, 2, 4, 8]) == plain
     assert tokens(folder, kv, [16]) == plain
+    assert tokens(folder, kv, [4, 12], [40, 100, 400]) == plain, "prompts too"
+
+
+def plan_of(decodes, *chunks):
+    sampling = Sampling(0.0, 0, 1.0, 0, None)
+    return Plan(
+        (),
+        (),
+        tuple(Decode(str(i), i, sampling) for i in range(decodes)),
+        tuple(
+            Chunk(f"c{i}", 9, start, np.zeros(count, np.int32), True, sampling)
+            for i, (start, count) in enumerate(chunks)
+        ),
+    )
+
+
+def test_what_is_a_step_of_few_tokens():
+    kv = KVStorage([KV_FORMATS["fp16"]], 64, 1, 16, torch.float32, "cpu")
+    steps = TokenSteps(FakeDecoder(), kv, RequestTable(8, 64, 64, torch.device("cpu")), [1, 2, 8], [300])
+    assert steps.take(plan_of(8)) and not steps.take(plan_of(9))
+    assert steps.take(plan_of(7, (0, 293))) and not steps.take(plan_of(7, (0, 294)))
+    assert not steps.take(plan_of(8, (0, 3))), "nine would be drawn"
+    assert steps.take(plan_of(1, (graphs.PROMPT_READS // 64 - 64, 64)))
+    assert not steps.take(plan_of(1, (graphs.PROMPT_READS // 64 - 63, 64))), "too much would be read again"
 
 
 def test_default_sizes():
