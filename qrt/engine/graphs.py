@@ -24,9 +24,9 @@ from tqdm import tqdm
 from qrt.engine.plan import Plan
 from qrt.engine.table import RequestTable
 from qrt.engine.transfer import to_device
-from qrt.kernels.decode_attention import plan_splits
 from qrt.kernels.sample import sample as draw
 from qrt.kernels.step import DecodeMeta, StepMeta
+from qrt.kernels.token_inputs import token_inputs
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 
@@ -169,21 +169,18 @@ class TokenSteps:
         self._sent = None
 
     def _forward(self, size: int) -> None:
-        table, (rows, given, tokens) = self._table, self._tokens[:, :size]
-        kv_lens = torch.where(given == TABLE, table.length[rows], given + 1)
-        positions = (kv_lens - 1).clamp(min=0)  # of padding 0, whose slot is the pad slot
-        slots = table.slots(rows, positions)
-        heads = self._model.config.num_kv_heads
-        splits = plan_splits(kv_lens, heads, self._kv.programs_per_sm)
-        step = StepMeta(
-            torch.where(tokens == TABLE, table.last_token[rows], tokens.long()),
-            positions,
-            slots,
+        table, rows = self._table, self._tokens[0, :size]
+        ids, positions, slots, kv_lens, splits = token_inputs(
+            *self._tokens[:, :size],
+            table.length,
+            table.last_token,
             table.slot_table,
-            slots.new_empty(0, dtype=torch.int64),
-            DecodeMeta(rows, kv_lens, splits),
-            None,
+            self._model.config.num_kv_heads,
+            self._kv.programs_per_sm,
         )
+        none = slots.new_empty(0, dtype=torch.int64)
+        decode = DecodeMeta(rows, kv_lens, splits)
+        step = StepMeta(ids, positions, slots, table.slot_table, none, decode, None)
         self._hidden[:size] = self._model.hidden(step, self._kv)
 
     def _draw(self, size: int) -> Tensor:

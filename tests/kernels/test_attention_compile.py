@@ -10,6 +10,7 @@ import torch
 from qrt.kernels.decode_attention.kernel import decode_attention
 from qrt.kernels.kv_write.kernel import kv_write
 from qrt.kernels.prefill_attention.kernel import prefill_attention
+from qrt.kernels.token_inputs.kernel import token_inputs
 from qrt.quant.kv import KV_FORMATS
 
 index, table = torch.zeros(48, dtype=torch.int32), torch.zeros(4, 1024, dtype=torch.int32)
@@ -26,6 +27,8 @@ for name, dtype, Hq, Hkv, D, attend_cache in (
     decode_attention(q, kv, table, index, index, index, name, 0.1)
     chunk = index[:4], index[:5], index[:5], 16, 64, 32, attend_cache
     prefill_attention(q, k, v, kv, table, *chunk, name, 0.1)
+for n in (1, 48):
+    token_inputs(index[:n], index[:n], index[:n], index, index.long(), table, 8, 12)
 """
 
 
@@ -34,5 +37,5 @@ for name, dtype, Hq, Hkv, D, attend_cache in (
 def test_attention_kernels_compile():
     assert compiled(CODE) == {  # int8 and int4 share what they can
         "_kv_write_kernel": 6, "_attend_kernel": 6, "_merge_kernel": 4, "_gather_kernel": 6,
-        "_prefill_kernel": 4,
+        "_prefill_kernel": 4, "_token_inputs": 2,
     }  # fmt: skip

@@ -38,6 +38,11 @@ def max_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
     return min(max(programs // max(batch * num_kv_heads, 1), SPLITS[0]), SPLITS[1])
 
 
+def at_once(num_kv_heads: int, programs_per_sm: int, device: torch.device) -> int:
+    """Parts of one KV head each that the GPU attends at a time."""
+    return max(1, programs_per_sm * _multiprocessors(device) // num_kv_heads)
+
+
 def plan_splits(kv_lens: Tensor, num_kv_heads: int, programs_per_sm: int = PROGRAMS_PER_SM) -> Tensor:
     """Parts for each of kv_lens int32 [B]: int32 [B], all of about one length.
 
@@ -46,11 +51,11 @@ def plan_splits(kv_lens: Tensor, num_kv_heads: int, programs_per_sm: int = PROGR
     one. On the device, without a sync; once per step, for all layers.
     """
     most = max_splits(kv_lens.shape[0], num_kv_heads, kv_lens.device)
-    at_once = max(1, programs_per_sm * _multiprocessors(kv_lens.device) // num_kv_heads)
+    programs = at_once(num_kv_heads, programs_per_sm, kv_lens.device)
     cuts = torch.arange(1, most + 1, device=kv_lens.device)
     lengths = (kv_lens.max() / cuts).clamp(min=MIN_SPLIT_TOKENS)
     parts = torch.ceil(kv_lens / lengths[:, None]).clamp(min=1)  # [most, B]
-    waves = torch.ceil(parts.sum(1) / at_once)
+    waves = torch.ceil(parts.sum(1) / programs)
     best = torch.argmin(waves * (lengths + SPLIT_TOKENS), 0, keepdim=True)
     return parts.index_select(0, best)[0].to(torch.int32)
 

@@ -1,0 +1,41 @@
+"""token_inputs: what the model needs of a step in which every token attends through the cache on its own.
+
+token_inputs(rows int32 [T], given int32 [T], tokens int32 [T], length int32 [R], last_token int64 [R],
+             slot_table int32 [R, L], num_kv_heads, programs_per_sm)
+-> ids int64 [T], positions, slots, kv_lens, num_splits int32 [T]
+
+Token t belongs to row rows[t] of tables of R requests. given[t] is its position and tokens[t] itself; where
+they are negative it is the last token of the request: position length - 1, id last_token. slots are those of
+the positions, kv_lens are positions + 1 (0 for a row without tokens, whose position is 0), num_splits is
+`plan_splits` of them. One launch where torch would take two dozen, in every step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qrt.kernels.op import define
+from qrt.kernels.token_inputs import ref
+
+
+def _fake(
+    rows: Tensor,
+    given: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    last_token: Tensor,
+    slot_table: Tensor,
+    num_kv_heads: int,
+    programs_per_sm: int,
+) -> tuple[Tensor, ...]:
+    return rows.new_empty(rows.shape, dtype=torch.int64), *(torch.empty_like(rows) for _ in range(4))
+
+
+token_inputs = define(
+    "token_inputs(Tensor rows, Tensor given, Tensor tokens, Tensor length, Tensor last_token, "
+    "Tensor slot_table, int num_kv_heads, int programs_per_sm) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    ref=ref.token_inputs,
+    triton="qrt.kernels.token_inputs.kernel:token_inputs",
+    fake=_fake,
+)

@@ -1,0 +1,26 @@
+"""`token_inputs` in torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qrt.kernels.decode_attention import plan_splits
+
+
+def token_inputs(
+    rows: Tensor,
+    given: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    last_token: Tensor,
+    slot_table: Tensor,
+    num_kv_heads: int,
+    programs_per_sm: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See the package's docstring."""
+    kv_lens = torch.where(given < 0, length[rows], given + 1)
+    positions = (kv_lens - 1).clamp(min=0)
+    ids = torch.where(tokens < 0, last_token[rows], tokens.long())
+    slots = slot_table[rows.long(), positions.long()]
+    return ids, positions, slots, kv_lens, plan_splits(kv_lens, num_kv_heads, programs_per_sm)
