@@ -1,13 +1,12 @@
-"""`qrt-eval ppl | latency | kernels`: the command line of the evaluators."""
+"""`qrt-eval`: the command line of the evaluators; each command's module is imported when it runs."""
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable
+from importlib import import_module
 
 from qrt.cli import ArgumentParser, run_main
+from qrt_eval import flags
 
-KV_CHOICES = ("auto", "fp16", "bf16", "int8", "int4")
 OPS = ("linear", "decode", "prefill", "kv_write", "elementwise", "sample")
 
 
@@ -15,27 +14,11 @@ def parser() -> ArgumentParser:
     """The whole command line."""
     top = ArgumentParser(prog="qrt-eval", description="What quantization cost, and what it bought.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_ppl(commands.add_parser("ppl", help="perplexity of a model, beside a baseline"))
+    flags.add_ppl(commands.add_parser("ppl", help="perplexity of a model, beside a baseline"))
+    flags.add_kld(commands.add_parser("kld", help="divergence of a model's distributions from a baseline's"))
     _add_latency(commands.add_parser("latency", help="prefill and decode times of a batch"))
     _add_kernels(commands.add_parser("kernels", help="every operator beside its floor"))
     return top
-
-
-def _add_ppl(command: ArgumentParser) -> None:
-    command.add_argument("dataset", metavar="wikitext|pydoc|FILE", help="the text to score")
-    command.add_argument("--model", required=True, help="checkpoint folder, or 'tiny'")
-    command.add_argument("--baseline", metavar="MODEL", help="also score this one, with unquantized KV")
-    command.add_argument("--kv", default="auto", choices=KV_CHOICES, help="KV format (default: unquantized)")
-    command.add_argument(
-        "--protocol", default="gptq", choices=("gptq",), help="how windows are cut and scored"
-    )
-    command.add_argument(
-        "--seqlen", type=int, help="tokens of a window (default: 2048, or the model's context)"
-    )
-    command.add_argument("--limit", type=int, metavar="N", help="score the first N windows only")
-    command.add_argument("--data-file", metavar="PATH", help="local wiki.test.raw, instead of the download")
-    command.add_argument("--dtype", default="auto", help="activations (default: float32 on a CPU)")
-    command.add_argument("--json", metavar="FILE", help="write the result there")
 
 
 def _add_latency(command: ArgumentParser) -> None:
@@ -43,7 +26,7 @@ def _add_latency(command: ArgumentParser) -> None:
     source.add_argument("--model", help="checkpoint folder, or 'tiny'")
     source.add_argument("--shape", help="random weights of a known shape, e.g. llama-3-8b")
     command.add_argument("--weights", default="w4a16", help="weight scheme of --shape (default: w4a16)")
-    command.add_argument("--kv", default="auto", choices=KV_CHOICES, help="KV format (default: unquantized)")
+    flags.add_kv(command)
     command.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="requests at once")
     command.add_argument("--input-len", type=int, default=1024, metavar="TOKENS", help="prompt length")
     command.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="tokens to decode")
@@ -66,28 +49,15 @@ def _add_kernels(command: ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="write the result there")
 
 
-def _ppl(arguments: Namespace) -> None:
-    from qrt_eval.ppl import run
-
-    run(arguments)
-
-
-def _latency(arguments: Namespace) -> None:
-    from qrt_eval.latency import run
-
-    run(arguments)
-
-
-def _kernels(arguments: Namespace) -> None:
-    from qrt_eval.kernels.run import run
-
-    run(arguments)
-
-
-COMMANDS: dict[str, Callable[[Namespace], None]] = {"ppl": _ppl, "latency": _latency, "kernels": _kernels}
+COMMANDS = {
+    "ppl": "qrt_eval.ppl",
+    "kld": "qrt_eval.kld",
+    "latency": "qrt_eval.latency",
+    "kernels": "qrt_eval.kernels.run",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `qrt-eval`; returns the exit code."""
     arguments = parser().parse_args(argv)
-    return run_main(lambda: COMMANDS[arguments.command](arguments))
+    return run_main(lambda: import_module(COMMANDS[arguments.command]).run(arguments))

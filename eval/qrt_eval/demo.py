@@ -19,7 +19,7 @@ from rich.table import Table
 from qrt.cli import run_main
 from qrt.config import SamplingParams
 from qrt.llm import LLM
-from qrt_eval.ppl import DEFAULT_SEQLEN, gptq_perplexity, scorer
+from qrt_eval.ppl import quick_perplexity, scorer
 from qrt_eval.text import load_text
 
 OUT = Path("demo-out")
@@ -29,7 +29,7 @@ VARIANTS = (
     ("int4 + int8 KV", str(OUT / "tiny-w4"), "int8"),
     ("int4 + int4 KV", str(OUT / "tiny-w4"), "int4"),
 )
-WINDOWS = 24  # 49,128 tokens: enough to rank the variants, a minute each on two cores
+SEQLEN, WINDOWS = 2048, 24  # 49,128 tokens: enough to rank the variants, a minute each on two cores
 PROMPTS = ["The government said that", "In this chapter we will", "When the function is called,"] * 8
 SAMPLE = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=60, seed=7)
 
@@ -67,7 +67,7 @@ def demonstrate() -> None:
 
 def measure(name: str, model: str, kv: str) -> Row:
     """Perplexity on pydoc with K/V read back from the cache, then the speed of generating in bf16."""
-    ppl = gptq_perplexity(scorer(model, kv), load_text("pydoc"), DEFAULT_SEQLEN, WINDOWS).ppl
+    ppl = quick_perplexity(scorer(model, kv), load_text("pydoc"), SEQLEN, WINDOWS).ppl
     llm = LLM(model, kv=kv, dtype="bfloat16")
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     llm.generate(PROMPTS[:1], params, use_tqdm=False)  # first call pays for lazy imports

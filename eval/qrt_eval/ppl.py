@@ -2,97 +2,72 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from qrt.errors import ConfigError
 from qrt.llm import LLM
-from qrt_eval.results import write_json
+from qrt_eval.console import show
+from qrt_eval.partial import PartialResult
+from qrt_eval.protocol import PROTOCOLS, Loss, Window, cut
+from qrt_eval.results import command_facts, model_facts, text_facts, write_json
 from qrt_eval.text import EvalText, load_text
 
 WINDOWS_PER_BATCH = 8
-DEFAULT_SEQLEN = 2048
+UNKEPT = PartialResult(None)
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The outcome of one run.
+    """The outcome of one model.
 
-    tokens    scored tokens
-    seconds   time in the model, tokenizing and loading left out
+    figures       of the protocol: `ppl`, `stderr`, `bits_per_byte` and its own
+    facts         what was run: model, scheme, KV format, dtype, hashes
+    windows_nll   mean loss of each window, for paired comparisons
+    seconds       time in the model, tokenizing and loading left out
+    resumed       windows that an interrupted run had scored
     """
 
-    ppl: float
+    figures: Mapping[str, float]
+    facts: Mapping[str, Any]
     tokens: int
-    windows: int
     seqlen: int
+    windows_nll: tuple[float, ...]
     seconds: float
+    resumed: int = 0
 
+    @property
+    def ppl(self) -> float:
+        """Of the scored tokens, as the protocol defines it."""
+        return self.figures["ppl"]
 
-def gptq_windows(ids: list[int], seqlen: int, limit: int | None) -> list[list[int]]:
-    """Non-overlapping windows of `seqlen` tokens, the tail dropped, the first `limit` of them."""
-    if len(ids) < seqlen:
-        raise ConfigError(
-            f"the text has {len(ids)} tokens, less than one window of {seqlen}; use a longer text or --seqlen"
-        )
-    return [ids[i * seqlen : (i + 1) * seqlen] for i in range(len(ids) // seqlen)][:limit]
-
-
-def gptq_perplexity(llm: LLM, text: EvalText, seqlen: int, limit: int | None = None) -> Perplexity:
-    """The protocol of GPTQ, AWQ and most papers.
-
-    The text is tokenized once (BOS as the tokenizer puts it: at the very start only), cut into windows of
-    `seqlen`; positions 1.. of each window are scored; the result is exp(mean of the windows' mean NLL).
-    """
-    windows = gptq_windows(llm.get_tokenizer().encode(text.text), seqlen, limit)
-    total, started = 0.0, time.perf_counter()
-    with tqdm(total=len(windows), unit="window", desc=f"Perplexity on {text.name}") as bar:
-        for start in range(0, len(windows), WINDOWS_PER_BATCH):
-            batch = windows[start : start + WINDOWS_PER_BATCH]
-            total += sum(-float(scores.double().mean()) for scores in llm.score(batch))
-            bar.update(len(batch))
-            bar.set_postfix(ppl=f"{math.exp(total / bar.n):.4f}")
-    seconds = time.perf_counter() - started
-    count = len(windows)
-    return Perplexity(math.exp(total / count), count * (seqlen - 1), count, seqlen, seconds)
+    @property
+    def windows(self) -> int:
+        """How many were scored."""
+        return len(self.windows_nll)
 
 
 def run(arguments: Namespace) -> None:
     """`qrt-eval ppl`: score the model, then the baseline; print a table, write the JSON."""
     text = load_text(arguments.dataset, arguments.data_file)
-    result, facts = _score(arguments, arguments.model, arguments.kv, text)
+    partial = PartialResult(arguments.json)
+    result = _measure(arguments, arguments.model, arguments.kv, text, partial)
     baseline = None
     if arguments.baseline:
-        baseline, _ = _score(arguments, arguments.baseline, "auto", text)
-    print_table(text, arguments, result, baseline)
+        baseline = _measure(arguments, arguments.baseline, arguments.baseline_kv, text, partial)
+    print_table(text, arguments.protocol, result, baseline)
     if arguments.json:
-        write_json(
-            arguments.json,
-            {
-                "dataset": text.name,
-                "source": text.source,
-                "text_sha256": text.sha256,
-                "protocol": arguments.protocol,
-                "model": arguments.model,
-                "kv": arguments.kv,
-                **facts,
-                "tokens": result.tokens,
-                "windows": result.windows,
-                "seqlen": result.seqlen,
-                "ppl": result.ppl,
-                "baseline": arguments.baseline,
-                "baseline_ppl": baseline and baseline.ppl,
-                "seconds": round(result.seconds, 3),
-            },
-        )
+        facts = {**text_facts(text), "protocol": arguments.protocol, **as_json(result)}
+        facts["baseline"] = None if baseline is None else as_json(baseline)
+        write_json(arguments.json, {**command_facts(arguments), **facts})
+        partial.remove()
         print(f"result written to {arguments.json}", file=sys.stderr)
 
 
@@ -100,30 +75,111 @@ def scorer(model: str, kv: str, dtype: str = "auto") -> LLM:
     """A model that reads K and V back from the cache; on a CPU in float32 unless asked otherwise."""
     if dtype == "auto" and not torch.cuda.is_available():
         dtype = "float32"
-    return LLM(model, kv=kv, dtype=dtype, attend_cache=True, enable_prefix_caching=False)
+    return LLM(model, kv=kv, dtype=dtype, attend_cache=True, enable_prefix_caching=False, enforce_eager=True)
 
 
-def _score(arguments: Namespace, model: str, kv: str, text: EvalText) -> tuple[Perplexity, dict[str, object]]:
-    """Perplexity of `model` and what it ran as."""
+def _measure(arguments: Namespace, model: str, kv: str, text: EvalText, partial: PartialResult) -> Perplexity:
     llm = scorer(model, kv, arguments.dtype)
-    seqlen = arguments.seqlen or min(DEFAULT_SEQLEN, llm.max_model_len)
-    if not 2 <= seqlen <= llm.max_model_len:
-        raise ConfigError(f"--seqlen {seqlen}: wanted 2 to the model's context, {llm.max_model_len}")
-    result = gptq_perplexity(llm, text, seqlen, arguments.limit)
-    return result, {"weights": llm.weight_scheme, "dtype": llm.dtype}
+    windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
+    return perplexity(llm, arguments.protocol, windows, seqlen, text, arguments.batch_size, partial)
 
 
-def print_table(
-    text: EvalText, arguments: Namespace, result: Perplexity, baseline: Perplexity | None
-) -> None:
+def perplexity(
+    llm: LLM,
+    protocol: str,
+    windows: Sequence[Window],
+    seqlen: int,
+    text: EvalText,
+    batch_size: int = WINDOWS_PER_BATCH,
+    partial: PartialResult = UNKEPT,
+) -> Perplexity:
+    """Score `windows` of `text`, `batch_size` at once, from where an interrupted run left off.
+
+    The value depends neither on the batch nor on how the engine cuts prompts into chunks.
+    """
+    facts = model_facts(llm)
+    run = {**facts, "protocol": protocol, "seqlen": seqlen, "text": text.sha256}
+    losses = {i: Loss(**kept) for i, kept in partial.load(run).items() if i < len(windows)}
+    left, resumed, started = (
+        [i for i in range(len(windows)) if i not in losses],
+        len(losses),
+        time.perf_counter(),
+    )
+    if resumed:
+        print(f"taking up an interrupted run: {resumed} of {len(windows)} windows are done", file=sys.stderr)
+    with tqdm(total=len(windows), initial=resumed, unit="window", desc=f"Perplexity on {text.name}") as bar:
+        for start in range(0, len(left), batch_size):
+            batch = left[start : start + batch_size]
+            new = dict(zip(batch, score(llm, [windows[i] for i in batch]), strict=True))
+            partial.add(run, {i: asdict(loss) for i, loss in new.items()})
+            losses |= new
+            bar.update(len(batch))
+            bar.set_postfix(ppl=f"{_so_far(protocol, windows, losses):.4f}")
+    ordered = [losses[i] for i in range(len(windows))]
+    figures = PROTOCOLS[protocol].figures(windows, ordered)
+    means = tuple(loss.nll / loss.tokens for loss in ordered)
+    tokens = sum(window.num_scored for window in windows)
+    return Perplexity(figures, facts, tokens, seqlen, means, time.perf_counter() - started, resumed)
+
+
+def score(llm: LLM, windows: Sequence[Window]) -> list[Loss]:
+    """The losses of some windows, summed in float64."""
+    logprobs = llm.score([window.ids for window in windows])
+    scored = [-row.double()[window.first - 1 :] for window, row in zip(windows, logprobs, strict=True)]
+    return [Loss(float(nll.sum()), float(nll.square().sum()), len(nll)) for nll in scored]
+
+
+def _so_far(protocol: str, windows: Sequence[Window], losses: Mapping[int, Loss]) -> float:
+    done = sorted(losses)
+    return PROTOCOLS[protocol].perplexity([windows[i] for i in done], [losses[i] for i in done])
+
+
+def as_json(result: Perplexity) -> dict[str, Any]:
+    """One model's part of the result file."""
+    return {
+        **result.facts,
+        **result.figures,
+        "tokens": result.tokens,
+        "windows": result.windows,
+        "seqlen": result.seqlen,
+        "seconds": round(result.seconds, 3),
+        "resumed_windows": result.resumed,
+        "windows_nll": list(result.windows_nll),
+    }
+
+
+def print_table(text: EvalText, protocol: str, result: Perplexity, baseline: Perplexity | None) -> None:
     """The result on stdout, the baseline's and the difference beside it."""
-    table = Table(title=f"{text.name}, protocol {arguments.protocol}, windows of {result.seqlen} tokens")
-    for name in ("model", "KV", "perplexity", "change", "tokens", "seconds"):
-        table.add_column(name, justify="left" if name in ("model", "KV") else "right")
-    if baseline:
-        cells = (f"{baseline.ppl:.4f}", "", f"{baseline.tokens:,}", f"{baseline.seconds:.1f}")
-        table.add_row(arguments.baseline, "fp16", *cells)
-    change = f"{100 * (result.ppl / baseline.ppl - 1):+.2f} %" if baseline else ""
-    cells = (f"{result.ppl:.4f}", change, f"{result.tokens:,}", f"{result.seconds:.1f}")
-    table.add_row(arguments.model, arguments.kv, *cells)
-    Console().print(table)
+    title = f"{text.name}, protocol {protocol}, windows of {result.seqlen} tokens"
+    table = Table(title=title, title_justify="left")
+    for name in ("model", "weights", "KV"):
+        table.add_column(name)
+    own = [name for name in result.figures if name not in ("ppl", "stderr")]
+    words = [name.replace("_", " ") for name in own]
+    for name in ("perplexity", "change", *words, "tokens", "seconds"):
+        table.add_column(name, justify="right")
+    comparable = baseline is None or same_tokenizer(baseline.facts, result.facts)
+    for row in (baseline, result):
+        if row is None:
+            continue
+        percent = 100 * (row.ppl / baseline.ppl - 1) if baseline and comparable and row is result else None
+        change = "" if percent is None else f"{percent:+.2f} %"
+        facts = [str(row.facts[name]) for name in ("model", "weights", "kv")]
+        figures = [f"{row.ppl:.4f} ± {row.figures['stderr']:.2f}", change]
+        figures += [f"{row.figures[name]:.4f}" for name in own]
+        table.add_row(*facts, *figures, f"{row.tokens:,}", f"{row.seconds:.1f}")
+    show(table)
+    if baseline and not comparable:
+        percent = 100 * (result.figures["bits_per_byte"] / baseline.figures["bits_per_byte"] - 1)
+        print(f"The tokenizers differ, so perplexities do not compare; bits per byte: {percent:+.2f} %")
+
+
+def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two models read a text as the same tokens."""
+    return bool(one["tokenizer_sha256"] == other["tokenizer_sha256"])
+
+
+def quick_perplexity(llm: LLM, text: EvalText, seqlen: int, limit: int | None = None) -> Perplexity:
+    """Perplexity of the first `limit` windows by the `gptq` protocol."""
+    windows = PROTOCOLS["gptq"].windows(text, llm.get_tokenizer(), seqlen, None, limit)
+    return perplexity(llm, "gptq", windows, seqlen, text)

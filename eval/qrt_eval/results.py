@@ -1,11 +1,14 @@
-"""Result files: one JSON object per run with everything needed to repeat it."""
+"""Result files: one JSON object per run with everything needed to repeat it, of the schema in schema.json."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import subprocess
+from argparse import Namespace
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,14 @@ from typing import Any
 import torch
 
 from qrt import __version__
+from qrt.llm import LLM
+from qrt.quant.checkpoint import open_checkpoint
+from qrt_eval.text import EvalText
 
+SCHEMA = Path(__file__).with_name("schema.json")
+SCHEMA_VERSION = 1
 PACKAGES = ("torch", "triton", "transformers")
+SAMPLE_BYTES = 1 << 20  # hashed at the end of each shard
 
 
 def environment() -> dict[str, Any]:
@@ -60,8 +69,65 @@ def _commit() -> str | None:
         return None
 
 
+def command_facts(arguments: Namespace) -> dict[str, Any]:
+    """Which command ran, with which flags: enough to run it again."""
+    flags = {name: value for name, value in vars(arguments).items() if name not in ("command", "json")}
+    return {"command": arguments.command, "arguments": flags}
+
+
+def text_facts(text: EvalText) -> dict[str, Any]:
+    """Which text was read."""
+    return {"dataset": text.name, "source": text.source, "text_sha256": text.sha256}
+
+
+def model_facts(llm: LLM) -> dict[str, Any]:
+    """Which model ran, and as what."""
+    config = llm.engine.config
+    tokenizer = llm.get_tokenizer().hf.backend_tokenizer.to_str()
+    return {
+        "model": config.model,
+        "model_sha256": checkpoint_sha256(config.model),
+        "tokenizer_sha256": hashlib.sha256(tokenizer.encode()).hexdigest(),
+        "weights": llm.weight_scheme,
+        "kv": kv_name(llm),
+        "dtype": llm.dtype,
+        "weight_bytes": llm.weight_bytes,
+        "kv_bytes_per_token": llm.kv_bytes_per_token,
+        "seed": config.seed,
+    }
+
+
+def kv_name(llm: LLM) -> str:
+    """The KV format, e.g. "int8"; "fp16+int4" where layers differ."""
+    return "+".join(dict.fromkeys(format.name for format in llm.engine.formats))
+
+
+def checkpoint_sha256(model: str) -> str:
+    """Of config.json and, of each shard, its size, its header and its last MiB: tells checkpoints apart in
+    milliseconds."""
+    digest, folder = hashlib.sha256(), Path(open_checkpoint(model).path)
+    digest.update((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            digest.update(f"{path.name} {size}\n".encode() + file.read(min(length, size)))
+            file.seek(max(0, size - SAMPLE_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
 def write_json(path: str | Path, result: Mapping[str, Any]) -> None:
-    """Write `result` with its environment to `path`, folders made as needed."""
+    """Write `result` with the schema's version, the date and the environment; folders made as needed.
+
+    The file appears whole or not at all.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({**result, "environment": environment()}, indent=2) + "\n")
+    about = {
+        "schema_version": SCHEMA_VERSION,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    part = target.with_name(target.name + ".writing")
+    part.write_text(json.dumps({**about, **result, "environment": environment()}, indent=2) + "\n")
+    part.replace(target)

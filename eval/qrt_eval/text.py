@@ -1,43 +1,52 @@
-"""The texts a perplexity is taken on: `wikitext`, `pydoc`, or a file."""
+"""The texts an evaluator reads: `wikitext`, `pydoc`, a file, or a folder of files."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from qrt.config import ENV
 from qrt.errors import ConfigError
+from qrt_eval import wikitext
 
-WIKITEXT_FILE = "wiki.test.raw"
-# GPTQ's wikitext: the 4,358 rows of the test split joined by a blank line. A file with CRLF line ends or
-# without its blank lines tokenizes differently and gives figures that compare with nothing published.
-WIKITEXT_SHA256 = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"
-WIKITEXT_HELP = (
-    f"give the file with --data-file PATH, or name a folder that holds {WIKITEXT_FILE} in QRT_DATA, "
-    "or connect to the Hugging Face Hub"
-)
+SUFFIXES = (".txt", ".md", ".rst", ".raw", ".tokens")  # of a folder's files
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: what the model reads, and the original by whose words and bytes a loss is divided."""
+
+    text: str
+    original: str
 
 
 @dataclass(frozen=True)
 class EvalText:
-    """A text and where it came from."""
+    """A text and where it came from.
+
+    text        all of it; of wikitext the rows joined by a blank line, as GPTQ and most papers read it
+    raw         the file as it is, as llama.cpp reads it
+    documents   its parts, as lm-eval reads them one by one
+    """
 
     name: str
     text: str
     source: str
+    raw: str
+    documents: tuple[Document, ...]
 
     @property
     def sha256(self) -> str:
-        """Of the text in UTF-8, so that two results say whether they read the same."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        """Of `raw` in UTF-8, so that two results say whether they read the same."""
+        return hashlib.sha256(self.raw.encode()).hexdigest()
 
 
 def load_text(dataset: str, data_file: str | None = None) -> EvalText:
-    """`wikitext`, `pydoc` or the path of a UTF-8 text file; ConfigError says what is missing and the remedy.
+    """`wikitext`, `pydoc`, or the path of a UTF-8 text file or of a folder of them.
 
     data_file   a local copy of `wiki.test.raw`, instead of the download
+
+    ConfigError says what is missing, empty or not text, and the remedy.
     """
     if dataset == "wikitext":
         return _wikitext(data_file)
@@ -45,9 +54,22 @@ def load_text(dataset: str, data_file: str | None = None) -> EvalText:
         raise ConfigError(f"--data-file goes with the dataset 'wikitext', not with {dataset!r}")
     if dataset == "pydoc":
         return _pydoc()
-    if not Path(dataset).is_file():
-        raise ConfigError(f"dataset {dataset!r}: not 'wikitext', not 'pydoc', and no such file")
-    return EvalText(Path(dataset).name, _read(Path(dataset)), str(dataset))
+    path = Path(dataset)
+    if path.is_dir():
+        return _folder(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"dataset {dataset!r}: not 'wikitext', not 'pydoc', and no such file or folder; give a UTF-8 "
+            "text file, or a folder of them"
+        )
+    return _joined(path.name, [_read(path)], str(path))
+
+
+def _joined(name: str, parts: list[str], source: str) -> EvalText:
+    text = "\n\n".join(parts)
+    if not text.strip():
+        raise ConfigError(f"{source}: holds no text")
+    return EvalText(name, text, source, text, tuple(Document(part, part) for part in parts))
 
 
 def _pydoc() -> EvalText:
@@ -56,46 +78,25 @@ def _pydoc() -> EvalText:
     from pydoc_data.topics import topics
 
     source = f"pydoc_data.topics of Python {platform.python_version()}"
-    return EvalText("pydoc", "\n\n".join(topics[name] for name in sorted(topics)), source)
+    return _joined("pydoc", [topics[name] for name in sorted(topics)], source)
 
 
 def _wikitext(data_file: str | None) -> EvalText:
-    path = Path(data_file) if data_file else _find_wikitext()
-    if path is not None:
-        if not path.is_file():
-            raise ConfigError(f"--data-file {path}: no such file; {WIKITEXT_HELP}")
-        return EvalText("wikitext", join_rows(_read(path)), str(path))
-    rows = _download_wikitext()
-    return EvalText("wikitext", "\n\n".join(rows), "Salesforce/wikitext, wikitext-2-raw-v1, test")
+    rows, source = wikitext.read_rows(data_file)
+    raw = wikitext.raw_text(rows)
+    if not raw.strip():
+        raise ConfigError(f"{source}: holds no text; {wikitext.HELP}")
+    documents = tuple(Document(wikitext.detokenize(page), page) for page in wikitext.pages(raw))
+    return EvalText("wikitext", "\n\n".join(rows), source, raw, documents)
 
 
-def join_rows(raw: str) -> str:
-    """`wiki.test.raw` as the GPTQ protocol reads it: one row a line, blank rows empty, joined by "\\n\\n"."""
-    rows = raw.splitlines(keepends=True)
-    return "\n\n".join(row if row.strip() else "" for row in rows)
-
-
-def _find_wikitext() -> Path | None:
-    """The raw file in the folder named by QRT_DATA, if it is there."""
-    if not ENV.data_folder:
-        return None
-    folder = Path(ENV.data_folder)
-    if not folder.is_dir():
-        raise ConfigError(f"QRT_DATA: {folder} is not a folder; {WIKITEXT_HELP}")
-    return next(iter(sorted(folder.rglob(WIKITEXT_FILE))), None)
-
-
-def _download_wikitext() -> list[str]:
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    import datasets
-
-    try:
-        rows = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
-    except Exception as error:  # the library raises its own, its HTTP client's and OSError kinds here
-        raise ConfigError(
-            f"wikitext could not be downloaded ({type(error).__name__}); {WIKITEXT_HELP}"
-        ) from error
-    return list(rows["text"])
+def _folder(folder: Path) -> EvalText:
+    """Every text file below `folder`, in the order of their paths; empty ones are left out."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    parts = [part for path in files if (part := _read(path)).strip()]
+    if not parts:
+        raise ConfigError(f"{folder}: no text in files that end in {', '.join(SUFFIXES)}")
+    return _joined(folder.resolve().name, parts, str(folder))
 
 
 def _read(path: Path) -> str:

@@ -7,19 +7,47 @@ import pytest
 
 from qrt.errors import ConfigError
 from qrt_eval import text as texts
+from qrt_eval import wikitext
 
 RAW = Path(__file__).parents[3] / "shared" / "corpus" / "wikitext-2" / "wiki.test.raw"
 
 
 @pytest.mark.skipif(not RAW.is_file(), reason=f"{RAW} is not beside the checkout")
 def test_wikitext_is_the_text_of_the_papers():
-    assert hashlib.sha256(RAW.read_bytes()).hexdigest() == texts.WIKITEXT_SHA256
+    assert hashlib.sha256(RAW.read_bytes()).hexdigest() == wikitext.SHA256
     text = texts.load_text("wikitext", str(RAW))
     assert len(text.text) == 1_294_336  # the rows of Salesforce/wikitext joined by "\n\n"
+    assert text.sha256 == wikitext.SHA256 and len(text.documents) == 62
 
 
-def test_rows_join_as_the_dataset_has_them():
-    assert texts.join_rows(" \n = A = \n \n b c \n") == "\n\n = A = \n\n\n\n\n b c \n"
+def test_rows_join_as_the_dataset_has_them(tmp_path):
+    (tmp_path / "w").write_text(" \n = A = \n \n b c \n")
+    text = texts.load_text("wikitext", str(tmp_path / "w"))
+    assert text.text == "\n\n = A = \n\n\n\n\n b c \n" and text.raw == " \n = A = \n \n b c \n"
+
+
+def test_the_dataset_gives_the_file_back(monkeypatch):
+    import datasets
+
+    rows = {"text": ["", " = A = \n", "", " b c \n"]}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: rows)
+    monkeypatch.setattr(wikitext, "ENV", wikitext.ENV.__class__())
+    text = texts.load_text("wikitext")
+    assert text.raw == " \n = A = \n \n b c \n" and text.documents[0].text == " = A =\n\nb c\n"
+
+
+def test_a_folder_is_its_text_files_in_order(tmp_path):
+    for name, content in (("b.md", "second"), ("a.txt", "first"), ("c.bin", "\x00"), ("d.txt", " \n")):
+        (tmp_path / name).write_text(content)
+    text = texts.load_text(str(tmp_path))
+    assert text.text == "first\n\nsecond" and [d.original for d in text.documents] == ["first", "second"]
+
+
+@pytest.mark.parametrize("name", ["empty.txt", "."])
+def test_no_text_is_refused(name, tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ConfigError, match="text"):
+        texts.load_text(str(tmp_path / name))
 
 
 def test_pydoc_needs_nothing():
@@ -32,8 +60,8 @@ def test_a_file_and_a_folder_named_by_the_environment(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some words\n")
     assert texts.load_text(str(tmp_path / "a.txt")).text == "some words\n"
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / texts.WIKITEXT_FILE).write_text("x\n")
-    monkeypatch.setattr(texts, "ENV", texts.ENV.__class__(data_folder=str(tmp_path)))
+    (tmp_path / "deep" / wikitext.FILE).write_text("x\n")
+    monkeypatch.setattr(wikitext, "ENV", wikitext.ENV.__class__(data_folder=str(tmp_path)))
     assert texts.load_text("wikitext").text == "x\n"
 
 
@@ -63,6 +91,6 @@ def test_no_network_says_how(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    monkeypatch.setattr(texts, "ENV", texts.ENV.__class__())
+    monkeypatch.setattr(wikitext, "ENV", wikitext.ENV.__class__())
     with pytest.raises(ConfigError, match="--data-file.*QRT_DATA"):
         texts.load_text("wikitext")

@@ -1,0 +1,109 @@
+"""How far one model's next-token distributions are from another's: per position, and over many positions.
+
+The figures are those of llama-perplexity's --kl-divergence, under plainer names. Natural logarithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+PERCENTILES = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """n positions, in host memory; `base` is what the model is compared with.
+
+    kl           fp64 [n]   KL(base || model) = sum p_base (log p_base - log p_model)
+    nll          fp64 [n]   the model's loss on the token that came
+    base_nll     fp64 [n]   base's
+    top          int64 [n]  the model's likeliest token
+    base_top     int64 [n]  base's
+    top_p_flip   bool [n]   the model's likeliest token is outside base's nucleus, so that no top-p sampler
+                            on base would draw it
+    """
+
+    kl: Tensor
+    nll: Tensor
+    base_nll: Tensor
+    top: Tensor
+    base_top: Tensor
+    top_p_flip: Tensor
+
+    def __len__(self) -> int:
+        return len(self.kl)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Positions]) -> Positions:
+        """The positions of all parts, in order."""
+        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+
+def compare(base_logits: Tensor, logits: Tensor, targets: Tensor, top_p: float) -> Positions:
+    """Two models' logits [n, V] at the same n positions, and the tokens int64 [n] that came.
+
+    In float64: the divergence of a good format (1e-6) is far below what float32 leaves of log p.
+    """
+    base, model = base_logits.double().log_softmax(-1), logits.double().log_softmax(-1)
+    p = base.exp()
+    top, base_top = model.argmax(-1), base.argmax(-1)
+    # a token is in the nucleus when all that are likelier than it have less than top_p together
+    likelier = p.masked_fill(base <= base.gather(-1, top[:, None]), 0.0).sum(-1)
+    nll, base_nll = (-x.gather(-1, targets[:, None])[:, 0] for x in (model, base))
+    kl = (p * (base - model)).sum(-1).clamp(min=0.0)  # below zero by rounding alone
+    found = (kl, nll, base_nll, top, base_top, likelier >= top_p)
+    return Positions(*(column.cpu() for column in found))
+
+
+def figures(positions: Positions) -> dict[str, float]:
+    """Means with standard errors over positions, and percentiles.
+
+    kl_*             of KL in nats; `kl_se` is the mean's standard error
+    ln_ppl_ratio     mean difference of the losses, and `ln_ppl_ratio_se`
+    ln_ppl_corr      correlation of the two losses over positions
+    top1_agreement   share of positions with the same likeliest token, and `top1_agreement_se`
+    top_p_flips      share of positions whose likeliest token left base's nucleus
+    dp_*             change of the probability of the token that came: mean, root mean square, percentiles
+    """
+    n = len(positions)
+    agreement = float((positions.top == positions.base_top).double().mean())
+    change = positions.nll - positions.base_nll
+    dp = (-positions.nll).exp() - (-positions.base_nll).exp()
+    losses = torch.stack((positions.nll, positions.base_nll))
+    found = {
+        "kl_mean": float(positions.kl.mean()),
+        "kl_se": _standard_error(positions.kl),
+        "kl_max": float(positions.kl.max()),
+        "kl_min": float(positions.kl.min()),
+        **_percentiles("kl", positions.kl),
+        "ln_ppl_ratio": float(change.mean()),
+        "ln_ppl_ratio_se": _standard_error(change),
+        "ln_ppl_corr": float(torch.corrcoef(losses)[0, 1]) if n > 1 else 1.0,
+        "top1_agreement": agreement,
+        "top1_agreement_se": (agreement * (1 - agreement) / max(n - 1, 1)) ** 0.5,
+        "top_p_flips": float(positions.top_p_flip.double().mean()),
+        "dp_mean": float(dp.mean()),
+        "dp_rms": float(dp.square().mean().sqrt()),
+        **_percentiles("dp", dp),
+    }
+    return found
+
+
+def _standard_error(values: Tensor) -> float:
+    return float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
+
+
+def _percentiles(name: str, values: Tensor) -> dict[str, float]:
+    ordered = values.sort().values  # torch.quantile takes 16 million values at most
+    last = len(ordered) - 1
+    return {f"{name}_p{p:g}": _between(ordered, last * p / 100) for p in PERCENTILES}
+
+
+def _between(ordered: Tensor, place: float) -> float:
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return float(torch.lerp(ordered[low], ordered[high], place - low))

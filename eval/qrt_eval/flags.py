@@ -1,0 +1,91 @@
+"""Flags of the evaluators that measure a loss: ppl, kld, lm, passkey, kv-error."""
+
+from __future__ import annotations
+
+from qrt.cli import ArgumentParser
+
+KV_CHOICES = ("auto", "fp16", "bf16", "int8", "int4")
+PROTOCOLS = ("gptq", "llamacpp", "lmeval", "sliding")
+MODEL_HELP = "checkpoint folder, or 'tiny'"
+
+
+def add_json(command: ArgumentParser) -> None:
+    """The result file."""
+    command.add_argument("--json", metavar="FILE", help="write the result there")
+
+
+def add_kv(command: ArgumentParser) -> None:
+    """One KV format."""
+    command.add_argument("--kv", default="auto", choices=KV_CHOICES, help="KV format (default: unquantized)")
+
+
+def _add_windows(command: ArgumentParser) -> None:
+    """The text and how it is cut."""
+    command.add_argument(
+        "--protocol", default="gptq", choices=PROTOCOLS, help="how windows are cut and scored"
+    )
+    command.add_argument(
+        "--seqlen", type=int, help="tokens of a window (default: the protocol's, or the model's context)"
+    )
+    command.add_argument(
+        "--stride",
+        type=int,
+        metavar="TOKENS",
+        help="of --protocol sliding: new tokens of a window (default: 512)",
+    )
+    command.add_argument(
+        "--limit", type=int, metavar="N", help="the first N windows only (lmeval: documents)"
+    )
+    command.add_argument("--data-file", metavar="PATH", help="local wiki.test.raw, instead of the download")
+    command.add_argument("--dtype", default="auto", help="activations (default: float32 on a CPU)")
+
+
+def add_ppl(command: ArgumentParser) -> None:
+    """`qrt-eval ppl`."""
+    command.add_argument("dataset", metavar="wikitext|pydoc|FILE|FOLDER", help="the text to score")
+    command.add_argument("--model", required=True, help=MODEL_HELP)
+    add_kv(command)
+    command.add_argument("--baseline", metavar="MODEL", help="also score this one")
+    command.add_argument(
+        "--baseline-kv", default="auto", choices=KV_CHOICES, help="its KV format (default: unquantized)"
+    )
+    _add_windows(command)
+    command.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="windows at once (default: %(default)s)"
+    )
+    command.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the result there; an interrupted run is taken up by the same command",
+    )
+
+
+def add_kld(command: ArgumentParser) -> None:
+    """`qrt-eval kld`."""
+    command.add_argument(
+        "dataset", nargs="?", metavar="wikitext|pydoc|FILE|FOLDER", help="the text to compare on"
+    )
+    command.add_argument("--model", required=True, nargs="+", help="checkpoint folders, or 'tiny'")
+    command.add_argument(
+        "--kv", nargs="+", default=["auto"], choices=KV_CHOICES, help="KV formats (default: unquantized)"
+    )
+    base = command.add_mutually_exclusive_group()
+    base.add_argument("--baseline", metavar="MODEL", help="what to compare with (default: the first --model)")
+    base.add_argument("--base-file", metavar="FILE", help="a baseline saved by --save-base, and its text")
+    command.add_argument(
+        "--baseline-kv", default="auto", choices=KV_CHOICES, help="the baseline's KV (default: unquantized)"
+    )
+    command.add_argument(
+        "--save-base", metavar="FILE", help="keep the baseline's distributions for --base-file"
+    )
+    _add_windows(command)
+    command.add_argument(
+        "--chunk", type=int, default=2048, metavar="TOKENS", help="of a prefill step (default: %(default)s)"
+    )
+    command.add_argument(
+        "--top-p", type=float, default=0.9, metavar="P", help="nucleus of the flips (default: %(default)s)"
+    )
+    command.add_argument(
+        "--worst", type=int, default=10, metavar="N", help="positions to show (default: %(default)s)"
+    )
+    add_json(command)

@@ -1,0 +1,235 @@
+"""KL divergence of a model's next-token distributions from a baseline's: `qrt-eval kld`.
+
+It ranks schemes and formats that a perplexity cannot tell apart. The baseline runs first and leaves its
+hidden states; then every model and KV format runs over the same windows. Logits of both exist for some rows
+at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from tqdm import tqdm
+
+from qrt.errors import ConfigError
+from qrt.llm import LLM
+from qrt_eval import divergence, reference
+from qrt_eval.console import show
+from qrt_eval.divergence import Positions
+from qrt_eval.forward import PromptReader, scored_states
+from qrt_eval.ppl import same_tokenizer
+from qrt_eval.protocol import PROTOCOLS, Loss, Window, cut
+from qrt_eval.reference import Reference
+from qrt_eval.results import command_facts, model_facts, text_facts, write_json
+from qrt_eval.text import load_text
+
+LOGITS_BYTES = 1 << 26  # of one model's logits in float64
+CONTEXT_TOKENS = 16  # shown before a worst position
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One model against the baseline.
+
+    figures   `ppl` and `base_ppl` by the protocol, and those of `qrt_eval.divergence`
+    worst     the positions with the largest KL, as they are printed
+    """
+
+    facts: dict[str, Any]
+    figures: dict[str, float]
+    worst: list[dict[str, Any]]
+    tokens: int
+    seconds: float
+
+
+def run(arguments: Namespace) -> None:
+    """`qrt-eval kld`: the baseline, then each model in each KV format; a table, the JSON."""
+    if not 0 < arguments.top_p <= 1:
+        raise ConfigError(f"--top-p {arguments.top_p}: wanted above 0 and at most 1")
+    base = base_reference(arguments)
+    if arguments.save_base:
+        base.save(arguments.save_base)
+        print(f"baseline written to {arguments.save_base}", file=sys.stderr)
+    pairs = [(model, kv) for model in arguments.model for kv in arguments.kv]
+    results = []
+    for model, kv in pairs:
+        llm = reader_model(model, kv, arguments.dtype, base.facts["seqlen"])
+        results.append(diverge(llm, base, arguments.top_p, arguments.worst, arguments.chunk))
+        del llm
+        release()
+    print_tables(base, results, arguments.top_p)
+    if arguments.json:
+        runs = [
+            {**r.facts, **r.figures, "tokens": r.tokens, "seconds": r.seconds, "worst": r.worst}
+            for r in results
+        ]
+        facts = {
+            **command_facts(arguments),
+            **{key: base.facts[key] for key in ("dataset", "source", "text_sha256")},
+        }
+        facts |= {
+            "protocol": base.facts["protocol"],
+            "seqlen": base.facts["seqlen"],
+            "top_p": arguments.top_p,
+        }
+        write_json(arguments.json, {**facts, "baseline": base.facts["run"], "runs": runs})
+        print(f"result written to {arguments.json}", file=sys.stderr)
+
+
+def reader_model(model: str, kv: str, dtype: str, seqlen: int | None) -> LLM:
+    """A model for one window at a time; on a CPU in float32 unless asked otherwise."""
+    if dtype == "auto" and not torch.cuda.is_available():
+        dtype = "float32"
+    settings = {"enable_prefix_caching": False, "enforce_eager": True, "max_num_seqs": 1}
+    return LLM(model, kv=kv, dtype=dtype, max_model_len=seqlen, **settings)
+
+
+def base_reference(arguments: Namespace) -> Reference:
+    """The baseline's distributions: read from --base-file, or computed from --baseline (default: the first
+    model) with --baseline-kv."""
+    if arguments.base_file:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return reference.load(arguments.base_file, device)
+    if not arguments.dataset:
+        raise ConfigError("kld: wanted a text (wikitext, pydoc, a file or folder) or --base-file")
+    text = load_text(arguments.dataset, arguments.data_file)
+    model = arguments.baseline or arguments.model[0]
+    llm = reader_model(model, arguments.baseline_kv, arguments.dtype, arguments.seqlen)
+    windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
+    facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen}
+    base = compute_reference(llm, windows, facts, arguments.chunk)
+    del llm
+    release()
+    return base
+
+
+def compute_reference(llm: LLM, windows: Sequence[Window], facts: dict[str, Any], chunk: int) -> Reference:
+    """Run a baseline over `windows`; keeps its head and its hidden states."""
+    head, reader = reference.head_of(llm), PromptReader(llm, chunk)
+    bar = tqdm(windows, unit="window", desc="Baseline")
+    hidden = [scored_states(reader, window.ids, window.first) for window in bar]
+    return Reference({**facts, "run": model_facts(llm)}, windows, hidden, head)
+
+
+def diverge(llm: LLM, base: Reference, top_p: float, worst: int, chunk: int) -> Divergence:
+    """Compare a model with the baseline at every scored position; ConfigError when it reads other tokens."""
+    facts = model_facts(llm)
+    if not same_tokenizer(facts, base.facts["run"]):
+        raise ConfigError(
+            f"{facts['model']} and {base.facts['run']['model']} have different tokenizers, so that their "
+            "distributions are over different tokens; compare bits per byte with qrt-eval ppl --baseline"
+        )
+    vocab, other = llm.engine.model.config.vocab_size, len(base.head)
+    if vocab != other:
+        raise ConfigError(f"{facts['model']}: a vocabulary of {vocab} tokens, the baseline's has {other}")
+    reader, started, parts = PromptReader(llm, chunk), time.perf_counter(), []
+    bar = tqdm(zip(base.windows, base.hidden, strict=True), total=len(base.windows), unit="window", desc="KL")
+    total = 0.0
+    for window, states in bar:
+        parts.append(window_positions(reader, base, window, states, top_p))
+        total += float(parts[-1].kl.sum())
+        bar.set_postfix(kl=f"{total / sum(map(len, parts)):.3g}")
+    positions = Positions.concat(parts)
+    found = _perplexities(base, parts) | divergence.figures(positions)
+    rows = worst_positions(llm, base, positions, worst)
+    return Divergence(facts, found, rows, len(positions), round(time.perf_counter() - started, 3))
+
+
+def window_positions(
+    reader: PromptReader, base: Reference, window: Window, states: Tensor, top_p: float
+) -> Positions:
+    """All scored positions of one window, the logits of some rows at a time."""
+    model, rows = reader.model, max(1, LOGITS_BYTES // 8 // len(base.head))
+    own = scored_states(reader, window.ids, window.first)
+    targets = torch.tensor(window.ids[window.first :], device=model.device)
+    parts = []
+    with torch.inference_mode():
+        for mine, theirs, ids in zip(own.split(rows), states.split(rows), targets.split(rows), strict=True):
+            logits = model.logits(mine.to(model.device))
+            parts.append(divergence.compare(base.logits(theirs), logits, ids, top_p))
+    return Positions.concat(parts)
+
+
+def _perplexities(base: Reference, parts: Sequence[Positions]) -> dict[str, float]:
+    """By the protocol's own averaging."""
+    chosen = PROTOCOLS[base.facts["protocol"]]
+
+    def ppl(column: str) -> float:
+        nlls = [getattr(part, column) for part in parts]
+        losses = [Loss(float(nll.sum()), float(nll.square().sum()), len(nll)) for nll in nlls]
+        return chosen.perplexity(base.windows, losses)
+
+    return {"ppl": ppl("nll"), "base_ppl": ppl("base_nll")}
+
+
+def worst_positions(llm: LLM, base: Reference, positions: Positions, count: int) -> list[dict[str, Any]]:
+    """The `count` positions of largest KL: where, after which text, and what each model expected."""
+    places = list(_places(base.windows))
+    found = []
+    for index in positions.kl.topk(min(count, len(positions))).indices.tolist():
+        window, position = places[index]
+        ids = base.windows[window].ids
+        words = [(ids[max(0, position - CONTEXT_TOKENS) : position], "context"), ((ids[position],), "token")]
+        words += [((int(positions.base_top[index]),), "base_top"), ((int(positions.top[index]),), "top")]
+        texts = {name: llm.get_tokenizer().decode(some, skip_special_tokens=False) for some, name in words}
+        found.append({"window": window, "position": position, "kl": float(positions.kl[index]), **texts})
+    return found
+
+
+def _places(windows: Sequence[Window]) -> Iterator[tuple[int, int]]:
+    for i, window in enumerate(windows):
+        for position in range(window.first, len(window.ids)):
+            yield i, position
+
+
+def release() -> None:
+    """Give a dropped model's memory back before the next one is loaded."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def print_tables(base: Reference, results: Sequence[Divergence], top_p: float) -> None:
+    """A row per model and KV format, then the worst positions of each."""
+    facts, run = base.facts, base.facts["run"]
+    title = (
+        f"{facts['dataset']}, protocol {facts['protocol']}, windows of {facts['seqlen']} tokens, against "
+        f"{run['model']} (KV {run['kv']}), perplexity {results[0].figures['base_ppl']:.4f}"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("model", "weights", "KV"):
+        table.add_column(name)
+    for name in ("perplexity", "KL", "KL 99 %", "KL max", "same top-1", f"top-{top_p:g} flips"):
+        table.add_column(name, justify="right")
+    for result in results:
+        f = result.figures
+        kl = [f"{f['kl_mean']:.2e} ± {f['kl_se']:.0e}", f"{f['kl_p99']:.2e}", f"{f['kl_max']:.2e}"]
+        shares = [f"{100 * f[key]:.2f} %" for key in ("top1_agreement", "top_p_flips")]
+        names = [str(result.facts[name]) for name in ("model", "weights", "kv")]
+        table.add_row(*names, f"{f['ppl']:.4f}", *kl, *shares)
+    show(table)
+    for result in results:
+        if result.worst:
+            print_worst(result)
+
+
+def print_worst(result: Divergence) -> None:
+    """Where a model is furthest from the baseline."""
+    title = f"worst positions of {result.facts['model']}, KV {result.facts['kv']}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("KL", justify="right")
+    for name in ("after", "came", "baseline expected", "expected"):
+        table.add_column(name)
+    for row in result.worst:
+        texts = (repr(row[name]) for name in ("context", "token", "base_top", "top"))
+        table.add_row(f"{row['kl']:.3f}", *texts)
+    show(table)

@@ -1,0 +1,153 @@
+"""`qrt-eval kld`: the figures by definition, transformers as the truth, saved baselines, chunks."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from test_ppl import copy_with_fewer_merges
+from transformers import AutoModelForCausalLM
+
+from qrt.assets import model_path
+from qrt.errors import ConfigError
+from qrt_eval import divergence, kld, reference
+from qrt_eval.cli import main
+from qrt_eval.protocol import PROTOCOLS
+from qrt_eval.text import load_text
+
+TINY = model_path("tiny")
+
+
+def test_figures_from_their_definition():
+    """By hand, in numpy's way, on distributions that differ much."""
+    torch.manual_seed(0)
+    base, model = torch.randn(40, 11), torch.randn(40, 11)
+    targets = torch.randint(0, 11, (40,))
+    found = divergence.compare(base, model, targets, top_p=0.7)
+    p, q = base.double().softmax(-1), model.double().softmax(-1)
+    for i in range(40):
+        assert float(found.kl[i]) == pytest.approx(
+            sum(float(a * (a / b).log()) for a, b in zip(p[i], q[i], strict=True))
+        )
+        mass, nucleus = 0.0, set()
+        for token in p[i].argsort(descending=True).tolist():  # the smallest set with at least 0.7
+            if mass >= 0.7:
+                break
+            nucleus.add(token)
+            mass += float(p[i, token])
+        assert bool(found.top_p_flip[i]) == (int(q[i].argmax()) not in nucleus)
+    figures = divergence.figures(found)
+    assert figures["kl_mean"] == pytest.approx(float(found.kl.mean()))
+    assert figures["kl_p99"] == pytest.approx(float(found.kl.quantile(0.99)))
+    assert figures["top1_agreement"] == float((p.argmax(-1) == q.argmax(-1)).double().mean())
+    dp = q.gather(1, targets[:, None]) - p.gather(1, targets[:, None])
+    assert figures["dp_mean"] == pytest.approx(float(dp.mean()))
+    assert figures["dp_rms"] == pytest.approx(float(dp.square().mean().sqrt()))
+
+
+def test_a_model_against_itself_is_zero():
+    logits = torch.randn(7, 50) * 5
+    figures = divergence.figures(divergence.compare(logits, logits, torch.arange(7), 0.9))
+    assert figures["kl_max"] == 0 == figures["top_p_flips"] == figures["ln_ppl_ratio"]
+    assert figures["top1_agreement"] == 1
+
+
+def noisy(folder):
+    """The bundled model with noise in one projection."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(TINY, folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.2.mlp.down_proj.weight"
+    torch.manual_seed(1)
+    tensors[name] = tensors[name] + 0.02 * torch.randn_like(tensors[name])
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    return noisy(tmp_path_factory.mktemp("models") / "noisy")
+
+
+@pytest.fixture(scope="module")
+def by_transformers(changed):
+    """Mean KL, top-1 agreement and both perplexities over 3 windows of 200 tokens of pydoc."""
+    windows = PROTOCOLS["gptq"].windows(load_text("pydoc"), tokenizer(), 200, None, 3)
+    kl, same, nll = [], [], {"base": [], "model": []}
+    models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (TINY, changed)]
+    for window in windows:
+        ids = torch.tensor(window.ids)
+        with torch.no_grad():
+            base, model = (m(ids[None]).logits[0, :-1].double().log_softmax(-1) for m in models)
+        kl.append((base.exp() * (base - model)).sum(-1))
+        same.append(base.argmax(-1) == model.argmax(-1))
+        for name, logp in (("base", base), ("model", model)):
+            nll[name].append(-logp.gather(-1, ids[1:, None]).mean())
+    ppl = {name: float(torch.stack(values).mean().exp()) for name, values in nll.items()}
+    return float(torch.cat(kl).mean()), float(torch.cat(same).double().mean()), ppl
+
+
+def tokenizer():
+    from qrt.serve.tokenizer import Tokenizer
+
+    return Tokenizer("tiny")
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("chunk", [2048, 64])
+def test_equals_transformers(changed, by_transformers, tmp_path, chunk):
+    out = tmp_path / "k.json"
+    words = f"kld pydoc --model {changed} --baseline tiny --seqlen 200 --limit 3 --chunk {chunk} --json {out}"
+    assert main(words.split()) == 0
+    result = json.loads(out.read_text())
+    (run,) = result["runs"]
+    kl, same, ppl = by_transformers
+    assert run["kl_mean"] == pytest.approx(kl, rel=1e-4) and kl > 1e-3
+    assert run["top1_agreement"] == pytest.approx(same, abs=2 / 597)
+    assert run["base_ppl"] == pytest.approx(ppl["base"], rel=1e-4)
+    assert run["ppl"] == pytest.approx(ppl["model"], rel=1e-4)
+    assert run["tokens"] == 597 and result["baseline"]["model"] == "tiny"
+    worst = [row["kl"] for row in run["worst"]]
+    assert worst == sorted(worst, reverse=True) and worst[0] == run["kl_max"]
+
+
+@pytest.mark.model
+def test_a_saved_baseline_gives_the_same(changed, tmp_path, capsys):
+    saved, live, read = tmp_path / "base.safetensors", tmp_path / "live.json", tmp_path / "read.json"
+    words = f"kld pydoc --model tiny --kv int8 int4 --seqlen 128 --limit 2 --save-base {saved} --json {live}"
+    assert main(words.split()) == 0
+    assert main(f"kld --model tiny --kv int8 int4 --base-file {saved} --json {read}".split()) == 0
+    first, second = (json.loads(path.read_text())["runs"] for path in (live, read))
+    assert [run["kl_mean"] for run in first] == [run["kl_mean"] for run in second]
+    int8, int4 = first
+    assert 0 < int8["kl_mean"] < 1e-3 < int4["kl_mean"] < 0.1 and int8["top1_agreement"] > 0.98
+    assert "int4" in capsys.readouterr().out
+
+
+@pytest.mark.model
+def test_logits_are_bounded(monkeypatch):
+    """However long the window, no more rows than LOGITS_BYTES allows are compared at once."""
+    rows, compare = [], divergence.compare
+    monkeypatch.setattr(kld, "LOGITS_BYTES", 8 * 4096 * 10)
+    monkeypatch.setattr(kld.divergence, "compare", lambda *a: rows.append(len(a[0])) or compare(*a))
+    assert main("kld pydoc --model tiny --kv int8 --seqlen 64 --limit 1 --worst 0".split()) == 0
+    assert max(rows) == 10 and sum(rows) == 63
+
+
+@pytest.mark.model
+def test_other_tokens_are_refused(tmp_path, capsys):
+    other = copy_with_fewer_merges(tmp_path / "other")
+    assert main(f"kld pydoc --model {other} --baseline tiny --seqlen 64 --limit 1".split()) == 1
+    error = capsys.readouterr().err
+    assert "different tokenizers" in error and "qrt-eval ppl --baseline" in error
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"not a file of tensors")
+    with pytest.raises(ConfigError, match="not a file of --save-base"):
+        reference.load(path, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="not a file of --save-base"):
+        reference.load(TINY / "model.safetensors", torch.device("cpu"))
