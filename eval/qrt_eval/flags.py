@@ -89,3 +89,40 @@ def add_kld(command: ArgumentParser) -> None:
         "--worst", type=int, default=10, metavar="N", help="positions to show (default: %(default)s)"
     )
     add_json(command)
+
+
+def add_sweep(command: ArgumentParser) -> None:
+    """`qrt-eval sweep`."""
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help=MODEL_HELP)
+    source.add_argument("--shape", help="random weights of a known shape: bytes and speed only")
+    command.add_argument("--weights", default="16,8,4,w8a8", help="schemes (default: %(default)s)")
+    command.add_argument("--kv", default="fp16,int8,int4", help="KV formats (default: %(default)s)")
+    command.add_argument(
+        "--checkpoint", action="append", default=[], metavar="SCHEME=FOLDER",
+        help="use this checkpoint instead of making one; may be repeated",
+    )  # fmt: skip
+    command.add_argument("--out", metavar="FOLDER", help="where everything goes (default: sweep-NAME)")
+    command.add_argument("--dataset", default="pydoc", help="the text (default: %(default)s)")
+    _add_windows(command)
+    command.set_defaults(seqlen=1024, limit=16)
+    command.add_argument(
+        "--memory-gib", type=float, default=80.0, metavar="GIB", help="that requests share (default: 80)"
+    )
+    command.add_argument(
+        "--context", type=int, default=8192, metavar="TOKENS", help="of each of them (default: %(default)s)"
+    )
+    command.add_argument(
+        "--batch", type=int, default=32, metavar="B", help="of the speed (default: %(default)s)"
+    )
+    command.add_argument(
+        "--num-prompts", type=int, metavar="N", help="of the speed (default: twice the batch)"
+    )
+    command.add_argument(
+        "--input-len", type=int, default=128, metavar="TOKENS", help="(default: %(default)s)"
+    )
+    command.add_argument(
+        "--output-len", type=int, default=64, metavar="TOKENS", help="(default: %(default)s)"
+    )
+    command.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts (default: 3)")
+    command.add_argument("--seed", type=int, default=0, help="of the random prompts")

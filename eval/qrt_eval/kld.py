@@ -33,6 +33,7 @@ from qrt_eval.results import command_facts, model_facts, text_facts, write_json
 from qrt_eval.text import load_text
 
 LOGITS_BYTES = 1 << 26  # of one model's logits in float64
+TOP_P, CHUNK_TOKENS = 0.9, 2048  # unless the command line says otherwise
 CONTEXT_TOKENS = 16  # shown before a worst position
 
 

@@ -22,7 +22,7 @@ from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
 from qrt.model.decoder import Decoder
-from qrt_eval.results import write_json
+from qrt_eval.results import command_facts, engine_facts, write_json
 from qrt_eval.shapes import shape
 
 # A device-to-device copy on one H200, bytes read and written (design section 5); other GPUs get no floor.
@@ -45,13 +45,8 @@ def run(arguments: Namespace) -> None:
         rows += compared(arguments, device, rate)
     print_table(arguments, rows)
     if arguments.json:
-        facts = {
-            "model": arguments.model or arguments.shape,
-            "weights": engine.model.scheme,
-            "kv": engine.formats[0].name,
-        }
-        facts |= {"weight_bytes": engine.model.num_bytes, "bytes_per_s": rate, "rows": rows}
-        write_json(arguments.json, facts)
+        facts = {**command_facts(arguments), **engine_facts(engine, arguments.model or arguments.shape)}
+        write_json(arguments.json, {**facts, "bytes_per_s": rate, "rows": rows})
         print(f"result written to {arguments.json}", file=sys.stderr)
 
 

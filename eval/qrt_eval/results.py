@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from qrt import __version__
+from qrt.engine.engine import Engine
 from qrt.llm import LLM
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_eval.text import EvalText
@@ -71,7 +72,11 @@ def _commit() -> str | None:
 
 def command_facts(arguments: Namespace) -> dict[str, Any]:
     """Which command ran, with which flags: enough to run it again."""
-    flags = {name: value for name, value in vars(arguments).items() if name not in ("command", "json")}
+    left_out = ("command", "json", "api_key")
+    flags = {name: value for name, value in vars(arguments).items() if name not in left_out}
+    flags = {
+        name: "inf" if value == float("inf") else value for name, value in flags.items()
+    }  # JSON has none
     return {"command": arguments.command, "arguments": flags}
 
 
@@ -85,21 +90,28 @@ def model_facts(llm: LLM) -> dict[str, Any]:
     config = llm.engine.config
     tokenizer = llm.get_tokenizer().hf.backend_tokenizer.to_str()
     return {
-        "model": config.model,
+        **engine_facts(llm.engine, config.model),
         "model_sha256": checkpoint_sha256(config.model),
         "tokenizer_sha256": hashlib.sha256(tokenizer.encode()).hexdigest(),
-        "weights": llm.weight_scheme,
-        "kv": kv_name(llm),
-        "dtype": llm.dtype,
-        "weight_bytes": llm.weight_bytes,
-        "kv_bytes_per_token": llm.kv_bytes_per_token,
-        "seed": config.seed,
     }
 
 
-def kv_name(llm: LLM) -> str:
+def engine_facts(engine: Engine, model: str) -> dict[str, Any]:
+    """What an engine runs, random weights of a shape included."""
+    return {
+        "model": model,
+        "weights": engine.model.scheme,
+        "kv": kv_name(engine),
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "weight_bytes": engine.model.num_bytes,
+        "kv_bytes_per_token": engine.kv_bytes_per_token,
+        "seed": engine.config.seed,
+    }
+
+
+def kv_name(engine: Engine) -> str:
     """The KV format, e.g. "int8"; "fp16+int4" where layers differ."""
-    return "+".join(dict.fromkeys(format.name for format in llm.engine.formats))
+    return "+".join(dict.fromkeys(format.name for format in engine.formats))
 
 
 def checkpoint_sha256(model: str) -> str:

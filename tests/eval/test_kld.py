@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from schema import checked
 from test_ppl import copy_with_fewer_merges
 from transformers import AutoModelForCausalLM
 
@@ -101,7 +102,7 @@ def test_equals_transformers(changed, by_transformers, tmp_path, chunk):
     out = tmp_path / "k.json"
     words = f"kld pydoc --model {changed} --baseline tiny --seqlen 200 --limit 3 --chunk {chunk} --json {out}"
     assert main(words.split()) == 0
-    result = json.loads(out.read_text())
+    result = checked(out)
     (run,) = result["runs"]
     kl, same, ppl = by_transformers
     assert run["kl_mean"] == pytest.approx(kl, rel=1e-4) and kl > 1e-3

@@ -1,9 +1,8 @@
 """`qrt-eval latency` on a small shape: the rows it writes, transformers' beside qrt's."""
 
-import json
-
 import pytest
 import torch
+from schema import checked
 
 from qrt_eval import latency, shapes, transformers_latency
 from qrt_eval.cli import main
@@ -27,7 +26,7 @@ def test_rows_of_both(tmp_path):
         f"latency --shape small --kv int8 --batch 1 2 --input-len 7 --output-len 4 --compare --json {file}"
     )
     assert main(words.split()) == 0
-    result = json.loads(file.read_text())
+    result = checked(file)
     assert (result["model"], result["weights"], result["kv"]) == ("small", "w4a16", "int8")
     ours, theirs = result["rows"][:2], result["rows"][2:]
     assert [row["batch"] for row in ours] == [row["batch"] for row in theirs] == [1, 2]

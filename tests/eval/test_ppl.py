@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from quantized_kv import quantized_model
+from schema import checked
 
 from qrt import LLM
 from qrt.assets import model_path
@@ -66,7 +67,7 @@ def test_command_writes_json(tmp_path, capsys):
     out = tmp_path / "r.json"
     words = f"ppl pydoc --model tiny --kv int8 --baseline tiny --seqlen 256 --limit 2 --json {out}".split()
     assert main(words) == 0
-    result = json.loads(out.read_text())
+    result = checked(out)
     assert result["dataset"] == "pydoc" and result["protocol"] == "gptq" and result["kv"] == "int8"
     assert result["tokens"] == 2 * 255 and result["seconds"] > 0 and len(result["windows_nll"]) == 2
     assert result["baseline"]["kv"] == "fp16"

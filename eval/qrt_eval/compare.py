@@ -1,0 +1,235 @@
+"""What changed between two result files of one command, beyond the noise: `qrt-eval compare A.json B.json`.
+
+A metric's noise is one standard error, from what the files hold: losses of the same windows (paired, so that
+the text's own spread falls out), repeats of a timing, requests of a load. Where a file holds one timing only,
+3 % are assumed, and said to be.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from qrt.errors import ConfigError
+from qrt_eval.console import show
+
+Result = Mapping[str, Any]
+ASSUMED_NOISE = 0.03  # of a timing that was not repeated
+SAME_TEXT = ("dataset", "text_sha256", "protocol", "seqlen")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure. `noise`: its standard error, None where the file does not say; `more_is_better`."""
+
+    value: float
+    noise: float | None
+    more_is_better: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """One metric before and after. `noise`: standard error of the difference, in the metric's unit."""
+
+    name: str
+    before: float
+    after: float
+    noise: float
+    assumed: bool
+    verdict: str
+
+
+def run(arguments: Namespace) -> None:
+    """Print what differs between the runs, then every metric that both files have."""
+    before, after = (load(path) for path in arguments.results)
+    first, second = kind(before), kind(after)
+    if first != second:
+        raise ConfigError(
+            f"compare: {arguments.results[0]} is of {first}, {arguments.results[1]} of {second}"
+        )
+    for key in SAME_TEXT:
+        if before.get(key) != after.get(key):
+            raise ConfigError(
+                f"compare: {key} differs ({before.get(key)} and {after.get(key)}): the losses do not compare"
+            )
+    for name, old, new in settings(before, after):
+        print(f"{name}: {old} -> {new}")
+    changes = compare(before, after, arguments.sigmas)
+    if not changes:
+        raise ConfigError("compare: the files have no metric of the same model, format and size in common")
+    print_table(changes, arguments.sigmas)
+
+
+def load(path: str) -> dict[str, Any]:
+    """A result file; ConfigError when it is none."""
+    try:
+        result = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; write it with --json") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    if not isinstance(result, dict) or "environment" not in result or kind(result) not in METRICS:
+        raise ConfigError(f"{path}: not a result file of qrt-eval")
+    return result
+
+
+def kind(result: Result) -> str:
+    """The command that wrote a file; files without its name are told by their keys."""
+    told = {"kernels": "kernels", "rows": "latency", "ppl": "ppl"}
+    return str(result.get("command") or next((name for key, name in told.items() if key in result), "?"))
+
+
+def settings(before: Result, after: Result) -> Iterator[tuple[str, Any, Any]]:
+    """Every fact in which the two runs differ: flags, model, versions, device, commit."""
+    for name in ("model", "model_sha256", "weights", "kv", "dtype", "model_id"):
+        if before.get(name) != after.get(name):
+            yield name, before.get(name), after.get(name)
+    for part in ("arguments", "environment"):
+        old, new = _flat(before.get(part) or {}), _flat(after.get(part) or {})
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name) and name not in ("model", "kv", "weights", "dtype"):
+                yield name, old.get(name), new.get(name)
+
+
+def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        flat |= {f"{name} {key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def compare(before: Result, after: Result, sigmas: float) -> list[Change]:
+    """The changes of all metrics that both have, in the order of the second file."""
+    old, new = METRICS[kind(before)](before), METRICS[kind(after)](after)
+    paired = paired_noise(before, after)
+    changes = []
+    for name, metric in new.items():
+        if name not in old:
+            continue
+        noises = [one.noise for one in (old[name], metric)]
+        assumed = None in noises and name not in paired
+        values = (old[name].value, metric.value)
+        guesses = [ASSUMED_NOISE * abs(v) if n is None else n for v, n in zip(values, noises, strict=True)]
+        noise = paired.get(name, math.hypot(*guesses))
+        changes.append(Change(name, *values, noise, assumed, verdict(*values, noise * sigmas, metric)))
+    return changes
+
+
+def verdict(before: float, after: float, bound: float, metric: Metric) -> str:
+    """`same`, `better` or `worse`."""
+    if abs(after - before) <= bound:
+        return "same"
+    return "better" if (after > before) == metric.more_is_better else "worse"
+
+
+def paired_noise(before: Result, after: Result) -> dict[str, float]:
+    """Of perplexities over the same windows: by the spread of the windows' differences."""
+    old, new = before.get("windows_nll"), after.get("windows_nll")
+    if not old or not new or len(old) != len(new) or len(old) < 2:
+        return {}
+    spread = statistics.stdev(b - a for a, b in zip(old, new, strict=True))
+    return {"ppl": after["ppl"] * spread / math.sqrt(len(old))}
+
+
+def _ppl(result: Result) -> dict[str, Metric]:
+    return {"ppl": Metric(result["ppl"], result.get("stderr"), False)}
+
+
+def _kld(result: Result) -> dict[str, Metric]:
+    found = {}
+    for run in result["runs"]:
+        name = f"{run['model']} {run['weights']}, KV {run['kv']}"
+        found[f"{name}: KL"] = Metric(run["kl_mean"], run["kl_se"], False)
+        found[f"{name}: same top-1"] = Metric(run["top1_agreement"], run["top1_agreement_se"], True)
+        found[f"{name}: ln ppl ratio"] = Metric(run["ln_ppl_ratio"], run["ln_ppl_ratio_se"], False)
+    return found
+
+
+def _throughput(result: Result) -> dict[str, Metric]:
+    return {
+        f"batch {row['batch']}: tokens/s": Metric(row["tokens_per_second"], _error(row["repeats"]), True)
+        for row in result["batches"]
+    }
+
+
+def _error(repeats: Sequence[float]) -> float | None:
+    return statistics.stdev(repeats) / math.sqrt(len(repeats)) if len(repeats) > 1 else None
+
+
+def _latency(result: Result) -> dict[str, Metric]:
+    found = {}
+    for row in result["rows"]:
+        name = f"{row.get('by', 'qrt')} {row['batch']} x {row['input_len']}"
+        found[f"{name}: decode ms/step"] = Metric(row["decode_ms_per_step"], None, False)
+        found[f"{name}: prefill tokens/s"] = Metric(row["prefill_tokens_per_s"], None, True)
+    return found
+
+
+def _serve(result: Result) -> dict[str, Metric]:
+    found = {}
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        noise = result[f"std_{name}_ms"] / math.sqrt(max(result["completed"], 1))
+        found[f"mean_{name}_ms"] = Metric(result[f"mean_{name}_ms"], noise, False)
+    for name in ("request_throughput", "output_throughput"):
+        found[name] = Metric(result[name], None, True)
+    return found
+
+
+def _kernels(result: Result) -> dict[str, Metric]:
+    rows = result["kernels"]
+    return {f"{row['op']} {row['what']}, {row['at']}: us": Metric(row["us"], None, False) for row in rows}
+
+
+def _sweep(result: Result) -> dict[str, Metric]:
+    found = {}
+    for cell in result["cells"]:
+        name = f"{cell['weights']} + {cell['kv']} KV"
+        for key, more in (("ppl", False), ("kl_mean", False), ("tokens_per_second", True)):
+            if cell.get(key) is not None:
+                noise = {"kl_mean": cell.get("kl_se"), "ppl": None}.get(key)
+                noise = _error(cell["repeats"]) if key == "tokens_per_second" else noise
+                found[f"{name}: {key}"] = Metric(cell[key], noise, more)
+    return found
+
+
+def _lm(result: Result) -> dict[str, Metric]:
+    return {
+        f"{row['task']} {row['metric']}": Metric(row["value"], row["stderr"], row["higher_is_better"])
+        for row in result["scores"]
+    }
+
+
+METRICS: dict[str, Callable[[Result], dict[str, Metric]]] = {
+    "ppl": _ppl,
+    "kld": _kld,
+    "lm": _lm,
+    "throughput": _throughput,
+    "latency": _latency,
+    "serve": _serve,
+    "kernels": _kernels,
+    "sweep": _sweep,
+}
+
+
+def print_table(changes: Sequence[Change], sigmas: float) -> None:
+    """Every change, those beyond the noise marked."""
+    table = Table(title=f"changes beyond {sigmas:g} standard errors are marked", title_justify="left")
+    for name in ("", "before", "after", "change", "noise", "verdict"):
+        table.add_column(name, justify="left" if name in ("", "verdict") else "right")
+    for change in changes:
+        percent = "" if not change.before else f"{100 * (change.after / change.before - 1):+.2f} %"
+        noise = f"± {change.noise:.3g}" + (" (assumed)" if change.assumed else "")
+        table.add_row(
+            change.name, f"{change.before:.6g}", f"{change.after:.6g}", percent, noise, change.verdict
+        )
+    show(table)
+    counts = {word: sum(c.verdict == word for c in changes) for word in ("better", "worse", "same")}
+    print(", ".join(f"{count} {word}" for word, count in counts.items()))

@@ -1,0 +1,161 @@
+"""The load of `qrt-eval serve`: prompts, when they are sent, and what one request of an OpenAI API took."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+TIMEOUT_S = 6 * 3600  # of a whole request: a queue may be long
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked: text or token ids, and how many tokens in return."""
+
+    content: str | list[int]
+    num_tokens: int
+    output_len: int
+
+
+@dataclass
+class Outcome:
+    """One request. Times in seconds from `started` (a perf_counter).
+
+    ttft   until the first chunk that holds a choice
+    itls   gaps between later such chunks; one may hold several tokens
+    """
+
+    prompt_tokens: int
+    started: float = 0.0
+    ttft: float = 0.0
+    itls: list[float] = field(default_factory=list)
+    latency: float = 0.0
+    output_tokens: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None for a single one."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+def delays(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """When each of `count` requests is sent, seconds after the start; all at once for a rate of inf.
+
+    Gaps are gamma-distributed with mean 1/rate and shape `burstiness` (1: a Poisson process), stretched to
+    the expected total.
+    """
+    if rate == float("inf"):
+        return [0.0] * count
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), count)
+    gaps[0] = 0.0
+    times = np.cumsum(gaps)
+    wanted = (count - 1) / rate
+    return list(times * (wanted / times[-1]) if times[-1] > 0 else times)
+
+
+async def send_all(
+    url: str,
+    prompts: Sequence[Prompt],
+    body: dict[str, Any],
+    at: Sequence[float],
+    most: int | None,
+    key: str | None,
+) -> tuple[list[Outcome], float]:
+    """Send every prompt at its time, at most `most` at once; outcomes in order, seconds of it all."""
+    gate = asyncio.Semaphore(most or len(prompts))
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
+        started = time.perf_counter()
+
+        async def one(prompt: Prompt, delay: float) -> Outcome:
+            await asyncio.sleep(started + delay - time.perf_counter())
+            async with gate:
+                return await request(session, url, prompt, body)
+
+        outcomes = await asyncio.gather(*(one(*pair) for pair in zip(prompts, at, strict=True)))
+        return outcomes, time.perf_counter() - started
+
+
+async def request(session: aiohttp.ClientSession, url: str, prompt: Prompt, body: dict[str, Any]) -> Outcome:
+    """Stream one completion and time its chunks."""
+    outcome = Outcome(prompt.num_tokens, started=time.perf_counter())
+    last, chunks = outcome.started, 0
+    try:
+        async with session.post(url, json=body | payload(url, prompt)) as response:
+            if response.status != 200:
+                outcome.error = f"HTTP {response.status}: {(await response.text())[:300]}"
+                return outcome
+            async for line in response.content:
+                event = parse(line)
+                if event is None:
+                    continue
+                if "error" in event:
+                    outcome.error = str(event["error"])[:300]
+                    return outcome
+                if usage := event.get("usage"):
+                    outcome.output_tokens = usage["completion_tokens"]
+                    outcome.prompt_tokens = usage["prompt_tokens"]
+                for choice in event.get("choices", ()):
+                    now = time.perf_counter()
+                    if chunks:
+                        outcome.itls.append(now - last)
+                    else:
+                        outcome.ttft = now - outcome.started
+                    last, chunks = now, chunks + 1
+                    outcome.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+        return outcome
+    if not chunks:
+        outcome.error = "the stream held no choice"
+    outcome.latency = last - outcome.started
+    outcome.output_tokens = outcome.output_tokens or chunks  # a server that sends no usage
+    return outcome
+
+
+def payload(url: str, prompt: Prompt) -> dict[str, Any]:
+    """The part of the body that differs between requests."""
+    if url.endswith("/chat/completions"):
+        return {"messages": [{"role": "user", "content": prompt.content}], "max_tokens": prompt.output_len}
+    return {"prompt": prompt.content, "max_tokens": prompt.output_len}
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The object of one line of a server-sent event stream, if it holds one."""
+    if not line.startswith(b"data:"):
+        return None
+    data = line[5:].strip()
+    if data == b"[DONE]":
+        return None
+    event: dict[str, Any] = json.loads(data)
+    return event
+
+
+def concurrency(outcomes: Sequence[Outcome]) -> int:
+    """Most requests that were under way at once."""
+    edges = sorted(edge for o in outcomes for edge in ((o.started, 1), (o.started + o.latency, -1)))
+    level = most = 0
+    for _, step in edges:
+        level += step
+        most = max(most, level)
+    return most
+
+
+def chunk_times(outcome: Outcome) -> Iterator[float]:
+    """When each chunk came, as a perf_counter."""
+    at = outcome.started + outcome.ttft
+    yield at
+    for gap in outcome.itls:
+        at += gap
+        yield at

@@ -1,0 +1,19 @@
+"""Result files against eval/qrt_eval/schema.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from qrt_eval.results import SCHEMA
+
+
+def checked(path: str | Path) -> dict[str, Any]:
+    """The result file of a path, once it has the schema of its command."""
+    result = json.loads(Path(path).read_text())
+    schema = json.loads(SCHEMA.read_text())
+    kind = {"$ref": f"#/$defs/{result['command']}", "$defs": schema["$defs"]}
+    jsonschema.validate(result, kind)
+    jsonschema.validate(result, schema)
+    return result

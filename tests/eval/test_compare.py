@@ -1,0 +1,87 @@
+"""`qrt-eval compare`: noise from what the files hold, and files that do not compare."""
+
+import json
+
+import pytest
+
+from qrt_eval.cli import main
+from qrt_eval.compare import compare, load, settings
+
+WHERE = {"device": "d", "cuda": None, "python": "3", "versions": {"torch": "1"}, "commit": "a"}
+
+
+def ppl(value, losses, **other):
+    facts = {"command": "ppl", "dataset": "t", "text_sha256": "0", "protocol": "gptq", "seqlen": 8}
+    return {**facts, "ppl": value, "stderr": 1.0, "windows_nll": losses, "environment": WHERE, **other}
+
+
+def throughput(*repeats):
+    rows = [{"batch": 4, "tokens_per_second": repeats[0], "repeats": list(repeats)}]
+    return {"command": "throughput", "batches": rows, "environment": WHERE}
+
+
+def test_perplexities_of_the_same_windows_are_compared_window_by_window():
+    """The windows differ by 1.0, the models by 0.01 each time: far below the text's noise, above theirs."""
+    before, after = ppl(10.0, [2.0, 3.0, 1.0]), ppl(10.1, [2.010, 3.011, 1.009])
+    (change,) = compare(before, after, 2)
+    assert change.verdict == "worse" and not change.assumed
+    assert change.noise == pytest.approx(10.1 * 0.001 / 3**0.5)
+    (change,) = compare(before, ppl(10.1, [2.3, 2.7, 1.03]), 2)
+    assert change.verdict == "same"
+    (change,) = compare(before, ppl(9.0, [2.0, 3.0]), 2)  # other windows: each side's own error
+    assert change.verdict == "same" and change.noise == pytest.approx(2**0.5)
+
+
+def test_timings_are_compared_by_their_repeats():
+    (change,) = compare(throughput(100, 101, 99), throughput(110, 111, 109), 2)
+    assert change.verdict == "better" and change.noise == pytest.approx((2 / 3) ** 0.5)
+    (change,) = compare(throughput(100, 130, 70), throughput(110, 140, 80), 2)
+    assert change.verdict == "same"
+    (change,) = compare(throughput(100), throughput(104), 2)
+    assert change.assumed and change.verdict == "same"
+    (change,) = compare(throughput(100), throughput(80), 2)
+    assert change.verdict == "worse"
+
+
+def test_other_settings_are_named():
+    before = ppl(1, [], kv="int8", arguments={"kv": "int8", "limit": 3})
+    after = ppl(1, [], kv="int4", arguments={"kv": "int4", "limit": 4})
+    after["environment"] = {**WHERE, "versions": {"torch": "2"}}
+    assert list(settings(before, after)) == [
+        ("kv", "int8", "int4"), ("limit", 3, 4), ("versions torch", "1", "2")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_sha256": "1"}, "text_sha256 differs"),
+        ({"protocol": "llamacpp"}, "protocol differs"),
+        ({"command": "throughput", "batches": []}, "is of ppl"),
+    ],
+)
+def test_what_does_not_compare_is_refused(change, message, tmp_path, capsys):
+    (tmp_path / "a").write_text(json.dumps(ppl(1, [])))
+    (tmp_path / "b").write_text(json.dumps(ppl(1, []) | change))
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"environment": {}, "command": "nothing"}'])
+def test_what_is_no_result_is_refused(content, tmp_path, capsys):
+    (tmp_path / "a").write_text(content)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_recorded_results_compare_with_themselves(capsys):
+    """The files of eval/results, with and without the name of their command."""
+    from pathlib import Path
+
+    files = sorted((Path(__file__).parents[2] / "eval/results").rglob("*.json"))
+    for file in files:
+        result = load(str(file))
+        changes = compare(result, result, 2)
+        assert changes and all(change.verdict == "same" for change in changes), file
+    assert main(["compare", str(files[0]), str(files[0])]) == 0
+    assert "0 better, 0 worse" in capsys.readouterr().out

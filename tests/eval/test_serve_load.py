@@ -1,0 +1,171 @@
+"""`qrt-eval serve` against a server that is scripted, and the arithmetic of its figures."""
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+import pytest
+from aiohttp import web
+from schema import checked
+
+from qrt_eval import load, serve
+from qrt_eval.cli import main
+
+
+class Server:
+    """An OpenAI-compatible server in a thread that answers each request with `output_len` chunks of a token,
+    or as `script` says."""
+
+    def __init__(self, script=None):
+        self.bodies, self.level, self.most = [], 0, 0
+        self._script = script
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+
+    def __enter__(self):
+        threading.Thread(target=self._run, daemon=True).start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *error):
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self):
+        asyncio.set_event_loop(self._loop)
+        app = web.Application(client_max_size=1 << 26)
+        app.add_routes([web.get("/v1/models", self._models), web.post("/v1/{path:.*}", self._complete)])
+        runner = web.AppRunner(app)
+        self._loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        self._loop.run_until_complete(site.start())
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        self._loop.run_forever()
+
+    async def _models(self, request):
+        return web.json_response({"data": [{"id": "the-model"}]})
+
+    async def _complete(self, request):
+        body = await request.json()
+        self.bodies.append((request.path, body, request.headers.get("Authorization")))
+        self.level += 1
+        self.most = max(self.most, self.level)
+        try:
+            if self._script and (said := self._script(len(self.bodies))):
+                return web.Response(status=said[0], text=said[1], content_type=said[2])
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for _ in range(body["max_tokens"]):
+                await asyncio.sleep(0)
+                chunk = {"choices": [{"index": 0, "text": "x", "delta": {"content": "y"}}]}
+                await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            size = len(body.get("prompt") or "12345")
+            usage = {"completion_tokens": body["max_tokens"], "prompt_tokens": size}
+            await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())
+            await response.write(b"data: [DONE]\n\n")
+            return response
+        finally:
+            self.level -= 1
+
+
+def words(server, **flags):
+    given = {"tokenizer": "tiny", "num-prompts": 6, "input-len": 7, "output-len": 3, **flags}
+    flat = [part for name, value in given.items() for part in (f"--{name}", *map(str, np.atleast_1d(value)))]
+    return ["serve", "--base-url", server.url, *flat]
+
+
+def test_figures_of_a_run(tmp_path, capsys):
+    out = tmp_path / "s.json"
+    with Server() as server:
+        assert (
+            main([*words(server, json=out, goodput=["e2el:60000"]), "--save-detailed", "--ignore-eos"]) == 0
+        )
+    result = checked(out)
+    assert result["model_id"] == "the-model" and result["completed"] == 6 and result["failed"] == 0
+    assert result["total_input_tokens"] == 42 and result["total_output_tokens"] == 18
+    assert result["request_throughput"] == pytest.approx(6 / result["duration"])
+    assert result["request_goodput"] == result["request_throughput"]
+    assert result["total_token_throughput"] == pytest.approx(60 / result["duration"])
+    assert [len(gaps) for gaps in result["itls"]] == [2] * 6 and result["generated_texts"] == ["xxx"] * 6
+    assert result["mean_ttft_ms"] == pytest.approx(1e3 * np.mean(result["ttfts"]))
+    assert result["p99_itl_ms"] == pytest.approx(1e3 * np.percentile(np.concatenate(result["itls"]), 99))
+    path, body, _ = server.bodies[1]
+    assert path == "/v1/completions" and len(body["prompt"]) == 7 and body["ignore_eos"] is True
+    assert body["stream_options"] == {"include_usage": True} and body["temperature"] == 0
+    assert len(server.bodies) == 7  # one to warm up
+    assert "TTFT" in capsys.readouterr().out
+
+
+def test_chat_sends_text_and_concurrency_is_bounded():
+    with Server() as server:
+        flags = {"endpoint": "/v1/chat/completions", "max-concurrency": 2, "api-key": "k", "num-prompts": 9}
+        assert main(words(server, **flags)) == 0
+    assert server.most <= 2
+    path, body, authorization = server.bodies[-1]
+    assert path == "/v1/chat/completions" and authorization == "Bearer k"
+    assert isinstance(body["messages"][0]["content"], str)
+
+
+def test_failed_requests_are_counted_and_left_out(tmp_path):
+    def script(count):
+        return {
+            3: (500, "boom", "text/plain"),
+            4: (200, 'data: {"error": "full"}\n\n', "text/event-stream"),
+        }.get(count)
+
+    with Server(script) as server:
+        assert (
+            main([*words(server, json=tmp_path / "s.json", **{"max-concurrency": 1}), "--save-detailed"]) == 0
+        )
+    result = checked(tmp_path / "s.json")
+    assert (result["completed"], result["failed"]) == (4, 2) and result["total_output_tokens"] == 12
+    assert sum("500: boom" in error for error in result["errors"]) == 1 == result["errors"].count("full")
+
+
+def test_a_server_that_refuses_or_is_not_there(capsys):
+    with Server(lambda count: (401, "no key", "text/plain")) as server:
+        assert main(words(server)) == 1
+    assert "HTTP 401: no key" in capsys.readouterr().err
+    assert main(["serve", "--base-url", "http://127.0.0.1:9", "--tokenizer", "tiny"]) == 1
+    assert "is the server up?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--goodput ttft", "METRIC:MILLISECONDS"),
+        ("--goodput itl:5", "ttft, tpot, e2el"),
+        ("--request-rate 0", "above 0"),
+        ("--num-prompts 0", "--num-prompts 0"),
+        ("--metric-percentiles 100", "between 0 and 100"),
+        ("--model nowhere", "'nowhere' is no folder"),
+    ],
+)
+def test_bad_input(flags, message, capsys):
+    assert main(["serve", *flags.split()]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_arrivals_have_the_rate_and_are_the_same_again():
+    times = load.delays(1000, 50.0, 1.0, 7)
+    assert times == load.delays(1000, 50.0, 1.0, 7) and times[0] == 0
+    assert times[-1] == pytest.approx(999 / 50) and times == sorted(times)
+    gaps, smooth = np.diff(times), np.diff(load.delays(1000, 50.0, 100.0, 7))
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.15)  # a Poisson process' gaps spread as their mean
+    assert smooth.std() == pytest.approx(0.1 / 50, rel=0.15)
+    assert load.delays(3, float("inf"), 1.0, 0) == [0, 0, 0]
+
+
+def outcome(started, ttft, itls, tokens):
+    return load.Outcome(10, started, ttft, itls, ttft + sum(itls), tokens)
+
+
+def test_definitions():
+    """TPOT over tokens, not chunks; goodput wants all objectives; the busiest second; overlap."""
+    a, b = outcome(0.0, 0.5, [0.1, 0.3], 5), outcome(0.2, 1.0, [], 1)
+    assert a.tpot == pytest.approx(0.1) and b.tpot is None
+    result = serve.summarize([a, b], 2.0, {"ttft": 0.6, "tpot": 0.2}, [50.0])
+    assert result["request_goodput"] == 0.5 and result["output_throughput"] == 3.0
+    assert result["mean_itl_ms"] == pytest.approx(200) and result["p50_e2el_ms"] == pytest.approx(950)
+    assert result["max_concurrent_requests"] == 2 and result["max_output_tokens_per_s"] == pytest.approx(5)

@@ -1,0 +1,73 @@
+"""`qrt-eval throughput`: counts against what was asked for, prompts of files."""
+
+import json
+
+import pytest
+from schema import checked
+
+from qrt import LLM
+from qrt.errors import ConfigError
+from qrt.serve.tokenizer import Tokenizer
+from qrt_eval import throughput
+from qrt_eval.cli import main
+
+
+@pytest.mark.model
+def test_rows_count_what_was_asked_for(tmp_path):
+    out = tmp_path / "t.json"
+    words = "throughput --model tiny --kv int8 --batch 1 3 --num-prompts 4 --input-len 9 --output-len 5"
+    assert main([*words.split(), "--repeats", "2", "--json", str(out)]) == 0
+    result = checked(out)
+    assert [row["batch"] for row in result["batches"]] == [1, 3] and result["kv"] == "int8"
+    for row in result["batches"]:
+        assert row["num_requests"] == 4 and row["total_num_tokens"] == 4 * (9 + 5)
+        assert row["tokens_per_second"] == pytest.approx(56 / row["elapsed_time"])
+        assert row["output_tokens_per_second"] == pytest.approx(20 / row["elapsed_time"])
+        assert len(row["repeats"]) == 2 and row["tokens_per_second"] in row["repeats"]
+        assert row["host_gap"] is None or 0 <= row["host_gap"] < 1
+
+
+@pytest.mark.model
+def test_no_more_requests_than_the_batch_are_in_flight_and_reads_are_counted():
+    engine = LLM("tiny", enable_prefix_caching=False).engine
+    most, add = [], engine.add
+
+    def counted(*args, **options):
+        add(*args, **options)
+        scheduler = engine.scheduler
+        most.append(len(scheduler.running) + len(scheduler.waiting))
+
+    engine.add = counted
+    run = throughput.feed(engine, [[5, 6, 7]] * 5, 2, 4)
+    assert max(most) <= 2 and len(most) == 5 and run.output_tokens == 20
+    # each output token is drawn after attending the prompt and the outputs before it
+    assert run.kv_tokens == 5 * (3 + 4 + 5 + 6)
+    assert 3 * 4 <= run.steps <= 5 * 4
+
+
+def test_prompts_of_files(tmp_path):
+    tokenizer = Tokenizer("tiny")
+    (tmp_path / "a.txt").write_text("one line\n\nand another\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "one line"}) + "\n")
+    first, second = throughput.read_prompts(str(tmp_path / "a.txt"), tokenizer)
+    assert throughput.read_prompts(str(tmp_path / "b.jsonl"), tokenizer) == [first]
+    assert tokenizer.decode(second) == "and another"
+    for name, content in (("c.jsonl", '{"text": 1}'), ("d.jsonl", "{"), ("e.txt", "\n")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ConfigError, match=name):
+            throughput.read_prompts(str(tmp_path / name), tokenizer)
+    with pytest.raises(ConfigError, match="no such file"):
+        throughput.read_prompts(str(tmp_path / "none"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--shape llama-3-8b --prompts x", "--model instead of --shape"),
+        ("--model tiny --batch 0", "at least 1"),
+        ("--model tiny --repeats 0", "at least 1"),
+    ],
+)
+def test_bad_input(words, message, capsys):
+    assert main(f"throughput {words}".split()) == 1
+    assert message in capsys.readouterr().err
