@@ -1,0 +1,116 @@
+"""The picture of a sweep: what each pair of weights and KV costs in divergence, and what it buys.
+
+A colour a weight scheme, a marker a KV format; a line joins the pairs that no other beats in both. Needs
+matplotlib: `pip install qrt[plot]`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qrt.errors import UnsupportedError
+from qrt_eval.picture import STYLE, fingerprint
+
+COLORS = {"fp16": "#000000", "w8a16": "#0072b2", "w8a8": "#009e73", "w4a16": "#d55e00"}
+MARKERS = {"fp16": "o", "int8": "s", "int4": "^"}
+OTHER = "#777777"
+LINEAR_BELOW = 3.0  # the axis of KL is linear from zero to a third of the smallest
+
+
+def require() -> None:
+    """UnsupportedError where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError("the picture needs matplotlib; pip install 'qrt[plot]'") from error
+
+
+def draw(result: Path, folder: Path) -> None:
+    """pareto.svg and pareto.png of a sweep's result file, the same bytes for the same file."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    facts = json.loads(result.read_text())
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+        cells = facts["cells"]
+        if any(cell["kl_mean"] is not None for cell in cells):
+            left, right = figure.subplots(1, 2, sharey=True)
+            panel(left, cells, "max_concurrent_requests", "kl_mean", f"Memory: {requests(facts)}")
+            panel(right, cells, "tokens_per_second", "kl_mean", f"Speed: tokens/s, batch {facts['batch']}")
+            _kl_axis(left, cells)
+            left.set_ylabel("KL divergence from the unquantized model, nats")
+        else:
+            axes = figure.subplots()
+            panel(axes, cells, "max_concurrent_requests", "tokens_per_second", f"Memory: {requests(facts)}")
+            axes.set_ylabel(f"tokens/s at batch {facts['batch']}")
+        _legend(figure, cells)
+        title = f"{facts['model']} on {facts['environment']['device']}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        metadata = {"Date": None, "Title": title, "Source": fingerprint(result)}
+        figure.savefig(folder / "pareto.svg", metadata=metadata)
+        figure.savefig(folder / "pareto.png", dpi=144, metadata={"Software": None})
+
+
+def requests(facts: dict[str, Any]) -> str:
+    """What the axis of memory counts."""
+    return f"requests of {facts['context_tokens']:,} tokens in {facts['memory_bytes'] / (1 << 30):g} GiB"
+
+
+def panel(axes: Any, cells: Sequence[dict[str, Any]], x: str, y: str, title: str) -> None:
+    """One point a cell; more of `x` is better, less of a divergence, more of anything else."""
+    best = frontier([(cell[x], cell[y]) for cell in cells], less_y=y == "kl_mean")
+    axes.plot(*zip(*best, strict=True), color="#bbbbbb", linewidth=1.2, zorder=1)
+    for cell in cells:
+        color, marker = COLORS.get(cell["weights"], OTHER), MARKERS.get(cell["kv"], "D")
+        axes.plot(cell[x], cell[y], marker, color=color, markersize=7, zorder=2, clip_on=False)
+    axes.set_title(title)
+    axes.set_xlabel("more is better")
+    axes.set_xlim(left=0)
+    if y != "kl_mean":
+        axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def frontier(points: Sequence[tuple[float, float]], *, less_y: bool) -> list[tuple[float, float]]:
+    """The points that none beats in both: from the most x to the least."""
+    sign = 1 if less_y else -1
+    best: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda p: (-p[0], sign * p[1])):
+        if not best or sign * point[1] < sign * best[-1][1]:
+            best.append(point)
+    return best
+
+
+def _kl_axis(axes: Any, cells: Sequence[dict[str, Any]]) -> None:
+    """Logarithmic, with room for the zero of the baseline."""
+    smallest = min((cell["kl_mean"] for cell in cells if cell["kl_mean"]), default=1.0)
+    axes.set_yscale("symlog", linthresh=smallest / LINEAR_BELOW, linscale=0.3)
+    axes.set_ylim(bottom=0)
+
+
+def _legend(figure: Any, cells: Sequence[dict[str, Any]]) -> None:
+    from matplotlib.lines import Line2D
+
+    weights = dict.fromkeys(cell["weights"] for cell in cells)
+    formats = dict.fromkeys(cell["kv"] for cell in cells)
+    handles = [
+        Line2D(
+            [], [], marker="o", linestyle="", color=COLORS.get(name, OTHER), label=f"{_plain(name)} weights"
+        )
+        for name in weights
+    ]
+    handles += [
+        Line2D([], [], marker=MARKERS.get(name, "D"), linestyle="", color=OTHER, label=f"{_plain(name)} KV")
+        for name in formats
+    ]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False)
+
+
+def _plain(name: str) -> str:
+    return "16-bit" if name == "fp16" else name

@@ -1,0 +1,266 @@
+"""Every weight scheme with every KV format in one table: `qrt-eval sweep`.
+
+Checkpoints are made by qrt-calibrate where none is given. Quality is against the unquantized model with
+unquantized KV, over the same windows, in float32 on a CPU; bytes and speed are of the model as it is served,
+in bf16. With --shape (random weights) there is no quality. Cells are kept as they are done, so that an
+interrupted sweep is taken up by the same command. The folder gets result.json, pareto.svg, pareto.png and
+report.html.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from qrt.assets import model_path
+from qrt.config import EngineConfig
+from qrt.engine.engine import Engine
+from qrt.errors import ConfigError, QrtError
+from qrt.quant.kv import KV_FORMATS
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.registry import nearest
+from qrt_eval import kld, pareto, throughput
+from qrt_eval.console import show
+from qrt_eval.latency import random_decoder
+from qrt_eval.page import write_page
+from qrt_eval.partial import PartialResult
+from qrt_eval.protocol import cut
+from qrt_eval.reference import Reference
+from qrt_eval.results import (
+    checkpoint_sha256,
+    command_facts,
+    engine_facts,
+    environment,
+    text_facts,
+    write_json,
+)
+from qrt_eval.shapes import SHAPES
+from qrt_eval.text import EvalText, load_text
+
+GIB = 1 << 30
+UTILIZATION = EngineConfig.gpu_memory_utilization
+PLAIN = "fp16"  # weights and KV of the baseline
+SHORT = {"16": "fp16", "8": "w8a16", "4": "w4a16"}
+QUALITY = ("ppl", "ppl_change", "kl_mean", "kl_se", "kl_p99", "top1_agreement", "top_p_flips")
+SPEED = ("tokens_per_second", "output_tokens_per_second", "achieved_GBps", "host_gap", "repeats")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is swept, read from the command line once.
+
+    folder   of result, picture, report and the checkpoints that are made
+    text     to take the quality on; None with a shape
+    """
+
+    arguments: Namespace
+    name: str
+    folder: Path
+    weights: tuple[str, ...]
+    kv: tuple[str, ...]
+    text: EvalText | None
+
+    @classmethod
+    def read(cls, arguments: Namespace) -> Sweep:
+        """ConfigError for schemes and formats that qrt does not have."""
+        weights = _known("--weights", arguments.weights, list(WEIGHT_SCHEMES), SHORT)
+        kv = _known("--kv", arguments.kv, list(KV_FORMATS), {"16": "fp16", "8": "int8", "4": "int4"})
+        if arguments.shape and arguments.shape not in SHAPES:
+            raise ConfigError(f"--shape {arguments.shape}: unknown (known: {', '.join(SHAPES)})")
+        name = arguments.shape or Path(arguments.model).resolve().name
+        folder = Path(arguments.out or f"sweep-{name}")
+        text = None if arguments.shape else load_text(arguments.dataset, arguments.data_file)
+        return cls(arguments, name, folder, weights, kv, text)
+
+    @property
+    def result(self) -> Path:
+        """The result file."""
+        return self.folder / "result.json"
+
+
+def _known(flag: str, words: str, known: list[str], short: Mapping[str, str]) -> tuple[str, ...]:
+    names = [short.get(word.strip(), word.strip()) for word in words.split(",") if word.strip()]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"{flag} {name}: unknown (known: {', '.join([*short, *known])}){nearest(name, known)}"
+            )
+    if not names:
+        raise ConfigError(f"{flag}: wanted at least one of {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
+
+
+def run(arguments: Namespace) -> None:
+    """Measure every cell, then write table, result, picture and report."""
+    pareto.require()  # before an hour of work, not after
+    sweep = Sweep.read(arguments)
+    partial = PartialResult(sweep.result)
+    base, cells = None, []
+    for weights in sweep.weights:
+        checkpoint = None if arguments.shape else checkpoint_of(sweep, weights)
+        for kv in sweep.kv:
+            key = cell_key(sweep, weights, kv, checkpoint)
+            kept = partial.load(key).get(0)
+            if kept is None:
+                print(f"{weights} weights, {kv} KV", file=sys.stderr)
+                if base is None and sweep.text is not None:
+                    base = baseline(sweep, sweep.text)
+                kept = measure(sweep, weights, kv, checkpoint, base)
+                partial.add(key, {0: kept})
+            cells.append(kept)
+    facts = {**command_facts(arguments), **about(sweep), "cells": cells}
+    write_json(sweep.result, facts)
+    pareto.draw(sweep.result, sweep.folder)
+    write_page(sweep.result, sweep.folder)
+    partial.remove()
+    print_table(sweep, cells)
+    print(f"written to {sweep.folder}: result.json, pareto.svg, pareto.png, report.html", file=sys.stderr)
+
+
+def cell_key(sweep: Sweep, weights: str, kv: str, checkpoint: str | None) -> dict[str, Any]:
+    """Everything that a cell's figures depend on."""
+    flags = command_facts(sweep.arguments)["arguments"]
+    flags = {
+        name: value for name, value in flags.items() if name not in ("weights", "kv", "out", "checkpoint")
+    }
+    return {
+        **flags,
+        "cell": [weights, kv],
+        "checkpoint": checkpoint and checkpoint_sha256(checkpoint),
+        "text": sweep.text and sweep.text.sha256,
+        "device": environment()["device"],
+    }
+
+
+def checkpoint_of(sweep: Sweep, weights: str) -> str:
+    """The checkpoint of a scheme: the model itself, one given by --checkpoint, or one made here."""
+    from qrt_calibrate.cli import main as calibrate
+
+    given = dict(pair.partition("=")[::2] for pair in sweep.arguments.checkpoint)
+    given = {SHORT.get(scheme, scheme): path for scheme, path in given.items()}
+    if weights in given:
+        return given[weights]
+    if weights == PLAIN:
+        return str(sweep.arguments.model)
+    out = sweep.folder / f"{sweep.name}-{weights.removesuffix('a16')}"
+    if not (out / "config.json").is_file():
+        print(f"making {out} with qrt-calibrate", file=sys.stderr)
+        model = str(model_path(sweep.arguments.model) or sweep.arguments.model)
+        if calibrate(["--model", model, "--scheme", weights, "--out", str(out)]):
+            raise QrtError(f"--weights {weights}: qrt-calibrate failed; give a checkpoint with --checkpoint")
+    return str(out)
+
+
+def baseline(sweep: Sweep, text: EvalText) -> Reference:
+    """The unquantized model's distributions over the windows."""
+    arguments = sweep.arguments
+    llm = kld.reader_model(arguments.model, PLAIN, arguments.dtype, arguments.seqlen)
+    windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
+    facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen}
+    base = kld.compute_reference(llm, windows, facts, kld.CHUNK_TOKENS)
+    del llm
+    kld.release()
+    return base
+
+
+def measure(
+    sweep: Sweep, weights: str, kv: str, checkpoint: str | None, base: Reference | None
+) -> dict[str, Any]:
+    """One cell: bytes and speed, and the quality where there is a checkpoint."""
+    quality: dict[str, Any] = dict.fromkeys(QUALITY)
+    if base is not None and checkpoint is not None:
+        llm = kld.reader_model(checkpoint, kv, sweep.arguments.dtype, base.facts["seqlen"])
+        figures = kld.diverge(llm, base, kld.TOP_P, 0, kld.CHUNK_TOKENS).figures
+        quality |= {name: figures[name] for name in QUALITY if name in figures}
+        quality["ppl_change"] = figures["ppl"] / figures["base_ppl"] - 1
+        del llm
+        kld.release()
+    engine = serving_engine(sweep.arguments, weights, kv, checkpoint)
+    facts = engine_facts(engine, sweep.name)
+    row = throughput.measure(engine, sweep.arguments.batch, None, sweep.arguments)
+    del engine
+    kld.release()
+    kv_bytes = facts["kv_bytes_per_token"]
+    return {
+        "weights": weights,
+        "kv": kv,
+        "checkpoint": checkpoint,
+        "weight_bytes": facts["weight_bytes"],
+        "kv_bytes_per_token": kv_bytes,
+        "max_concurrent_requests": fitting(sweep.arguments, facts["weight_bytes"], kv_bytes),
+        **quality,
+        **{name: row[name] for name in SPEED},
+    }
+
+
+def fitting(arguments: Namespace, weight_bytes: int, kv_bytes_per_token: int) -> int:
+    """Requests of --context tokens whose K/V fit beside the weights in --memory-gib, at the utilization that
+    the engine takes; what a step needs besides is not counted."""
+    room = arguments.memory_gib * GIB * UTILIZATION - weight_bytes
+    return max(0, int(room // (kv_bytes_per_token * arguments.context)))
+
+
+def serving_engine(arguments: Namespace, weights: str, kv: str, checkpoint: str | None) -> Engine:
+    """The engine whose speed is taken, in bf16, for as many requests as the batch has."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = EngineConfig(
+        model=checkpoint or arguments.shape,
+        kv=kv,
+        dtype="bfloat16",
+        device=device,
+        max_model_len=arguments.input_len + arguments.output_len,
+        max_num_seqs=arguments.batch,
+        enable_prefix_caching=False,
+    )
+    if checkpoint is not None:
+        return Engine(config)
+    return Engine(config, random_decoder(Namespace(shape=arguments.shape, weights=weights), device))
+
+
+def about(sweep: Sweep) -> dict[str, Any]:
+    """What the figures are of."""
+    arguments, text = sweep.arguments, sweep.text
+    return {
+        "model": sweep.name,
+        "dataset": text and text.name,
+        "text_sha256": text and text.sha256,
+        "protocol": text and arguments.protocol,
+        "seqlen": arguments.seqlen if text else None,
+        "windows": arguments.limit if text else None,
+        "memory_bytes": int(arguments.memory_gib * GIB),
+        "context_tokens": arguments.context,
+        "batch": arguments.batch,
+    }
+
+
+def print_table(sweep: Sweep, cells: list[dict[str, Any]]) -> None:
+    """All cells on stdout."""
+    arguments = sweep.arguments
+    requests = f"{arguments.context:,} tokens in {arguments.memory_gib:g} GiB"
+    table = Table(
+        title=f"{sweep.name}; requests of {requests}; speed at batch {arguments.batch}", title_justify="left"
+    )
+    for name in ("weights", "KV"):
+        table.add_column(name)
+    for name in ("weights MB", "KV B/token", "requests", "ppl", "change", "KL", "same top-1", "tokens/s"):
+        table.add_column(name, justify="right")
+    for cell in cells:
+        quality = [""] * 4
+        if cell["ppl"] is not None:
+            quality = [
+                f"{cell['ppl']:.3f}", f"{100 * cell['ppl_change']:+.2f} %", f"{cell['kl_mean']:.2e}",
+                f"{100 * cell['top1_agreement']:.2f} %",
+            ]  # fmt: skip
+        sizes = (f"{cell['weight_bytes'] / 1e6:,.2f}", f"{cell['kv_bytes_per_token']:,}")
+        requests = f"{cell['max_concurrent_requests']:,}"
+        table.add_row(
+            cell["weights"], cell["kv"], *sizes, requests, *quality, f"{cell['tokens_per_second']:,.0f}"
+        )
+    show(table)
