@@ -7,12 +7,12 @@ from dataclasses import fields
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
+from qrt.engine.logprobs import Scores, concat
 from qrt.engine.output import RequestDelta
 from qrt.errors import ConfigError, QrtError
 from qrt.registry import nearest
@@ -148,18 +148,22 @@ class LLM:
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probability (natural) of every token after the first, given those before it: for each list of
         n ids fp32 [n - 1], on the CPU. Lists may be as long as `max_model_len`."""
+        return [scores.logprobs for scores in self.score_ranked(token_ids)]
+
+    def score_ranked(self, token_ids: Sequence[Sequence[int]]) -> list[Scores]:
+        """As `score`, and the rank of each token among all that could have come, 1 = likeliest."""
         params = SamplingParams(prompt_logprobs=0)
-        parts: dict[str, list[Tensor]] = {f"score-{next(self._ids)}": [] for _ in token_ids}
+        parts: dict[str, list[Scores]] = {f"score-{next(self._ids)}": [] for _ in token_ids}
         try:
             for request_id, ids in zip(parts, token_ids, strict=True):
                 self.engine.add(request_id, ids, params, generate=False)
             for delta in self._deltas():
                 if delta.prompt_scores is not None:
-                    parts[delta.request_id].append(delta.prompt_scores.logprobs)
+                    parts[delta.request_id].append(delta.prompt_scores)
         finally:
             for request_id in parts:
                 self.engine.abort(request_id)
-        return [_concatenate(scores) for scores in parts.values()]
+        return [concat(scores) if scores else Scores.empty() for scores in parts.values()]
 
     def _deltas(self) -> Iterator[RequestDelta]:
         """Step until the engine has no work left; QrtError when a step has failed."""
@@ -225,7 +229,3 @@ def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
 def _rate(count: int, bar: Any) -> str:
     seconds = bar.format_dict["elapsed"]
     return f"{count / seconds:.0f}" if seconds else "?"
-
-
-def _concatenate(scores: list[Tensor]) -> Tensor:
-    return torch.cat(scores) if scores else torch.empty(0)

@@ -24,6 +24,12 @@ class Scores:
     top_ids: Tensor
     top_logprobs: Tensor
 
+    @classmethod
+    def empty(cls) -> Scores:
+        """No places."""
+        none, ids = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        return cls(none, ids, ids.view(0, 0), none.view(0, 0))
+
     def __len__(self) -> int:
         return len(self.logprobs)
 
