@@ -16,6 +16,11 @@ def parser() -> ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     flags.add_ppl(commands.add_parser("ppl", help="perplexity of a model, beside a baseline"))
     flags.add_kld(commands.add_parser("kld", help="divergence of a model's distributions from a baseline's"))
+    flags.add_lm(commands.add_parser("lm", help="tasks of lm-evaluation-harness"))
+    flags.add_passkey(
+        commands.add_parser("passkey", help="a key found again in a long context, by KV format")
+    )
+    flags.add_kv_error(commands.add_parser("kv-error", help="error of attention, by KV format and context"))
     flags.add_sweep(commands.add_parser("sweep", help="all weight schemes and KV formats, with a report"))
     _add_latency(commands.add_parser("latency", help="prefill and decode times of a batch"))
     _add_throughput(commands.add_parser("throughput", help="tokens per second of many requests, offline"))
@@ -123,6 +128,9 @@ def _add_kernels(command: ArgumentParser) -> None:
 COMMANDS = {
     "ppl": "qrt_eval.ppl",
     "kld": "qrt_eval.kld",
+    "lm": "qrt_eval.lm",
+    "passkey": "qrt_eval.passkey",
+    "kv-error": "qrt_eval.kv_error",
     "sweep": "qrt_eval.sweep",
     "latency": "qrt_eval.latency",
     "throughput": "qrt_eval.throughput",

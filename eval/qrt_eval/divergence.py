@@ -23,8 +23,7 @@ class Positions:
     base_nll     fp64 [n]   base's
     top          int64 [n]  the model's likeliest token
     base_top     int64 [n]  base's
-    top_p_flip   bool [n]   the model's likeliest token is outside base's nucleus, so that no top-p sampler
-                            on base would draw it
+    top_p_flip   bool [n]   the token that came is in the top-p nucleus of one of the two, not of the other
     """
 
     kl: Tensor
@@ -51,12 +50,18 @@ def compare(base_logits: Tensor, logits: Tensor, targets: Tensor, top_p: float) 
     base, model = base_logits.double().log_softmax(-1), logits.double().log_softmax(-1)
     p = base.exp()
     top, base_top = model.argmax(-1), base.argmax(-1)
-    # a token is in the nucleus when all that are likelier than it have less than top_p together
-    likelier = p.masked_fill(base <= base.gather(-1, top[:, None]), 0.0).sum(-1)
+    flip = in_nucleus(model, targets, top_p) != in_nucleus(base, targets, top_p)
     nll, base_nll = (-x.gather(-1, targets[:, None])[:, 0] for x in (model, base))
     kl = (p * (base - model)).sum(-1).clamp(min=0.0)  # below zero by rounding alone
-    found = (kl, nll, base_nll, top, base_top, likelier >= top_p)
+    found = (kl, nll, base_nll, top, base_top, flip)
     return Positions(*(column.cpu() for column in found))
+
+
+def in_nucleus(logp: Tensor, tokens: Tensor, top_p: float) -> Tensor:
+    """Whether `tokens` [n] are among the likeliest that have `top_p` together under `logp` [n, V]: when all
+    that are likelier than a token have less."""
+    likelier = logp > logp.gather(-1, tokens[:, None])
+    return logp.exp().masked_fill_(~likelier, 0.0).sum(-1) < top_p
 
 
 def figures(positions: Positions) -> dict[str, float]:
@@ -66,7 +71,7 @@ def figures(positions: Positions) -> dict[str, float]:
     ln_ppl_ratio     mean difference of the losses, and `ln_ppl_ratio_se`
     ln_ppl_corr      correlation of the two losses over positions
     top1_agreement   share of positions with the same likeliest token, and `top1_agreement_se`
-    top_p_flips      share of positions whose likeliest token left base's nucleus
+    top_p_flips      share of positions whose token a top-p sampler could draw on one of the two only
     dp_*             change of the probability of the token that came: mean, root mean square, percentiles
     """
     n = len(positions)

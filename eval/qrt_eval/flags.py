@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qrt.cli import ArgumentParser
 
-KV_CHOICES = ("auto", "fp16", "bf16", "int8", "int4")
+KV_CHOICES = ("auto", "fp16", "bf16", "int8", "int4", "k8v4")
 PROTOCOLS = ("gptq", "llamacpp", "lmeval", "sliding")
 MODEL_HELP = "checkpoint folder, or 'tiny'"
 
@@ -126,3 +126,60 @@ def add_sweep(command: ArgumentParser) -> None:
     )
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts (default: 3)")
     command.add_argument("--seed", type=int, default=0, help="of the random prompts")
+
+
+def add_lm(command: ArgumentParser) -> None:
+    """`qrt-eval lm`."""
+    command.add_argument("--model", required=True, help=MODEL_HELP)
+    add_kv(command)
+    command.add_argument("--tasks", required=True, help="lm-eval's names, comma-separated")
+    command.add_argument("--include-path", metavar="FOLDER", help="of further task YAML files")
+    command.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
+    command.add_argument("--limit", type=int, metavar="N", help="the first N documents of each task")
+    command.add_argument("--apply-chat-template", action="store_true", help="ask as a conversation")
+    command.add_argument("--max-model-len", type=int, metavar="TOKENS", help="(default: the model's context)")
+    command.add_argument("--dtype", default="auto", help="activations (default: float32 on a CPU)")
+    add_json(command)
+
+
+def add_passkey(command: ArgumentParser) -> None:
+    """`qrt-eval passkey`."""
+    command.add_argument("--model", required=True, help=MODEL_HELP)
+    command.add_argument(
+        "--kv",
+        nargs="+",
+        default=["fp16", "int8", "int4"],
+        choices=KV_CHOICES,
+        help="KV formats (default: all)",
+    )
+    command.add_argument(
+        "--context", type=int, nargs="+", metavar="TOKENS", help="(default: doubling from 512 to the model's)"
+    )
+    command.add_argument(
+        "--depth", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="D",
+        help="where the key is, 0 the beginning (default: 0 0.25 0.5 0.75 1)",
+    )  # fmt: skip
+    command.add_argument("--trials", type=int, default=4, metavar="N", help="keys at each place (default: 4)")
+    command.add_argument("--dtype", default="auto", help="activations (default: float32 on a CPU)")
+    command.add_argument("--seed", type=int, default=0, help="of the keys")
+    add_json(command)
+
+
+def add_kv_error(command: ArgumentParser) -> None:
+    """`qrt-eval kv-error`."""
+    command.add_argument(
+        "--kv",
+        nargs="+",
+        default=["fp16", "int8", "int4"],
+        choices=KV_CHOICES[1:],
+        help="KV formats (default: all)",
+    )
+    command.add_argument(
+        "--context", type=int, nargs="+", default=[1024, 8192, 32768, 131072], metavar="TOKENS",
+        help="(default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--head-dim", type=int, default=128, metavar="D", help="(default: %(default)s)")
+    command.add_argument("--num-heads", type=int, default=4, metavar="Hq", help="(default: %(default)s)")
+    command.add_argument("--num-kv-heads", type=int, default=1, metavar="Hkv", help="(default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="of the heads")
+    add_json(command)

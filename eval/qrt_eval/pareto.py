@@ -91,7 +91,7 @@ def _kl_axis(axes: Any, cells: Sequence[dict[str, Any]]) -> None:
     """Logarithmic, with room for the zero of the baseline."""
     smallest = min((cell["kl_mean"] for cell in cells if cell["kl_mean"]), default=1.0)
     axes.set_yscale("symlog", linthresh=smallest / LINEAR_BELOW, linscale=0.3)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 2 * max(smallest, *(cell["kl_mean"] for cell in cells)))
 
 
 def _legend(figure: Any, cells: Sequence[dict[str, Any]]) -> None:

@@ -71,11 +71,12 @@ def run(arguments: Namespace) -> None:
         print(f"result written to {arguments.json}", file=sys.stderr)
 
 
-def scorer(model: str, kv: str, dtype: str = "auto") -> LLM:
+def scorer(model: str, kv: str, dtype: str = "auto", max_model_len: int | None = None) -> LLM:
     """A model that reads K and V back from the cache; on a CPU in float32 unless asked otherwise."""
     if dtype == "auto" and not torch.cuda.is_available():
         dtype = "float32"
-    return LLM(model, kv=kv, dtype=dtype, attend_cache=True, enable_prefix_caching=False, enforce_eager=True)
+    settings = {"attend_cache": True, "enable_prefix_caching": False, "max_model_len": max_model_len}
+    return LLM(model, kv=kv, dtype=dtype, **settings)
 
 
 def _measure(arguments: Namespace, model: str, kv: str, text: EvalText, partial: PartialResult) -> Perplexity:

@@ -1,0 +1,153 @@
+"""Error of decode attention over a KV format, on synthetic heads, without a model: `qrt-eval kv-error`.
+
+Keys have a constant part and a few large channels, as real ones do (KIVI, arXiv:2402.02750). `diffuse`
+heads spread their attention over the whole context, `peaked` heads put most of it on a handful of keys,
+wherever they are. K is smoothed by a table fitted to another sample of the heads, as the runtime does at
+load. The truth is attention in fp32 over the K and V that were given; the error is the norm of the output's
+difference over the norm of the truth, mean and worst over heads and queries. `entropy` is of the true
+weights, in nats, to see what a head is like.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from qrt.errors import ConfigError
+from qrt.kernels.decode_attention import decode_attention, plan_splits
+from qrt.mem.storage import KVStorage
+from qrt.quant.kv import KV_FORMATS, smoothing
+from qrt_eval.console import show
+from qrt_eval.results import command_facts, write_json
+
+SHARPNESS = {"diffuse": 0.3, "peaked": 3.0}  # standard deviation of the scores
+QUERIES, SAMPLE_TOKENS = 8, 512
+OUTLIER_CHANNELS, OUTLIER = 4, 8.0
+ENCODED_AT_ONCE = 1 << 14  # tokens: bounds the temporaries of the reference encoders
+
+
+def run(arguments: Namespace) -> None:
+    """Every format, kind of head and length; a table, the JSON."""
+    heads, kv_heads = arguments.num_heads, arguments.num_kv_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"--num-heads {heads}: wanted a multiple of --num-kv-heads {kv_heads}")
+    if min(arguments.context) < 1:
+        raise ConfigError("--context: wanted at least one token")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    cells = []
+    for length in arguments.context:
+        for kind in SHARPNESS:
+            generator = torch.Generator().manual_seed(arguments.seed)
+            made = Heads.make(kind, heads, kv_heads, arguments.head_dim, generator)
+            table = fitted(made, generator).to(device)
+            drawn = (made.queries(QUERIES, generator), made.keys(length, generator))
+            values = torch.randn(length, kv_heads, arguments.head_dim, generator=generator)
+            q, k, v = (x.to(device, dtype) for x in (*drawn, values))
+            truth, entropy = exact(q, k, v)
+            for name in arguments.kv:
+                found = attend(q, k, v, table, "fp16" if name == "bf16" else name)
+                cells.append({"kv": name, "heads": kind, "context_tokens": length, **errors(found, truth)})
+                cells[-1]["entropy"] = entropy
+    print_table(cells)
+    if arguments.json:
+        about = {"head_dim": arguments.head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
+        write_json(
+            arguments.json, {**command_facts(arguments), **about, "seed": arguments.seed, "cells": cells}
+        )
+        print(f"result written to {arguments.json}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Synthetic attention heads: q [n, Hq, D] and k [n, Hkv, D] may be drawn again and again.
+
+    spread, constant   [Hkv, D] standard deviation and mean of K's channels
+    """
+
+    sharpness: float
+    spread: Tensor
+    constant: Tensor
+    groups: int
+
+    @classmethod
+    def make(cls, kind: str, heads: int, kv_heads: int, dim: int, generator: torch.Generator) -> Heads:
+        """Heads of a kind of SHARPNESS."""
+        spread = torch.ones(kv_heads, dim)
+        for head in range(kv_heads):
+            spread[head, torch.randperm(dim, generator=generator)[:OUTLIER_CHANNELS]] = OUTLIER
+        constant = torch.randn(kv_heads, dim, generator=generator) * spread
+        return cls(SHARPNESS[kind], spread, constant, heads // kv_heads)
+
+    def keys(self, count: int, generator: torch.Generator) -> Tensor:
+        """[count, Hkv, D]."""
+        return torch.randn(count, *self.spread.shape, generator=generator) * self.spread + self.constant
+
+    def queries(self, count: int, generator: torch.Generator) -> Tensor:
+        """[count, Hq, D]; channels weigh alike in a score, whose standard deviation is `sharpness`."""
+        spread = self.spread.repeat_interleave(self.groups, 0)
+        return torch.randn(count, *spread.shape, generator=generator) / spread * self.sharpness
+
+
+def fitted(heads: Heads, generator: torch.Generator) -> Tensor:
+    """The smoothing table fp32 [3, Hkv, D] of a sample, without RoPE."""
+    cos = torch.ones(1, heads.spread.shape[1] // 2)
+    q, k = heads.queries(SAMPLE_TOKENS, generator), heads.keys(SAMPLE_TOKENS, generator)
+    return smoothing.fit(q, k, cos, torch.zeros_like(cos))
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
+    """Attention in fp32, [QUERIES, Hq, D], and the mean entropy of its weights."""
+    groups = q.shape[1] // k.shape[1]
+    out, entropies = [], []
+    for head in range(q.shape[1]):
+        scores = q[:, head].float() @ k[:, head // groups].float().T * q.shape[-1] ** -0.5
+        logp = scores.log_softmax(-1)
+        entropies.append(-(logp.exp() * logp).sum(-1).mean())
+        out.append(logp.exp() @ v[:, head // groups].float())
+    return torch.stack(out, 1), float(torch.stack(entropies).mean())
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, name: str) -> Tensor:
+    """The same through the KV format: written to slots, read by the decode operator; [QUERIES, Hq, D]."""
+    fmt, length, device = KV_FORMATS[name], len(k), q.device
+    dtype = q.dtype
+    storage = KVStorage([fmt], length, k.shape[1], k.shape[2], dtype, device)
+    buffers = storage.layer(0).buffers
+    slots = torch.arange(length, dtype=torch.int32, device=device)
+    if fmt.rotated:
+        gain, inverse, shift = table
+        q, k = q.float() * gain.repeat_interleave(q.shape[1] // k.shape[1], 0), k.float() * inverse - shift
+    for some in slots.long().split(ENCODED_AT_ONCE):
+        fmt.encode_ref(fmt.to_basis(k[some]), fmt.to_basis(v[some]), buffers, some)
+    rows = torch.zeros(len(q), dtype=torch.int32, device=device)
+    kv_lens = torch.full_like(rows, length)
+    splits = plan_splits(kv_lens, k.shape[1], storage.programs_per_sm)
+    turned = fmt.to_basis(q).to(dtype)
+    scale = q.shape[-1] ** -0.5
+    return decode_attention(turned, buffers, slots[None], rows, kv_lens, splits, name, scale).float()
+
+
+def errors(found: Tensor, truth: Tensor) -> dict[str, float]:
+    """Relative error of the output vectors: mean and worst."""
+    error = (found - truth).norm(dim=-1) / truth.norm(dim=-1)
+    return {"relative_error": float(error.mean()), "max_error": float(error.max())}
+
+
+def print_table(cells: list[dict[str, Any]]) -> None:
+    """A row per kind of head and length, a column per format."""
+    formats = list(dict.fromkeys(cell["kv"] for cell in cells))
+    table = Table(title="relative error of attention, mean (worst)", title_justify="left")
+    for name in ("heads", "context", "entropy", *formats):
+        table.add_column(name, justify="left" if name == "heads" else "right")
+    for kind, length in dict.fromkeys((cell["heads"], cell["context_tokens"]) for cell in cells):
+        some = [c for c in cells if (c["heads"], c["context_tokens"]) == (kind, length)]
+        texts = (f"{100 * c['relative_error']:.3f} % ({100 * c['max_error']:.2f})" for c in some)
+        table.add_row(kind, f"{length:,}", f"{some[0]['entropy']:.2f}", *texts)
+    show(table)

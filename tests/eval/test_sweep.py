@@ -1,0 +1,130 @@
+"""`qrt-eval sweep` end to end on the bundled model, its picture and its page."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from schema import checked
+
+from qrt_eval import kld, pareto, sweep
+from qrt_eval.cli import main
+
+pytest.importorskip("matplotlib", reason="pip install qrt[plot]")
+
+FLAGS = (
+    "--limit 1 --seqlen 64 --batch 2 --num-prompts 2 --input-len 8 --output-len 4 --repeats 1 --context 512"
+)
+
+
+class Links(HTMLParser):
+    """What a page would fetch: every src, and every href that leaves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.text = [], []
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            if name in ("src", "srcset", "data") or name.endswith("href") and not value.startswith("#"):
+                self.found.append(value)
+        assert tag not in ("link", "script", "img", "iframe", "object")
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.mark.model
+def test_a_sweep_of_the_bundled_model(tmp_path, monkeypatch, capsys):
+    words = f"sweep --model tiny --weights 16,w8a8 --kv fp16,int4 {FLAGS} --memory-gib 0.05".split()
+    words += ["--out", str(tmp_path)]
+    calls, measure = [], sweep.measure
+
+    def interrupted(*args):
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(args[1:3])
+        return measure(*args)
+
+    monkeypatch.setattr(sweep, "measure", interrupted)
+    assert main(words) == 130 and (tmp_path / "result.json.partial").exists()
+    monkeypatch.setattr(sweep, "measure", lambda *args: calls.append(args[1:3]) or measure(*args))
+    assert main(words) == 0
+    pairs = [("fp16", "fp16"), ("fp16", "int4"), ("w8a8", "fp16"), ("w8a8", "int4")]
+    assert calls == pairs  # each once, the interrupted one at the second go
+    result = checked(tmp_path / "result.json")
+    cells = {(cell["weights"], cell["kv"]): cell for cell in result["cells"]}
+    assert list(cells) == pairs
+    plain, both = cells["fp16", "fp16"], cells["w8a8", "int4"]
+    assert plain["kl_mean"] == 0 == plain["ppl_change"] and 0 < both["kl_mean"] < 0.2
+    assert plain["kv_bytes_per_token"] == 6 * 2 * 64 * 2 * 2  # layers, KV heads, head dim, K and V, bf16
+    room = 0.05 * (1 << 30) * 0.9 - both["weight_bytes"]
+    assert both["max_concurrent_requests"] == int(room / (512 * both["kv_bytes_per_token"]))
+    assert both["tokens_per_second"] > 0 and not (tmp_path / "result.json.partial").exists()
+    assert "w8a8" in capsys.readouterr().out
+
+    page = (tmp_path / "report.html").read_text()
+    links = Links()
+    links.feed(page)
+    assert not links.found and not re.search(r"@import|url\((?!#)", page)
+    shown = " ".join(links.text)
+    assert f"{both['ppl']:.3f}" in shown and f"{both['kl_mean']:.2e}" in shown and "--memory-gib" in shown
+    assert page.count("<svg") == 1 and "int4 KV" in shown
+    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "pareto.svg").read_text()
+    assert pareto.fingerprint(tmp_path / "result.json") in svg
+    pareto.draw(tmp_path / "result.json", tmp_path)
+    assert (tmp_path / "pareto.svg").read_text() == svg  # drawn twice it is the same
+
+
+def test_a_shape_has_bytes_and_speed_only(tmp_path, monkeypatch):
+    from test_latency import SMALL
+
+    from qrt_eval import shapes
+
+    monkeypatch.setitem(shapes.SHAPES, "small", ("LlamaForCausalLM", SMALL))
+    words = f"sweep --shape small --weights 4 --kv int8 {FLAGS} --out {tmp_path}"
+    assert main(words.split()) == 0
+    (cell,) = checked(tmp_path / "result.json")["cells"]
+    assert cell["ppl"] is None and cell["tokens_per_second"] > 0 and cell["checkpoint"] is None
+    assert "Random weights" in (tmp_path / "report.html").read_text()
+
+
+def test_what_none_beats_in_both():
+    points = [(1, 0.1), (2, 0.3), (3, 0.2), (3, 0.5), (0.5, 0.1)]
+    assert pareto.frontier(points, less_y=True) == [(3, 0.2), (1, 0.1)]
+    assert pareto.frontier([(1, 9), (2, 5), (3, 7)], less_y=False) == [(3, 7), (1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--weights 16,w4a8", "--weights w4a8: unknown"),
+        ("--kv int9", "did you mean 'int"),
+        ("--weights ,", "at least one of"),
+        ("--dataset nothing.txt", "nothing.txt"),
+    ],
+)
+def test_bad_input(flags, message, capsys):
+    assert main(["sweep", "--model", "tiny", *flags.split()]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_result_of_a_sweep_can_be_drawn_without_some_formats(tmp_path):
+    """Unknown schemes get a colour and a marker of their own."""
+    cell = {"max_concurrent_requests": 3, "tokens_per_second": 5.0, "kl_mean": 0.1}
+    cells = [
+        {**cell, "weights": "w3", "kv": "k8v4"},
+        {**cell, "weights": "fp16", "kv": "fp16", "kl_mean": 0.0},
+    ]
+    facts = {"model": "m", "cells": cells, "context_tokens": 1, "memory_bytes": 1 << 30, "batch": 1}
+    (tmp_path / "r.json").write_text(json.dumps({**facts, "environment": {"device": "d"}}))
+    pareto.draw(tmp_path / "r.json", tmp_path)
+    assert "k8v4 KV" in (tmp_path / "pareto.svg").read_text()
+
+
+def test_defaults_of_the_quality_are_those_of_kld():
+    from qrt_eval.cli import parser
+
+    arguments = parser().parse_args(["kld", "pydoc", "--model", "tiny"])
+    assert (arguments.top_p, arguments.chunk) == (kld.TOP_P, kld.CHUNK_TOKENS)
