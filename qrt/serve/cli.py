@@ -1,112 +1,114 @@
-"""`qrt-serve`: the OpenAI-compatible server's command line."""
+"""`qrt-serve`: the server's command line."""
 
 from __future__ import annotations
 
 import logging
-from argparse import Namespace, _ArgumentGroup
+import os
+import sys
+from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from qrt.cli import ArgumentParser, run_main
+from qrt.assets import model_path
+from qrt.cli import run_main
 from qrt.config import ENV, EngineConfig
-from qrt.errors import ConfigError, UnsupportedError
+from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from qrt.serve.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def parser() -> ArgumentParser:
-    """vLLM's flag names where they exist."""
-    top = ArgumentParser(prog="qrt-serve", description="Serve a model over an OpenAI-compatible API.")
-    top.add_argument("model_path", nargs="?", metavar="MODEL", help="checkpoint folder, or 'tiny'")
-    top.add_argument("--model", help="the same as a flag")
-    _add_server(top.add_argument_group("server"))
-    _add_engine(top.add_argument_group("model and engine"))
-    return top
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of `qrt-serve`; returns the exit code."""
+
+    def work() -> int:
+        try:
+            from qrt.serve.flags import parse
+        except ImportError as error:
+            raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
+        return serve(parse(sys.argv[1:] if argv is None else argv))
+
+    return run_main(work)
 
 
-def _add_server(group: _ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    group.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    group.add_argument("--api-key", default=ENV.api_key, help="wanted of every request (or QRT_API_KEY)")
-    group.add_argument("--served-model-name", nargs="+", help="names of the model in the API")
-    group.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+def serve(arguments: Namespace) -> int:
+    """Serve until SIGINT, SIGTERM or a failure; the exit code."""
+    try:
+        import fastapi  # noqa: F401 -- what the API processes need is missed here, not there
+        import httptools  # noqa: F401
 
-
-def _add_engine(group: _ArgumentGroup) -> None:
-    default = EngineConfig(model="")
-    group.add_argument("--tokenizer", help="folder of the tokenizer (default: the model's)")
-    group.add_argument(
-        "--kv",
-        "--kv-cache-dtype",
-        default=default.kv,
-        choices=("auto", "fp16", "bf16", "int8", "int4"),
-        help="KV format (default: unquantized)",
-    )
-    group.add_argument(
-        "--dtype",
-        default=default.dtype,
-        help="default: as stored; on a CPU float32, but bf16 of quantized checkpoints",
-    )
-    group.add_argument("--device", help="cuda, cuda:N or cpu (default: cuda where there is one)")
-    group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="prompt and output together")
-    group.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, metavar="N")
-    group.add_argument(
-        "--max-num-batched-tokens", type=int, default=default.max_num_batched_tokens, metavar="TOKENS"
-    )
-    group.add_argument("--gpu-memory-utilization", type=float, default=default.gpu_memory_utilization)
-    group.add_argument("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="size of the KV pool")
-    group.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
-    group.add_argument("--enforce-eager", action="store_true", help="record no CUDA graphs")
-    group.add_argument(
-        "--cudagraph-capture-sizes",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="decodes of a recorded step (default: 1, 2, 4, then every 8 to 256)",
-    )
-    group.add_argument("--seed", type=int, default=default.seed, help="of requests that bring none")
+        from qrt.serve.process import set_up_logging
+        from qrt.serve.supervisor import supervise
+    except ImportError as error:
+        raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
+    set_up_logging(arguments.log_level, f"qrt-serve pid={os.getpid()}")
+    engine, server = engine_config(arguments), server_config(arguments)
+    if model_path(engine.model) is None and not Path(engine.model).is_dir():
+        raise CheckpointError(f"{engine.model}: no such folder; give a checkpoint folder, or 'tiny'")
+    if server.host not in LOOPBACK and not server.uds and not server.api_keys:
+        logger.warning("%s is reachable from outside and no --api-key is set", server.host)
+    return supervise(engine, server)
 
 
 def engine_config(arguments: Namespace) -> EngineConfig:
     """The engine's part of the command line; ConfigError without a model, or with two."""
-    if (arguments.model_path is None) == (arguments.model is None):
-        raise ConfigError("model: give one checkpoint folder, as the first argument or with --model")
     given = {
         field.name: getattr(arguments, field.name)
         for field in fields(EngineConfig)
         if field.name in arguments
     }
-    return EngineConfig(**{**given, "model": arguments.model or arguments.model_path})
+    if given.get("cudagraph_capture_sizes"):
+        given["cudagraph_capture_sizes"] = tuple(given["cudagraph_capture_sizes"])
+    return EngineConfig(**{**given, "model": _model(arguments)})
 
 
-def serve(arguments: Namespace) -> None:
-    """Load the model and serve until SIGINT or SIGTERM."""
-    logging.basicConfig(
-        level=arguments.log_level.upper(), format="%(levelname)s %(asctime)s [%(name)s] %(message)s"
+def server_config(arguments: Namespace) -> ServerConfig:
+    """The server's part of the command line; ConfigError for files that cannot be read."""
+    from qrt.serve.settings import ServerConfig
+
+    given = {
+        field.name: getattr(arguments, field.name)
+        for field in fields(ServerConfig)
+        if field.name in arguments
+    }
+    template = arguments.chat_template
+    return ServerConfig(
+        **{
+            **given,
+            "model_names": tuple(arguments.served_model_name or (Path(_model(arguments)).name,)),
+            "api_keys": tuple(_keys(arguments)),
+            "allowed_origins": tuple(arguments.allowed_origins),
+            "chat_template": None if template is None else _read("--chat-template", template),
+        }
     )
-    config = engine_config(arguments)
+
+
+def _model(arguments: Namespace) -> str:
+    if (arguments.model_path is None) == (arguments.model is None):
+        raise ConfigError("model: give one checkpoint folder, as the first argument or with --model")
+    return str(arguments.model or arguments.model_path)
+
+
+def _keys(arguments: Namespace) -> list[str]:
+    keys = list(arguments.api_key)
+    if arguments.api_key_file:
+        text = _read("--api-key-file", arguments.api_key_file)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if not lines:
+            raise ConfigError(f"--api-key-file {arguments.api_key_file}: got no key, wanted one a line")
+        keys += lines
+    if not keys and ENV.api_key is not None:
+        keys = [ENV.api_key]
+    return keys
+
+
+def _read(flag: str, path: str) -> str:
     try:
-        import uvicorn
-
-        from qrt.serve.openai import Service, create_app
-    except ImportError as error:
-        raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
-    from qrt.engine.engine import Engine
-    from qrt.serve.async_engine import AsyncEngine
-    from qrt.serve.tokenizer import Tokenizer
-
-    if arguments.host not in LOOPBACK and not arguments.api_key:
-        logger.warning("%s is reachable from outside and no --api-key is set", arguments.host)
-    tokenizer = Tokenizer(config.tokenizer or config.model)
-    engine = Engine(config, eos_token_ids=tokenizer.eos_token_ids)
-    names = tuple(arguments.served_model_name or (Path(config.model).name,))
-    service = Service(AsyncEngine(engine), tokenizer, names, arguments.api_key)
-    uvicorn.run(create_app(service), host=arguments.host, port=arguments.port, log_level=arguments.log_level)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Entry point of `qrt-serve`; returns the exit code."""
-    arguments = parser().parse_args(argv)
-    return run_main(lambda: serve(arguments))
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path}: {error}") from error

@@ -96,7 +96,7 @@ class StopStrings:
             end, start, self.found = min(matches)
             self._held = ""
             return text[: end if self._include else start]
-        held = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        held = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -105,11 +105,11 @@ class StopStrings:
         text, self._held = self._held, ""
         return text
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that is a start of `stop`, all of `stop` excepted."""
-        longest = min(len(stop) - 1, len(text))
-        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a start of `stop`, all of `stop` excepted."""
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Detokenizer:

@@ -1,275 +1,222 @@
-"""The OpenAI-compatible endpoints: /v1/completions, /v1/chat/completions, /v1/models, /health."""
+"""The OpenAI-compatible endpoints, /v1/completions, chat/completions and models; /tokenize, /detokenize."""
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import hmac
-import logging
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
 
-from qrt.config import SamplingParams
-from qrt.errors import ConfigError, QrtError, UnsupportedError
-from qrt.serve.async_engine import AsyncEngine
-from qrt.serve.output import CompletionDelta, RequestCollector
-from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest, Sampling
+from qrt.errors import ConfigError, UnsupportedError
+from qrt.serve.answer import Deadline, answer_events, answer_whole
+from qrt.serve.openapi import MODEL, MODELS, errors, events_or
+from qrt.serve.output import RequestCollector
+from qrt.serve.protocol import (
+    Body,
+    ChatCompletionRequest,
+    CompletionRequest,
+    Conversation,
+    Sampling,
+    Tokens,
+)
 from qrt.serve.replies import ChatReply, CompletionReply, Reply
-from qrt.serve.tokenizer import Tokenizer
+from qrt.serve.service import Service, new_id
+from qrt.serve.strict_json import StrictJsonRoute
 
-Deltas = AsyncGenerator[tuple[int, CompletionDelta], None]
-
-logger = logging.getLogger(__name__)
-
-OPEN_ROUTES = ("/health",)  # answered without a key
-CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody reads the reply
+MAX_TOKENS_DECODED = 2**20
 
 
-@dataclass(frozen=True)
-class Service:
-    """What the routes need.
+def openai_routes(service: Service) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(route_class=StrictJsonRoute)
 
-    names      what `/v1/models` lists and requests may ask for, the first one first
-    api_key    None lets everybody in
-    """
-
-    engine: AsyncEngine
-    tokenizer: Tokenizer
-    names: tuple[str, ...]
-    api_key: str | None = None
-
-
-def create_app(service: Service) -> FastAPI:
-    """The ASGI application; the engine's loop runs from its start-up to its shutdown."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
-        yield
-        await service.engine.close()
-
-    app = FastAPI(title="qrt", lifespan=lifespan, dependencies=[Depends(_key_check(service.api_key))])
-    _add_error_handlers(app)
-    started = int(time.time())
-
-    @app.get("/health")
-    async def health() -> Response:
-        return Response(status_code=200 if service.engine.alive else 503)
-
-    @app.get("/v1/models")
+    @routes.get("/v1/models", responses=MODELS)
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(service, name, started) for name in service.names]}
+        service.check_running()
+        return {"object": "list", "data": [_model_card(service, name) for name in service.config.model_names]}
 
-    @app.get("/v1/models/{name:path}")
+    @routes.get("/v1/models/{name:path}", responses=MODEL)
     async def model(name: str) -> dict[str, Any]:
-        _check_model(service, name)
-        return _model_card(service, name, started)
+        service.check_running()
+        service.check_model(name)
+        return _model_card(service, name)
 
-    @app.post("/v1/completions")
+    @routes.post("/v1/completions", response_model=None, responses=events_or("text_completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
+        arrived = time.monotonic()
         _check_body(service, body)
-        collectors = await asyncio.to_thread(_completion_collectors, service, body)
-        reply = CompletionReply(_id("cmpl"), body.model or service.names[0], body, collectors)
-        return await _answer(service, request, body, collectors, reply)
+        collectors = await _completion_collectors(service, body)
+        reply = CompletionReply(new_id("cmpl"), body.model or service.model, body, collectors)
+        return await _answer(service, request, body, collectors, reply, arrived)
 
-    @app.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions", response_model=None, responses=events_or("chat.completion"))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        arrived = time.monotonic()
         _check_body(service, body)
-        collectors = await asyncio.to_thread(_chat_collectors, service, body)
-        reply = ChatReply(_id("chatcmpl"), body.model or service.names[0], body, collectors)
-        return await _answer(service, request, body, collectors, reply)
+        body.check_tool_choice()
+        tools = service.tool_format if body.uses_tools else None
+        collectors = await _chat_collectors(service, body)
+        reply = ChatReply(new_id("chatcmpl"), body.model or service.model, body, collectors, tools)
+        return await _answer(service, request, body, collectors, reply, arrived)
 
-    return app
+    @routes.post("/v1/embeddings", include_in_schema=False)
+    async def embeddings() -> None:
+        raise UnsupportedError("embeddings: qrt serves generating models only")
+
+    @routes.post("/tokenize", responses=errors())
+    async def tokenize(body: TokenizeText | TokenizeChat) -> dict[str, Any]:
+        service.check_running()
+        service.check_model(body.model)
+        if isinstance(body, TokenizeChat):
+            messages = [message.for_template() for message in body.messages]
+            text = await service.render_chat(messages, **body.template_arguments())
+        else:
+            text = body.text
+        ids = await service.encode(text, body.add_special_tokens)
+        reply = {"count": len(ids), "max_model_len": service.client.info.max_model_len, "tokens": ids}
+        strings = [service.tokenizer.decode([id], False) for id in ids] if body.return_token_strs else None
+        return {**reply, "token_strs": strings}
+
+    @routes.post("/detokenize", responses=errors())
+    async def detokenize(body: Detokenize) -> dict[str, Any]:
+        service.check_running()
+        service.check_model(body.model)
+        text = await service.off_loop(len(body.tokens), lambda: service.tokenizer.decode(body.tokens, False))
+        return {"prompt": text}
+
+    @routes.get("/tokenizer_info", responses=errors())
+    async def tokenizer_info() -> dict[str, Any]:
+        tokenizer = service.tokenizer.hf
+        tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        return {**tokens, "vocab_size": len(tokenizer), "chat_template": service.tokenizer.chat_template()}
+
+    return routes
 
 
-def _id(kind: str) -> str:
-    return f"{kind}-{uuid.uuid4().hex}"
+class TokenizeText(Body):
+    """`POST /tokenize` of a text, by vLLM's name or llama.cpp's."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @property
+    def text(self) -> str:
+        """What is to be tokenized."""
+        text = self.content if self.prompt is None else self.prompt
+        if text is None:
+            raise ConfigError("prompt: wanted a text, or messages")
+        return text
 
 
-def _model_card(service: Service, name: str, started: int) -> dict[str, Any]:
+class TokenizeChat(Conversation):
+    """`POST /tokenize` of a conversation."""
+
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class Detokenize(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[Tokens, Field(max_length=MAX_TOKENS_DECODED)]
+
+
+def _model_card(service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": started,
+        "created": service.started,
         "owned_by": "qrt",
-        "root": name,
+        "root": service.model,
         "parent": None,
-        "max_model_len": service.engine.engine.max_model_len,
+        "max_model_len": service.client.info.max_model_len,
+        "permission": [],
     }
 
 
-def _check_model(service: Service, name: str) -> None:
-    if name not in service.names:
-        raise HTTPException(404, f"model {name!r} is not served here; it is {' or '.join(service.names)}")
-
-
 def _check_body(service: Service, body: Sampling) -> None:
-    if body.model is not None:
-        _check_model(service, body.model)
+    service.check_running()
+    service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise ConfigError("stream_options: wanted only with stream: true")
-    if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
-        raise UnsupportedError("echo with logprobs: log-probabilities of the prompt are not returned yet")
     if refused := body.unsupported():
-        raise UnsupportedError(f"{', '.join(refused)}: not run by this server; leave it out")
+        raise UnsupportedError(f"{', '.join(sorted(refused))}: not run by this server; leave it out")
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        if (wanted := int(body.given(name) or 0)) > service.config.max_logprobs:
+            raise ConfigError(f"{name}: got {wanted}, wanted at most {service.config.max_logprobs}")
+    if body.stream and body.prompt_logprobs is not None:
+        raise ConfigError("prompt_logprobs: wanted without stream")
+    if body.stream and (body.best_of or body.n) > body.n:
+        raise ConfigError("best_of: wanted no more than n with stream")
 
 
-def _completion_collectors(service: Service, body: CompletionRequest) -> list[RequestCollector]:
+async def _completion_collectors(service: Service, body: CompletionRequest) -> list[RequestCollector]:
     """One for each prompt, tokenized."""
-    params = body.sampling_params(_defaults(service), body.max_tokens, body.logprobs)
+    generate = body.max_tokens != 0
+    if not generate and not body.echo:
+        raise ConfigError("max_tokens: got 0, wanted at least 1, or echo: true")
+    params = body.sampling_params(service.defaults, body.max_tokens if generate else 1, body.logprobs)
+    if body.echo and body.logprobs is not None:
+        if body.stream and body.n > 1:
+            raise ConfigError("echo with logprobs: wanted without stream, or with n 1")
+        params = replace(params, prompt_logprobs=body.logprobs)
     collectors = []
     for prompt in body.prompts():
         if isinstance(prompt, str):
-            text, ids = prompt, service.tokenizer.encode(prompt)
+            text, ids = prompt, await service.encode(prompt, body.add_special_tokens)
         else:
-            text, ids = service.tokenizer.decode(prompt), prompt
-        collectors.append(RequestCollector(_id("req"), text, ids, params, service.tokenizer))
+            text, ids = service.tokenizer.decode(prompt, False) if body.echo else "", prompt
+        _check_length(service, len(ids), body.max_tokens)
+        collectors.append(service.collector(text, ids, params, generate))
     return collectors
 
 
-def _chat_collectors(service: Service, body: ChatCompletionRequest) -> list[RequestCollector]:
+async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> list[RequestCollector]:
     """The conversation through the chat template, tokenized."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ConfigError("top_logprobs: wanted only with logprobs: true")
     messages = [message.for_template() for message in body.messages]
-    text = service.tokenizer.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
-    ids = service.tokenizer.encode(text, add_special_tokens=False)
+    text = await service.render_chat(messages, **body.template_arguments(tools=body.uses_tools))
+    ids = await service.encode(text, body.add_special_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(_defaults(service), body.max_completion_tokens or body.max_tokens, logprobs)
-    return [RequestCollector(_id("req"), text, ids, params, service.tokenizer)]
+    params = body.sampling_params(service.defaults, body.token_limit, logprobs)
+    if (
+        body.uses_tools
+        and service.tool_format
+        and service.tool_format.marker in service.tokenizer.hf.all_special_tokens
+    ):
+        params = replace(params, skip_special_tokens=False)  # or the marks of the calls would be gone
+    _check_length(service, len(ids), body.token_limit)
+    return [service.collector(text, ids, params)]
 
 
-def _defaults(service: Service) -> SamplingParams:
-    return service.engine.engine.generation.sampling
+def _check_length(service: Service, num_prompt: int, max_tokens: int | None) -> None:
+    """As vLLM: more tokens than the context are wrong; more than it has left are cut."""
+    longest = service.client.info.max_model_len
+    if max_tokens is not None and max_tokens > longest:
+        raise ConfigError(f"max_tokens: got {max_tokens}, wanted at most {longest}, the model's context")
+    if num_prompt > longest:
+        raise ConfigError(f"prompt: got {num_prompt} tokens, wanted at most {longest}, the model's context")
 
 
 async def _answer(
-    service: Service, request: Request, body: Sampling, collectors: Sequence[RequestCollector], reply: Reply
-) -> Response:
-    """One JSON body at the end, or server-sent events as tokens come."""
-    deltas = service.engine.generate(collectors)
-    if not body.stream:
-        async with aclosing(deltas):
-            finished = await _unless_disconnected(request, _drain(deltas))
-        return JSONResponse(reply.body()) if finished else Response(status_code=CLIENT_CLOSED_REQUEST)
-    first = await anext(deltas)  # a refused request raises here, before the status line is sent
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
-    events = _events(first, deltas, reply, include_usage)
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-async def _drain(deltas: Deltas) -> None:
-    async for _ in deltas:
-        pass
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[None]) -> bool:
-    """Await `work`; give it up and return False when the client goes away first."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return False
-        task.result()
-        return True
-    finally:
-        for future in (task, gone):
-            future.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _events(
-    first: tuple[int, CompletionDelta],
-    deltas: Deltas,
+    service: Service,
+    request: Request,
+    body: Sampling,
+    collectors: Sequence[RequestCollector],
     reply: Reply,
-    include_usage: bool,
-) -> AsyncIterator[str]:
-    """Server-sent events; an error in the middle is an event of its own, `[DONE]` always comes last."""
-    async with aclosing(deltas):
-        try:
-            for event in reply.opening():
-                yield event
-            for event in reply.events(*first):
-                yield event
-            async for index, delta in deltas:
-                for event in reply.events(index, delta):
-                    yield event
-            if include_usage:
-                yield reply.usage_event()
-        except QrtError as error:
-            yield reply.error_event(_error(500, str(error)))
-        yield "data: [DONE]\n\n"
-
-
-# Errors: always {"error": {message, type, param, code}}, never a traceback.
-
-ERROR_TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    500: "InternalServerError",
-    501: "NotImplementedError",
-    503: "ServiceUnavailableError",
-}
-
-
-def _error(code: int, message: str, param: str | None = None) -> dict[str, Any]:
-    kind = ERROR_TYPES.get(code, "BadRequestError" if code < 500 else "InternalServerError")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    codes: dict[type[Exception], int] = {ConfigError: 400, UnsupportedError: 501, QrtError: 500}
-    for kind, code in codes.items():
-        app.add_exception_handler(kind, _handler(code))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"] if part != "body")
-        return JSONResponse(_error(400, f"{param or 'body'}: {first['msg']}", param or None), 400)
-
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(_error(error.status_code, str(error.detail)), error.status_code, error.headers)
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        reference = uuid.uuid4().hex[:12]
-        logger.error("request failed (%s)", reference, exc_info=error)
-        return JSONResponse(_error(500, f"internal error, logged as {reference}"), 500)
-
-
-def _handler(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def handle(request: Request, error: Exception) -> Response:
-        return JSONResponse(_error(code, str(error)), code)
-
-    return handle
-
-
-def _key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """A dependency that wants `Authorization: Bearer <api_key>`; comparison takes the same time for all."""
-    wanted = hashlib.sha256(f"Bearer {api_key}".encode()).digest()
-
-    async def check(request: Request) -> None:
-        if api_key is None or request.url.path in OPEN_ROUTES:
-            return
-        given = hashlib.sha256(request.headers.get("authorization", "").encode()).digest()
-        if not hmac.compare_digest(given, wanted):
-            raise HTTPException(401, "wrong or missing API key", {"WWW-Authenticate": "Bearer"})
-
-    return check
+    arrived: float,
+) -> Response:
+    deadline = Deadline(service, arrived)
+    stream = await service.submit(collectors, arrived)
+    if body.stream:
+        return answer_events(stream, deadline, reply.events, reply.closing)
+    return await answer_whole(request, stream, deadline, reply.body)

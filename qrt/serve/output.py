@@ -93,11 +93,15 @@ class RequestCollector:
         prompt_ids: list[int],
         params: SamplingParams,
         tokenizer: Tokenizer,
+        *,
+        generate: bool = True,
     ) -> None:
+        """With generate=False the engine only scores the prompt."""
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_ids = prompt_ids
         self.params = params
+        self.generate = generate
         self.error: str | None = None
         self._tokenizer = tokenizer
         self._ranked = params.best_of is not None and params.best_of > params.n
@@ -135,6 +139,21 @@ class RequestCollector:
                     bad_words=words,
                 ),
             )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all completions, so far."""
+        return sum(len(completion.token_ids) for completion in self._completions)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache."""
+        return self._num_cached
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """So far; None for the first token."""
+        return self._prompt_logprobs
 
     @property
     def finished(self) -> bool:
@@ -230,13 +249,14 @@ class RequestCollector:
         )
         described = []
         for token, logprob, rank, top_ids, top_logprobs in rows:
-            entries = {token: Logprob(logprob, rank, self._text(token))}
+            entries = {token: Logprob(logprob, rank, self.token_text(token))}
             for place, (other, value) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
-                entries.setdefault(other, Logprob(value, place, self._text(other)))
+                entries.setdefault(other, Logprob(value, place, self.token_text(other)))
             described.append(entries)
         return described
 
-    def _text(self, token_id: int) -> str:
+    def token_text(self, token_id: int) -> str:
+        """Of one token alone, special or not."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 

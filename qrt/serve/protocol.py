@@ -6,74 +6,118 @@ and are not run are refused by name, never dropped.
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from qrt.config import SamplingParams
+from qrt.errors import ConfigError, UnsupportedError
+from qrt.serve.settings import (
+    MAX_BAD_WORDS,
+    MAX_MESSAGES,
+    MAX_N,
+    MAX_PROMPTS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKEN_LISTS,
+    MAX_TOOLS,
+)
 
-MAX_PROMPTS = 1024
-MAX_N = 128
-MAX_STOPS = 16
-MAX_LOGPROBS = 20
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Tokens = list[TokenId]
+TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_LISTS)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
-Tokens = list[Annotated[int, Field(ge=0)]]
+# Fields of Sampling that SamplingParams has under the same name.
+SAMPLING_FIELDS = (
+    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens",
+    "prompt_logprobs", "priority", "cache_salt",
+)  # fmt: skip
+NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "priority": 0}
+RUN = {field.name for field in fields(SamplingParams)}
+
+
+class Body(BaseModel):
+    """Base of all request bodies: finite numbers; further fields are let in, to be ignored or refused."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    def given(self, name: str) -> Any:
+        """A field by name, declared or not; None where it is not given."""
+        return getattr(self, name, None)
 
 
 class StreamOptions(BaseModel):
     """`stream_options`."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
-class Sampling(BaseModel):
+class Sampling(Body):
     """The fields both endpoints share."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-
     model: str | None = None
-    n: int = Field(1, ge=1, le=MAX_N)
+    n: int = Field(1, strict=True, ge=1, le=MAX_N)
+    best_of: int | None = Field(None, strict=True, ge=1, le=MAX_N)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] = []
-    min_tokens: int = Field(0, ge=0)
+    top_k: int | None = Field(None, strict=True, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, strict=True, ge=-(2**63), lt=2**63)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: TokenList | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_TOKEN_LISTS)]
+        | None
+    ) = None
+    allowed_token_ids: TokenList | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
+    min_tokens: Count = 0
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    prompt_logprobs: Count | None = None
+    priority: int | None = Field(None, strict=True, ge=-(2**31), lt=2**31)
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
-    def unsupported(self) -> list[str]:
-        """Names of given fields that would change the result and are not run."""
+    def unsupported(self) -> dict[str, Any]:
+        """Given fields that would change the result and are not run."""
         extra = self.model_extra or {}
-        return [name for name, neutral in NOT_RUN.items() if extra.get(name, neutral) not in (neutral, None)]
+        found = {name: extra.get(name) for name, neutral in NOT_RUN.items() if name in extra}
+        found = {name: value for name, value in found.items() if value not in (NOT_RUN[name], None)}
+        for name in set(SAMPLING_FIELDS) - RUN:
+            if getattr(self, name) not in (None, NEUTRAL.get(name)):
+                found[name] = getattr(self, name)
+        return found
 
     def sampling_params(
-        self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None
+        self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
-        """The request's SamplingParams; what it leaves out comes from the model's generation config."""
+        """The request's SamplingParams; what it leaves out comes from `defaults`, the model's."""
+        own = {name: getattr(self, name) for name in SAMPLING_FIELDS if name in RUN}
+        own = {name: value for name, value in own.items() if value is not None}
+        if "logit_bias" in own:
+            own["logit_bias"] = {_token_id(key): value for key, value in own["logit_bias"].items()}
+        shared = {name: value for name, value in defaults.items() if name != "max_tokens"}
+        return SamplingParams(**{**shared, **own, "max_tokens": max_tokens, "logprobs": logprobs})
 
-        def given(value: Any, default: Any) -> Any:
-            return default if value is None else value
 
-        return SamplingParams(
-            n=self.n,
-            temperature=given(self.temperature, defaults.temperature),
-            top_p=given(self.top_p, defaults.top_p),
-            top_k=given(self.top_k, defaults.top_k),
-            seed=self.seed,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            logprobs=logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-        )
+def _token_id(key: str) -> int:
+    if not key.isdigit() or len(key) > 9:
+        raise ConfigError(f"logit_bias: got the key {key[:20]!r}, wanted a token id")
+    return int(key)
 
 
 class CompletionRequest(Sampling):
@@ -83,11 +127,12 @@ class CompletionRequest(Sampling):
         str
         | Annotated[Tokens, Field(min_length=1)]
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Annotated[Tokens, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: int | None = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: Count | None = 16
+    logprobs: Count | None = None
     echo: bool = False
+    add_special_tokens: bool = True
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as a list, whichever of the four forms came."""
@@ -105,46 +150,160 @@ class TextPart(BaseModel):
     text: str
 
 
-class Message(BaseModel):
-    """One chat message; content is a string or a list of text parts."""
+class FunctionCall(BaseModel):
+    """Of a tool call: arguments are JSON in a string, as OpenAI has it."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(BaseModel):
+    """A call that the assistant made earlier in the conversation."""
 
     model_config = ConfigDict(extra="allow")
 
-    role: str
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        """With the arguments as a mapping: templates write them themselves."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"tool_calls: the arguments of {self.function.name!r} are no JSON") from error
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
+class ChatMessage(BaseModel):
+    """One message; content is a string or a list of text parts."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | list[TextPart] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates read it, with the parts joined."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+        message = {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
 
 
-class ChatCompletionRequest(Sampling):
+class Function(BaseModel):
+    """What a tool is: `parameters` is a JSON schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it."""
+        return self.model_dump(exclude_none=True)
+
+
+class Conversation(Body):
+    """What is rendered by the chat template; /tokenize takes it too."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
+
+    def template_arguments(self, *, tools: bool = True) -> dict[str, Any]:
+        """For `Tokenizer.render_chat`; the last two of its own names win over chat_template_kwargs."""
+        if self.given("chat_template") is not None:
+            raise ConfigError(
+                "chat_template: a request cannot bring one; start the server with --chat-template"
+            )
+        named = self.chat_template_kwargs or {}
+        if reserved := RESERVED.intersection(named):
+            raise ConfigError(f"chat_template_kwargs: {min(reserved)} is not the template's own")
+        return {
+            **named,
+            "tools": [tool.for_template() for tool in self.tools] if tools and self.tools else None,
+            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+        }
+
+
+RESERVED = {
+    "messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt",
+    "continue_final_message", "range", "raise_exception", "strftime_now", "return_dict", "self", "context",
+}  # fmt: skip
+
+
+class ChatCompletionRequest(Conversation, Sampling):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    add_generation_prompt: bool = True
+    top_logprobs: Count | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether tool calls are wanted of the model."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of the answer, by whichever name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def check_tool_choice(self) -> None:
+        """ConfigError for what it cannot be, UnsupportedError for what would need a grammar."""
+        choice = self.tool_choice
+        if choice in (None, "none"):
+            return
+        if not self.tools:
+            raise ConfigError("tool_choice: given without tools")
+        if choice == "auto":
+            return
+        if choice == "required" or isinstance(choice, dict):
+            raise UnsupportedError("tool_choice: only auto and none; a forced call needs grammars")
+        raise ConfigError("tool_choice: wanted none, auto, required or a function's name")
 
 
+# Fields that are not declared above because they are not run, with the value that asks for nothing.
 NOT_RUN: dict[str, Any] = {
     "suffix": None,
-    "best_of": None,
-    "logit_bias": None,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "min_p": 0,
-    "tools": None,
     "functions": None,
-    "tool_choice": "none",
+    "function_call": "none",
     "response_format": {"type": "text"},
-    "prompt_logprobs": None,
     "modalities": ["text"],
     "audio": None,
+    "prediction": None,
+    "web_search_options": None,
+    "structured_outputs": None,
+    "guided_json": None,
+    "guided_regex": None,
+    "guided_choice": None,
+    "guided_grammar": None,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "prompt_embeds": None,
 }

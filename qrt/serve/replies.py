@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from qrt.serve.output import CompletionDelta, CompletionOutput, Logprob, RequestCollector, TokenLogprobs
-from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest
+from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest, Sampling
+from qrt.serve.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
+
+LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: %b\n\n" % _encode(data)
 
 
 class Reply(ABC):
@@ -18,12 +29,17 @@ class Reply(ABC):
     kind: str
     chunk_kind: str
 
-    def __init__(self, id: str, model: str, n: int, collectors: Sequence[RequestCollector]) -> None:
+    def __init__(self, id: str, model: str, body: Sampling, collectors: Sequence[RequestCollector]) -> None:
         self.id = id
         self.model = model
         self.created = int(time.time())
         self.collectors = collectors
-        self._n = n
+        self._n = body.n
+        self._prompt_logprobs = body.prompt_logprobs is not None
+        options = body.stream_options
+        self._usage_at_end = options is not None and options.include_usage
+        self._usage_in_chunks = options is not None and options.continuous_usage_stats
+        self._opened: set[int] = set()  # choices that have begun
 
     def body(self) -> dict[str, Any]:
         """The whole reply."""
@@ -36,43 +52,50 @@ class Reply(ABC):
 
     def usage(self) -> dict[str, Any]:
         """Token counts over all prompts and choices."""
-        outputs = [collector.output() for collector in self.collectors]
-        prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+        prompt = sum(len(collector.prompt_ids) for collector in self.collectors)
+        completion = sum(collector.num_output_tokens for collector in self.collectors)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in self.collectors)},
         }
 
-    def opening(self) -> Iterator[str]:
-        """Events before the first token."""
-        yield from ()
-
-    def events(self, index: int, delta: CompletionDelta) -> Iterator[str]:
+    def events(self, index: int, delta: CompletionDelta) -> Iterator[bytes]:
         """Events of one delta of collector `index`; none while there is nothing to show."""
+        number = index * self._n + delta.index
+        if number not in self._opened and (delta.text or delta.token_ids or delta.finish_reason):
+            self._opened.add(number)
+            for choice in self.opening(number, index):
+                yield self._chunk(choice)
         if delta.text or delta.logprobs or delta.finish_reason:
-            yield self._chunk([self.chunk_choice(index * self._n + delta.index, delta)])
+            for choice in self.chunk_choices(number, delta):
+                yield self._chunk(choice)
 
-    def usage_event(self) -> str:
-        """The chunk after the last one, where asked for."""
-        return _event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
-
-    def error_event(self, error: dict[str, Any]) -> str:
-        """An error after the stream has begun."""
-        return _event(error)
+    def closing(self) -> Iterator[bytes]:
+        """The chunk with the usage, where asked for, and the end."""
+        if self._usage_at_end:
+            yield event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
 
     @abstractmethod
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """One finished choice of collector `index`."""
 
     @abstractmethod
-    def chunk_choice(self, number: int, delta: CompletionDelta) -> dict[str, Any]:
-        """One choice of a chunk."""
+    def opening(self, number: int, index: int) -> Iterator[dict[str, Any]]:
+        """Choices of chunks before its first token's."""
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> str:
-        return _event({**self._head(self.chunk_kind), "choices": choices})
+    @abstractmethod
+    def chunk_choices(self, number: int, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
+        """Choices of chunks, mostly one."""
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        data = {**self._head(self.chunk_kind), "choices": [choice]}
+        if self._usage_in_chunks:
+            data["usage"] = self.usage()
+        elif self._usage_at_end:
+            data["usage"] = None
+        return event(data)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -86,32 +109,53 @@ class CompletionReply(Reply):
     def __init__(
         self, id: str, model: str, body: CompletionRequest, collectors: Sequence[RequestCollector]
     ) -> None:
-        super().__init__(id, model, body.n, collectors)
+        super().__init__(id, model, body, collectors)
         self._echo = body.echo
+        self._echo_logprobs = body.echo and body.logprobs is not None
         self._offsets: dict[int, int] = {}  # characters sent of each choice
 
-    def opening(self) -> Iterator[str]:
+    def opening(self, number: int, index: int) -> Iterator[dict[str, Any]]:
         """With echo, each choice begins with its prompt."""
         if self._echo:
-            for number in range(len(self.collectors) * self._n):
-                text = self._prompt(number // self._n)
-                self._offsets[number] = len(text)
-                yield self._chunk([_text_choice(number, text, None, None, None)])
+            text = self.collectors[index].prompt or ""
+            self._offsets[number] = len(text)
+            yield _text_choice(number, text, self._prompt_part(index, []), None, None)
 
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
-        prompt = self._prompt(index) if self._echo else ""
-        logprobs = _legacy_logprobs(completion.logprobs, len(prompt))
+        """See Reply."""
+        prompt = (self.collectors[index].prompt or "") if self._echo else ""
+        if self._echo_logprobs:
+            logprobs = self._prompt_part(index, completion.logprobs or [])
+        else:
+            logprobs = _legacy_logprobs(completion.logprobs, len(prompt))
         text = prompt + completion.text
-        return _text_choice(number, text, logprobs, completion.finish_reason, completion.stop_reason)
+        choice = _text_choice(number, text, logprobs, completion.finish_reason, completion.stop_reason)
+        if self._prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(self.collectors[index])
+        return choice
 
-    def chunk_choice(self, number: int, delta: CompletionDelta) -> dict[str, Any]:
+    def chunk_choices(self, number: int, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
+        """See Reply."""
         offset = self._offsets.get(number, 0)
         self._offsets[number] = offset + len(delta.text)
         logprobs = _legacy_logprobs(delta.logprobs, offset)
-        return _text_choice(number, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
+        yield _text_choice(number, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
-    def _prompt(self, index: int) -> str:
-        return self.collectors[index].prompt or ""
+    def _prompt_part(self, index: int, output: list[TokenLogprobs]) -> dict[str, Any] | None:
+        """Of the echoed prompt, whose first token has none, and of `output` behind it."""
+        if not self._echo_logprobs:
+            return None
+        collector = self.collectors[index]
+        first = collector.token_text(collector.prompt_ids[0])
+        known = [row for row in collector.prompt_logprobs if row is not None]
+        logprobs = _legacy_logprobs([*known, *output], len(first))
+        assert logprobs is not None
+        return {
+            "tokens": [first, *logprobs["tokens"]],
+            "token_logprobs": [None, *logprobs["token_logprobs"]],
+            "top_logprobs": [None, *logprobs["top_logprobs"]],
+            "text_offset": [0, *logprobs["text_offset"]],
+        }
 
 
 def _text_choice(
@@ -133,38 +177,98 @@ class ChatReply(Reply):
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self, id: str, model: str, body: ChatCompletionRequest, collectors: Sequence[RequestCollector]
+        self,
+        id: str,
+        model: str,
+        body: ChatCompletionRequest,
+        collectors: Sequence[RequestCollector],
+        tools: ToolFormat | None = None,
     ) -> None:
-        super().__init__(id, model, body.n, collectors)
+        """`tools`: how calls are written, when the request lets the model make some."""
+        super().__init__(id, model, body, collectors)
         self._num_top = body.top_logprobs or 0
+        self._tools = tools
+        self._streams = [ToolCallStream(tools) for _ in range(self._n)] if tools else []
 
-    def opening(self) -> Iterator[str]:
+    def body(self) -> dict[str, Any]:
+        """See Reply."""
+        body = super().body()
+        if self._prompt_logprobs:
+            body["prompt_logprobs"] = prompt_logprobs(self.collectors[0])
+        return body
+
+    def opening(self, number: int, index: int) -> Iterator[dict[str, Any]]:
         """The role comes first, in a chunk of its own."""
-        for number in range(self._n):
-            delta = {"role": "assistant", "content": ""}
-            yield self._chunk([{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}])
+        yield _chat_chunk(number, {"role": "assistant", "content": ""})
 
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        """See Reply."""
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        reason = completion.finish_reason
+        if self._tools:
+            text, calls = parse(self._tools, completion.text)
+            if calls:
+                message["content"] = text.strip() or None
+                message["tool_calls"] = [_tool_call(call) for call in calls]
+                reason = "tool_calls" if reason == "stop" else reason
         return {
             "index": number,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": message,
             "logprobs": _chat_logprobs(completion.logprobs, self._num_top),
-            "finish_reason": completion.finish_reason,
+            "finish_reason": reason,
             "stop_reason": completion.stop_reason,
         }
 
-    def chunk_choice(self, number: int, delta: CompletionDelta) -> dict[str, Any]:
-        return {
-            "index": number,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": _chat_logprobs(delta.logprobs, self._num_top),
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
+    def chunk_choices(self, number: int, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
+        """See Reply. A call comes whole, in one chunk: its name once, its arguments as a string."""
+        text, reason = delta.text, delta.finish_reason
+        logprobs = _chat_logprobs(delta.logprobs, self._num_top)
+        if self._tools:
+            stream = self._streams[number]
+            first = stream.num_calls
+            text, calls = stream.feed(text)
+            if reason:
+                text += stream.finish()
+            for place, call in enumerate(calls, start=first):
+                yield _chat_chunk(number, {"tool_calls": [{"index": place, **_tool_call(call)}]})
+            if stream.num_calls:
+                reason = "tool_calls" if reason == "stop" else reason
+                text = text if text.strip() else ""
+            if not (text or reason or logprobs):
+                return
+        choice = _chat_chunk(number, {"content": text} if text else {}, logprobs, reason)
+        choice["stop_reason"] = delta.stop_reason
+        yield choice
 
 
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _chat_chunk(
+    number: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+) -> dict[str, Any]:
+    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def prompt_logprobs(collector: RequestCollector) -> list[dict[str, Any] | None]:
+    """vLLM's shape: per prompt token, by token id; null for the first."""
+    return [
+        None if row is None else {str(token): _prompt_entry(entry) for token, entry in row.items()}
+        for row in collector.prompt_logprobs
+    ]
+
+
+def _prompt_entry(entry: Logprob) -> dict[str, Any]:
+    return {"logprob": _number(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+
+
+def _number(entry: Logprob) -> float:
+    return max(entry.logprob, LEAST_LOGPROB)
 
 
 def _legacy_logprobs(rows: list[TokenLogprobs] | None, offset: int) -> dict[str, Any] | None:
@@ -178,8 +282,8 @@ def _legacy_logprobs(rows: list[TokenLogprobs] | None, offset: int) -> dict[str,
         offset += len(entry.decoded_token)
     return {
         "tokens": [entry.decoded_token for entry in chosen],
-        "token_logprobs": [entry.logprob for entry in chosen],
-        "top_logprobs": [{e.decoded_token: e.logprob for e in row.values()} for row in rows],
+        "token_logprobs": [_number(entry) for entry in chosen],
+        "top_logprobs": [{e.decoded_token: _number(e) for e in row.values()} for row in rows],
         "text_offset": offsets,
     }
 
@@ -198,4 +302,4 @@ def _chat_logprobs(rows: list[TokenLogprobs] | None, num_top: int) -> dict[str, 
 
 def _chat_token(entry: Logprob) -> dict[str, Any]:
     text = entry.decoded_token
-    return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
+    return {"token": text, "logprob": _number(entry), "bytes": list(text.encode())}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from qrt.assets import model_path
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
-
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+from qrt.serve.chat_template import ChatTemplate, Message
 
 
 class Tokenizer:
@@ -46,11 +43,19 @@ class Tokenizer:
         self._backend = self.hf.backend_tokenizer
         self._backend.no_truncation()  # some tokenizer.json files cut to 512 tokens
         self._backend.no_padding()
+        named = self.hf.special_tokens_map.items()
+        self._special_tokens = {name: token for name, token in named if isinstance(token, str)}
+        self._max_token_chars = max(map(len, self._backend.get_vocab()), default=1)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The end-of-text token, if there is one."""
         return () if self.hf.eos_token_id is None else (int(self.hf.eos_token_id),)
+
+    @property
+    def max_token_chars(self) -> int:
+        """Characters of the longest token: a text of more than n times as many has more than n tokens."""
+        return self._max_token_chars
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with BOS where the tokenizer puts one."""
@@ -64,18 +69,24 @@ class Tokenizer:
         except (OverflowError, TypeError) as error:
             raise ConfigError(f"token ids: wanted integers of 0 or more below 2^32 ({error})") from error
 
-    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
-        """The prompt of a conversation, by the checkpoint's chat template (sandboxed by transformers).
+    def chat_template(self, text: str | None = None, tools: bool = False) -> str | None:
+        """`text`, or the checkpoint's own template (of two the one for tools); None without one."""
+        if text is not None or not self.hf.chat_template:
+            return text
+        return str(self.hf.get_chat_template(tools=[{}] if tools else None))
 
-        `options` as transformers' `apply_chat_template`: add_generation_prompt, continue_final_message,
-        chat_template, tools, and the template's own. ConfigError when there is no template or it refuses.
+    def render_chat(
+        self, messages: Sequence[Message], chat_template: str | None = None, **options: Any
+    ) -> str:
+        """The prompt of a conversation, by the checkpoint's chat template (or `chat_template`), sandboxed.
+
+        `options` as `ChatTemplate.render`: add_generation_prompt, continue_final_message, tools, documents,
+        and the template's own. ConfigError when there is no template or it refuses.
         """
-        if not (options.get("chat_template") or self.hf.chat_template):
+        text = self.chat_template(chat_template, bool(options.get("tools")))
+        if text is None:
             raise ConfigError("chat: the checkpoint has no chat template; send a plain prompt or give one")
-        try:
-            return str(self.hf.apply_chat_template(list(messages), tokenize=False, **options))
-        except (TemplateError, ValueError, TypeError) as error:
-            raise ConfigError(f"chat: the template refuses these messages: {error}") from error
+        return ChatTemplate(text, self._special_tokens).render(messages, **options)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of `render_chat`: the template writes BOS itself, so none is added."""

@@ -1,60 +1,23 @@
 """The HTTP server with the real `openai` client over a real socket, on the bundled model."""
 
 import asyncio
-import socket
-import threading
 import time
 
 import httpx
 import openai
 import pytest
-import uvicorn
+from servers import KEY, ThreadServer, bearer, wait_idle
 
-from qrt import LLM, EngineConfig, SamplingParams
-from qrt.engine.engine import Engine
-from qrt.serve.async_engine import AsyncEngine
-from qrt.serve.openai import Service, create_app
-from qrt.serve.tokenizer import Tokenizer
+from qrt import LLM, SamplingParams
 
 pytestmark = pytest.mark.model
-KEY = "a-key"
+JSON = {"Content-Type": "application/json"}
 PROMPTS = ["The president of the", "In this chapter", "When a function is called"]
-
-
-class Server:
-    """uvicorn in a thread, on a free port."""
-
-    def __init__(self, kv: str) -> None:
-        self.tokenizer = Tokenizer("tiny")
-        self.engine = Engine(EngineConfig("tiny", kv=kv), eos_token_ids=self.tokenizer.eos_token_ids)
-        service = Service(AsyncEngine(self.engine), self.tokenizer, ("tiny", "alias"), KEY)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        config = uvicorn.Config(create_app(service), host="127.0.0.1", port=self.port, log_level="warning")
-        self.uvicorn = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.uvicorn.run, daemon=True)
-
-    def __enter__(self) -> "Server":
-        self.thread.start()
-        while not self.uvicorn.started:
-            assert self.thread.is_alive()
-            time.sleep(0.02)
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.uvicorn.should_exit = True
-        self.thread.join(timeout=20)
-        assert not self.thread.is_alive()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
 
 @pytest.fixture(scope="module")
 def server():
-    with Server("int8") as running:
+    with ThreadServer(kv="int8") as running:
         yield running
 
 
@@ -175,15 +138,6 @@ def test_async_clients_at_once(server):
     assert all(reply.usage.completion_tokens <= 8 + i % 5 for i, reply in enumerate(replies))
 
 
-def wait_idle(engine):
-    """Until nothing runs and every slot is back; a request on its way in counts as soon as it arrives."""
-    for _ in range(500):
-        if not engine.has_work and engine.scheduler.kv.available == engine.pool.num_slots:
-            return
-        time.sleep(0.02)
-    pytest.fail("the engine still holds slots of a request nobody waits for")
-
-
 def test_a_client_that_leaves_frees_its_slots(server, client):
     stream = client.completions.create(
         model="tiny",
@@ -195,16 +149,12 @@ def test_a_client_that_leaves_frees_its_slots(server, client):
     )
     next(iter(stream))
     stream.close()
-    wait_idle(server.engine)
+    wait_idle(server)
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
     with pytest.raises(httpx.TimeoutException):
         httpx.post(f"{server.url}/v1/completions", json=body, headers=bearer(), timeout=0.3)
     time.sleep(0.5)  # should it have left before the engine met it
-    wait_idle(server.engine)
-
-
-def bearer(key: str = KEY) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
+    wait_idle(server)
 
 
 def test_models_and_health(server, client):
@@ -224,13 +174,13 @@ def test_errors_have_openais_shape(server, client):
         client.completions.create(model="tiny", prompt=[5] * 5000, stream=True)
     with pytest.raises(openai.BadRequestError, match="vocabulary"):
         client.completions.create(model="tiny", prompt=[10**6])
-    with pytest.raises(openai.InternalServerError, match="tools"):  # 501: refused by name, never dropped
+    with pytest.raises(openai.InternalServerError, match="response_format"):  # 501: refused, never dropped
         client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": "x"}],
-            tools=[{"type": "function", "function": {"name": "f"}}],
+            response_format={"type": "json_object"},
         )
-    reply = httpx.post(f"{server.url}/v1/completions", content=b"{", headers=bearer())
+    reply = httpx.post(f"{server.url}/v1/completions", content=b"{", headers={**bearer(), **JSON})
     assert reply.status_code == 400 and set(reply.json()["error"]) == {"message", "type", "param", "code"}
     assert httpx.get(f"{server.url}/nowhere", headers=bearer()).json()["error"]["code"] == 404
 
@@ -244,7 +194,7 @@ def test_a_key_is_wanted_everywhere_but_health(server):
 
 
 def test_an_engine_that_dies_fails_requests_and_health():
-    with Server("fp16") as dying:
+    with ThreadServer(kv="fp16") as dying:
         client = openai.OpenAI(base_url=f"{dying.url}/v1", api_key=KEY, max_retries=0)
 
         def broken():

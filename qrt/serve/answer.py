@@ -1,0 +1,138 @@
+"""A running request's answer over HTTP: one body at the end, or server-sent events as tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from qrt.errors import QrtError
+from qrt.serve.engine_client import RequestStream
+from qrt.serve.http_errors import error_body, unexpected_error
+from qrt.serve.output import CompletionDelta
+from qrt.serve.replies import event
+from qrt.serve.service import Service
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody reads the reply
+PING_SECONDS = 15.0  # of silence, after which a comment shows proxies that the stream lives
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+Events = Callable[[int, CompletionDelta], Iterable[bytes]]
+
+
+class Deadline:
+    """The time a request may take, from its arrival on."""
+
+    def __init__(self, service: Service, arrived: float) -> None:
+        timeout = service.config.request_timeout
+        self.at = None if timeout is None else arrived + timeout
+        self.message = f"the request took more than {timeout} s (--request-timeout)"
+
+    def left(self, most: float | None = None) -> float | None:
+        """Seconds, at most `most`; None for any."""
+        if self.at is None:
+            return most
+        left = max(self.at - time.monotonic(), 0)
+        return left if most is None else min(left, most)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has passed."""
+        return self.at is not None and time.monotonic() >= self.at
+
+
+async def answer_whole(
+    request: Request, stream: RequestStream, deadline: Deadline, body: Callable[[], Any]
+) -> Response:
+    """`body()` when all is there. What nobody waits for any more is aborted."""
+    try:
+        async with asyncio.timeout(deadline.left()):
+            finished = await _unless_disconnected(request, stream)
+    except TimeoutError:
+        raise HTTPException(504, deadline.message) from None
+    finally:
+        stream.close()
+    return JSONResponse(body()) if finished else Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _unless_disconnected(request: Request, stream: RequestStream) -> bool:
+    """Take in all of `stream`; give it up and return False when the client goes away first."""
+    task = asyncio.create_task(_drain(stream))
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
+        task.result()
+        return True
+    finally:
+        for future in (task, gone):
+            future.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _drain(stream: RequestStream) -> None:
+    async for _ in stream:
+        pass
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def answer_events(
+    stream: RequestStream,
+    deadline: Deadline,
+    events: Events,
+    closing: Callable[[], Iterable[bytes]] = tuple,
+    end: bytes = DONE,
+) -> Response:
+    """`events` of each delta, `closing`, `end`; an error in the middle is an event of its own."""
+    return StreamingResponse(
+        _bytes(stream, deadline, events, closing, end),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _bytes(
+    stream: RequestStream,
+    deadline: Deadline,
+    events: Events,
+    closing: Callable[[], Iterable[bytes]],
+    end: bytes,
+) -> AsyncIterator[bytes]:
+    with contextlib.closing(stream):
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(deadline.left(PING_SECONDS)):
+                        delta = await anext(stream)
+                except StopAsyncIteration:
+                    break
+                except TimeoutError:
+                    if deadline.over:
+                        yield event(error_body(504, deadline.message))
+                        break
+                    yield PING
+                    continue
+                parts = list(events(*delta))
+                while stream.waiting:  # a client that reads slowly gets several tokens at a time
+                    parts += events(*await anext(stream))
+                if parts:
+                    yield b"".join(parts)
+            for part in closing():
+                yield part
+        except QrtError as error:
+            yield event(error_body(500, str(error)))
+        except Exception as error:
+            yield event(error_body(500, unexpected_error(error)))
+        yield end

@@ -1,0 +1,122 @@
+"""The ASGI application: all routes, and before them the key, the counters and the request ids."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import FileResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import qrt
+from qrt.serve.engine_client import BusyError, EngineError
+from qrt.serve.http_errors import add_error_handlers, error_response
+from qrt.serve.lightllm import lightllm_routes
+from qrt.serve.messages import Failed
+from qrt.serve.openai import openai_routes
+from qrt.serve.operations import operation_routes
+from qrt.serve.service import Service, new_id
+
+PAGE = Path(__file__).parent / "page"
+OPEN_ROUTES = ("/", "/health", "/healthz", "/liveness", "/readiness")  # answered without a key
+OPEN_FOLDER = "/page/"
+REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application; it starts and closes the engine's client."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.client.start()
+        yield
+        await service.client.close()
+
+    app = FastAPI(
+        title="qrt",
+        version=qrt.__version__,
+        lifespan=lifespan,
+        docs_url=None,  # they would load scripts from elsewhere
+        redoc_url=None,
+    )
+    add_error_handlers(app, {BusyError: 429, EngineError: 500})
+    app.include_router(openai_routes(service))
+    app.include_router(lightllm_routes(service))
+    app.include_router(operation_routes(service))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
+
+    app.mount("/page", StaticFiles(directory=PAGE), name="page")
+    app.add_middleware(Gate, service=service)
+    if service.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+class Gate:
+    """Lets in who has a key, before anything of the request is read; counts errors; names requests."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+        self._keys = [_digest(f"Bearer {key}".encode()) for key in service.config.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        answer = self._answering(headers, send)
+        if self._keys and not _is_open(scope["path"]) and not self._has_key(headers):
+            refusal = error_response(401, "wrong or missing API key", headers={"WWW-Authenticate": "Bearer"})
+            await refusal(scope, receive, answer)
+        else:
+            await self._app(scope, receive, answer)
+
+    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
+        """Compares with every key, and takes the same time for all."""
+        given = _digest(headers.get(b"authorization", b""))
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        return any(matches)
+
+    def _answering(self, headers: dict[bytes, bytes], send: Send) -> Send:
+        """`send`, with what the Gate adds."""
+        client, named = self._service.client, self._service.config.enable_request_id_headers
+        wanted = headers.get(b"x-request-id", b"")
+        id = wanted if REQUEST_ID.fullmatch(wanted) else new_id("http").encode()
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if message["status"] >= 400:
+                    client.tell(Failed(message["status"]))
+                added: list[Any] = [(b"x-content-type-options", b"nosniff")]
+                if named:
+                    added.append((b"x-request-id", id))
+                message = {**message, "headers": [*message.get("headers", []), *added]}
+            await send(message)
+
+        return answer
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_ROUTES or path.startswith(OPEN_FOLDER)
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).digest()

@@ -1,0 +1,144 @@
+"""Connection: uvicorn's HTTP/1.1 protocol with the caps that uvicorn leaves to a proxy.
+
+A connection that sends too large a header or body is answered and closed before anything is parsed; one that
+sends its request too slowly, or does not read its reply, is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from qrt.serve.http_errors import error_body
+from qrt.serve.settings import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_HEADERS
+
+REQUEST_SECONDS = 20.0  # for a request's header and body to arrive, once its first byte has
+LINGER_SECONDS = 5.0  # a refused client may first send what it has begun, or it would not see the answer
+READ_SECONDS = 60.0  # for a client to read on, once the buffers between it and us are full
+
+
+class Connection(HttpToolsProtocol):
+    """One client's connection."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._header_bytes = 0
+        self._body_bytes = 0
+        self._in_header = True
+        self._refused = False
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client may also connect and say nothing."""
+        super().connection_made(transport)
+        self._request_timer = self._timer(REQUEST_SECONDS)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Ends the timers."""
+        self._cancel_timers()
+        super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        """Counts the header before the parser keeps it."""
+        if self._refused:
+            return
+        if self._in_header:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES + _body_part(data):
+                self._refuse(431, f"the header is larger than {MAX_HEADER_BYTES} bytes")
+                return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """The next request's clock starts."""
+        super().on_message_begin()
+        self._in_header, self._header_bytes, self._body_bytes = True, 0, 0
+        if self._request_timer is None:
+            self._request_timer = self._timer(REQUEST_SECONDS)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Counts them, and believes Content-Length when it is too large."""
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._refuse(431, f"more than {MAX_HEADERS} headers")
+        elif name.lower() == b"content-length" and value.isdigit() and int(value) > MAX_BODY_BYTES:
+            self._refuse(413, f"the body has {int(value)} bytes, wanted at most {MAX_BODY_BYTES}")
+
+    def on_headers_complete(self) -> None:
+        """From here the body counts; a refused request reaches no route."""
+        self._in_header = False
+        if not self._refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Counts a body whose length was not announced, too."""
+        self._body_bytes += len(body)
+        if self._body_bytes > MAX_BODY_BYTES:
+            self._refuse(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is there; answering it may take long."""
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+        if not self._refused:
+            super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """The client does not read: it has READ_SECONDS."""
+        super().pause_writing()
+        self._read_timer = self._timer(READ_SECONDS)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP."""
+        self._refuse(400, msg)
+
+    def _refuse(self, code: int, message: str) -> None:
+        """Answer at once, and close."""
+        if self._refused:
+            return
+        self._refused = True
+        if self.cycle is not None and not self.cycle.response_complete:  # its body is the one too large
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.abort()
+                return
+        body = json.dumps(error_body(code, message)).encode()
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
+            body
+        )
+        self.transport.write(STATUS_LINE[code] + head + body)
+        self.flow.resume_reading()
+        self._cancel_timers()
+        self._request_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _timer(self, seconds: float) -> asyncio.TimerHandle:
+        abort: Callable[[], None] = self.transport.abort
+        return self.loop.call_later(seconds, abort)
+
+    def _cancel_timers(self) -> None:
+        for timer in (self._request_timer, self._read_timer):
+            if timer is not None:
+                timer.cancel()
+        self._request_timer = self._read_timer = None
+
+
+def _body_part(data: bytes) -> int:
+    """Bytes of `data` behind the end of a header that ends in it."""
+    end = data.find(b"\r\n\r\n")
+    return 0 if end < 0 else len(data) - end - 4

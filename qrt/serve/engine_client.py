@@ -1,0 +1,325 @@
+"""EngineClient: requests to an engine as async streams, whether it runs in a process or in a thread.
+
+stream = await client.submit(collectors)      # refused requests raise here
+async for index, delta in stream: ...
+stream.close()                                # what still runs is aborted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from qrt.engine.output import RequestDelta
+from qrt.errors import ConfigError, QrtError
+from qrt.serve.messages import (
+    Abort,
+    Add,
+    Answer,
+    Ask,
+    EngineInfo,
+    Hello,
+    Message,
+    Ready,
+    ToEngine,
+    fields_of,
+)
+from qrt.serve.output import CompletionDelta, RequestCollector
+from qrt.serve.router import Router
+from qrt.serve.sockets import ClientSocket
+from qrt.serve.step_output import FromEngine, Output, decode_from_engine
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 10.0  # how long a question waits for the step that runs
+
+
+class EngineError(QrtError):
+    """The engine failed, not the request: a step went wrong, or the engine has ended."""
+
+
+class BusyError(QrtError):
+    """The engine's queue is full; the request may be sent again later."""
+
+
+ACCEPTED = object()  # in a stream's queue: the engine has taken the request
+Item = tuple[str, RequestDelta | QrtError | object]
+
+
+class RequestStream:
+    """The requests of some collectors, running: an async iterator of (index of the collector, its delta)."""
+
+    def __init__(self, client: EngineClient, collectors: Sequence[RequestCollector]) -> None:
+        self._client = client
+        self._collectors = collectors
+        self._owners = {id: index for index, c in enumerate(collectors) for id in c.engine_ids}
+        self._running = set(self._owners)
+        self._items: asyncio.Queue[Item] = asyncio.Queue()
+        self._early: list[Item] = []  # came before the last request was accepted
+
+    def put(self, request_id: str, item: RequestDelta | QrtError | object) -> None:
+        """From the engine."""
+        self._items.put_nowait((request_id, item))
+
+    async def accepted(self) -> None:
+        """Wait until the engine has taken all requests; raises as `EngineClient.submit`."""
+        waiting = set(self._owners)
+        try:
+            while waiting:
+                request_id, item = await self._items.get()
+                if item is ACCEPTED:
+                    waiting.discard(request_id)
+                elif isinstance(item, QrtError):
+                    self._running.discard(request_id)
+                    raise item
+                else:
+                    self._early.append((request_id, item))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a delta is there already."""
+        return bool(self._running) and (bool(self._early) or not self._items.empty())
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> tuple[int, CompletionDelta]:
+        """Raises EngineError when a step or the engine fails."""
+        while self._running:
+            request_id, item = self._early.pop(0) if self._early else await self._items.get()
+            if isinstance(item, QrtError):
+                raise item
+            assert isinstance(item, RequestDelta)
+            if item.error:
+                logger.error("request %s failed in a step: %s", request_id, item.error)
+                raise EngineError("the request failed in a step; the server's log says why")
+            index = self._owners[request_id]
+            delta = self._collectors[index].feed(item)
+            if delta.finish_reason and request_id in self._running:
+                self._running.remove(request_id)
+                self._client.forget([request_id], abort=delta.abort)
+            return index, delta
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        if self._running:
+            self._client.forget(self._running, abort=True)
+            self._running = set()
+
+
+class EngineClient(ABC):
+    """One user of an engine, in one event loop.
+
+    info      what the engine is, once `ready` is set
+    stopped   why nothing is generated any more
+    """
+
+    def __init__(self) -> None:
+        self.info: EngineInfo
+        self.ready = asyncio.Event()
+        self.stopped: EngineError | None = None
+        self.heard = time.monotonic()  # when the engine last said something
+        self._streams: dict[str, RequestStream] = {}
+        self._answers: dict[str, asyncio.Future[bytes]] = {}
+
+    async def submit(
+        self, collectors: Sequence[RequestCollector], arrived: float | None = None
+    ) -> RequestStream:
+        """Run the requests of all `collectors`; `arrived` is when their caller came (monotonic seconds).
+
+        Raises ConfigError when the engine refuses a request, BusyError when its queue is full, EngineError
+        when it has failed.
+        """
+        if self.stopped:
+            raise self.stopped
+        if not self._streams:
+            self.heard = time.monotonic()
+        stream = RequestStream(self, collectors)
+        for collector in collectors:
+            for id, params in collector.engine_requests():
+                self._streams[id] = stream
+                since = arrived or time.monotonic()
+                self._send(Add(id, collector.prompt_ids, fields_of(params), since, collector.generate))
+        await stream.accepted()
+        return stream
+
+    async def ask(self, question: str) -> bytes:
+        """An answer of the Router's; EngineError when none comes."""
+        if self.stopped:
+            raise self.stopped
+        id = uuid.uuid4().hex
+        answer = self._answers[id] = asyncio.get_running_loop().create_future()
+        self._send(Ask(id, question))
+        try:
+            return await asyncio.wait_for(answer, ANSWER_SECONDS)
+        except TimeoutError:
+            raise EngineError(f"the engine has not answered in {ANSWER_SECONDS:.0f} s") from None
+        finally:
+            del self._answers[id]
+
+    def forget(self, request_ids: Sequence[str] | set[str], *, abort: bool) -> None:
+        """Nobody waits for these any more."""
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
+        if abort and not self.stopped:
+            self._send(Abort(list(request_ids)))
+
+    @property
+    def num_running(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._streams)
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the engine has said nothing although requests wait for it."""
+        return time.monotonic() - self.heard if self._streams else 0.0
+
+    def tell(self, message: Message) -> None:
+        """Say something that has no answer."""
+        if not self.stopped:
+            self._send(message)
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Begin, in the event loop it is for."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End; requests in flight get an EngineError."""
+
+    @abstractmethod
+    def _send(self, message: Message) -> None: ...
+
+    def _handle(self, message: FromEngine) -> None:
+        """In the event loop: give what the engine said to who waits for it, if anyone still does."""
+        self.heard = time.monotonic()
+        match message:
+            case Ready(info=info):
+                self.info = info
+                self.ready.set()
+            case Answer(id=id, body=body):
+                if (answer := self._answers.get(id)) is not None and not answer.done():
+                    answer.set_result(body)
+            case Output():
+                self._hand_out(message)
+
+    def _hand_out(self, output: Output) -> None:
+        for request_id in output.accepted:
+            if stream := self._streams.get(request_id):
+                stream.put(request_id, ACCEPTED)
+        for refusal in output.refused:
+            if stream := self._streams.pop(refusal.id, None):
+                stream.put(
+                    refusal.id, BusyError(refusal.message) if refusal.busy else ConfigError(refusal.message)
+                )
+        for delta in output.deltas:
+            if stream := self._streams.get(delta.request_id):
+                stream.put(delta.request_id, delta)
+
+    def stop(self, reason: str) -> None:
+        """In the event loop: fail what still waits, and what comes later."""
+        if self.stopped:
+            return
+        self.stopped = EngineError(reason)
+        for request_id, stream in self._streams.items():
+            stream.put(request_id, self.stopped)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(self.stopped)
+
+
+class ProcessClient(EngineClient):
+    """Of an engine process, over the socket at `path`; `name` is this client's among its peers."""
+
+    def __init__(self, path: str, name: str) -> None:
+        super().__init__()
+        self._path, self._name = path, name
+        self._socket: ClientSocket[FromEngine]
+        self._reader: asyncio.Task[None]
+
+    async def start(self) -> None:
+        """See EngineClient."""
+        self._socket = ClientSocket(self._path, self._name, decode_from_engine)
+        self._send(Hello())
+        self._reader = asyncio.create_task(self._read())
+
+    async def close(self) -> None:
+        """See EngineClient."""
+        self.stop("the server is shutting down")
+        self._reader.cancel()
+        self._socket.close()
+
+    def _send(self, message: Message) -> None:
+        self._socket.send(message)
+
+    async def _read(self) -> None:
+        while True:
+            self._handle(await self._socket.receive())
+
+
+class ThreadClient(EngineClient):
+    """Of a Router that runs in a thread of this process."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self.router = router
+        self.info = router.info
+        self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+
+    async def start(self) -> None:
+        """See EngineClient."""
+        self._loop = asyncio.get_running_loop()
+        self.ready.set()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """See EngineClient; waits for the step that runs."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self.stop("the engine has been shut down")
+
+    def _send(self, message: Message) -> None:
+        self._inbox.put(message)  # type: ignore[arg-type]
+
+    # Below: the engine's thread, which is the Router's Port.
+
+    def _run(self) -> None:
+        try:
+            self.router.run(self)
+        except Exception:
+            logger.exception("the engine's loop failed")
+        self._call(self.stop, "the engine has stopped; see the log")
+
+    def receive(self, wait: bool) -> list[tuple[str, ToEngine]] | None:
+        """As Port."""
+        messages: list[tuple[str, ToEngine]] = []
+        while True:
+            try:
+                message = self._inbox.get(block=wait and not messages)
+            except queue.Empty:
+                return messages
+            if message is None:
+                return None
+            messages.append(("", message))
+
+    def send(self, client: str, message: FromEngine) -> None:
+        """As Port."""
+        self._call(self._handle, message)
+
+    def _call(self, function: object, argument: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, argument)  # type: ignore[arg-type]
+        except RuntimeError:  # the event loop has been closed without `close`
+            logger.debug("the event loop is gone")

@@ -1,0 +1,289 @@
+"""The flags of `qrt-serve`: vLLM's names, LightLLM's as aliases, a YAML file of them, help by group."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qrt.cli import ArgumentParser
+from qrt.config import EngineConfig
+from qrt.errors import ConfigError
+from qrt.registry import nearest
+from qrt.serve.settings import ServerConfig
+from qrt.serve.tool_calls import FORMATS
+
+LIGHTLLM_KV = {"None": "auto", "int8kv": "int8", "int4kv": "int4"}
+SUFFIXES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+# Flags of the peers that have no equal here, and what to do instead.
+ELSEWHERE = {
+    "--trust-remote-code": "qrt never runs a model's own code",
+    "--load-format": "qrt reads safetensors only",
+    "--load-way": "qrt reads safetensors only",
+    "--quantization": "the weight scheme comes from the checkpoint; make one with qrt-calibrate",
+    "--quant-type": "the weight scheme comes from the checkpoint; make one with qrt-calibrate",
+    "--tensor-parallel-size": "qrt runs on one GPU; run several servers behind a router",
+    "--tp": "qrt runs on one GPU; run several servers behind a router",
+    "--max-total-token-num": "give the pool in bytes with --kv-cache-memory-bytes",
+    "--block-size": "KV memory is by the token, not by the block",
+    "--tokenizer-mode": "qrt uses fast tokenizers only",
+}
+SERVER = ServerConfig(model_names=("",))
+ENGINE = EngineConfig(model="")
+
+
+def parser() -> ArgumentParser:
+    """All flags, in groups."""
+    top = ArgumentParser(
+        prog="qrt-serve", description="Serve a model over an OpenAI-compatible API.", add_help=False
+    )
+    top.add_argument("model_path", nargs="?", metavar="MODEL", help="checkpoint folder, or 'tiny'")
+    top.add_argument(
+        "--help", "-h", nargs="?", const="", metavar="GROUP", help="this text, or one group of it"
+    )
+    top.add_argument("--config", metavar="FILE.yaml", help="flags by name; those given here win")
+    _add_server(top.add_argument_group("server"))
+    _add_api(top.add_argument_group("api"))
+    _add_limits(top.add_argument_group("limits"))
+    _add_model(top.add_argument_group("model"))
+    _add_memory(top.add_argument_group("kv"))
+    _add_engine(top.add_argument_group("engine"))
+    _add_logs(top.add_argument_group("logs"))
+    return top
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of `argv` and of the file it names; exits as argparse does."""
+    top = parser()
+    for word in argv:
+        flag = word.partition("=")[0].replace("_", "-")
+        if word.startswith("--") and flag in ELSEWHERE:
+            top.error(f"{flag}: {ELSEWHERE[flag]}")
+    arguments = top.parse_args(argv)
+    if arguments.help is not None:
+        _print_help(top, arguments.help)
+    if arguments.config:
+        try:
+            words = _file_words(top, Path(arguments.config))
+        except (ConfigError, OSError, yaml.YAMLError) as error:
+            top.error(f"--config: {' '.join(str(error).split())}")
+        arguments = top.parse_args([*words, *argv])
+    return arguments
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default=SERVER.host, help="address to listen on (default: %(default)s)")
+    group.add_argument("--port", type=int, default=SERVER.port, help="(default: %(default)s; 0: any)")
+    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
+    group.add_argument(
+        "--api-server-count",
+        "--httpserver-workers",
+        type=int,
+        default=SERVER.api_server_count,
+        metavar="N",
+        help="processes for HTTP and text (default: %(default)s)",
+    )
+    group.add_argument("--root-path", default="", metavar="PATH", help="prefix that a proxy strips")
+    group.add_argument("--ssl-keyfile", metavar="FILE")
+    group.add_argument("--ssl-certfile", metavar="FILE")
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=SERVER.shutdown_timeout,
+        metavar="SECONDS",
+        help="for running requests after SIGTERM (default: %(default)s)",
+    )
+    group.add_argument(
+        "--watchdog-timeout",
+        type=float,
+        default=SERVER.watchdog_timeout,
+        metavar="SECONDS",
+        help="a longer step ends the server (default: %(default)s)",
+    )
+
+
+def _add_api(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--served-model-name", "--model-name", nargs="+", metavar="NAME", help="names of the model in the API"
+    )
+    group.add_argument(
+        "--api-key", nargs="+", default=[], metavar="KEY", help="any one lets a request in (or QRT_API_KEY)"
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help="keys, one a line")
+    group.add_argument(
+        "--allowed-origins", nargs="+", default=[], metavar="ORIGIN", help="web pages elsewhere that may ask"
+    )
+    group.add_argument("--chat-template", metavar="FILE", help="Jinja file instead of the checkpoint's")
+    group.add_argument(
+        "--tool-call-parser",
+        default=SERVER.tool_call_parser,
+        choices=("auto", "none", *FORMATS),
+        help="how the model writes tool calls (default: by its chat template)",
+    )
+    group.add_argument(
+        "--enable-auto-tool-choice", action="store_true", help="always on; accepted for vLLM's sake"
+    )
+    group.add_argument("--use-tgi-api", action="store_true", help="/generate in TGI's shape, not LightLLM's")
+    group.add_argument("--enable-admin-endpoints", action="store_true", help="/reset_prefix_cache")
+    group.add_argument("--enable-request-id-headers", action="store_true", help="X-Request-Id in replies")
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-num-queued-reqs",
+        type=_number,
+        default=SERVER.max_num_queued_reqs,
+        metavar="N",
+        help="requests that may wait; more get 429 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-logprobs", type=int, default=SERVER.max_logprobs, metavar="N", help="(default: %(default)s)"
+    )
+    group.add_argument(
+        "--request-timeout", type=float, metavar="SECONDS", help="for a whole request (default: none)"
+    )
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", "--model-dir", help="MODEL as a flag")
+    group.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the model's)")
+    group.add_argument(
+        "--dtype",
+        "--data-type",
+        default=ENGINE.dtype,
+        help="default: as stored; on a CPU float32, but bf16 of quantized checkpoints",
+    )
+    group.add_argument("--device", help="cuda, cuda:N or cpu (default: cuda where there is one)")
+    group.add_argument(
+        "--max-model-len",
+        "--max-req-total-len",
+        type=_number,
+        metavar="TOKENS",
+        help="prompt and output together, e.g. 32K (default: the model's)",
+    )
+    group.add_argument("--seed", type=int, default=ENGINE.seed, help="of requests that bring none")
+
+
+def _add_memory(group: argparse._ArgumentGroup) -> None:
+    formats = ("auto", "fp16", "bf16", "int8", "int4")
+    group.add_argument(
+        "--kv",
+        "--kv-cache-dtype",
+        default=ENGINE.kv,
+        choices=formats,
+        help="KV format (default: unquantized)",
+    )
+    group.add_argument(
+        "--llm-kv-type", dest="kv", type=_lightllm_kv, default=argparse.SUPPRESS, help="LightLLM's name of it"
+    )
+    group.add_argument(
+        "--gpu-memory-utilization", "--mem-fraction", type=float, default=ENGINE.gpu_memory_utilization
+    )
+    group.add_argument("--kv-cache-memory-bytes", type=_number, metavar="BYTES", help="of the pool, e.g. 8G")
+    group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=ENGINE.enable_prefix_caching
+    )
+    group.add_argument(
+        "--disable-dynamic-prompt-cache",
+        dest="enable_prefix_caching",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="LightLLM's name of --no-enable-prefix-caching",
+    )
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-num-seqs", "--running-max-req-size", type=_number, default=ENGINE.max_num_seqs, metavar="N"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        "--batch-max-tokens",
+        type=_number,
+        default=ENGINE.max_num_batched_tokens,
+        metavar="TOKENS",
+        help="of one step; longer prompts are prefilled in chunks (default: %(default)s)",
+    )
+    group.add_argument(
+        "--enforce-eager", "--disable-cudagraph", action="store_true", help="record no CUDA graphs"
+    )
+    group.add_argument(
+        "--cudagraph-capture-sizes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="decodes of a recorded step (default: 1, 2, 4, then every 8 to 256)",
+    )
+
+
+def _add_logs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--log-level", default=SERVER.log_level, choices=("debug", "info", "warning", "error"))
+    group.add_argument("--disable-log-stats", action="store_true", help="no line every 10 s")
+    group.add_argument(
+        "--enable-log-requests", action="store_true", help="a line a request, without its text"
+    )
+
+
+def _number(text: str) -> int:
+    """An integer, with k, m, g (thousands) or K, M, G (1024) behind it."""
+    factor = SUFFIXES.get(text[-1:], 1)
+    try:
+        return int(float(text[:-1]) * factor) if factor > 1 else int(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number such as 4096, 32k or 32K") from None
+
+
+def _lightllm_kv(text: str) -> str:
+    if text not in LIGHTLLM_KV:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(LIGHTLLM_KV)}")
+    return LIGHTLLM_KV[text]
+
+
+def _print_help(top: ArgumentParser, group: str) -> None:
+    """All, or one group; exits."""
+    groups = {g.title: g for g in top._action_groups if g.title and g._group_actions}
+    if not group:
+        top.print_help()
+        print(f"\nOne group alone: --help GROUP, of {', '.join(groups)}")
+        top.exit()
+    if group not in groups:
+        top.error(f"--help: no group {group!r}{nearest(group, list(groups))}; there are {', '.join(groups)}")
+    formatter = top._get_formatter()
+    formatter.start_section(group)
+    formatter.add_arguments(groups[group]._group_actions)
+    formatter.end_section()
+    print(formatter.format_help(), end="")
+    top.exit()
+
+
+def _file_words(top: ArgumentParser, path: Path) -> list[str]:
+    """A YAML file's keys as flags; ConfigError for one that is none."""
+    entries: Any = yaml.safe_load(path.read_text())
+    if not isinstance(entries, dict):
+        raise ConfigError(f"{path}: wanted `flag: value` lines")
+    known = top._option_string_actions
+    words: list[str] = []
+    for key, value in entries.items():
+        flag = f"--{str(key).replace('_', '-')}"
+        if flag not in known or flag in ("--config", "--help"):
+            names = [name.removeprefix("--") for name in known if name.startswith("--")]
+            raise ConfigError(f"{path}: unknown key {str(key)!r}{nearest(flag.removeprefix('--'), names)}")
+        if isinstance(value, bool):
+            words += _switch(flag, value, known)
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        elif value is not None:
+            words.append(f"{flag}={value}")
+    return words
+
+
+def _switch(flag: str, value: bool, known: dict[str, Any]) -> list[str]:
+    if known[flag].nargs != 0:
+        raise ConfigError(f"{flag.removeprefix('--')}: got {value}, wanted a value that is not true or false")
+    if value:
+        return [flag]
+    negative = f"--no-{flag.removeprefix('--')}"
+    return [negative] if negative in known else []

@@ -1,0 +1,97 @@
+"""Errors over HTTP: always {"error": {message, type, param, code}}, never a traceback, path or address."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from qrt.errors import ConfigError, QrtError, UnsupportedError
+from qrt.serve.settings import MAX_ECHO_CHARS
+
+logger = logging.getLogger(__name__)
+
+ERROR_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    431: "HeaderTooLargeError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+RETRY_AFTER = {429: "1", 503: "5"}  # seconds
+MAX_MESSAGE_CHARS = 1000
+
+
+def error_body(code: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The body of an error reply."""
+    kind = ERROR_TYPES.get(code, "BadRequestError" if code < 500 else "InternalServerError")
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = f"{message[:MAX_MESSAGE_CHARS]}..."
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(
+    code: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """The whole reply."""
+    headers = dict(headers or {})
+    if code in RETRY_AFTER:
+        headers["Retry-After"] = RETRY_AFTER[code]
+    return JSONResponse(error_body(code, message, param), code, headers)
+
+
+def quoted(value: object) -> str:
+    """A client's own words in an error, cut to what is needed to find them."""
+    text = repr(value)
+    return text if len(text) <= MAX_ECHO_CHARS else f"{text[:MAX_ECHO_CHARS]}..."
+
+
+def unexpected_error(error: BaseException) -> str:
+    """Log a defect under a number, and say the number."""
+    reference = uuid.uuid4().hex[:12]
+    logger.error("request failed (%s)", reference, exc_info=error)
+    return f"internal error, logged as {reference}"
+
+
+def add_error_handlers(app: FastAPI, codes: dict[type[Exception], int]) -> None:
+    """`codes` beside the kinds of qrt.errors, which mean 400, 501 and 500."""
+    known: dict[type[Exception], int] = {ConfigError: 400, UnsupportedError: 501, QrtError: 500}
+    for kind, code in (known | codes).items():
+        app.add_exception_handler(kind, _handler(code))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"] if part != "body")
+        return error_response(
+            400, f"{param or 'body'}: {first['msg']}"[:MAX_MESSAGE_CHARS], param[:MAX_ECHO_CHARS]
+        )
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        return error_response(error.status_code, str(error.detail), headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        return error_response(500, unexpected_error(error))
+
+
+def _handler(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handle(request: Request, error: Exception) -> Response:
+        return error_response(code, str(error), getattr(error, "param", None))
+
+    return handle

@@ -1,0 +1,141 @@
+"""The API process: HTTP, tokenizing, chat templates, detokenizing, server-sent events.
+
+`python -m qrt.serve.httpserver` is started by the supervisor; several of them share one listening socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from qrt.cli import run_main
+from qrt.serve.app import create_app
+from qrt.serve.connection import Connection
+from qrt.serve.engine_client import ProcessClient
+from qrt.serve.process import Spec, child_spec
+from qrt.serve.service import Service
+from qrt.serve.settings import ServerConfig
+from qrt.serve.supervisor import address_of
+from qrt.serve.tokenizer import Tokenizer
+
+logger = logging.getLogger("qrt.serve.httpserver")  # also when it runs as __main__
+
+KEEP_ALIVE_SECONDS = 30
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with qrt's connection, and a SIGTERM that drains before it closes.
+
+    While it drains it answers: what runs goes on, /readiness is red, anything new gets 503.
+    """
+
+    def __init__(self, app: FastAPI, service: Service, alive: int = -1) -> None:
+        """`alive` is the pipe whose end is the engine's."""
+        super().__init__(uvicorn_config(app, service.config))
+        self._service = service
+        self._alive = alive
+        self._draining: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Instead of uvicorn's."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ValueError, RuntimeError):  # signals reach the main thread only
+            loop.add_signal_handler(signal.SIGTERM, self.drain)
+        if self._alive >= 0:
+            loop.add_reader(self._alive, self._engine_died)
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Also says that it is ready, once it is."""
+        await super().startup(sockets)
+        self._announcement = asyncio.create_task(self._announce(sockets or []))
+
+    def drain(self) -> None:
+        """End when what runs has ended, or its time is over."""
+        self._service.draining = True
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        end = time.monotonic() + self._service.config.shutdown_timeout
+        while self.server_state.tasks and self._service.client.num_running and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        if self._service.client.num_running:
+            logger.warning("%d requests are given up", self._service.client.num_running)
+        self._service.client.stop("the server is shutting down")
+        self.should_exit = True
+
+    def _engine_died(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._alive)
+        self._service.client.stop("the engine process has died")
+
+    async def _announce(self, sockets: list[socket.socket]) -> None:
+        await self._service.client.ready.wait()
+        for listener in sockets:
+            logger.info(
+                "ready: serving %s on %s", self._service.model, address_of(listener, self._service.config)
+            )
+
+
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """uvicorn's settings for an application."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        log_config=None,
+        access_log=config.log_level == "debug",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=5,
+        root_path=config.root_path,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        server_header=False,
+        proxy_headers=False,
+    )
+
+
+def serve(spec: Spec) -> None:
+    """Serve until SIGTERM."""
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    tokenizer = Tokenizer(spec.engine.tokenizer or spec.engine.model)
+    client = ProcessClient(spec.socket, spec.name)
+    service = Service(client, tokenizer, spec.server)
+    app = create_app(service)
+    if spec.name == "api-0":
+        logger.info("routes: %s", ", ".join(routes_of(app)))
+    server = HttpServer(app, service, spec.alive)
+    server.run([socket.socket(fileno=spec.listener)])
+
+
+def routes_of(app: FastAPI) -> list[str]:
+    """The documented paths."""
+    paths: dict[str, Any] = app.openapi()["paths"]
+    return sorted(paths)
+
+
+def main() -> None:
+    """The process: its Spec on stdin."""
+    spec = child_spec("httpserver")
+
+    def stopped_early(number: int, frame: Any) -> None:
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, stopped_early)  # until the event loop runs
+    sys.exit(run_main(lambda: serve(spec)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""LightLLM's dialect: /generate and /generate_stream, and its TGI flavour (`--use-tgi-api`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import AliasChoices, ConfigDict, Field
+
+from qrt.config import SamplingParams
+from qrt.errors import ConfigError, UnsupportedError
+from qrt.serve.answer import Deadline, answer_events, answer_whole
+from qrt.serve.openapi import errors
+from qrt.serve.output import CompletionDelta, CompletionOutput, RequestCollector, TokenLogprobs
+from qrt.serve.protocol import NEUTRAL, RUN, Body, Count, Penalty, Stop, TokenList
+from qrt.serve.replies import LEAST_LOGPROB, event
+from qrt.serve.service import Service
+from qrt.serve.settings import MAX_N, MAX_STOPS
+from qrt.serve.strict_json import StrictJsonRoute
+
+DEFAULT_MAX_NEW_TOKENS = 16
+# SamplingParams' name -> LightLLM's
+RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_sequences"}
+SAME = (
+    "top_k", "top_p", "seed", "ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "allowed_token_ids",
+)  # fmt: skip
+NOT_RUN = (
+    "exponential_decay_length_penalty", "regular_constraint", "guided_grammar", "guided_json",
+    "move_kv_to_decode_node", "typical_p", "truncate", "decoder_input_details", "num_beam",
+)  # fmt: skip
+
+
+class Parameters(Body):
+    """`parameters`, by LightLLM's names, and TGI's for the same."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, populate_by_name=True)
+
+    best_of: int | None = Field(None, strict=True, ge=1, le=MAX_N)
+    n: int | None = Field(None, strict=True, ge=1, le=MAX_N)
+    do_sample: bool = False
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, strict=True, ge=-1, lt=2**31)
+    seed: int | None = Field(None, strict=True, ge=-(2**63), lt=2**63)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    allowed_token_ids: TokenList | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    max_new_tokens: Count = DEFAULT_MAX_NEW_TOKENS
+    min_new_tokens: Count | None = None
+    stop_sequences: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(
+        None, validation_alias=AliasChoices("stop_sequences", "stop")
+    )
+    return_details: bool = Field(False, validation_alias=AliasChoices("return_details", "details"))
+    return_full_text: bool = False
+
+    def sampling_params(self) -> SamplingParams:
+        """Greedy unless `do_sample`; UnsupportedError for what is not run."""
+        extra = self.model_extra or {}
+        if refused := [name for name in NOT_RUN if extra.get(name) not in (None, False)]:
+            raise UnsupportedError(f"{', '.join(refused)}: not run by this server; leave it out")
+        given = {name: getattr(self, name) for name in SAME}
+        given.update({ours: getattr(self, theirs) for ours, theirs in RENAMED.items()})
+        given = {name: value for name, value in given.items() if value is not None}
+        for name in [name for name in given if name not in RUN]:
+            if given.pop(name) != NEUTRAL.get(name):
+                raise UnsupportedError(f"{name}: not run by this server; leave it out")
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return SamplingParams(
+            n=self.n or self.best_of or 1,
+            temperature=temperature if self.do_sample else 0.0,
+            logprobs=0,
+            **given,
+        )
+
+
+class GenerateRequest(Body):
+    """`POST /generate` and `/generate_stream`."""
+
+    inputs: str
+    parameters: Parameters = Field(default_factory=lambda: Parameters.model_validate({}))
+
+
+def lightllm_routes(service: Service) -> APIRouter:
+    """The routes, in LightLLM's shape or TGI's."""
+    routes = APIRouter(route_class=StrictJsonRoute)
+    shape = TgiShape if service.config.use_tgi_api else LightllmShape
+
+    @routes.post("/generate", response_model=None, responses=errors())
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        arrived = time.monotonic()
+        collector = await _collector(service, body)
+        stream = await service.submit([collector], arrived)
+        reply = shape(service, body, collector)
+        return await answer_whole(request, stream, Deadline(service, arrived), reply.body)
+
+    @routes.post("/generate_stream", response_model=None, responses=errors())
+    async def generate_stream(body: GenerateRequest) -> Response:
+        arrived = time.monotonic()
+        collector = await _collector(service, body)
+        if collector.params.n > 1:
+            raise ConfigError("best_of: wanted 1 of a stream")
+        stream = await service.submit([collector], arrived)
+        reply = shape(service, body, collector)
+        return answer_events(stream, Deadline(service, arrived), reply.events, end=b"")
+
+    return routes
+
+
+async def _collector(service: Service, body: GenerateRequest) -> RequestCollector:
+    service.check_running()
+    params = body.parameters.sampling_params()
+    return service.collector(body.inputs, await service.encode(body.inputs), params)
+
+
+class LightllmShape:
+    """LightLLM's reply: lists where there are several completions, else the values themselves."""
+
+    data = b"data:"
+
+    def __init__(self, service: Service, body: GenerateRequest, collector: RequestCollector) -> None:
+        self._service = service
+        self._collector = collector
+        self._details = body.parameters.return_details
+        self._text = body.inputs if body.parameters.return_full_text else ""
+        self._special = set(service.tokenizer.hf.all_special_ids)
+
+    def body(self) -> Any:
+        """The whole reply."""
+        outputs = self._collector.output().outputs
+
+        def each(values: list[Any]) -> Any:
+            return values[0] if len(values) == 1 else values
+
+        body = {
+            "generated_text": [self._text + output.text for output in outputs],
+            "count_output_tokens": each([len(output.token_ids) for output in outputs]),
+            "finish_reason": each([output.finish_reason for output in outputs]),
+            "prompt_tokens": len(self._collector.prompt_ids),
+        }
+        if self._details:
+            body["tokens"] = each([self._tokens(output) for output in outputs])
+        return body
+
+    def events(self, index: int, delta: CompletionDelta) -> Iterable[bytes]:
+        """One event a token; the text of a token that shows nothing yet comes with a later one."""
+        for place, token in enumerate(delta.token_ids):
+            last = place == len(delta.token_ids) - 1
+            finish = delta.finish_reason if last else None
+            row = delta.logprobs[place] if delta.logprobs else None
+            yield self._event(
+                {
+                    "token": {
+                        **self._token(token, row, delta.text if last else ""),
+                        **self._counts(),
+                    },
+                    "generated_text": self._final_text(finish),
+                    "finished": finish is not None,
+                    "finish_reason": finish,
+                    "details": self._final_details(finish),
+                }
+            )
+
+    def _event(self, data: dict[str, Any]) -> bytes:
+        return self.data + event(data).removeprefix(b"data: ")
+
+    def _counts(self) -> dict[str, int]:
+        return {
+            "count_output_tokens": self._collector.num_output_tokens,
+            "prompt_tokens": len(self._collector.prompt_ids),
+        }
+
+    def _final_text(self, finish: str | None) -> str | None:
+        return None
+
+    def _final_details(self, finish: str | None) -> dict[str, Any] | None:
+        return None
+
+    def _token(self, token: int, row: TokenLogprobs | None, text: str) -> dict[str, Any]:
+        logprob = None if row is None else max(row[token].logprob, LEAST_LOGPROB)
+        return {"id": token, "text": text, "logprob": logprob, "special": token in self._special}
+
+    def _tokens(self, output: CompletionOutput) -> list[dict[str, Any]]:
+        rows = zip(output.token_ids, output.logprobs or [], strict=True)
+        return [self._token(token, row, self._collector.token_text(token)) for token, row in rows]
+
+
+class TgiShape(LightllmShape):
+    """Hugging Face TGI's reply: the completion with the best score, details where asked for."""
+
+    data = b"data: "
+
+    def body(self) -> Any:
+        """The whole reply."""
+        outputs = self._collector.output().outputs
+        best = max(outputs, key=lambda output: output.cumulative_logprob or 0.0)
+        body: dict[str, Any] = {"generated_text": self._text + best.text}
+        if self._details:
+            body["details"] = {
+                "finish_reason": _tgi_reason(best),
+                "generated_tokens": len(best.token_ids),
+                "seed": self._collector.params.seed,
+                "prefill": [],
+                "tokens": self._tokens(best),
+            }
+        return body
+
+    def _final_text(self, finish: str | None) -> str | None:
+        return self._text + self._collector.output().outputs[0].text if finish else None
+
+    def _final_details(self, finish: str | None) -> dict[str, Any] | None:
+        if not finish:
+            return None
+        output = self._collector.output().outputs[0]
+        count = len(output.token_ids)
+        return {"finish_reason": _tgi_reason(output), "generated_tokens": count, "seed": None}
+
+
+def _tgi_reason(output: CompletionOutput) -> str:
+    if output.finish_reason != "stop":
+        return output.finish_reason or ""
+    return "eos_token" if output.stop_reason is None else "stop_sequence"

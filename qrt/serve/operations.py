@@ -1,0 +1,104 @@
+"""What operators ask: health, metrics, load, version, what runs; and, where allowed, administration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+
+import qrt
+from qrt.config import SamplingParams
+from qrt.serve.http_errors import error_response
+from qrt.serve.openapi import Responses, errors
+from qrt.serve.service import Service
+
+EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+TEXT: Responses = {
+    200: {
+        "description": "Prometheus' text format",
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+    }
+}
+
+
+def operation_routes(service: Service) -> APIRouter:
+    """The routes. Health is cheap: nothing is generated for it."""
+    routes = APIRouter()
+
+    @routes.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
+    @routes.api_route("/healthz", methods=["GET", "HEAD"], include_in_schema=False)
+    async def health() -> Response:
+        if service.client.stopped:
+            return error_response(503, str(service.client.stopped))
+        if service.client.silent_seconds > service.config.watchdog_timeout / 2:
+            return error_response(503, "the engine is stuck in a step")
+        return Response()
+
+    @routes.get("/liveness", include_in_schema=False)
+    async def liveness() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @routes.get("/readiness", include_in_schema=False)
+    async def readiness() -> Response:
+        service.check_running()
+        if service.client.stopped:
+            return error_response(503, str(service.client.stopped))
+        return JSONResponse({"status": "ready"})
+
+    @routes.get("/health_generate", responses=errors())
+    async def health_generate() -> dict[str, str]:
+        service.check_running()
+        params = SamplingParams(temperature=0, max_tokens=1)
+        stream = await service.client.submit([service.collector(None, [0], params)])
+        async for _ in stream:
+            pass
+        return {"status": "ok"}
+
+    @routes.get("/metrics", response_class=Response, responses={**errors(), **TEXT})
+    async def metrics() -> Response:
+        service.check_running_or_draining()
+        return Response(await service.client.ask("metrics"), media_type=EXPOSITION)
+
+    @routes.get("/load", responses=errors())
+    async def load() -> dict[str, Any]:
+        return await _load(service)
+
+    @routes.get("/token_load", responses=errors())
+    async def token_load() -> dict[str, float]:
+        load = await _load(service)
+        waiting = load["waiting"] and load["waiting_prompt_tokens"] / load["kv_pool_tokens"]
+        return {
+            "current_load": load["kv_usage"],
+            "logical_max_load": load["kv_usage"] + waiting,
+            "dynamic_max_load": load["kv_usage"] + waiting,
+        }
+
+    @routes.get("/version", responses=errors())
+    async def version() -> dict[str, str]:
+        return {"version": qrt.__version__}
+
+    @routes.get("/get_server_info", responses=errors())
+    @routes.get("/get_model_info", include_in_schema=False)
+    async def server_info() -> dict[str, Any]:
+        service.check_running_or_draining()
+        info = msgspec.structs.asdict(service.client.info)
+        info.pop("model")  # a path
+        return {"version": qrt.__version__, "models": list(service.config.model_names), **info}
+
+    if service.config.enable_admin_endpoints:
+
+        @routes.post("/reset_prefix_cache", responses=errors())
+        @routes.post("/flush_cache", include_in_schema=False)
+        async def reset_prefix_cache() -> dict[str, str]:
+            service.check_running()
+            await service.client.ask("reset_prefix_cache")
+            return {"status": "ok"}
+
+    return routes
+
+
+async def _load(service: Service) -> dict[str, Any]:
+    service.check_running_or_draining()
+    return msgspec.json.decode(await service.client.ask("load"))

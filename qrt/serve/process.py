@@ -1,0 +1,80 @@
+"""What the server's processes have in common: the Spec on stdin, death with the parent, logs on stderr."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+import msgspec
+
+from qrt.config import EngineConfig
+from qrt.serve.settings import ServerConfig
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
+
+
+class Spec(msgspec.Struct, frozen=True):
+    """What a child process is started with, as JSON on its stdin (keys never stand on a command line).
+
+    name        the child's own: "engine", "api-0", ...
+    socket      path of the engine's ipc socket, in a folder that only this user may enter
+    listener    file descriptor of the listening HTTP socket
+    alive       file descriptor of a pipe that the engine process holds open for writing: its end is the
+                engine's end, however it died
+    """
+
+    name: str
+    engine: EngineConfig
+    server: ServerConfig
+    socket: str
+    supervisor: int
+    listener: int = -1
+    alive: int = -1
+
+
+def child_spec(kind: str) -> Spec:
+    """Read this child's Spec and settle in: die with the supervisor, leave Ctrl-C to it, log to stderr."""
+    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=Spec)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != spec.supervisor:
+        sys.exit(f"{kind}: the supervisor has died")
+    for descriptor in (spec.listener, spec.alive):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
+    set_up_logging(spec.server.log_level, f"{spec.name} pid={os.getpid()}")
+    return spec
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM ends this process at once, as a clean exit."""
+
+    def end(number: int, frame: Any) -> None:
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+class LineFormatter(logging.Formatter):
+    """One record, one line: control characters in what a client sent do not make new ones."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Escapes the message; a traceback stays as it is."""
+        record.message = record.message.translate(CONTROL_CHARACTERS)
+        return super().formatMessage(record)
+
+
+def set_up_logging(level: str, tag: str) -> None:
+    """Log lines to stderr: level, time, process and place."""
+    handler = logging.StreamHandler()
+    line = f"%(levelname)s %(asctime)s ({tag}) [%(name)s] %(message)s"
+    handler.setFormatter(LineFormatter(line, "%m-%d %H:%M:%S"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for noisy in ("httpx", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

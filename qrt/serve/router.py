@@ -1,0 +1,239 @@
+"""Router: the engine's loop, and the engine process around it.
+
+Takes requests and aborts of all API processes between two steps, runs the step, and sends each API process
+one Output with all that the step brought it. `python -m qrt.serve.router` is the engine process; AsyncLLM
+runs the same Router in a thread.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from qrt.config import SamplingParams
+from qrt.engine.engine import Engine
+from qrt.engine.output import RequestDelta
+from qrt.errors import QrtError
+from qrt.serve.messages import (
+    Abort,
+    Add,
+    Answer,
+    Ask,
+    EngineInfo,
+    Failed,
+    Gone,
+    Hello,
+    Ready,
+    Refusal,
+    ToEngine,
+    fields_of,
+)
+from qrt.serve.metrics import EngineMetrics
+from qrt.serve.step_output import FromEngine, Output
+
+logger = logging.getLogger("qrt.serve.router")  # also when it runs as __main__
+
+FAILED_STEPS = 3  # so many failed steps in a row are a broken device, not a bad request
+WATCHDOG_RENEWAL_SECONDS = 1.0
+LOG_SECONDS = 10.0
+
+
+class Port(Protocol):
+    """How messages reach the loop and leave it."""
+
+    def receive(self, wait: bool) -> list[tuple[str, ToEngine]] | None:
+        """(sender, message) pairs that have come; with `wait` blocks for a while when there are none. None
+        ends the loop."""
+
+    def send(self, client: str, message: FromEngine) -> None:
+        """To one API process; dropped when it is gone."""
+
+
+class Router:
+    """The requests of all clients on one engine.
+
+    info     what the engine is
+    engine   driven by `run` alone
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_queued: int = 1024,
+        watchdog_seconds: float | None = None,
+        log_stats: bool = False,
+    ) -> None:
+        """`max_queued` requests may wait; a step of more than `watchdog_seconds` ends the process with the
+        stacks of all threads on stderr."""
+        self.engine = engine
+        self.info = engine_info(engine)
+        self.metrics = EngineMetrics(engine, self.info)
+        self._max_queued = max_queued
+        self._watchdog_seconds = watchdog_seconds
+        self._watchdog_set = 0.0
+        self._log_seconds = LOG_SECONDS if log_stats else None
+        self._clients: dict[str, str] = {}  # request id -> who waits for it
+        self._outputs: defaultdict[str, Output] = defaultdict(lambda: Output([], [], []))
+        self._answers: list[tuple[str, FromEngine]] = []
+        self._failed_steps = 0
+
+    def run(self, port: Port) -> None:
+        """Until the port closes. Whatever a step raises ends the loop."""
+        logged = time.monotonic()
+        try:
+            while (messages := port.receive(wait=not self.engine.has_work)) is not None:
+                for client, message in messages:
+                    self._take(client, message)
+                if self.engine.has_work:
+                    self._watch()
+                    self._step()
+                else:
+                    faulthandler.cancel_dump_traceback_later()
+                    self._watchdog_set = 0.0
+                self._send(port)
+                if self._log_seconds and time.monotonic() - logged >= self._log_seconds:
+                    logged = time.monotonic()
+                    self.metrics.log(logger)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _take(self, client: str, message: ToEngine) -> None:
+        match message:
+            case Add():
+                self._add(client, message)
+            case Abort(ids=ids):
+                self._abort(ids)
+            case Ask(id=id, question=question):
+                self._answers.append((client, Answer(id, QUESTIONS[question](self))))
+            case Failed(code=code):
+                self.metrics.failed(code)
+            case Hello():
+                self._answers.append((client, Ready(self.info)))
+            case Gone(client=gone):
+                self._abort([id for id, owner in self._clients.items() if owner == gone])
+
+    def _add(self, client: str, message: Add) -> None:
+        output = self._outputs[client]
+        if len(self.engine.scheduler.waiting) >= self._max_queued:
+            output.refused.append(Refusal(message.id, f"{self._max_queued} requests wait already", busy=True))
+            return
+        try:
+            params = SamplingParams(**message.params)
+            self.engine.add(message.id, message.prompt_ids, params, generate=message.generate)
+        except QrtError as error:
+            output.refused.append(Refusal(message.id, str(error)))
+            return
+        self._clients[message.id] = client
+        self.metrics.added(message)
+        output.accepted.append(message.id)
+
+    def _abort(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            if self._clients.pop(id, None) is not None:
+                self.engine.abort(id)
+                self.metrics.aborted(id)
+
+    def _step(self) -> None:
+        started = time.monotonic()
+        deltas = self.engine.step()
+        self.metrics.step(started, deltas)
+        for delta in deltas:
+            self._hand_over(delta)
+        self._failed_steps = self._failed_steps + 1 if any(delta.error for delta in deltas) else 0
+        if self._failed_steps >= FAILED_STEPS:
+            raise RuntimeError(f"{FAILED_STEPS} steps in a row failed, the last one: {deltas[-1].error}")
+
+    def _hand_over(self, delta: RequestDelta) -> None:
+        client = self._clients.get(delta.request_id)
+        if client is not None:
+            self._outputs[client].deltas.append(delta)
+            if delta.finish_reason:
+                del self._clients[delta.request_id]
+
+    def _send(self, port: Port) -> None:
+        for client, output in self._outputs.items():
+            port.send(client, output)
+        self._outputs.clear()
+        for client, answer in self._answers:
+            port.send(client, answer)
+        self._answers.clear()
+
+    def _watch(self) -> None:
+        """Set the watchdog for this step; at most once a second, because each time starts a thread."""
+        now = time.monotonic()
+        if self._watchdog_seconds and now - self._watchdog_set > WATCHDOG_RENEWAL_SECONDS:
+            faulthandler.dump_traceback_later(self._watchdog_seconds, exit=True)
+            self._watchdog_set = now
+
+    def reset_prefix_cache(self) -> bytes:
+        """Forget cached prefixes that no running request reads."""
+        self.engine.scheduler.kv.reset()
+        return b""
+
+
+def engine_info(engine: Engine) -> EngineInfo:
+    """Of a loaded engine."""
+    default = fields_of(SamplingParams())
+    given = fields_of(engine.generation.sampling)
+    return EngineInfo(
+        model=engine.config.model,
+        weight_scheme=engine.model.scheme,
+        weight_bytes=engine.model.num_bytes,
+        dtype=str(engine.model.dtype).removeprefix("torch."),
+        device=str(engine.model.device),
+        kv=engine.pool.kv,
+        kv_bytes_per_token=engine.kv_bytes_per_token,
+        pool_tokens=engine.pool.num_slots,
+        pool_bytes=engine.pool.num_bytes,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.config.max_num_seqs,
+        vocab_size=engine.model.config.vocab_size,
+        sampling={name: value for name, value in given.items() if value != default[name]},
+    )
+
+
+QUESTIONS: dict[str, Callable[[Router], bytes]] = {
+    "metrics": lambda router: router.metrics.exposition(),
+    "load": lambda router: msgspec.json.encode(router.metrics.load()),
+    "reset_prefix_cache": Router.reset_prefix_cache,
+}
+
+
+def main() -> None:
+    """The engine process: its Spec on stdin, requests over the socket the Spec names."""
+    from qrt.cli import run_main
+    from qrt.serve.process import child_spec, end_on_sigterm
+    from qrt.serve.sockets import EnginePort
+    from qrt.serve.tokenizer import Tokenizer
+
+    spec = child_spec("engine")
+    end_on_sigterm()
+
+    def work() -> None:
+        eos = Tokenizer(spec.engine.tokenizer or spec.engine.model).eos_token_ids
+        engine = Engine(spec.engine, eos_token_ids=eos)
+        router = Router(
+            engine,
+            max_queued=spec.server.max_num_queued_reqs,
+            watchdog_seconds=spec.server.watchdog_timeout,
+            log_stats=not spec.server.disable_log_stats,
+        )
+        gc.collect()
+        gc.freeze()  # the model's objects live as long as the process
+        with EnginePort(spec.socket) as port:
+            router.run(port)
+
+    sys.exit(run_main(work))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Service: what the routes of all dialects share, from the check of a body to the running requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+
+from qrt.config import SamplingParams
+from qrt.errors import ConfigError
+from qrt.serve.engine_client import EngineClient, RequestStream
+from qrt.serve.output import RequestCollector
+from qrt.serve.settings import ServerConfig
+from qrt.serve.tokenizer import Tokenizer
+from qrt.serve.tool_calls import ToolFormat, tool_format
+
+logger = logging.getLogger(__name__)
+
+INLINE_CHARS = 8192  # text up to which tokenizing takes no thread
+Result = TypeVar("Result")
+
+
+class Service:
+    """An engine's client with the tokenizer and the settings.
+
+    tool_format   how the model writes tool calls; None when that is not known
+    draining      the server is ending: what runs goes on, nothing new is taken
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.config = config
+        self.draining = False
+        self.started = int(time.time())
+        self.tool_format: ToolFormat | None = tool_format(
+            config.tool_call_parser, tokenizer.chat_template(config.chat_template, tools=True) or ""
+        )
+
+    @property
+    def model(self) -> str:
+        """The model's first name."""
+        return self.config.model_names[0]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Fields of the checkpoint's default SamplingParams."""
+        return self.client.info.sampling
+
+    def check_running(self) -> None:
+        """503 while the server starts or ends."""
+        if self.draining:
+            raise HTTPException(503, "the server is shutting down")
+        self.check_running_or_draining()
+
+    def check_running_or_draining(self) -> None:
+        """503 while the server starts."""
+        if not self.client.ready.is_set() and not self.client.stopped:
+            raise HTTPException(503, "the server is starting: the model is being loaded")
+
+    def check_model(self, name: str | None) -> None:
+        """404 for a model that is not served."""
+        if name is not None and name not in self.config.model_names:
+            known = " or ".join(self.config.model_names)
+            raise HTTPException(404, f"model {name[:100]!r} is not served here; it is {known}")
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; ConfigError for a text too long for the context, before it is tokenized."""
+        longest = (self.client.info.max_model_len + 1) * self.tokenizer.max_token_chars
+        if len(text) > longest:
+            raise ConfigError(
+                f"prompt: got {len(text)} characters, which are more than max_model_len "
+                f"{self.client.info.max_model_len} tokens; shorten it"
+            )
+        return await self.off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def off_loop(self, num_chars: int, work: Callable[[], Result]) -> Result:
+        """`work` here when it is short, else in a thread."""
+        return work() if num_chars <= INLINE_CHARS else await asyncio.to_thread(work)
+
+    async def render_chat(self, messages: Sequence[dict[str, Any]], **arguments: Any) -> str:
+        """The prompt of a conversation; in a thread, because a template may take its time."""
+        template = self.config.chat_template
+        return await asyncio.to_thread(self.tokenizer.render_chat, messages, template, **arguments)
+
+    def collector(
+        self, prompt: str | None, ids: list[int], params: SamplingParams, generate: bool = True
+    ) -> RequestCollector:
+        """A request under a new name."""
+        return RequestCollector(new_id("req"), prompt, ids, params, self.tokenizer, generate=generate)
+
+    async def submit(self, collectors: Sequence[RequestCollector], arrived: float) -> RequestStream:
+        """See EngineClient; refuses more requests at once than may wait."""
+        count, most = sum(len(c.engine_ids) for c in collectors), self.config.max_num_queued_reqs
+        if count > most:
+            raise ConfigError(f"prompts x n: got {count} requests in one, wanted at most {most}")
+        if self.config.enable_log_requests:
+            for collector in collectors:
+                logger.info(
+                    "%s: %d prompt tokens, %s",
+                    collector.request_id,
+                    len(collector.prompt_ids),
+                    collector.params,
+                )
+        return await self.client.submit(collectors, arrived)
+
+
+def new_id(kind: str) -> str:
+    """A name that nothing else has."""
+    return f"{kind}-{uuid.uuid4().hex}"

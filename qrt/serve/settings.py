@@ -1,0 +1,79 @@
+"""ServerConfig: the server's settings, frozen; and the caps on what one HTTP request may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qrt.errors import ConfigError
+
+# Caps on every amplifier. Those with a flag are in ServerConfig.
+MAX_BODY_BYTES = 16 * 2**20
+MAX_HEADER_BYTES = 64 * 2**10
+MAX_HEADERS = 128
+MAX_JSON_DEPTH = 64
+MAX_PROMPTS = 1024
+MAX_N = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_TOKEN_LISTS = 1024  # entries of logit_bias, allowed_token_ids, stop_token_ids
+MAX_BAD_WORDS = 128
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_ECHO_CHARS = 200  # of the client's own input in an error
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What an HTTP server is built from.
+
+    model_names             what requests may call the model, the first one first
+    api_keys                any of them is let in; none lets everybody in
+    chat_template           Jinja text instead of the checkpoint's
+    tool_call_parser        how tool calls are read: "auto" by the chat template, a family's name, or "none"
+    api_server_count        processes that speak HTTP
+    max_num_queued_reqs     requests that may wait for the engine; more are answered with 429
+    shutdown_timeout        seconds that running requests have after SIGTERM
+    watchdog_timeout        seconds after which a step that has not ended ends the server
+    request_timeout         seconds that a request may take, its time in the queue included; None: any
+    """
+
+    model_names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    api_server_count: int = 1
+    max_num_queued_reqs: int = 1024
+    max_logprobs: int = 20
+    shutdown_timeout: float = 30.0
+    watchdog_timeout: float = 300.0
+    request_timeout: float | None = None
+    use_tgi_api: bool = False
+    enable_admin_endpoints: bool = False
+    enable_request_id_headers: bool = False
+    enable_log_requests: bool = False
+    disable_log_stats: bool = False
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("api_server_count", "max_num_queued_reqs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: got {getattr(self, name)}, wanted at least 1")
+        for name in ("shutdown_timeout", "max_logprobs"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: got {getattr(self, name)}, wanted 0 or more")
+        for name in ("watchdog_timeout", "request_timeout"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ConfigError(f"{name}: got {value}, wanted more than 0 seconds")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port: got {self.port}, wanted 0 (any) to 65535")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("api_key: got an empty key, wanted one that is not empty")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ConfigError("ssl_keyfile, ssl_certfile: got one of the two, wanted both or neither")

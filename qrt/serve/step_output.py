@@ -1,0 +1,39 @@
+"""Output: what a step brought the requests of one API process, with the engine's own RequestDeltas in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from qrt.engine.output import RequestDelta
+from qrt.serve.messages import Answer, Message, Ready, Refusal
+
+
+class Output(Message):
+    """What happened since the last one to the requests of one API process."""
+
+    accepted: list[str]
+    refused: list[Refusal]
+    deltas: list[RequestDelta]
+
+
+FromEngine = Ready | Output | Answer
+
+
+def _decode_tensor(kind: type, value: Any) -> Any:
+    if kind is torch.Tensor:
+        name, shape, data = value
+        dtype = getattr(torch, name)
+        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.reshape(shape)
+    raise NotImplementedError(f"{kind.__name__} is no part of a message")
+
+
+_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_tensor)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """What the engine sent; msgspec.DecodeError for anything else."""
+    return _from_engine.decode(data)

@@ -1,0 +1,62 @@
+"""StrictJsonRoute: bodies are JSON as RFC 8259 has it (no NaN), in UTF-8, and not nested without end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from qrt.serve.settings import MAX_JSON_DEPTH
+
+
+class StrictJsonRequest(Request):
+    """A request whose `json` refuses what Python's parser lets in."""
+
+    async def json(self) -> Any:
+        """HTTPException 400 for what is no JSON or nested too deeply."""
+        try:
+            value = msgspec.json.decode(await self.body())
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400, f"body: no valid JSON: {str(error)[:100]}") from error
+        if _depth(value) > MAX_JSON_DEPTH:
+            raise HTTPException(400, f"body: nested deeper than {MAX_JSON_DEPTH}")
+        return value
+
+
+class StrictJsonRoute(APIRoute):
+    """A route that reads its body so."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See fastapi.routing.APIRoute."""
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            if self.body_field is not None and not _is_json(request.headers.get("content-type", "")):
+                raise HTTPException(415, "Content-Type: wanted application/json")
+            return await handle(StrictJsonRequest(request.scope, request.receive))
+
+        return strict
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and dictionaries, counted no further than is of interest."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_JSON_DEPTH:
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (list, dict))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (list, dict))
+        ]
+        depth += 1
+    return depth

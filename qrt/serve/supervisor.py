@@ -1,0 +1,231 @@
+"""Supervisor: starts the engine process and the API processes, watches them, and ends them all.
+
+It holds the listening socket, so that an API process that dies is replaced without a refused connection. The
+engine's death is the server's: its requests have failed by then, and whoever runs the server starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from qrt.config import EngineConfig
+from qrt.serve.messages import EngineInfo, Gone, Hello, decode_ready
+from qrt.serve.process import Spec
+from qrt.serve.settings import ServerConfig
+from qrt.serve.sockets import ClientSocket
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+RED_SECONDS = 3.0  # how long the API processes answer after the engine's death: /health is red
+END_SECONDS = 10.0  # for a process to end after SIGTERM, beyond the time its requests have
+MAX_RESTARTS, RESTART_SECONDS = 3, 60.0  # of API processes, in so many seconds
+GIB = 1 << 30
+ENGINE, API = "qrt.serve.router", "qrt.serve.httpserver"
+
+
+class Supervisor:
+    """One server. `run` returns the exit code."""
+
+    def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
+        self._engine_config, self._server = engine, server
+        self._stop = asyncio.Event()
+        self._now = asyncio.Event()  # a second signal: no more waiting
+        self._signal = 0
+        self._ready = False
+        self._apis: dict[asyncio.Task[int], tuple[str, asyncio.subprocess.Process]] = {}
+        self._restarts: deque[float] = deque()
+        self._num_started = 0
+
+    async def run(self) -> int:
+        """Start everything, and return when everything has ended."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+        with contextlib.ExitStack() as stack:
+            self._listener = stack.enter_context(listen(self._server))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qrt-"))  # mode 0700
+            self._socket = str(Path(folder) / "engine")
+            self._alive, held_by_engine = os.pipe()
+            stack.callback(os.close, self._alive)
+            engine = await self._spawn(ENGINE, "engine", held_by_engine)
+            os.close(held_by_engine)
+            self._link = ClientSocket(self._socket, "supervisor", decode_ready)
+            stack.callback(self._link.close)
+            try:
+                for _ in range(self._server.api_server_count):
+                    await self._start_api()
+                return await self._watch(engine)
+            finally:
+                await self._end(engine)
+                if self._server.uds:
+                    Path(self._server.uds).unlink(missing_ok=True)
+
+    def _signalled(self, number: int) -> None:
+        if self._stop.is_set():
+            self._now.set()
+        self._signal = number
+        self._stop.set()
+
+    async def _spawn(self, module: str, name: str, alive: int) -> asyncio.subprocess.Process:
+        """Start a child; its Spec goes through stdin."""
+        listener = self._listener.fileno()
+        spec = Spec(name, self._engine_config, self._server, self._socket, os.getpid(), listener, alive)
+        # the engine must not hold the listening socket: connections would wait there for ever
+        passed = (alive,) if module == ENGINE else (alive, listener)
+        if module == ENGINE:
+            spec = msgspec.structs.replace(spec, listener=-1)
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, stdin=asyncio.subprocess.PIPE, pass_fds=passed
+        )
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(spec))
+        with contextlib.suppress(ConnectionError):  # it has died; its exit code tells
+            await child.stdin.drain()
+        child.stdin.close()
+        return child
+
+    async def _start_api(self) -> None:
+        name = f"api-{self._num_started}"
+        self._num_started += 1
+        child = await self._spawn(API, name, self._alive)
+        self._apis[asyncio.create_task(child.wait())] = (name, child)
+
+    async def _watch(self, engine: asyncio.subprocess.Process) -> int:
+        """Until a signal or the engine ends the server; the exit code."""
+        stop, ended = asyncio.create_task(self._stop.wait()), asyncio.create_task(engine.wait())
+        ready = asyncio.create_task(self._announce())
+        while True:
+            await asyncio.wait({stop, ended, *self._apis}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done() or ended.done():
+                ready.cancel()
+                break
+            for task in [task for task in self._apis if task.done()]:
+                name, _ = self._apis.pop(task)
+                if not await self._replace(name, task.result()):
+                    return 1
+        if ended.done() and not stop.done():
+            code = ended.result()
+            if not self._ready:
+                return code if code > 0 else 1  # it has said why
+            logger.error("the engine process has died (%s); the server ends", _status(code))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), RED_SECONDS)
+            return 1
+        if self._signal == signal.SIGINT:
+            return 130
+        return 0 if self._ready else 128 + signal.SIGTERM
+
+    async def _replace(self, name: str, code: int) -> bool:
+        """A new API process for one that has died; False when too many have."""
+        logger.error("API process %s has died (%s)", name, _status(code))
+        self._link.send(Gone(name))
+        now = time.monotonic()
+        self._restarts.append(now)
+        while now - self._restarts[0] > RESTART_SECONDS:
+            self._restarts.popleft()
+        if not self._ready or len(self._restarts) > MAX_RESTARTS:
+            return False
+        await self._start_api()
+        return True
+
+    async def _announce(self) -> None:
+        """Say what runs, once the engine says it."""
+        self._link.send(Hello())
+        message = await self._link.receive()
+        self._ready = True
+        for line in start_up_lines(message.info):
+            logger.info("%s", line)
+
+    async def _end(self, engine: asyncio.subprocess.Process) -> None:
+        """Drain and end the API processes, then the engine."""
+        self._listener.close()
+        if self._apis:
+            logger.info(
+                "ending: running requests have %g s; a second signal ends now", self._server.shutdown_timeout
+            )
+        children = [(task, child) for task, (_, child) in self._apis.items()]
+        await self._terminate(children, self._server.shutdown_timeout + END_SECONDS)
+        await self._terminate([(asyncio.create_task(engine.wait()), engine)], END_SECONDS)
+
+    async def _terminate(
+        self, children: list[tuple[asyncio.Task[int], asyncio.subprocess.Process]], seconds: float
+    ) -> None:
+        """SIGTERM, and SIGKILL for what lives on after `seconds` or a second signal."""
+        for _, child in children:
+            with contextlib.suppress(ProcessLookupError):
+                child.terminate()
+        pending = {task for task, _ in children}
+        now = asyncio.create_task(self._now.wait())
+        deadline = time.monotonic() + seconds
+        while pending and not now.done() and (left := deadline - time.monotonic()) > 0:
+            await asyncio.wait({now, *pending}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            pending = {task for task in pending if not task.done()}
+        now.cancel()
+        for task, child in children:
+            if not task.done():
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
+                await task
+
+
+def listen(server: ServerConfig) -> socket.socket:
+    """The listening socket; OSError names the address that is not to be had."""
+    if server.uds:
+        path = Path(server.uds)
+        if path.is_socket():  # of a server that was killed
+            path.unlink()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(server.uds)
+    else:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = socket.socket(family)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}: {server.host}:{server.port}") from error
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def address_of(listener: socket.socket, server: ServerConfig) -> str:
+    """Where to point a client."""
+    if server.uds:
+        return f"unix:{server.uds}"
+    host, port = listener.getsockname()[:2]
+    return f"http{'s' if server.ssl_keyfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def start_up_lines(info: EngineInfo) -> list[str]:
+    """What users look for when a server starts."""
+    return [
+        f"model: {info.model}, weights {info.weight_scheme}, {info.weight_bytes / GIB:.2f} GiB, "
+        f"activations {info.dtype} on {info.device}",
+        f"KV cache: {info.kv}, {info.kv_bytes_per_token:,} bytes per token, {info.pool_bytes / GIB:.2f} GiB",
+        f"KV pool: {info.pool_tokens:,} tokens; maximum concurrency for {info.max_model_len:,} tokens per "
+        f"request: {info.pool_tokens / info.max_model_len:.2f}x, at most {info.max_num_seqs} requests",
+    ]
+
+
+def _status(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def supervise(engine: EngineConfig, server: ServerConfig) -> int:
+    """Serve until a signal or the engine's death; the exit code."""
+    return asyncio.run(Supervisor(engine, server).run())

@@ -1,0 +1,263 @@
+"""Tool calls: read back from the text of a model, in the notations of the common chat templates.
+
+    hermes        <tool_call>{"name": "f", "arguments": {...}}</tool_call>          (Hermes, Qwen 2.5 and 3)
+    llama3_json   {"name": "f", "parameters": {...}}, after <|python_tag|> or first  (Llama 3.1)
+    mistral       [TOOL_CALLS][{"name": "f", "arguments": {...}}] or [TOOL_CALLS]f[ARGS]{...}
+    pythonic      [f(x=1), g(y="a")], first                                          (Llama 3.2 and 4)
+
+What is no call after all stays text. Nothing of it is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import uuid
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from qrt.errors import ConfigError
+from qrt.registry import nearest
+from qrt.serve.detokenizer import overlap
+
+MAX_CALL_CHARS = 2**20  # what is longer is text
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+
+class ToolFormat(ABC):
+    """One notation.
+
+    marker    what begins a call anywhere in the text
+    opening   what begins a call at the start of the text, as a regular expression that also matches a
+              beginning of itself
+    """
+
+    marker: str | None = None
+    opening: re.Pattern[str] | None = None
+
+    @abstractmethod
+    def take(self, text: str) -> tuple[list[ToolCall], int] | None:
+        """The calls at the start of `text`, behind the marker, and where they end; None while they may still
+        come. ValueError when there is none."""
+
+
+class Hermes(ToolFormat):
+    """JSON between tags."""
+
+    marker = "<tool_call>"
+
+    def take(self, text: str) -> tuple[list[ToolCall], int] | None:
+        """See ToolFormat."""
+        end = text.find("</tool_call>")
+        if end < 0:
+            return None
+        return [_call(json.loads(text[:end]))], end + len("</tool_call>")
+
+
+class Llama3Json(ToolFormat):
+    """JSON objects, several with ; between."""
+
+    marker = "<|python_tag|>"
+    opening = re.compile(r'\{\s*("(n(a(m(e(".*)?)?)?)?)?)?$', re.DOTALL)
+
+    def take(self, text: str) -> tuple[list[ToolCall], int] | None:
+        """See ToolFormat."""
+        calls: list[ToolCall] = []
+        end = 0
+        while True:
+            decoded = _json_at(text, end)
+            if decoded is None:
+                return None
+            value, end = decoded
+            calls.append(_call(value))
+            separator = re.compile(r"\s*;\s*(?=\{)").match(text, end)
+            if separator is None:
+                return calls, end
+            end = separator.end()
+
+
+class Mistral(ToolFormat):
+    """A JSON list, or a name and JSON arguments."""
+
+    marker = "[TOOL_CALLS]"
+
+    def take(self, text: str) -> tuple[list[ToolCall], int] | None:
+        """See ToolFormat."""
+        start = len(text) - len(text.lstrip())
+        if not text[start:]:
+            return None
+        if text[start] == "[":
+            decoded = _json_at(text, start)
+            return None if decoded is None else ([_call(value) for value in decoded[0]], decoded[1])
+        named = re.compile(r"([\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?\s*(?=\{)").match(text, start)
+        if named is None:
+            if "{" in text or len(text) > 1000:
+                raise ValueError("no call")
+            return None
+        decoded = _json_at(text, named.end())
+        return None if decoded is None else ([_named(named[1], decoded[0])], decoded[1])
+
+
+class Pythonic(ToolFormat):
+    """A list of calls in Python's notation."""
+
+    opening = re.compile(r"\[(\s*[A-Za-z_][\w.]*(\(.*)?)?$", re.DOTALL)
+
+    def take(self, text: str) -> tuple[list[ToolCall], int] | None:
+        """See ToolFormat."""
+        for bracket in re.finditer(r"\)\s*\]", text):
+            try:
+                tree = ast.parse(text[: bracket.end()], mode="eval").body
+            except (SyntaxError, MemoryError, RecursionError):
+                continue
+            if not isinstance(tree, ast.List):
+                raise ValueError("no list")
+            return [self._call(node) for node in tree.elts], bracket.end()
+        return None
+
+    @staticmethod
+    def _call(node: ast.expr) -> ToolCall:
+        if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
+            raise ValueError("no call with named arguments")
+        return _named(ast.unparse(node.func), {str(k.arg): ast.literal_eval(k.value) for k in node.keywords})
+
+
+FORMATS: dict[str, ToolFormat] = {
+    "hermes": Hermes(),
+    "llama3_json": Llama3Json(),
+    "mistral": Mistral(),
+    "pythonic": Pythonic(),
+}
+
+
+def tool_format(name: str, chat_template: str) -> ToolFormat | None:
+    """The notation called `name`; for "auto" the one whose marker the chat template has, or None."""
+    if name == "none":
+        return None
+    if name != "auto":
+        if name not in FORMATS:
+            known = [*FORMATS, "auto", "none"]
+            raise ConfigError(
+                f"tool_call_parser: got {name!r}, wanted one of {', '.join(known)}{nearest(name, known)}"
+            )
+        return FORMATS[name]
+    if "<function=" in chat_template:  # XML between Hermes' tags
+        return None
+    return next((f for f in FORMATS.values() if f.marker and f.marker in chat_template), None)
+
+
+class ToolCallStream:
+    """Text in pieces to text and calls in pieces.
+
+    num_calls   calls so far
+    """
+
+    def __init__(self, format: ToolFormat) -> None:
+        self._format = format
+        self._held = ""  # may become a marker or an opening
+        self._call: str | None = None  # behind one
+        self._begun = ""  # what it was
+        self._at_start = True
+        self.num_calls = 0
+
+    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
+        """The text that is certainly none of a call, and the calls that are complete."""
+        shown = ""
+        calls: list[ToolCall] = []
+        while True:
+            if self._call is None:
+                shown += self._look(text)
+                if self._call is None:
+                    return shown, calls
+            else:
+                self._call += text
+            taken = self._take()
+            if taken is None:
+                return shown, calls
+            new, rest = taken
+            calls += new
+            self.num_calls += len(new)
+            self._call = None
+            if new:
+                text = rest.lstrip() if self._format.opening else rest
+            else:
+                shown, text, self._at_start = shown + self._begun, rest, False
+
+    def finish(self) -> str:
+        """What was held back and is no call."""
+        rest = self._held + (self._begun + self._call if self._call is not None else "")
+        self._held, self._call = "", None
+        return rest
+
+    def _look(self, text: str) -> str:
+        """Look for the beginning of a call; the text before it, or as much as is certain."""
+        text, self._held = self._held + text, ""
+        opening, marker = self._format.opening, self._format.marker
+        if self._at_start and opening and (start := len(text) - len(text.lstrip())) < len(text):
+            if found := opening.match(text, start):
+                if found.lastindex:  # more than its first character
+                    self._begun, self._call = text[:start], text[start:]
+                    return ""
+                self._held = text
+                return ""
+        if marker and (start := text.find(marker)) >= 0:
+            self._begun, self._call = marker, text[start + len(marker) :]
+            self._at_start = False
+            return text[:start]
+        if not text.strip():
+            self._held = text if self._at_start else ""
+            return "" if self._at_start else text
+        held = overlap(text, marker) if marker else 0
+        if held < len(text.lstrip()):
+            self._at_start = False
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _take(self) -> tuple[list[ToolCall], str] | None:
+        """Calls and the text behind them; no calls when it is text after all; None while it is open."""
+        assert self._call is not None
+        try:
+            taken = self._format.take(self._call)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return [], self._call
+        if taken is None:
+            return ([], self._call) if len(self._call) > MAX_CALL_CHARS else None
+        return taken[0], self._call[taken[1] :]
+
+
+def parse(format: ToolFormat, text: str) -> tuple[str, list[ToolCall]]:
+    """A whole answer: what is text in it, and the calls."""
+    stream = ToolCallStream(format)
+    shown, calls = stream.feed(text)
+    return shown + stream.finish(), calls
+
+
+def _json_at(text: str, start: int) -> tuple[Any, int] | None:
+    """A JSON value and its end; None while it is incomplete."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        if error.pos >= len(text.rstrip()) or error.msg.startswith(("Unterminated", "Invalid \\escape")):
+            return None
+        raise
+
+
+def _call(value: dict[str, Any]) -> ToolCall:
+    return _named(value["name"], value.get("arguments", value.get("parameters", {})))
+
+
+def _named(name: object, arguments: object) -> ToolCall:
+    if not isinstance(name, str) or not name:
+        raise ValueError("a call without a name")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(name, text)

@@ -1,0 +1,75 @@
+"""A server in this process, over a real socket: `with ThreadServer(kv="int8") as server: server.url`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from typing import Any
+
+from qrt import EngineConfig
+from qrt.engine.engine import Engine
+from qrt.serve.app import create_app
+from qrt.serve.engine_client import ThreadClient
+from qrt.serve.httpserver import HttpServer
+from qrt.serve.router import Router
+from qrt.serve.service import Service
+from qrt.serve.settings import ServerConfig
+from qrt.serve.tokenizer import Tokenizer
+
+KEY = "a-key"
+
+
+def bearer(key: str = KEY) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+class ThreadServer:
+    """The application under qrt's uvicorn server, its engine in a thread. `settings` are ServerConfig's."""
+
+    def __init__(
+        self, engine: Any = None, tokenizer: Tokenizer | None = None, kv: str = "int8", **settings: Any
+    ) -> None:
+        self.tokenizer = tokenizer or Tokenizer("tiny")
+        self.engine = engine or Engine(
+            EngineConfig("tiny", kv=kv), eos_token_ids=self.tokenizer.eos_token_ids
+        )
+        config = ServerConfig(**{"model_names": ("tiny", "alias"), "api_keys": (KEY,), **settings})
+        self.router = Router(self.engine, max_queued=config.max_num_queued_reqs)
+        self.service = Service(ThreadClient(self.router), self.tokenizer, config)
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.port = self.listener.getsockname()[1]
+        self.server = HttpServer(create_app(self.service), self.service)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        asyncio.run(self.server.serve([self.listener]))
+
+    def __enter__(self) -> ThreadServer:
+        self.thread.start()
+        while not self.server.started:
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.server.should_exit = True
+        self.thread.join(timeout=20)
+        assert not self.thread.is_alive()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+def wait_idle(server: ThreadServer) -> None:
+    """Until nothing runs and every slot is back; a request on its way in counts as soon as it arrives."""
+    engine = server.engine
+    for _ in range(1000):
+        idle = not engine.has_work and not server.service.client.num_running
+        if idle and engine.scheduler.kv.available == engine.pool.num_slots:
+            engine.scheduler.kv.check()
+            return
+        time.sleep(0.02)
+    raise AssertionError("the engine still holds slots of a request nobody waits for")

@@ -1,0 +1,186 @@
+"""The real server: its processes, and what becomes of requests when one of them dies or the server ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+LONG = {
+    "model": "tiny",
+    "prompt": "The president of the",
+    "max_tokens": 1900,
+    "ignore_eos": True,
+    "temperature": 0,
+}
+
+
+class Processes:
+    """`qrt-serve tiny` as a user starts it."""
+
+    def __init__(self, tmp_path: Path, *flags: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = tmp_path / "log"
+        command = [sys.executable, "-c", "import sys; from qrt.serve.cli import main; sys.exit(main())"]
+        flags = ("tiny", "--port", str(self.port), "--kv-cache-memory-bytes", "64M", *flags)
+        environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([*command, *flags], stderr=self.log.open("wb"), env=environment)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=20)
+
+    def wait_ready(self) -> None:
+        self.wait(lambda: self.get("/readiness").status_code == 200, 120)
+
+    def wait(self, condition, seconds: float = 30) -> None:
+        """Until it holds; a refused connection is no."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                if condition():
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        pytest.fail(f"waited {seconds} s for nothing; the log: {self.log.read_text()[-3000:]}")
+
+    def children(self, module: str) -> list[int]:
+        """Processes of that module that the server has started, oldest first."""
+        found = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True
+        )
+        return [
+            int(line.split()[0])
+            for line in found.stdout.decode().splitlines()
+            if f"qrt.serve.{module}" in line
+        ]
+
+    def idle(self) -> bool:
+        reply = self.get("/load")  # 503 from a process that has just been started
+        load = reply.json()
+        return reply.status_code == 200 and not (load["running"] or load["waiting"] or load["kv_used_tokens"])
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class Request(threading.Thread):
+    """A long request in the background; `reply` is what came of it."""
+
+    def __init__(self, server: Processes, stream: bool, **body) -> None:
+        super().__init__(daemon=True)
+        self.body, self.url = {**LONG, "stream": stream, **body}, f"{server.url}/v1/completions"
+        self.began = threading.Event()
+        self.reply: tuple[int, str] | Exception | None = None
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self.url, json=self.body, timeout=120) as reply:
+                text = ""
+                for part in reply.iter_text():
+                    text += part
+                    self.began.set()
+                self.reply = reply.status_code, text
+        except httpx.TransportError as error:
+            self.reply = error
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start(*flags: str) -> Processes:
+        started.append(Processes(tmp_path, *flags))
+        started[-1].wait_ready()
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def test_deaths(start, tmp_path):
+    """An API process that is killed is replaced and its requests' slots come back; with the engine the
+    server dies: a JSON error for who waits, red health, exit code 1, nothing left behind."""
+    server = start("--api-server-count", "2")
+    (engine,), apis = server.children("router"), server.children("httpserver")
+    assert len(apis) == 2
+    requests = [Request(server, stream=True) for _ in range(8)]
+    for request in requests:
+        request.start()
+    assert all(request.began.wait(60) for request in requests)
+    for pid in apis:
+        os.kill(pid, signal.SIGKILL)
+    for request in requests:
+        request.join(20)
+        assert isinstance(request.reply, Exception)
+    server.wait(lambda: len(server.children("httpserver")) == 2, 60)
+    assert not set(apis) & set(server.children("httpserver"))
+    server.wait(server.idle, 60)
+    reply = httpx.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 4}, timeout=60)
+    assert reply.json()["usage"]["completion_tokens"] == 4
+
+    stream, whole = Request(server, stream=True), Request(server, stream=False)
+    stream.start()
+    whole.start()
+    assert stream.began.wait(60)
+    server.wait(lambda: server.get("/load").json()["running"] == 2)
+    os.kill(engine, signal.SIGKILL)
+    server.wait(lambda: server.get("/health").status_code == 503, 5)
+    stream.join(20)
+    whole.join(20)
+    code, text = whole.reply
+    assert code == 500 and json.loads(text)["error"]["type"] == "InternalServerError"
+    code, text = stream.reply
+    *_, error, done, rest = text.split("\n\n")
+    assert code == 200 and json.loads(error.removeprefix("data: "))["error"]["code"] == 500
+    assert (done, rest) == ("data: [DONE]", "")
+    assert server.process.wait(30) == 1
+    assert "the engine process has died (SIGKILL)" in server.log.read_text()
+    assert not list(tmp_path.glob("qrt-*")), "the folder of the sockets stays behind"
+
+
+def test_sigterm_drains(start):
+    """What runs is answered, what is new is refused, the exit code is 0."""
+    server = start()
+    running = Request(server, stream=False, max_tokens=300)
+    running.start()
+    server.wait(lambda: server.get("/load").json()["running"] == 1)
+    server.process.terminate()
+    server.wait(lambda: server.get("/readiness").status_code == 503, 10)
+    refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
+    assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+    assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+    running.join(60)
+    code, text = running.reply
+    assert code == 200 and json.loads(text)["usage"]["completion_tokens"] == 300
+    assert server.process.wait(20) == 0
+
+
+def test_a_killed_supervisor_leaves_no_process(tmp_path):
+    server = Processes(tmp_path)
+    server.wait(lambda: server.children("router") and server.children("httpserver"))
+    children = server.children("router") + server.children("httpserver")
+    server.process.kill()
+    server.process.wait()
+    server.wait(lambda: all(map(gone, children)), 60)
