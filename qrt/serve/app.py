@@ -28,6 +28,10 @@ from qrt.serve.service import Service, new_id
 PAGE = Path(__file__).parent / "page"
 OPEN_ROUTES = ("/", "/health", "/healthz", "/liveness", "/readiness")  # answered without a key
 OPEN_FOLDER = "/page/"
+# the page asks nobody but this server, and nobody frames it
+PAGE_POLICY = (
+    "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+)
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
@@ -54,7 +58,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
-        return FileResponse(PAGE / "index.html")
+        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
 
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
     app.add_middleware(Gate, service=service)

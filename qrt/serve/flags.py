@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             words = _file_words(top, Path(arguments.config))
         except (ConfigError, OSError, yaml.YAMLError) as error:
             top.error(f"--config: {' '.join(str(error).split())}")
-        arguments = top.parse_args([*words, *argv])
+        arguments = top.parse_args(argv, top.parse_args(words))
     return arguments
 
 

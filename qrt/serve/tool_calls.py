@@ -22,6 +22,8 @@ from qrt.errors import ConfigError
 from qrt.registry import nearest
 from qrt.serve.detokenizer import overlap
 
+# what may stand at the end of JSON that is not all there yet: nothing, a word's start, half a number
+UNFINISHED = re.compile(r"|t(ru?)?|f(a(ls?)?)?|n(ul?)?|-|\.|[eE][+-]?")
 MAX_CALL_CHARS = 2**20  # what is longer is text
 
 
@@ -72,18 +74,8 @@ class Llama3Json(ToolFormat):
 
     def take(self, text: str) -> tuple[list[ToolCall], int] | None:
         """See ToolFormat."""
-        calls: list[ToolCall] = []
-        end = 0
-        while True:
-            decoded = _json_at(text, end)
-            if decoded is None:
-                return None
-            value, end = decoded
-            calls.append(_call(value))
-            separator = re.compile(r"\s*;\s*(?=\{)").match(text, end)
-            if separator is None:
-                return calls, end
-            end = separator.end()
+        decoded = _json_at(text, 0)
+        return None if decoded is None else ([_call(decoded[0])], decoded[1])
 
 
 class Mistral(ToolFormat):
@@ -129,7 +121,10 @@ class Pythonic(ToolFormat):
     def _call(node: ast.expr) -> ToolCall:
         if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
             raise ValueError("no call with named arguments")
-        return _named(ast.unparse(node.func), {str(k.arg): ast.literal_eval(k.value) for k in node.keywords})
+        name = ast.unparse(node.func)
+        if not re.fullmatch(r"[\w.]+", name):
+            raise ValueError("no function's name")
+        return _named(name, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords})
 
 
 FORMATS: dict[str, ToolFormat] = {
@@ -189,7 +184,7 @@ class ToolCallStream:
             self.num_calls += len(new)
             self._call = None
             if new:
-                text = rest.lstrip() if self._format.opening else rest
+                text, self._at_start = rest, self._format.opening is not None
             else:
                 shown, text, self._at_start = shown + self._begun, rest, False
 
@@ -202,6 +197,8 @@ class ToolCallStream:
     def _look(self, text: str) -> str:
         """Look for the beginning of a call; the text before it, or as much as is certain."""
         text, self._held = self._held + text, ""
+        if self._at_start and self.num_calls:
+            text = text.lstrip("; \n")  # between two calls
         opening, marker = self._format.opening, self._format.marker
         if self._at_start and opening and (start := len(text) - len(text.lstrip())) < len(text):
             if found := opening.match(text, start):
@@ -247,7 +244,8 @@ def _json_at(text: str, start: int) -> tuple[Any, int] | None:
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except json.JSONDecodeError as error:
-        if error.pos >= len(text.rstrip()) or error.msg.startswith(("Unterminated", "Invalid \\escape")):
+        cut_short = error.msg.startswith(("Unterminated", "Invalid \\"))
+        if cut_short or UNFINISHED.fullmatch(text[error.pos :].rstrip()):
             return None
         raise
 

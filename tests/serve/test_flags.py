@@ -1,0 +1,145 @@
+"""The command line: vLLM's names, LightLLM's aliases, the YAML file, help by group, what is wrong."""
+
+from dataclasses import fields
+
+import pytest
+
+from qrt.config import EngineConfig
+from qrt.errors import ConfigError
+from qrt.serve.cli import engine_config, main, server_config
+from qrt.serve.flags import parse, parser
+from qrt.serve.settings import ServerConfig
+
+
+def configs(*words: str) -> tuple[EngineConfig, ServerConfig]:
+    arguments = parse(["tiny", *words])
+    return engine_config(arguments), server_config(arguments)
+
+
+def test_defaults_are_the_configs_own():
+    engine, server = configs()
+    assert engine == EngineConfig("tiny")
+    assert server == ServerConfig(model_names=("tiny",))
+    assert (server.host, server.port) == ("127.0.0.1", 8000), "nobody outside reaches a server by default"
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("--max_req_total_len 1024", "--max-model-len 1K"),
+        ("--running_max_req_size 64", "--max-num-seqs 64"),
+        ("--batch_max_tokens 4096", "--max-num-batched-tokens 4096"),
+        ("--mem_fraction 0.5", "--gpu-memory-utilization 0.5"),
+        ("--llm_kv_type int8kv", "--kv int8"),
+        ("--kv int8 --llm_kv_type None --port 1", "--kv-cache-dtype auto --port 1"),
+        ("--disable_dynamic_prompt_cache", "--no-enable-prefix-caching"),
+        ("--disable_cudagraph", "--enforce-eager"),
+        ("--httpserver_workers 3", "--api-server-count 3"),
+        ("--model_name a b", "--served-model-name a b"),
+        ("--data_type bfloat16", "--dtype bfloat16"),
+        ("--kv_cache_memory_bytes 2G", "--kv-cache-memory-bytes 2147483648"),
+    ],
+)
+def test_aliases(theirs, ours):
+    assert configs(*theirs.split()) == configs(*ours.split()) != configs()
+
+
+def test_every_setting_has_a_flag():
+    """What a config has and no flag sets would be out of a user's reach."""
+    reachable = {action.dest for action in parser()._actions}
+    named_otherwise = {"model_names": "served_model_name", "api_keys": "api_key", "attend_cache": None}
+    for config in (EngineConfig, ServerConfig):
+        for field in fields(config):
+            dest = named_otherwise.get(field.name, field.name)
+            assert dest is None or dest in reachable, field.name
+
+
+def test_the_file_and_the_command_line(tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "kv: int4\nport: 9000\nmax_model_len: 2k\nenforce-eager: true\nserved_model_name: [a, b]\n"
+    )
+    engine, server = configs("--config", str(file), "--port", "9001")
+    assert (engine.kv, engine.max_model_len, engine.enforce_eager) == ("int4", 2000, True)
+    assert (server.port, server.model_names) == (9001, ("a", "b")), "the command line wins"
+    file.write_text("enable_prefix_caching: false\nuse_tgi_api: false\nmodel: tiny\n")
+    arguments = parse(["--config", str(file)])
+    assert engine_config(arguments) == EngineConfig("tiny", enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("kv_cache_dtyp: int8", "unknown key 'kv_cache_dtyp'; did you mean 'kv-cache-dtype'?"),
+        ("- kv", "wanted `flag: value` lines"),
+        ("port: true", "wanted a value that is not true or false"),
+        ("kv: int3", "invalid choice: 'int3'"),
+        ("a: [", "expected"),
+        ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
+    ],
+)
+def test_what_a_file_cannot_say(text, message, tmp_path, capsys):
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        parse(["tiny", "--config", str(file)])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--max-modellen 3", "unknown flag --max-modellen; did you mean '--max-model-len'?"),
+        ("--trust_remote_code", "--trust-remote-code: qrt never runs a model's own code"),
+        ("--tensor-parallel-size 2", "one GPU"),
+        ("--max-model-len 4x", "wanted a number such as 4096, 32k or 32K"),
+        ("--llm_kv_type fp8kv_sph", "wanted one of None, int8kv, int4kv"),
+        ("--help=kvs", "no group 'kvs'; did you mean 'kv'?"),
+    ],
+)
+def test_wrong_flags_are_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(["tiny", *words.split()])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_help_by_group(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--help=kv"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0 and "--kv-cache-dtype" in text and "--port" not in text
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = capsys.readouterr().out
+    assert all(
+        f"\n{group}:" in text for group in ("server", "api", "limits", "model", "kv", "engine", "logs")
+    )
+
+
+def test_keys(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \n")
+    assert configs("--api-key", "zero", "--api-key-file", str(file))[1].api_keys == ("zero", "one", "two")
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="got no key"):
+        configs("--api-key-file", str(file))
+    with pytest.raises(ConfigError, match="empty key"):
+        configs("--api-key", "")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["no/such/folder"], "no/such/folder: no such folder"),
+        ([], "model: give one checkpoint folder"),
+        (["tiny", "--model", "tiny"], "model: give one checkpoint folder"),
+        (["tiny", "--api-server-count", "0"], "api_server_count: got 0"),
+        (["tiny", "--chat-template", "no/such/file"], "--chat-template no/such/file"),
+        (["tiny", "--ssl-keyfile", "x"], "ssl_keyfile, ssl_certfile"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_anything_is_loaded(words, message, capsys):
+    assert main(words) == 1
+    assert f"error: {message}" in capsys.readouterr().err
