@@ -11,13 +11,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qrt.async_llm import AsyncLLM
     from qrt.config import EngineConfig, SamplingParams
     from qrt.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "__version__"]
 
-_LAZY = {"LLM": "qrt.llm", "EngineConfig": "qrt.config", "SamplingParams": "qrt.config"}
+_LAZY = {
+    "LLM": "qrt.llm",
+    "AsyncLLM": "qrt.async_llm",
+    "EngineConfig": "qrt.config",
+    "SamplingParams": "qrt.config",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,10 +17,9 @@ from qrt.engine.output import RequestDelta
 from qrt.errors import ConfigError, QrtError
 from qrt.registry import nearest
 from qrt.serve.output import RequestCollector, RequestOutput
+from qrt.serve.prompt import Prompt, split_prompt
 from qrt.serve.tokenizer import Message, Tokenizer
 
-Prompt = str | Mapping[str, Any] | Sequence[int]
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 ALIASES = {"kv_cache_dtype": "kv"}  # vLLM's name
 
 
@@ -35,7 +34,7 @@ class LLM:
 
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
         """`settings` are the fields of EngineConfig; an unknown one is a ConfigError."""
-        config = _config(model, {"kv": kv, **settings})
+        config = engine_config(model, {"kv": kv, **settings})
         self._tokenizer = Tokenizer(config.tokenizer or config.model)
         self.engine = Engine(config, eos_token_ids=self._tokenizer.eos_token_ids)
         self._ids = count()
@@ -174,27 +173,9 @@ class LLM:
                 yield delta
 
     def _collector(self, prompt: Prompt, params: SamplingParams) -> RequestCollector:
-        text, ids = self._prompt(prompt)
+        text, ids = split_prompt(prompt, self._tokenizer)
         self.engine.validate(ids, params)
         return RequestCollector(str(next(self._ids)), text, ids, params, self._tokenizer)
-
-    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text, if there is one, and token ids."""
-        if isinstance(prompt, Mapping):
-            if unknown := [key for key in prompt if key not in PROMPT_KEYS]:
-                raise ConfigError(
-                    f"prompt: unknown key {unknown[0]!r}{nearest(unknown[0], list(PROMPT_KEYS))}"
-                )
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            prompt = prompt.get("prompt", ())
-        if isinstance(prompt, str):
-            return prompt, self._tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence):
-            got = type(prompt).__name__
-            raise ConfigError(f"prompt: got {got}, wanted text, token ids or a dictionary")
-        ids: Any = prompt
-        return None, list(ids)
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -215,7 +196,8 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts  # type: ignore[return-value]
 
 
-def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
+def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
+    """EngineConfig from keyword arguments, vLLM's names included; ConfigError for an unknown one."""
     known = [field.name for field in fields(EngineConfig)]
     given: dict[str, Any] = {}
     for name, value in settings.items():

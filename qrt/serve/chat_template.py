@@ -48,14 +48,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
-        """No function is given a large number, or a format with one."""
+        """No function is given a large number."""
         for argument in (*args, *named.values()):
             if isinstance(argument, int) and abs(argument) > MAX_REPEATED:
                 raise SecurityError(f"an argument of {argument}")
-        owner = getattr(function, "__self__", None)
-        if isinstance(owner, str) and getattr(function, "__name__", "").startswith("format"):
-            _check_widths(owner)
         return super().call(context, function, *args, **named)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """Of a text's own `format`, too."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_widths(value.__self__)
+        return wrapped
 
 
 def _check_widths(format: str) -> None:
@@ -157,7 +161,9 @@ class ChatTemplate:
         }
         try:
             text = _within(RENDER_SECONDS, lambda: _compile(self._text).render(**given))
-        except (jinja2.TemplateError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        except ConfigError:
+            raise
+        except Exception as error:  # a template can raise anything: it calls methods of its arguments
             raise ConfigError(f"chat: the template refuses these messages: {error}") from error
         if not continue_final_message:
             return text

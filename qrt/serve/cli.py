@@ -62,8 +62,9 @@ def engine_config(arguments: Namespace) -> EngineConfig:
         for field in fields(EngineConfig)
         if field.name in arguments
     }
-    if given.get("cudagraph_capture_sizes"):
-        given["cudagraph_capture_sizes"] = tuple(given["cudagraph_capture_sizes"])
+    given["kv_skip_layers"] = tuple(arguments.kv_skip_layers)
+    if arguments.cudagraph_capture_sizes:
+        given["cudagraph_capture_sizes"] = tuple(arguments.cudagraph_capture_sizes)
     return EngineConfig(**{**given, "model": _model(arguments)})
 
 

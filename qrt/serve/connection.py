@@ -57,7 +57,6 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The next request's clock starts."""
         super().on_message_begin()
-        self._in_header, self._header_bytes, self._body_bytes = True, 0, 0
         if self._request_timer is None:
             self._request_timer = self._timer(REQUEST_SECONDS)
 
@@ -85,6 +84,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is there; answering it may take long."""
+        self._in_header, self._header_bytes, self._body_bytes = True, 0, 0
         if self._request_timer is not None:
             self._request_timer.cancel()
             self._request_timer = None
@@ -123,6 +123,8 @@ class Connection(HttpToolsProtocol):
             body
         )
         self.transport.write(STATUS_LINE[code] + head + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self.flow.resume_reading()
         self._cancel_timers()
         self._request_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)

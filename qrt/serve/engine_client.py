@@ -17,7 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from qrt.engine.output import RequestDelta
-from qrt.errors import ConfigError, QrtError
+from qrt.engine.request import FinishReason
+from qrt.errors import ConfigError, QrtError, QueueFullError
 from qrt.serve.messages import (
     Abort,
     Add,
@@ -42,10 +43,6 @@ ANSWER_SECONDS = 10.0  # how long a question waits for the step that runs
 
 class EngineError(QrtError):
     """The engine failed, not the request: a step went wrong, or the engine has ended."""
-
-
-class BusyError(QrtError):
-    """The engine's queue is full; the request may be sent again later."""
 
 
 ACCEPTED = object()  # in a stream's queue: the engine has taken the request
@@ -137,7 +134,7 @@ class EngineClient(ABC):
     ) -> RequestStream:
         """Run the requests of all `collectors`; `arrived` is when their caller came (monotonic seconds).
 
-        Raises ConfigError when the engine refuses a request, BusyError when its queue is full, EngineError
+        Raises ConfigError when the engine refuses a request, QueueFullError when too many wait, EngineError
         when it has failed.
         """
         if self.stopped:
@@ -149,7 +146,9 @@ class EngineClient(ABC):
             for id, params in collector.engine_requests():
                 self._streams[id] = stream
                 since = arrived or time.monotonic()
-                self._send(Add(id, collector.prompt_ids, fields_of(params), since, collector.generate))
+                add = Add(id, collector.prompt_ids, fields_of(params), since, collector.generate)
+                add.priority, add.cache_salt = collector.priority, collector.cache_salt
+                self._send(add)
         await stream.accepted()
         return stream
 
@@ -173,6 +172,13 @@ class EngineClient(ABC):
             self._streams.pop(request_id, None)
         if abort and not self.stopped:
             self._send(Abort(list(request_ids)))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests that are still waited for: their streams end with finish_reason "abort"."""
+        self._send(Abort(list(request_ids)))
+        for request_id in request_ids:
+            if stream := self._streams.get(request_id):
+                stream.put(request_id, RequestDelta(request_id, finish_reason=FinishReason.ABORT))
 
     @property
     def num_running(self) -> int:
@@ -220,7 +226,8 @@ class EngineClient(ABC):
         for refusal in output.refused:
             if stream := self._streams.pop(refusal.id, None):
                 stream.put(
-                    refusal.id, BusyError(refusal.message) if refusal.busy else ConfigError(refusal.message)
+                    refusal.id,
+                    QueueFullError(refusal.message) if refusal.busy else ConfigError(refusal.message),
                 )
         for delta in output.deltas:
             if stream := self._streams.get(delta.request_id):
@@ -286,9 +293,9 @@ class ThreadClient(EngineClient):
 
     async def close(self) -> None:
         """See EngineClient; waits for the step that runs."""
+        self.stop("the engine has been shut down")
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
-        self.stop("the engine has been shut down")
 
     def _send(self, message: Message) -> None:
         self._inbox.put(message)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from qrt.cli import ArgumentParser
-from qrt.config import EngineConfig
+from qrt.config import ADMISSIONS, POLICIES, EngineConfig
 from qrt.errors import ConfigError
 from qrt.registry import nearest
 from qrt.serve.settings import ServerConfig
@@ -33,6 +33,7 @@ ELSEWHERE = {
 }
 SERVER = ServerConfig(model_names=("",))
 ENGINE = EngineConfig(model="")
+MAX_NUM_QUEUED_REQS = 1024
 
 
 def parser() -> ArgumentParser:
@@ -135,7 +136,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-queued-reqs",
         type=_number,
-        default=SERVER.max_num_queued_reqs,
+        default=MAX_NUM_QUEUED_REQS,
         metavar="N",
         help="requests that may wait; more get 429 (default: %(default)s)",
     )
@@ -168,16 +169,24 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_memory(group: argparse._ArgumentGroup) -> None:
-    formats = ("auto", "fp16", "bf16", "int8", "int4")
     group.add_argument(
         "--kv",
         "--kv-cache-dtype",
         default=ENGINE.kv,
-        choices=formats,
-        help="KV format (default: unquantized)",
+        metavar="FORMAT",
+        help="auto (unquantized), bf16, or a KV format: fp16, int8, int4, k8v4, ... (default: %(default)s)",
     )
     group.add_argument(
         "--llm-kv-type", dest="kv", type=_lightllm_kv, default=argparse.SUPPRESS, help="LightLLM's name of it"
+    )
+    group.add_argument(
+        "--kv-skip-layers",
+        "--kv-cache-dtype-skip-layers",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="LAYER",
+        help="whose K and V stay unquantized",
     )
     group.add_argument(
         "--gpu-memory-utilization", "--mem-fraction", type=float, default=ENGINE.gpu_memory_utilization
@@ -206,6 +215,34 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         default=ENGINE.max_num_batched_tokens,
         metavar="TOKENS",
         help="of one step; longer prompts are prefilled in chunks (default: %(default)s)",
+    )
+    group.add_argument(
+        "--scheduling-policy",
+        default=ENGINE.scheduling_policy,
+        choices=POLICIES,
+        help="order of arrival, or the smallest `priority` of a request first (default: %(default)s)",
+    )
+    group.add_argument(
+        "--admission",
+        default=ENGINE.admission,
+        choices=ADMISSIONS,
+        help="let requests in by how long outputs are so far, or keep room for all of max_tokens "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--disable-aggressive-schedule",
+        dest="admission",
+        action="store_const",
+        const="conservative",
+        default=argparse.SUPPRESS,
+        help="LightLLM's name of --admission conservative",
+    )
+    group.add_argument(
+        "--async-scheduling",
+        "--overlap",
+        dest="overlap",
+        action=argparse.BooleanOptionalAction,
+        help="prepare a step while the one before it runs (default: on a GPU)",
     )
     group.add_argument(
         "--enforce-eager", "--disable-cudagraph", action="store_true", help="record no CUDA graphs"

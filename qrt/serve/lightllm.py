@@ -15,7 +15,7 @@ from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.answer import Deadline, answer_events, answer_whole
 from qrt.serve.openapi import errors
 from qrt.serve.output import CompletionDelta, CompletionOutput, RequestCollector, TokenLogprobs
-from qrt.serve.protocol import NEUTRAL, RUN, Body, Count, Penalty, Stop, TokenList
+from qrt.serve.protocol import Body, Count, Penalty, Stop, TokenList
 from qrt.serve.replies import LEAST_LOGPROB, event
 from qrt.serve.service import Service
 from qrt.serve.settings import MAX_N, MAX_STOPS
@@ -26,10 +26,10 @@ DEFAULT_MAX_NEW_TOKENS = 16
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_sequences"}
 SAME = (
     "top_k", "top_p", "seed", "ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "allowed_token_ids",
+    "repetition_penalty", "allowed_token_ids", "exponential_decay_length_penalty",
 )  # fmt: skip
 NOT_RUN = (
-    "exponential_decay_length_penalty", "regular_constraint", "guided_grammar", "guided_json",
+    "regular_constraint", "guided_grammar", "guided_json",
     "move_kv_to_decode_node", "typical_p", "truncate", "decoder_input_details", "num_beam",
 )  # fmt: skip
 
@@ -50,6 +50,7 @@ class Parameters(Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     allowed_token_ids: TokenList | None = None
+    exponential_decay_length_penalty: tuple[Count, Annotated[float, Field(ge=1, le=100)]] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     max_new_tokens: Count = DEFAULT_MAX_NEW_TOKENS
@@ -68,12 +69,9 @@ class Parameters(Body):
         given = {name: getattr(self, name) for name in SAME}
         given.update({ours: getattr(self, theirs) for ours, theirs in RENAMED.items()})
         given = {name: value for name, value in given.items() if value is not None}
-        for name in [name for name in given if name not in RUN]:
-            if given.pop(name) != NEUTRAL.get(name):
-                raise UnsupportedError(f"{name}: not run by this server; leave it out")
         temperature = 1.0 if self.temperature is None else self.temperature
         return SamplingParams(
-            n=self.n or self.best_of or 1,
+            n=self.n or self.best_of or 1,  # LightLLM returns all of best_of
             temperature=temperature if self.do_sample else 0.0,
             logprobs=0,
             **given,

@@ -27,13 +27,15 @@ class Hello(Message):
 class Add(Message):
     """Queue a request. `params` are the fields of SamplingParams; `arrived` is when the API process got it,
     in seconds of the machine's monotonic clock, which all processes share.
-    generate=False only scores the prompt."""
+    generate=False only scores the prompt; priority and cache_salt as `Engine.add` has them."""
 
     id: str
     prompt_ids: list[int]
     params: dict[str, Any]
     arrived: float
     generate: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 class Abort(Message):
@@ -78,6 +80,7 @@ class EngineInfo(Message):
     pool_bytes: int
     max_model_len: int
     max_num_seqs: int
+    max_num_queued_reqs: int | None
     vocab_size: int
     sampling: dict[str, Any]
 
@@ -109,6 +112,12 @@ ToEngine = Hello | Add | Abort | Ask | Failed | Gone
 def fields_of(params: SamplingParams) -> dict[str, Any]:
     """The fields of `params`, as Add carries them."""
     return {name: getattr(params, name) for name in params.__dataclass_fields__}
+
+
+def params_of(fields: dict[str, Any]) -> SamplingParams:
+    """Back again: the socket makes lists of tuples."""
+    words = [word if isinstance(word, str) else tuple(word) for word in fields.get("bad_words", ())]
+    return SamplingParams(**{**fields, "bad_words": tuple(words)})
 
 
 def _encode_tensor(value: Any) -> Any:

@@ -175,7 +175,7 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
         else:
             text, ids = service.tokenizer.decode(prompt, False) if body.echo else "", prompt
         _check_length(service, len(ids), body.max_tokens)
-        collectors.append(service.collector(text, ids, params, generate))
+        collectors.append(service.collector(text, ids, params, generate=generate, **body.engine_options()))
     return collectors
 
 
@@ -195,7 +195,7 @@ async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> lis
     ):
         params = replace(params, skip_special_tokens=False)  # or the marks of the calls would be gone
     _check_length(service, len(ids), body.token_limit)
-    return [service.collector(text, ids, params)]
+    return [service.collector(text, ids, params, **body.engine_options())]
 
 
 def _check_length(service: Service, num_prompt: int, max_tokens: int | None) -> None:

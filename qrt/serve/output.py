@@ -95,13 +95,17 @@ class RequestCollector:
         tokenizer: Tokenizer,
         *,
         generate: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
-        """With generate=False the engine only scores the prompt."""
+        """`generate`, `priority` and `cache_salt` as `Engine.add` has them."""
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_ids = prompt_ids
         self.params = params
         self.generate = generate
+        self.priority = priority
+        self.cache_salt = cache_salt
         self.error: str | None = None
         self._tokenizer = tokenizer
         self._ranked = params.best_of is not None and params.best_of > params.n

@@ -7,7 +7,6 @@ and are not run are refused by name, never dropped.
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -37,10 +36,8 @@ SAMPLING_FIELDS = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens",
-    "prompt_logprobs", "priority", "cache_salt",
+    "prompt_logprobs",
 )  # fmt: skip
-NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "priority": 0}
-RUN = {field.name for field in fields(SamplingParams)}
 
 
 class Body(BaseModel):
@@ -95,18 +92,18 @@ class Sampling(Body):
     def unsupported(self) -> dict[str, Any]:
         """Given fields that would change the result and are not run."""
         extra = self.model_extra or {}
-        found = {name: extra.get(name) for name, neutral in NOT_RUN.items() if name in extra}
-        found = {name: value for name, value in found.items() if value not in (NOT_RUN[name], None)}
-        for name in set(SAMPLING_FIELDS) - RUN:
-            if getattr(self, name) not in (None, NEUTRAL.get(name)):
-                found[name] = getattr(self, name)
-        return found
+        given = {name: extra[name] for name in NOT_RUN if name in extra}
+        return {name: value for name, value in given.items() if value not in (NOT_RUN[name], None)}
+
+    def engine_options(self) -> dict[str, Any]:
+        """What the engine takes beside SamplingParams."""
+        return {"priority": self.priority or 0, "cache_salt": self.cache_salt}
 
     def sampling_params(
         self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
         """The request's SamplingParams; what it leaves out comes from `defaults`, the model's."""
-        own = {name: getattr(self, name) for name in SAMPLING_FIELDS if name in RUN}
+        own = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         own = {name: value for name, value in own.items() if value is not None}
         if "logit_bias" in own:
             own["logit_bias"] = {_token_id(key): value for key, value in own["logit_bias"].items()}

@@ -21,7 +21,7 @@ import msgspec
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.output import RequestDelta
-from qrt.errors import QrtError
+from qrt.errors import QrtError, QueueFullError
 from qrt.serve.messages import (
     Abort,
     Add,
@@ -35,6 +35,7 @@ from qrt.serve.messages import (
     Refusal,
     ToEngine,
     fields_of,
+    params_of,
 )
 from qrt.serve.metrics import EngineMetrics
 from qrt.serve.step_output import FromEngine, Output
@@ -68,16 +69,13 @@ class Router:
         self,
         engine: Engine,
         *,
-        max_queued: int = 1024,
         watchdog_seconds: float | None = None,
         log_stats: bool = False,
     ) -> None:
-        """`max_queued` requests may wait; a step of more than `watchdog_seconds` ends the process with the
-        stacks of all threads on stderr."""
+        """A step of more than `watchdog_seconds` ends the process, with all threads' stacks on stderr."""
         self.engine = engine
         self.info = engine_info(engine)
         self.metrics = EngineMetrics(engine, self.info)
-        self._max_queued = max_queued
         self._watchdog_seconds = watchdog_seconds
         self._watchdog_set = 0.0
         self._log_seconds = LOG_SECONDS if log_stats else None
@@ -123,14 +121,17 @@ class Router:
 
     def _add(self, client: str, message: Add) -> None:
         output = self._outputs[client]
-        if len(self.engine.scheduler.waiting) >= self._max_queued:
-            output.refused.append(Refusal(message.id, f"{self._max_queued} requests wait already", busy=True))
-            return
         try:
-            params = SamplingParams(**message.params)
-            self.engine.add(message.id, message.prompt_ids, params, generate=message.generate)
+            self.engine.add(
+                message.id,
+                message.prompt_ids,
+                params_of(message.params),
+                generate=message.generate,
+                priority=message.priority,
+                cache_salt=message.cache_salt,
+            )
         except QrtError as error:
-            output.refused.append(Refusal(message.id, str(error)))
+            output.refused.append(Refusal(message.id, str(error), busy=isinstance(error, QueueFullError)))
             return
         self._clients[message.id] = client
         self.metrics.added(message)
@@ -176,7 +177,7 @@ class Router:
 
     def reset_prefix_cache(self) -> bytes:
         """Forget cached prefixes that no running request reads."""
-        self.engine.scheduler.kv.reset()
+        self.engine.reset_prefix_cache()
         return b""
 
 
@@ -196,6 +197,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         pool_bytes=engine.pool.num_bytes,
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.config.max_num_seqs,
+        max_num_queued_reqs=engine.config.max_num_queued_reqs,
         vocab_size=engine.model.config.vocab_size,
         sampling={name: value for name, value in given.items() if value != default[name]},
     )
@@ -223,7 +225,6 @@ def main() -> None:
         engine = Engine(spec.engine, eos_token_ids=eos)
         router = Router(
             engine,
-            max_queued=spec.server.max_num_queued_reqs,
             watchdog_seconds=spec.server.watchdog_timeout,
             log_stats=not spec.server.disable_log_stats,
         )

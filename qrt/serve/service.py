@@ -89,15 +89,15 @@ class Service:
         return await asyncio.to_thread(self.tokenizer.render_chat, messages, template, **arguments)
 
     def collector(
-        self, prompt: str | None, ids: list[int], params: SamplingParams, generate: bool = True
+        self, prompt: str | None, ids: list[int], params: SamplingParams, **options: Any
     ) -> RequestCollector:
         """A request under a new name."""
-        return RequestCollector(new_id("req"), prompt, ids, params, self.tokenizer, generate=generate)
+        return RequestCollector(new_id("req"), prompt, ids, params, self.tokenizer, **options)
 
     async def submit(self, collectors: Sequence[RequestCollector], arrived: float) -> RequestStream:
         """See EngineClient; refuses more requests at once than may wait."""
-        count, most = sum(len(c.engine_ids) for c in collectors), self.config.max_num_queued_reqs
-        if count > most:
+        count, most = sum(len(c.engine_ids) for c in collectors), self.client.info.max_num_queued_reqs
+        if most is not None and count > most:
             raise ConfigError(f"prompts x n: got {count} requests in one, wanted at most {most}")
         if self.config.enable_log_requests:
             for collector in collectors:

@@ -31,7 +31,6 @@ class ServerConfig:
     chat_template           Jinja text instead of the checkpoint's
     tool_call_parser        how tool calls are read: "auto" by the chat template, a family's name, or "none"
     api_server_count        processes that speak HTTP
-    max_num_queued_reqs     requests that may wait for the engine; more are answered with 429
     shutdown_timeout        seconds that running requests have after SIGTERM
     watchdog_timeout        seconds after which a step that has not ended ends the server
     request_timeout         seconds that a request may take, its time in the queue included; None: any
@@ -49,7 +48,6 @@ class ServerConfig:
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     api_server_count: int = 1
-    max_num_queued_reqs: int = 1024
     max_logprobs: int = 20
     shutdown_timeout: float = 30.0
     watchdog_timeout: float = 300.0
@@ -62,9 +60,8 @@ class ServerConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        for name in ("api_server_count", "max_num_queued_reqs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: got {getattr(self, name)}, wanted at least 1")
+        if self.api_server_count < 1:
+            raise ConfigError(f"api_server_count: got {self.api_server_count}, wanted at least 1")
         for name in ("shutdown_timeout", "max_logprobs"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, wanted 0 or more")

@@ -26,18 +26,15 @@ def bearer(key: str = KEY) -> dict[str, str]:
 
 
 class ThreadServer:
-    """The application under qrt's uvicorn server, its engine in a thread. `settings` are ServerConfig's."""
+    """The application under qrt's uvicorn server, its engine in a thread. `engine` holds settings of
+    EngineConfig, `settings` are ServerConfig's."""
 
-    def __init__(
-        self, engine: Any = None, tokenizer: Tokenizer | None = None, kv: str = "int8", **settings: Any
-    ) -> None:
-        self.tokenizer = tokenizer or Tokenizer("tiny")
-        self.engine = engine or Engine(
-            EngineConfig("tiny", kv=kv), eos_token_ids=self.tokenizer.eos_token_ids
-        )
-        config = ServerConfig(**{"model_names": ("tiny", "alias"), "api_keys": (KEY,), **settings})
-        self.router = Router(self.engine, max_queued=config.max_num_queued_reqs)
-        self.service = Service(ThreadClient(self.router), self.tokenizer, config)
+    def __init__(self, kv: str = "int8", *, engine: dict[str, Any] | None = None, **settings: Any) -> None:
+        self.tokenizer = Tokenizer("tiny")
+        config = EngineConfig("tiny", kv=kv, **(engine or {}))
+        self.engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
+        server = ServerConfig(**{"model_names": ("tiny", "alias"), "api_keys": (KEY,), **settings})
+        self.service = Service(ThreadClient(Router(self.engine)), self.tokenizer, server)
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.port = self.listener.getsockname()[1]
         self.server = HttpServer(create_app(self.service), self.service)
@@ -73,3 +70,12 @@ def wait_idle(server: ThreadServer) -> None:
             return
         time.sleep(0.02)
     raise AssertionError("the engine still holds slots of a request nobody waits for")
+
+
+async def wait_until(condition) -> None:
+    """In an event loop."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("waited for nothing")

@@ -18,7 +18,7 @@ def configs(*words: str) -> tuple[EngineConfig, ServerConfig]:
 
 def test_defaults_are_the_configs_own():
     engine, server = configs()
-    assert engine == EngineConfig("tiny")
+    assert engine == EngineConfig("tiny", max_num_queued_reqs=1024)
     assert server == ServerConfig(model_names=("tiny",))
     assert (server.host, server.port) == ("127.0.0.1", 8000), "nobody outside reaches a server by default"
 
@@ -34,6 +34,9 @@ def test_defaults_are_the_configs_own():
         ("--kv int8 --llm_kv_type None --port 1", "--kv-cache-dtype auto --port 1"),
         ("--disable_dynamic_prompt_cache", "--no-enable-prefix-caching"),
         ("--disable_cudagraph", "--enforce-eager"),
+        ("--disable_aggressive_schedule", "--admission conservative"),
+        ("--no-overlap", "--no-async-scheduling"),
+        ("--kv-cache-dtype-skip-layers 0 1", "--kv-skip-layers 0 1"),
         ("--httpserver_workers 3", "--api-server-count 3"),
         ("--model_name a b", "--served-model-name a b"),
         ("--data_type bfloat16", "--dtype bfloat16"),
@@ -64,7 +67,9 @@ def test_the_file_and_the_command_line(tmp_path):
     assert (server.port, server.model_names) == (9001, ("a", "b")), "the command line wins"
     file.write_text("enable_prefix_caching: false\nuse_tgi_api: false\nmodel: tiny\n")
     arguments = parse(["--config", str(file)])
-    assert engine_config(arguments) == EngineConfig("tiny", enable_prefix_caching=False)
+    assert engine_config(arguments) == EngineConfig(
+        "tiny", max_num_queued_reqs=1024, enable_prefix_caching=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,7 @@ def test_the_file_and_the_command_line(tmp_path):
         ("kv_cache_dtyp: int8", "unknown key 'kv_cache_dtyp'; did you mean 'kv-cache-dtype'?"),
         ("- kv", "wanted `flag: value` lines"),
         ("port: true", "wanted a value that is not true or false"),
-        ("kv: int3", "invalid choice: 'int3'"),
+        ("log_level: loud", "invalid choice: 'loud'"),
         ("a: [", "expected"),
         ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
     ],

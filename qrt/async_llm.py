@@ -1,0 +1,126 @@
+"""AsyncLLM: the engine as an asyncio object, in vLLM's shape: requests come and go one by one.
+
+llm = AsyncLLM("tiny", kv="int8")
+async for output in llm.generate("The", SamplingParams(max_tokens=32), request_id="1"):
+    print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from itertools import count
+from typing import Any
+
+from qrt.config import SamplingParams
+from qrt.engine.engine import Engine
+from qrt.errors import ConfigError, UnsupportedError
+from qrt.llm import engine_config
+from qrt.serve.output import RequestCollector, RequestOutput
+from qrt.serve.prompt import Prompt, split_prompt
+from qrt.serve.tokenizer import Tokenizer
+
+try:
+    from qrt.serve.engine_client import ThreadClient
+    from qrt.serve.router import Router
+except ImportError as error:
+    raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
+
+
+class AsyncLLM:
+    """A model in a thread of this process, for one event loop. Close it with `shutdown`.
+
+    client   the engine's client, for a server in the same process
+    """
+
+    def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
+        """`settings` as LLM's."""
+        config = engine_config(model, {"kv": kv, **settings})
+        self._tokenizer = Tokenizer(config.tokenizer or config.model)
+        engine = Engine(config, eos_token_ids=self._tokenizer.eos_token_ids)
+        self.client = ThreadClient(Router(engine))
+        self._defaults = engine.generation.sampling
+        self._started = False
+        self._ids = count()
+        self._running: dict[str, RequestCollector] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one request, prompt and output together."""
+        return self.client.info.max_model_len
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return not self.client.stopped
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the checkpoint, or that given as `tokenizer`."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends; used where no parameters are given."""
+        return self._defaults
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete a prompt (as LLM's); yields all there is after each step that adds to it.
+
+        Leaving the iteration aborts the request. ConfigError for a prompt that does not fit or an id in use,
+        QueueFullError when too many wait, EngineError when a step fails.
+        """
+        params = sampling_params or self._defaults
+        collector = await asyncio.to_thread(self._collector, prompt, params, request_id, priority)
+        if collector.request_id in self._running:
+            raise ConfigError(f"request id {collector.request_id!r}: already in use")
+        await self._start()
+        self._running[collector.request_id] = collector
+        try:
+            with contextlib.closing(await self.client.submit([collector])) as stream:
+                while not collector.finished:
+                    await anext(stream)
+                    while stream.waiting:
+                        await anext(stream)
+                    yield collector.output()
+        finally:
+            del self._running[collector.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its iterator yields once more what there is, with finish_reason "abort"."""
+        if request_id in self._running:
+            self.client.abort(self._running[request_id].engine_ids)
+
+    async def check_health(self) -> None:
+        """EngineError when nothing is generated any more."""
+        if self.client.stopped:
+            raise self.client.stopped
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes that no running request reads."""
+        await self._start()
+        await self.client.ask("reset_prefix_cache")
+
+    async def shutdown(self) -> None:
+        """End the engine's thread; requests in flight get an EngineError."""
+        if self._started and not self.client.stopped:
+            await self.client.close()
+
+    async def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            await self.client.start()
+
+    def _collector(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
+    ) -> RequestCollector:
+        text, ids = split_prompt(prompt, self._tokenizer)
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        name = request_id if request_id is not None else f"async-{next(self._ids)}"
+        return RequestCollector(name, text, ids, params, self._tokenizer, priority=priority, cache_salt=salt)

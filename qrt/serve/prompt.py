@@ -1,0 +1,30 @@
+"""Prompts of the Python API: text, token ids, or a dictionary of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qrt.errors import ConfigError
+from qrt.registry import nearest
+from qrt.serve.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+def split_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
+    """Text, if there is one, and token ids; ConfigError for anything else."""
+    if isinstance(prompt, Mapping):
+        if unknown := [key for key in prompt if key not in KEYS]:
+            raise ConfigError(f"prompt: unknown key {unknown[0]!r}{nearest(unknown[0], list(KEYS))}")
+        if "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+        prompt = prompt.get("prompt", ())
+    if isinstance(prompt, str):
+        return prompt, tokenizer.encode(prompt)
+    if not isinstance(prompt, Sequence):
+        got = type(prompt).__name__
+        raise ConfigError(f"prompt: got {got}, wanted text, token ids or a dictionary")
+    ids: Any = prompt
+    return None, list(ids)

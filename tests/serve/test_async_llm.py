@@ -1,0 +1,79 @@
+"""AsyncLLM: the same answers as LLM, aborts that give everything back, errors that name what is wrong."""
+
+import asyncio
+
+import pytest
+from servers import wait_until
+
+from qrt import LLM, AsyncLLM, SamplingParams
+from qrt.errors import ConfigError
+from qrt.serve.engine_client import EngineError
+
+pytestmark = pytest.mark.model
+PROMPTS = ["The president of the", "In this chapter", {"prompt_token_ids": [5, 6, 7]}]
+LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+
+
+async def last(outputs):
+    texts = [""]
+    async for output in outputs:
+        assert output.outputs[0].text.startswith(texts[-1]), "outputs are cumulative"
+        texts.append(output.outputs[0].text)
+    assert output.finished
+    return output
+
+
+def idle(llm):
+    engine = llm.client.router.engine
+    return not engine.has_work and engine.scheduler.kv.available == engine.pool.num_slots
+
+
+def test_answers_are_those_of_llm():
+    params = SamplingParams(temperature=0, max_tokens=16, n=1, logprobs=2)
+    wanted = LLM("tiny", kv="int8").generate(PROMPTS, params, use_tqdm=False)
+
+    async def run():
+        llm = AsyncLLM("tiny", kv="int8")
+        try:
+            return await asyncio.gather(*(last(llm.generate(prompt, params)) for prompt in PROMPTS))
+        finally:
+            await llm.shutdown()
+
+    for output, other in zip(asyncio.run(run()), wanted, strict=True):
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
+        assert output.outputs[0].text == other.outputs[0].text
+        assert len(output.outputs[0].logprobs) == 16 and output.prompt_token_ids == other.prompt_token_ids
+
+
+def test_aborts_refusals_and_the_end():
+    async def run():
+        llm = AsyncLLM("tiny", kv="int8", max_model_len=2000)
+        outputs = []
+        async for output in llm.generate("The", LONG, request_id="a"):
+            outputs.append(output)
+            if len(outputs) == 3:
+                await llm.abort("a")
+        assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
+        await llm.abort("a")  # no longer there: nothing happens
+        async for _ in llm.generate("The", LONG, request_id="a"):  # the id is free again
+            with pytest.raises(ConfigError, match="'a': already in use"):
+                await anext(llm.generate("The", LONG, request_id="a"))
+            break
+        await wait_until(lambda: idle(llm))
+        with pytest.raises(ConfigError, match="wanted at most 1999"):
+            await anext(llm.generate([5] * 3000, LONG))
+        with pytest.raises(ConfigError, match="unknown key 'promt'"):
+            await anext(llm.generate({"promt": "x"}))
+        await llm.reset_prefix_cache()
+        assert llm.client.router.engine.scheduler.kv.stats.evictable_slots == 0
+        await llm.check_health()
+        running = llm.generate("The", LONG)
+        await anext(running)
+        await llm.shutdown()
+        with pytest.raises(EngineError, match="shut down"):
+            await last(running)
+        with pytest.raises(EngineError, match="shut down"):
+            await anext(llm.generate("The", LONG))
+        assert not llm.is_running
+
+    asyncio.run(run())

@@ -1,0 +1,99 @@
+"""Chat templates: those of transformers render alike; hostile ones end quickly and leave nothing running."""
+
+import threading
+import time
+
+import pytest
+
+import qrt.serve.chat_template as chat_template
+from qrt.errors import ConfigError
+from qrt.serve.chat_template import ChatTemplate
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Größe?  <b>&amp;</b>"},
+    {"role": "assistant", "content": "Two  metres "},
+]
+LLAMA = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if loop.first and message['role'] == 'system' %}
+        {%- set system = message.content %}{%- continue %}
+    {%- endif %}
+    {%- generation %}
+    {{- '<|' + message['role'] + '|>' + message['content'] | trim + '</s>' }}
+    {%- endgeneration %}
+{%- endfor %}
+{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}"""
+
+
+@pytest.mark.parametrize("generation", [True, False])
+def test_renders_as_transformers(generation):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tools = [{"type": "function", "function": {"name": "f", "description": "ä", "parameters": {}}}]
+    rendered, _ = render_jinja_template(
+        [MESSAGES], tools=tools, chat_template=LLAMA, add_generation_prompt=generation, bos_token="<s>"
+    )
+    template = ChatTemplate(LLAMA, {"bos_token": "<s>"})
+    assert template.render(MESSAGES, tools=tools, add_generation_prompt=generation) == rendered[0]
+
+
+def test_the_final_message_goes_on():
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}", {})
+    text = template.render(MESSAGES, continue_final_message=True)
+    assert text.endswith("<assistant>Two  metres ") and text.count("</s>") == 2
+    with pytest.raises(ConfigError, match="without add_generation_prompt"):
+        template.render(MESSAGES, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(ConfigError, match="no text to go on with"):
+        template.render([{"role": "user", "content": ""}], continue_final_message=True)
+    hiding = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(ConfigError, match="does not show the final message"):
+        hiding.render(MESSAGES, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 10**9 }}",
+        "{{ 10**9 * [1] }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ 'x'.ljust(999999999) }}",
+        "{{ 'x' | center(999999999) }}",
+        "{{ lipsum(n=9999) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% include 'x' %}",
+        "{{ raise_exception('no') }}",
+        "{{ undefined.attribute }}",
+        "{{ messages[0].content.encode('idna').decode('unknown') }}",
+    ],
+)
+def test_hostile_templates_are_refused_at_once(text):
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="chat"):
+        ChatTemplate(text, {}).render(MESSAGES)
+    assert time.monotonic() - began < 3
+
+
+def test_a_template_that_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.3)
+    loops = "{% set a = [0] * 900 %}" + "{% for i in a %}" * 4 + "{% endfor %}" * 4
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="has not ended after 0.3 s"):
+        ChatTemplate(loops, {}).render(MESSAGES)
+    assert threading.active_count() == before, "the thread still runs"
+
+
+def test_size_and_syntax():
+    with pytest.raises(ConfigError, match="wanted at most 65536"):
+        ChatTemplate("x" * 70_000, {})
+    with pytest.raises(ConfigError, match="no valid Jinja"):
+        ChatTemplate("{% if %}", {})

@@ -1,0 +1,413 @@
+"""The security checklist (research/engine.md 7.4), line by line: what is refused, how, and how quickly.
+
+Elsewhere: sockets and processes in test_processes.py, templates in test_chat_template.py, safetensors and
+shard names in tests/quant/test_checkpoint_reader.py.
+"""
+
+import asyncio
+import json
+import re
+import socket
+import stat
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import KEY, ThreadServer, bearer, wait_idle
+
+import qrt.serve.connection as connection
+from qrt.errors import ConfigError
+from qrt.serve.process import LineFormatter
+from qrt.serve.settings import ServerConfig
+
+pytestmark = pytest.mark.model
+JSON = {**bearer(), "Content-Type": "application/json"}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ThreadServer(
+        kv="fp16",
+        engine={"max_num_queued_reqs": 8, "max_num_seqs": 4},
+        allowed_origins=("https://a.example",),
+        enable_request_id_headers=True,
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with httpx.Client(base_url=server.url, headers=JSON, timeout=30) as client:
+        yield client
+
+
+def refused(reply: httpx.Response, code: int = 400) -> str:
+    """The message of an error in OpenAI's shape."""
+    assert reply.status_code == code, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
+    assert "Traceback" not in reply.text and not re.search(
+        r"0x[0-9a-f]{6,}|/work/|/tmp/|site-packages", reply.text
+    )
+    assert len(reply.content) < 3000, "a small request makes no large error"
+    return error["message"]
+
+
+# Source
+
+
+def test_no_dangerous_call_in_the_source():
+    """No pickle on any socket, nothing evaluated, no shell, no YAML or torch file that runs code."""
+    wrong = re.compile(
+        r"\bpickle\b|recv_pyobj|send_pyobj|\beval\(|\bexec\(|yaml\.load\(|shell=True|trust_remote_code=True"
+        r"|torch\.load\(|os\.system\("
+    )
+    allowed = {"never pickle", "self.eval(", "model.eval(", ".eval()"}
+    for path in [*ROOT.glob("qrt/**/*.py"), *ROOT.glob("calibrate/**/*.py"), *ROOT.glob("eval/**/*.py")]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if wrong.search(line) and not any(words in line for words in allowed):
+                pytest.fail(f"{path}:{number}: {line.strip()}")
+
+
+def test_the_folder_of_the_sockets_is_private():
+    with tempfile.TemporaryDirectory(prefix="qrt-") as folder:  # as the supervisor makes it
+        assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
+
+
+# Keys
+
+
+def test_every_route_wants_a_key_but_health(server):
+    for path in ("/", "/page/app.js", "/health", "/healthz", "/liveness", "/readiness"):
+        assert httpx.get(server.url + path).status_code == 200
+    paths = server.server.config.app.openapi()["paths"]
+    assert len(paths) > 12
+    for path in [*paths, "/openapi.json", "/v1/embeddings", "/get_model_info", "/nowhere", "/v1/models/x"]:
+        for headers in ({}, bearer("wrong"), {"Authorization": KEY}, bearer(KEY + "x")):
+            reply = httpx.get(server.url + path, headers=headers)
+            assert refused(reply, 401) and reply.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_the_key_comes_before_the_body(server):
+    reply = httpx.post(f"{server.url}/v1/completions", content=b"{broken", headers=bearer("wrong"))
+    refused(reply, 401)
+
+
+def test_an_empty_key_is_no_key():
+    with pytest.raises(ConfigError, match="empty key"):
+        ServerConfig(model_names=("x",), api_keys=("",))
+
+
+def test_origins(server):
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    reply = httpx.options(f"{server.url}/v1/completions", headers={"Origin": "https://a.example", **asked})
+    assert reply.status_code == 200, "a preflight has no key"
+    assert reply.headers["Access-Control-Allow-Origin"] == "https://a.example"
+    reply = httpx.options(f"{server.url}/v1/completions", headers={"Origin": "https://b.example", **asked})
+    assert "Access-Control-Allow-Origin" not in reply.headers
+
+
+# HTTP
+
+
+def raw(server, *parts: bytes, pause: float = 0, wait: float = 10) -> bytes:
+    """What comes back for these bytes on a connection of their own."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=wait) as plain:
+        received = b""
+        try:
+            for part in parts:
+                plain.sendall(part)
+                time.sleep(pause)
+            while piece := plain.recv(65536):
+                received += piece
+        except (ConnectionError, TimeoutError):
+            pass
+        return received
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+POST += f"Authorization: Bearer {KEY}\r\n".encode()
+
+
+def test_headers_are_capped(server):
+    assert b" 431 " in raw(server, POST + b"X: " + b"a" * 70_000 + b"\r\n\r\n").split(b"\r\n")[0]
+    assert b" 431 " in raw(server, POST, *[b"X: " + b"a" * 9_000 + b"\r\n"] * 8).split(b"\r\n")[0]
+    assert b" 431 " in raw(server, POST + b"X: a\r\n" * 200 + b"\r\n").split(b"\r\n")[0]
+    assert b" 431 " in raw(server, b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n").split(b"\r\n")[0]
+
+
+def test_bodies_are_capped(server, client):
+    assert "16777216" in refused(client.post("/v1/completions", content=b" " * (2**24 + 1)), 413)
+    chunks = (b"x" * 2**20 for _ in range(17))
+    assert "16777216" in refused(client.post("/v1/completions", content=chunks), 413)
+    refused(client.post("/v1/completions", content=b" " * 2**24), 400)  # not too large: no JSON
+
+
+def test_what_is_not_http(server):
+    reply = raw(server, b"\x16\x03\x01 nonsense\r\n\r\n")
+    assert (
+        b" 400 " in reply.split(b"\r\n")[0]
+        and json.loads(reply.split(b"\r\n\r\n")[1])["error"]["code"] == 400
+    )
+
+
+def test_slow_senders_and_readers_are_cut(server, client, monkeypatch):
+    """A connection that never ends its request, and one that never reads its reply; others go on."""
+    monkeypatch.setattr(connection, "REQUEST_SECONDS", 0.7)
+    monkeypatch.setattr(connection, "READ_SECONDS", 0.7)
+    idle = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    began = time.monotonic()
+    assert raw(server, b"GET /health HTTP/1.1\r\n", *[b"X: y\r\n"] * 8, pause=0.2) == b""
+    assert raw(server, POST + b"Content-Length: 100\r\n\r\n", *[b" "] * 8, pause=0.2) == b""
+    assert time.monotonic() - began < 8 and idle.recv(1) == b""
+    assert client.get("/health").status_code == 200
+    body = json.dumps({"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True, "logprobs": 20})
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # connections inherit it
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", server.port))
+        reader.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        for _ in range(1500):
+            if server.service.client.num_running:
+                break
+            time.sleep(0.02)
+        assert server.service.client.num_running == 1
+        wait_idle(server)
+        assert server.service.client.num_running == 0
+
+
+# Bodies
+
+
+@pytest.mark.parametrize(
+    "route", ["/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize"]
+)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b"[" * 100_000,
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
+        b'{"prompt": "x", "extra": ' + b"[" * 200 + b"]" * 200 + b"}",
+        b'{"prompt": ' + b"9" * 10_000 + b"}",
+        b'{"prompt": "\\ud800"}',
+    ],
+    ids=range(14),
+)
+def test_what_is_no_json(client, route, body):
+    began = time.monotonic()
+    refused(client.post(route, content=body))
+    assert time.monotonic() - began < 5
+
+
+def test_other_media_types(client):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        refused(
+            client.post("/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": kind}), 415
+        )
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"n": 10**9}, {"n": 0}, {"n": True}, {"n": 1.5}, {"n": "3"}, {"best_of": 10**6}, {"n": 9},
+        {"temperature": -1}, {"temperature": 3}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": 2},
+        {"min_p": 7},
+        {"top_k": 2**40}, {"top_k": True}, {"seed": 2**63}, {"seed": 0.5}, {"max_tokens": -1},
+        {"max_tokens": 10**12},
+        {"max_tokens": 3000}, {"logprobs": 21}, {"logprobs": 10**9}, {"prompt_logprobs": -1},
+        {"prompt_logprobs": 21},
+        {"stop": ["x"] * 17}, {"stop": "x" * 300}, {"stop": [""]}, {"stop": [1]},
+        {"stop_token_ids": [0] * 2000}, {"stop_token_ids": [10**6]}, {"allowed_token_ids": []},
+        {"allowed_token_ids": [0] * 2000}, {"allowed_token_ids": [5000]}, {"bad_words": ["x"] * 129},
+        {"logit_bias": {str(i): 1 for i in range(2000)}}, {"logit_bias": {"x": 1}},
+        {"logit_bias": {"5000": 1}},
+        {"logit_bias": {"1": 101}}, {"presence_penalty": 3}, {"frequency_penalty": -3},
+        {"repetition_penalty": 0},
+        {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]}, {"prompt": [10**6]}, {"prompt": ["x"] * 1025},
+        {"prompt": [[1], ["x"]]}, {"prompt": "x" * 200_000}, {"prompt": [5] * 3000},
+        {"stream_options": {"include_usage": True}}, {"model": "x" * 5000}, {"cache_salt": "x" * 1000},
+    ],
+    ids=lambda field: f"{next(iter(field))}={str(next(iter(field.values())))[:20]}",
+)  # fmt: skip
+def test_amplifiers_are_capped(client, field):
+    """4xx at once, with the field's name and little else, and nothing runs."""
+    began = time.monotonic()
+    reply = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **field})
+    message = refused(reply, 404 if "model" in field else 400)
+    assert time.monotonic() - began < 3 and len(message) < 1100
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": {"messages": []}},
+        {"chat_template_kwargs": {"raise_exception": 1}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}] * 129},
+        {"messages": []}, {"messages": [{"role": "user"}] * 5000},
+        {"messages": [{"role": "x" * 100, "content": ""}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        {"top_logprobs": 5}, {"top_logprobs": 500, "logprobs": True}, {"tool_choice": "auto"},
+    ],
+    ids=lambda field: next(iter(field)),
+)  # fmt: skip
+def test_chats_are_capped(client, field):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **field}
+    refused(client.post("/v1/chat/completions", json=body))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+        {"structured_outputs": {"regex": "(a+)+$"}},
+        {"guided_grammar": "root ::= root"},
+        {"functions": [{"name": "f"}]},
+        {"suffix": "x"},
+        {"use_beam_search": True},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_what_would_change_the_result_and_is_not_run_is_refused_by_name(client, field):
+    """Grammars among it: no schema or expression reaches a compiler."""
+    body = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "max_tokens": 2, **field}
+    for route in ("/v1/completions", "/v1/chat/completions"):
+        assert next(iter(field)) in refused(client.post(route, json=body), 501)
+    assert "embeddings" in refused(client.post("/v1/embeddings", json={"input": "x"}), 501)
+
+
+def test_unknown_fields_that_change_nothing_are_let_in(client):
+    fields = {
+        "user": "u",
+        "store": True,
+        "metadata": {"a": 1},
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+    }
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+NAMES = st.sampled_from(
+    [
+        "prompt",
+        "messages",
+        "n",
+        "stop",
+        "logprobs",
+        "seed",
+        "tools",
+        "logit_bias",
+        "stream",
+        "echo",
+        "model",
+        "min_tokens",
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(body=st.dictionaries(NAMES, VALUES, max_size=5))
+def test_random_bodies(client, body):
+    """Any value in any field: an answer or a refusal, never a failure of the server."""
+    for route in ("/v1/completions", "/v1/chat/completions"):
+        reply = client.post(route, json={"max_tokens": 1, **body})
+        assert reply.status_code in (200, 400, 404, 501), reply.text
+
+
+# The queue
+
+
+def test_a_full_queue_answers_429_and_what_runs_goes_on(server, client):
+    async def run():
+        async with httpx.AsyncClient(base_url=server.url, headers=JSON, timeout=60) as client:
+            body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(40)))
+
+    replies = asyncio.run(run())
+    codes = [reply.status_code for reply in replies]
+    assert set(codes) == {200, 429} and codes.count(200) >= 12
+    full = next(reply for reply in replies if reply.status_code == 429)
+    assert "wait already" in refused(full, 429) and full.headers["Retry-After"] == "1"
+    assert 'request_errors_total{code="429"}' in client.get("/metrics").text
+    wait_idle(server)
+
+
+def test_a_request_has_its_time():
+    with ThreadServer(kv="fp16", request_timeout=0.5) as server:
+        body = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True}
+        with httpx.Client(base_url=server.url, headers=JSON, timeout=30) as client:
+            assert "0.5 s" in refused(client.post("/v1/completions", json=body), 504)
+            text = client.post("/v1/completions", json={**body, "stream": True}).text
+        *_, error, done, _ = text.split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 504 and done == "data: [DONE]"
+        wait_idle(server)
+
+
+# Errors and logs
+
+
+def test_a_defect_is_a_number_and_a_log_line(server, monkeypatch, caplog):
+    monkeypatch.setattr(server.service.tokenizer, "encode", lambda *_: 1 / 0)
+    reply = httpx.post(f"{server.url}/tokenize", json={"prompt": "x"}, headers=JSON)
+    message = refused(reply, 500)
+    reference = re.fullmatch(r"internal error, logged as (\w{12})", message)[1]
+    assert reference in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_request_ids_and_log_lines_cannot_be_forged(server):
+    reply = httpx.get(f"{server.url}/health", headers={"X-Request-Id": "mine-1"})
+    assert reply.headers["X-Request-Id"] == "mine-1"
+    reply = httpx.get(f"{server.url}/health", headers={"X-Request-Id": "a" * 500})
+    assert reply.headers["X-Request-Id"].startswith("http-")
+    import logging
+
+    record = logging.LogRecord("x", logging.INFO, "", 0, "model %s", ("a\nERROR forged\x1b[0m",), None)
+    assert LineFormatter("%(message)s").format(record) == "model a\\x0aERROR forged\\x1b[0m"
+
+
+def test_keys_stand_on_no_command_line():
+    found = subprocess.run(["ps", "-eo", "args="], capture_output=True).stdout.decode()
+    assert KEY not in [word for line in found.splitlines() if "qrt.serve" in line for word in line.split()]
+
+
+# Prefix cache
+
+
+def test_cache_salts_keep_prefixes_apart(client):
+    """Without the salt nobody can learn by the clock what somebody else has asked."""
+
+    def cached(salt):
+        body = {
+            "prompt": "A prompt that is long enough to be found again.",
+            "max_tokens": 1,
+            "cache_salt": salt,
+        }
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached("a") > 0, cached("a") > 0, cached("b") > 0] == [False, True, False]
