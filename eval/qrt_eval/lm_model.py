@@ -73,9 +73,10 @@ class QRTLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """A conversation as text."""
-        options = {"add_generation_prompt": add_generation_prompt}
         return self._text.render_chat(
-            chat_history, **options, continue_final_message=not add_generation_prompt
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
 
     def _loglikelihood_tokens(

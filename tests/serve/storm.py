@@ -1,4 +1,6 @@
-"""A storm of streams, most of which are left before their end: `python storm.py URL SECONDS STREAMS [PID ...]`.
+"""A storm of streams, most of which are left before their end.
+
+    python storm.py URL SECONDS STREAMS [PID ...]
 
 Prints what became of them, and what the server's processes (by PID) hold before and after.
 """
