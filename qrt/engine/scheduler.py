@@ -41,7 +41,8 @@ from qrt.errors import ConfigError, QueueFullError
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
 
-# Slots a decoding request is given at a time while there is room: one call for so many steps.
+# Slots a decoding request is given at a time while there is room: one call for so many steps. The first time
+# it is given fewer, by its row, so that not all requests of a batch ask in the same step.
 GROW_TOKENS = 16
 # A request waits for a running prefill that computes at least so many tokens that it can then share.
 SHARED_TOKENS = 32
@@ -241,7 +242,8 @@ class Scheduler:
                 and len(request.seq) < len(request) < request.max_len
             ):
                 start = len(request.seq)
-                slots = self.kv.extend(request.seq, min(GROW_TOKENS, request.max_len - start))
+                more = GROW_TOKENS - (start + request.row) % GROW_TOKENS
+                slots = self.kv.extend(request.seq, min(more, request.max_len - start))
                 if slots is None:
                     slots = self.kv.extend(request.seq, 1)
                 if slots is not None:
