@@ -32,7 +32,7 @@ def test_the_whole_table(small, tmp_path, capsys):
     result = json.loads(out.read_text())
     cells = {(row["op"], row["what"], row["at"]): row for row in result["kernels"]}
     assert len(cells) == len(result["kernels"]) and {key[0] for key in cells} == {
-        "linear", "decode", "prefill", "kv_write", "rmsnorm", "silu_mul", "sample",
+        "layer", "linear", "decode", "prefill", "kv_write", "rmsnorm", "silu_mul", "sample",
     }  # fmt: skip
     for row in cells.values():
         assert row["us"] > 0 and row["floor_us"] > 0 and row["num_bytes"] > 0
@@ -42,6 +42,13 @@ def test_the_whole_table(small, tmp_path, capsys):
     assert cells["linear", "w4a16 sum", "M=8"]["us"] == pytest.approx(
         sum(cells["linear", f"w4a16 {name}", "M=8"]["us"] for name in ("qkv", "o", "gate_up", "down"))
     )
+    # of a layer its products, one K/V of 64 tokens by 2 requests; bf16 stands for what came before
+    layer = cells["layer", "w4a16, KV int4", "2 x 64"]
+    assert layer["num_bytes"] > cells["decode", "int4", "2 x 64"]["num_bytes"] and layer["ours"]
+    products = sum(
+        cells["linear", f"w4a16 {name}", "M=1"]["flops"] for name in ("qkv", "o", "gate_up", "down")
+    )
+    assert layer["flops"] == 2 * products + cells["decode", "int4", "2 x 64"]["flops"]
     # 2 x 64 tokens, 2 heads of K and V: 64 codes in 4 bits and two fp16 scales each
     assert cells["decode", "int4", "2 x 64"]["num_bytes"] == 2 * 64 * 2 * 2 * (64 // 2 + 4)
     baseline = {at for op, what, at in cells if (op, what) == ("prefill", "torch SDPA, contiguous")}

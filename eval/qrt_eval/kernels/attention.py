@@ -24,16 +24,20 @@ Buffers = list[Tensor]
 
 def _cache(fmt: KVFormat, slots: int, config: ModelConfig, device: torch.device) -> Buffers:
     """Random K and V in the format."""
-    buffers = []
-    for spec in fmt.buffers(slots, config.num_kv_heads, config.head_dim, activation_dtype(device)).values():
-        tensor = spec.zeros(device)
+    specs = fmt.buffers(slots, config.num_kv_heads, config.head_dim, activation_dtype(device)).values()
+    buffers = [spec.zeros(device) for spec in specs]
+    randomize(buffers, fmt)
+    return buffers
+
+
+def randomize(buffers: Buffers, fmt: KVFormat) -> None:
+    """Fill a layer's tensors with random K and V, in place."""
+    for tensor in buffers:
         if tensor.dtype.is_floating_point:
             tensor.normal_()
             tensor.abs_() if fmt.bits < 16 else None  # scales
         else:
             tensor.random_(-(1 << 15), 1 << 15)
-        buffers.append(tensor)
-    return buffers
 
 
 def decode_rows(

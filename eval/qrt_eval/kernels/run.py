@@ -15,7 +15,7 @@ from tqdm import tqdm
 from qrt.arch import ModelConfig
 from qrt.errors import ConfigError
 from qrt_eval.cli import OPS
-from qrt_eval.kernels import attention, elementwise, linear, peers, sample
+from qrt_eval.kernels import attention, elementwise, layer, linear, peers, sample
 from qrt_eval.kernels.row import Row
 from qrt_eval.kernels.timer import Rates, measure_rates
 from qrt_eval.kernels.tune import tune
@@ -23,6 +23,7 @@ from qrt_eval.results import write_json
 from qrt_eval.shapes import shape
 
 TOKENS = (1, 16, 64, 256, 4096)
+LAYERS = ((1, 1024), (16, 1024), (64, 1024), (256, 1024))
 DECODES = ((1, 4096), (1, 32768), (16, 4096), (64, 4096), (256, 1024), (16, 32768))
 PREFILLS = ((4096, 0), (4096, 28672))
 
@@ -58,6 +59,8 @@ def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: tor
     tokens = arguments.tokens or TOKENS
     decodes = [_pair(text) for text in arguments.decode] if arguments.decode else DECODES
     prefills = [_pair(text) for text in arguments.prefill] if arguments.prefill else PREFILLS
+    if "layer" in ops:
+        yield from layer.rows(config, decodes if arguments.decode else LAYERS, rates, device)
     if "linear" in ops:
         yield from linear.rows(config, tokens, rates, device)
     if "decode" in ops:

@@ -1,0 +1,86 @@
+"""A whole decoder layer at decode, as the engine launches it: a chain of kernels in one CUDA graph.
+
+What a kernel is worth shows here, not alone: its start and end may lie under those of its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from qrt.arch import ModelConfig
+from qrt.kernels.decode_attention import plan_splits
+from qrt.kernels.step import DecodeMeta, StepMeta
+from qrt.mem.storage import KVStorage
+from qrt.model.decoder import Decoder
+from qrt.model.random import random_model
+from qrt.quant.kv import KV_FORMATS
+from qrt_eval.kernels.attention import randomize
+from qrt_eval.kernels.row import Row
+from qrt_eval.kernels.timer import Rates, activation_dtype, microseconds
+
+PAIRS = (("fp16", "fp16"), ("w8a8", "int8"), ("w8a16", "int8"), ("w4a16", "int8"), ("w4a16", "int4"))
+GPU_LAYERS = 8  # of distinct weights: no layer's are in the cache when it comes to them again
+VOCABULARY = 256  # embedding and head are not the layer's
+
+
+def rows(
+    config: ModelConfig, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device
+) -> Iterator[Row]:
+    """A row per pair of weight scheme and KV format and per (batch, context)."""
+    layers = GPU_LAYERS if device.type == "cuda" else 1
+    plain = "bf16" if device.type == "cuda" else "fp32"
+    config = replace(config, num_layers=layers, vocab_size=VOCABULARY)
+    for scheme, kv in PAIRS:
+        dtype = activation_dtype(device)
+        model = random_model(config, scheme, device=device, dtype=dtype)
+        weight_bytes = sum(t.nbytes for linear in model.linears() for t in linear.parameters())
+        weight_bytes -= sum(t.nbytes for t in model.head.parameters())
+        fmt = KV_FORMATS[kv]
+        for batch, context in sizes:
+            us = _time(model, kv, batch, context)
+            kv_bytes = batch * context * fmt.bytes_per_slot(config.num_kv_heads, config.head_dim, dtype)
+            num_bytes = weight_bytes // layers + kv_bytes
+            flops = batch * _flops_per_token(model, context)
+            int8 = scheme == "w8a8"
+            floor_us = rates.floor_us(num_bytes, 0 if int8 else flops, flops if int8 else 0)
+            names = [plain if name == "fp16" else name for name in (scheme, kv)]
+            what, at = "{}, KV {}".format(*names), f"{batch} x {context}"
+            yield Row("layer", what, at, us, floor_us, num_bytes, flops, ours=scheme != "fp16")
+        del model
+
+
+def _time(model: Decoder, kv: str, batch: int, context: int) -> float:
+    """Microseconds of a layer."""
+    config, device = model.config, model.device
+    fmt, tokens = KV_FORMATS[kv], batch * context
+    storage = KVStorage(
+        [fmt] * config.num_layers, tokens, config.num_kv_heads, config.head_dim, model.dtype, device
+    )
+    for i in range(len(storage)):
+        randomize(storage.layer(i).buffers, fmt)
+    table = torch.randperm(tokens, device=device).to(torch.int32).view(batch, context)
+    index = torch.arange(batch, device=device, dtype=torch.int32)
+    lens = torch.full_like(index, context)
+    splits = plan_splits(lens, config.num_kv_heads, storage.programs_per_sm)
+    step = StepMeta(
+        tokens=index.long() % VOCABULARY,
+        positions=lens - 1,
+        slots=table[:, -1].contiguous(),
+        slot_table=table,
+        logit_rows=index.long(),
+        decode=DecodeMeta(index, lens, splits),
+        prefill=None,
+    )
+    return microseconds(model.hidden, [(step, storage)]) / config.num_layers
+
+
+def _flops_per_token(model: Decoder, context: int) -> int:
+    config = model.config
+    attention = 4 * context * config.num_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    products = hidden * width + config.num_heads * config.head_dim * hidden + 3 * hidden * inner
+    return attention + 2 * products
