@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.quant import rotation
 
@@ -16,13 +17,6 @@ MIN_COLUMNS = 16  # a tensor-core dot wants at least 16 in every dimension
 def half_width(head_dim: int, parts: int) -> int:
     """H: columns of a half-head tile, `parts` parts of D/2/parts dims each padded to a power of two."""
     return parts * max(MIN_COLUMNS, triton.next_power_of_2(head_dim // 2 // parts))
-
-
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have; on a CPU, a Hopper GPU's."""
-    if device.type != "cuda":
-        return 227 << 10
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def token_stride(x: Tensor, name: str) -> int:
@@ -39,6 +33,19 @@ def signs(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
     matrix = rotation.matrix(head_dim)
     factor = 2**-0.5 if head_dim < rotation.CROSSED_BELOW else 1.0
     return matrix.sign().half().to(device), matrix.abs().max().item() * factor
+
+
+@triton.jit
+def after_previous(OVERLAPS: tl.constexpr):
+    """Nothing that kernels before this one write may be read, and nothing be written, above this call.
+
+    With OVERLAPS (`gpu.overlaps`; the launch says `launch_pdl`) the kernel starts while the one before it
+    runs, and lets the next one start: https://docs.nvidia.com/cuda/cuda-c-programming-guide, programmatic
+    dependent launch. Every program must call it, or the kernel may be done before the one before it.
+    """
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -167,7 +167,7 @@ def done_after(kv_lens, parts, heads, slots):
 
 
 def test_plan_fills_the_gpu_and_never_asks_for_more_than_the_grid(device, monkeypatch):
-    monkeypatch.setattr(package, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(package, "multiprocessors", lambda device: 132)
     slots = 132 * PROGRAMS
     for lens in ([1], [4096], [32768], [131072] + [100] * 63, [4096] * 64, [0, 0, 5], [1024] * 256,
                  [32768] * 16, list(range(64, 4160, 64))):  # fmt: skip

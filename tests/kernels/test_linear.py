@@ -130,7 +130,7 @@ def test_split_sums_repeat_bit_for_bit(device, bits, k):
     assert not TiledWeight(*tensors).arrivals.any()
 
 
-MEASURED = [  # T and what the launchers would find measured: fused, wide or dequantized; never whole blocks
+MEASURED = [  # T and what the launchers would find measured, of every kernel; never whole blocks
     (5, (3, 2, 4)), (19, (2, 4, 3)), (67, (64, 2, 3, 2, 3, 3)), (77, (128, 1, 2, 1, 3, 3)),
     (257, (256, 2, 1, 1, 4, 3)), (131, (128, 1, 2, 2, 2, 4)), (71, ()),
 ]  # fmt: skip
@@ -219,22 +219,33 @@ def test_no_worse_than_torch_in_16_bits(device, scheme, bits, group, dtype, toke
 
 
 @triton.jit
-def _unpack(W, OUT, PLANES: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
-    i = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :] + tl.program_id(0) * 4096
+def _unpack(
+    W, ZEROS, OUT, PLANES: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    rows = tl.arange(0, 64)
+    i = rows[:, None] * 64 + tl.arange(0, 64)[None, :] + tl.program_id(0) * 4096
     words = tl.load(W + i)
+    zero = 0
+    if ZEROS is not None:
+        zero = tl.load(ZEROS + tl.program_id(0) * 64 + rows)[:, None]
     for p in tl.static_range(PLANES):
-        tl.store(OUT + p * 65536 + i, UNPACK(words, p, DTYPE, ASM).to(tl.float32))
+        tl.store(OUT + p * 65536 + i, UNPACK(words, zero, p, DTYPE, ASM).to(tl.float32))
 
 
 @pytest.mark.parametrize("dtype", [tl.float32, tl.float16, tl.bfloat16], ids=str)
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_word_unpacks_exactly(device, bits, dtype):
+def test_every_word_unpacks_exactly(device, bits, symmetric, dtype):
+    """Rows of 64 words have zero points of their own, all there are."""
     words = torch.arange(-32768, 32768, dtype=torch.int32, device=device)
+    zeros = (torch.arange(1024, dtype=torch.int32, device=device) * 37) % 2**bits - 2 ** (bits - 1)
     out = torch.empty(16 // bits, 65536, device=device)
     unpacker = WEIGHT_SCHEMES[f"w{bits}a16"].unpacker()
-    _unpack[(16,)](words.to(torch.int16), out, 16 // bits, unpacker, GPU, dtype)
+    given = None if symmetric else zeros
+    _unpack[(16,)](words.to(torch.int16), given, out, 16 // bits, unpacker, GPU, dtype)
+    less = 0 if symmetric else zeros.repeat_interleave(64)
     for p, plane in enumerate(out):
-        assert torch.equal(plane, ((words >> (bits * p)) % 2**bits - 2 ** (bits - 1)).float())
+        assert torch.equal(plane, ((words >> (bits * p)) % 2**bits - 2 ** (bits - 1) - less).float())
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 70])

@@ -13,12 +13,12 @@ every context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashd
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from qrt.kernels.decode_attention import ref
+from qrt.kernels.gpu import multiprocessors
 from qrt.kernels.op import define
 
 MIN_SPLIT_TOKENS = 128  # a shorter part costs more to merge than it gains
@@ -27,20 +27,15 @@ PROGRAMS_PER_SM = 12  # most that run at once, of any format
 SPLITS = (8, 128)  # bounds of max_splits: one long request among many short ones, one request alone
 
 
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def max_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
     """Parts of a request's KV that the grid has room for: of shapes and device only."""
-    programs = 4 * PROGRAMS_PER_SM * _multiprocessors(device)
+    programs = 4 * PROGRAMS_PER_SM * multiprocessors(device)
     return min(max(programs // max(batch * num_kv_heads, 1), SPLITS[0]), SPLITS[1])
 
 
 def at_once(num_kv_heads: int, programs_per_sm: int, device: torch.device) -> int:
     """Parts of one KV head each that the GPU attends at a time."""
-    return max(1, programs_per_sm * _multiprocessors(device) // num_kv_heads)
+    return max(1, programs_per_sm * multiprocessors(device) // num_kv_heads)
 
 
 def plan_splits(kv_lens: Tensor, num_kv_heads: int, programs_per_sm: int = PROGRAMS_PER_SM) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from qrt.checks import expect
 from qrt.kernels.decode_attention import max_splits
 from qrt.kernels.device import (
+    after_previous,
     half_width,
     load_halves,
     online_softmax,
@@ -24,6 +25,7 @@ from qrt.kernels.device import (
     store_halves,
     token_stride,
 )
+from qrt.kernels.gpu import overlaps
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.base import DecodeBlock
 from qrt.quant.kv.device import KVDevice, part_columns
@@ -88,8 +90,10 @@ def _attend_kernel(
 def _merge_kernel(
     partial, lse, kv_lens, num_splits, rotation, out, max_splits,
     HQ: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
+    launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """grid (B, cdiv(Hq, M)): out = sum_s 2^lse[s] partial[s] / sum_s 2^lse[s], back in the model's basis."""
+    after_previous(launch_pdl)
     request, head = tl.program_id(0), tl.program_id(1) * M + tl.arange(0, M)
     kv_len = tl.load(kv_lens + request)
     part = _part(kv_len, tl.load(num_splits + request), max_splits, TILE)
@@ -154,5 +158,6 @@ def decode_attention(
         partial, lse, kv_lens, num_splits, signs(D, q.device) if fmt.rotated else None, out,
         splits, HQ=Hq, D=D, H=half_width(D, 1), M=merged, TILE=block.tokens,
         N=min(MERGE_SPLITS, triton.next_power_of_2(splits)), num_warps=MERGE_WARPS,
+        launch_pdl=overlaps(q.device),
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qrt.checks import expect
 from qrt.kernels.device import (
+    after_previous,
     half_width,
     into_basis,
     load_halves,
@@ -20,6 +21,7 @@ from qrt.kernels.device import (
     store_halves,
     token_stride,
 )
+from qrt.kernels.gpu import overlaps
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
@@ -34,7 +36,7 @@ def _kv_write_kernel(
     q, k, v, cos, sin, positions, slots, buffers, smoothing, rotation, tokens, num_slots,
     stride_q, stride_k, stride_v,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
-    FMT: tl.constexpr,
+    FMT: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """grid: tiles of q, then of k, then of v; all take one path, v turning by no angle."""
     tile = tl.program_id(0)
@@ -48,6 +50,7 @@ def _kv_write_kernel(
     row = (tile - first) * M + tl.arange(0, M)
     token, head, live = row // heads, row % heads, row < tokens * heads
     dims, real = part_columns(D, FMT.parts, H)
+    after_previous(launch_pdl)
     rows = x + token.to(tl.int64) * stride + head * D
     lo, hi = load_halves(rows, live, dims, real, D)
     lo, hi = lo.to(tl.float32), hi.to(tl.float32)
@@ -105,4 +108,5 @@ def kv_write(
         signs(D, q.device) if fmt.rotated else None, T, kv[0].shape[0],
         token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
         HQ=Hq, HKV=Hkv, D=D, H=H, M=rows, FMT=device, num_warps=WARPS,
+        launch_pdl=overlaps(q.device),
     )  # fmt: skip

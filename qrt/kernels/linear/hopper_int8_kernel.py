@@ -20,8 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qrt.kernels.linear.hopper_kernel import aligned, is_hopper, of_tokens, of_weight, store_block, sum_splits
+from qrt.kernels.gpu import is_hopper
+from qrt.kernels.linear.hopper_kernel import aligned, of_tokens, of_weight, store_block, sum_splits
 from qrt.quant.tokens import QuantizedTokens
 
 SWIZZLED = gl.NVMMASharedLayout(128, 8, 2)
@@ -37,6 +39,7 @@ def _hopper_int8(
 ):  # fmt: skip
     """Grid (cdiv(M, BM) * cdiv(N, BN), splits): BN outputs by BM tokens, `share` steps of K."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 32])
+    gdc_launch_dependents()
     token_blocks = gl.cdiv(M, BM)
     group_size = GROUP * gl.cdiv(N, BN)
     group = gl.program_id(0) // group_size
@@ -54,7 +57,10 @@ def _hopper_int8(
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
     for s in gl.static_range(STAGES):
-        _fetch(a_desc, b_desc, a_smem, b_smem, ready, s, token, output, (first + s) * BK, s < steps)
+        _fetch_weights(a_desc, b_desc, b_smem, ready, s, output, (first + s) * BK, s < steps)
+    gdc_wait()
+    for s in gl.static_range(STAGES):
+        _fetch_tokens(a_desc, a_smem, ready, s, token, (first + s) * BK, s < steps)
     acc = gl.zeros([BN, BM], gl.int32, MMA)
     for i in range(steps):
         slot = i % STAGES
@@ -63,9 +69,8 @@ def _hopper_int8(
         acc = warpgroup_mma_wait(1, deps=[acc])  # the step before this one is done
         ahead = i - 1 + STAGES
         wanted = (i > 0) & (ahead < steps)
-        _fetch(
-            a_desc, b_desc, a_smem, b_smem, ready, ahead % STAGES, token, output, (first + ahead) * BK, wanted
-        )
+        _fetch_weights(a_desc, b_desc, b_smem, ready, ahead % STAGES, output, (first + ahead) * BK, wanted)
+        _fetch_tokens(a_desc, a_smem, ready, ahead % STAGES, token, (first + ahead) * BK, wanted)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
     last = True
@@ -83,12 +88,17 @@ def _hopper_int8(
 
 
 @gluon.jit
-def _fetch(a_desc, b_desc, a_smem, b_smem, ready, slot, token, output, k, wanted):
-    """Start the copy of one step's tokens and weights into a slot."""
+def _fetch_weights(a_desc, b_desc, b_smem, ready, slot, output, k, wanted):
+    """Start the copy of one step's weights into a slot, which is ready when its tokens are there too."""
     arrived = ready.index(slot)
     mbarrier.expect(arrived, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(a_desc, [token, k], arrived, a_smem.index(slot), pred=wanted)
     tma.async_copy_global_to_shared(b_desc, [output, k], arrived, b_smem.index(slot), pred=wanted)
+
+
+@gluon.jit
+def _fetch_tokens(a_desc, a_smem, ready, slot, token, k, wanted):
+    """Start the copy of one step's tokens into a slot."""
+    tma.async_copy_global_to_shared(a_desc, [token, k], ready.index(slot), a_smem.index(slot), pred=wanted)
 
 
 class HopperPlan(NamedTuple):
@@ -133,4 +143,5 @@ def hopper_int8_gemm(
         x.scale, scale, bias, y, torch.empty(part, dtype=torch.int32, device=codes.device), arrivals,
         tokens, n, steps, share, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS,
         GROUP=GROUP, SPLIT=splits > 1, STAGES=plan.stages, num_warps=4 if plan.outputs == 64 else 8,
+        launch_pdl=True,
     )  # fmt: skip

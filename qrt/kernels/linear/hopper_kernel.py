@@ -11,7 +11,6 @@ Layout: quant/weight/tiles.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qrt.kernels.gpu import is_hopper
 from qrt.quant.weight.tiles import TiledWeight
 
 SWIZZLED = {words: gl.NVMMASharedLayout(words * 2, 16, 3) for words in (32, 64)}  # by words of a tile's row
@@ -39,47 +40,56 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @triton.jit
-def _affine(plane, zero, scale, DTYPE: tl.constexpr):
-    """(plane - zero) * scale in the 16-bit DTYPE, two at a time; one rounding, the difference is exact."""
+def _times(plane, scale, DTYPE: tl.constexpr):
+    """plane * scale in the 16-bit DTYPE, two at a time."""
     if DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; sub.bf16x2 t, $1, $2; mul.bf16x2 $0, t, $3; }",
-            "=r,r,r,r", [plane, zero, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
+            "mul.bf16x2 $0, $1, $2;", "=r,r,r", [plane, scale], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
     else:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; sub.f16x2 t, $1, $2; mul.f16x2 $0, t, $3; }",
-            "=r,r,r,r", [plane, zero, scale], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
+            "mul.f16x2 $0, $1, $2;", "=r,r,r", [plane, scale], dtype=tl.float16, is_pure=True, pack=2
+        )
 
 
 @gluon.jit
-def _weights(
+def exact_plane(
+    words, zeros, PLANE: gl.constexpr, RUN: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr,
+    DOT: gl.constexpr,
+):  # fmt: skip
+    """Plane PLANE, of run RUN, of `words` [ROWS, J] as code - zero in DOT; zeros int32 [ROWS]."""
+    if ASYMMETRIC:
+        return UNPACK(words, gl.expand_dims((zeros << (24 - 8 * RUN)) >> 24, 1), PLANE, DOT, True)
+    else:
+        return UNPACK(words, 0, PLANE, DOT, True)
+
+
+@gluon.jit
+def scale_of_run(scales, RUN: gl.constexpr, SCALE: gl.constexpr):
+    """The scale, SCALE [ROWS], of run RUN from words: a tuple of int32 [ROWS]."""
+    if SCALE == gl.float32:
+        return scales[RUN].to(gl.float32, bitcast=True)
+    else:
+        return ((scales[RUN // 2] >> (RUN % 2 * 16)) & 0xFFFF).to(gl.int16).to(SCALE, bitcast=True)
+
+
+@gluon.jit
+def weights_of(
     words, scales, zeros, PLANE: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr,
 ):  # fmt: skip
-    """A plane of `words` [ROWS, J] as weights in DOT; scales: a tuple of int32 [ROWS], zeros int32 [ROWS]."""
+    """A plane of `words` [ROWS, J] as weights in DOT, rounded once."""
     RUN: gl.constexpr = PLANE * RUNS // PLANES
-    plane = UNPACK(words, PLANE, DOT, True)
-    if SCALE == gl.float32:
-        scale = scales[RUN].to(gl.float32, bitcast=True)
-    else:
-        scale = ((scales[RUN // 2] >> (RUN % 2 * 16)) & 0xFFFF).to(gl.int16).to(SCALE, bitcast=True)
-    zero = gl.full_like(scales[0], 0)
-    if ASYMMETRIC:
-        zero = (zeros << (24 - 8 * RUN)) >> 24
+    plane = exact_plane(words, zeros, PLANE, RUN, ASYMMETRIC, UNPACK, DOT)
+    scale = gl.expand_dims(scale_of_run(scales, RUN, SCALE), 1)
     if SCALE == DOT:
-        if ASYMMETRIC:
-            return _affine(plane, gl.expand_dims(zero.to(DOT), 1), gl.expand_dims(scale, 1), DOT)
-        else:
-            return plane * gl.expand_dims(scale, 1)
+        return _times(plane, scale, DOT)
     else:
-        wide = plane.to(gl.float32) - gl.expand_dims(zero.to(gl.float32), 1)
-        return (wide * gl.expand_dims(scale.to(gl.float32), 1)).to(DOT)
+        return (plane.to(gl.float32) * scale.to(gl.float32)).to(DOT)
 
 
 @gluon.jit
-def _row_words(smem, slot, COUNT: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr):
+def row_words(smem, slot, COUNT: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr):
     """COUNT int32 words of every row, each [ROWS], from smem [slots * COUNT, ROWS / 64, 64]."""
     words = ()
     for w in gl.static_range(COUNT):
@@ -108,6 +118,7 @@ def _wide(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
+    gdc_launch_dependents()
     token_blocks = gl.cdiv(M, BM)
     block = gl.program_id(0) // token_blocks * BN
     token = gl.program_id(0) % token_blocks * BM
@@ -130,6 +141,7 @@ def _wide(
             w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, w_ready, s, block, first + s,
             s < steps, W_BYTES, WORDS, ASYMMETRIC,
         )  # fmt: skip
+    gdc_wait()
     for s in gl.static_range(XS):
         _fetch_x(
             x_desc, x_smem, x_ready, s, first * PLANES + s * XP, token, s < steps * PARTS_OF_TILE, X_BYTES
@@ -138,11 +150,11 @@ def _wide(
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     mbarrier.wait(w_ready.index(0), 0)
     words = w_smem.index(0).reshape([ROWS, J]).load(OPERAND)
-    scales = _row_words(scale_smem, 0, WORDS, ROWS, ROW)
+    scales = row_words(scale_smem, 0, WORDS, ROWS, ROW)
     zeros = scales[0]
     if ASYMMETRIC:
         zeros = zero_smem.index(0).reshape([ROWS]).load(ROW)
-    weights = _weights(words, scales, zeros, 0, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
+    weights = weights_of(words, scales, zeros, 0, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
     before = weights
     for i in range(steps):
         for p in gl.static_range(PLANES):
@@ -169,11 +181,11 @@ def _wide(
                 slot = (i + 1) % WS
                 mbarrier.wait(w_ready.index(slot), (i + 1) // WS & 1, pred=i + 1 < steps)
                 words = w_smem.index(slot).reshape([ROWS, J]).load(OPERAND)
-                scales = _row_words(scale_smem, slot, WORDS, ROWS, ROW)
+                scales = row_words(scale_smem, slot, WORDS, ROWS, ROW)
                 zeros = scales[0]
                 if ASYMMETRIC:
                     zeros = zero_smem.index(slot).reshape([ROWS]).load(ROW)
-            weights = _weights(
+            weights = weights_of(
                 words, scales, zeros, (p + 1) % PLANES, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT
             )
     acc, before = warpgroup_mma_wait(0, deps=[acc, before])
@@ -274,12 +286,6 @@ def fits(x: Tensor, weight: TiledWeight) -> bool:
     return is_hopper(x.device) and x.itemsize == 2 and x.shape[1] % weight.packed.shape[3] == 0
 
 
-@lru_cache(maxsize=8)
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device has wgmma."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def wide_gemm(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], plan: WidePlan
 ) -> None:
@@ -289,21 +295,14 @@ def wide_gemm(
     share = triton.cdiv(tiles, plan.splits)
     splits = triton.cdiv(tiles, share)
     part = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
-    swizzled, per_row = SWIZZLED[words], (plan.blocks, rows)
-    packed = weight.packed, (blocks, tiles * rows, words), torch.int16, (plan.blocks, rows, words)
-    scale = of_weight(weight.scale, (blocks, weight.scale.nbytes // blocks // 4), torch.int32, per_row, FLAT)
-    zero = scale
-    if layout["ASYMMETRIC"]:
-        zero = of_weight(weight.zero, (blocks, tiles * rows), torch.int32, per_row, FLAT)
-    by_plane = aligned(x).unflatten(1, (-1, words)).transpose(0, 1)
     _wide[(outputs, splits)](
-        of_tokens(by_plane, (plan.x_planes, plan.tokens, words), swizzled),
-        of_weight(*packed, swizzled), scale, zero, bias, y, torch.empty(part, device=x.device),
-        weight.arrivals, x.shape[0], y.shape[1], tiles, share,
+        of_planes(x, plan.x_planes, plan.tokens, words), *of_tiles(weight, plan.blocks), bias, y,
+        torch.empty(part, device=x.device), weight.arrivals, x.shape[0], y.shape[1], tiles, share,
         J=words, PLANES=layout["PLANES"], RUNS=layout["RUNS"], SCALE=layout["SCALE"],
         ASYMMETRIC=layout["ASYMMETRIC"], UNPACK=layout["UNPACK"], DOT=DTYPES[x.dtype],
         BIASED=bias is not None, BM=plan.tokens, BN=plan.blocks, SPLIT=splits > 1, XP=plan.x_planes,
         XS=plan.x_stages, WS=plan.w_stages, num_warps=4 if plan.blocks == 1 else 8,
+        launch_pdl=True,
     )  # fmt: skip
 
 
@@ -333,6 +332,24 @@ def of_weight(
         place = _Place(weight.data_ptr(), dtype)
         found = known[tuple(block)] = TensorDescriptor(place, list(shape), strides, list(block), layout)
     return found
+
+
+def of_tiles(weight: TiledWeight, blocks: int) -> tuple[Any, Any, Any]:
+    """TMA descriptors of a tile of so many row blocks: its words, its scales and its zeros."""
+    count, tiles, rows, words = weight.packed.shape
+    packed = weight.packed, (count, tiles * rows, words), torch.int16, (blocks, rows, words)
+    by_row, runs = (blocks, rows), weight.scale.nbytes // count // 4
+    scale = of_weight(weight.scale, (count, runs), torch.int32, by_row, FLAT)
+    zero = scale
+    if weight.zero.numel():
+        zero = of_weight(weight.zero, (count, tiles * rows), torch.int32, by_row, FLAT)
+    return of_weight(*packed, SWIZZLED[words]), scale, zero
+
+
+def of_planes(x: Tensor, planes: int, tokens: int, words: int) -> Any:
+    """TMA descriptor of x [T, K] by planes of `words` inputs: so many of them of so many tokens."""
+    by_plane = aligned(x).unflatten(1, (-1, words)).transpose(0, 1)
+    return of_tokens(by_plane, (planes, tokens, words), SWIZZLED[words])
 
 
 def of_tokens(x: Tensor, block: Sequence[int], layout: gl.NVMMASharedLayout) -> Any:

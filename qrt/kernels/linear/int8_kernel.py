@@ -8,7 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qrt.kernels.device import after_previous
+from qrt.kernels.gpu import overlaps
 from qrt.kernels.linear.hopper_int8_kernel import HopperPlan, fits, hopper_int8_gemm, hopper_plan
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
@@ -17,8 +20,11 @@ from qrt.quant.tokens import QuantizedTokens
 
 
 @triton.jit
-def _quantize_tokens(X, CODES, SCALES, K, ASM: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_tokens(
+    X, CODES, SCALES, K, ASM: tl.constexpr, BLOCK: tl.constexpr, launch_pdl: tl.constexpr
+):  # fmt: skip
     """Grid (T,): one row."""
+    after_previous(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     x = tl.load(X + row * K + k, mask=k < K, other=0.0).to(tl.float32)
@@ -31,7 +37,7 @@ def _quantize_tokens(X, CODES, SCALES, K, ASM: tl.constexpr, BLOCK: tl.constexpr
 def _int8_gemm(
     A, TOKEN_SCALES, B, SCALES, BIAS, Y, PARTS, ARRIVALS, M, N, K, share,
     BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(M, BM) * cdiv(N, BN), SPLITS), `share` of K a split, in whole blocks.
 
@@ -52,6 +58,8 @@ def _int8_gemm(
     split = tl.program_id(1)
     a += split * share
     b += split * share
+    if launch_pdl:
+        gdc_wait()
     for start in range(split * share, tl.minimum(split * share + share, K), BK):
         inside = k < K - start
         left = tl.load(b, mask=(n < N)[:, None] & inside[None, :], other=0)
@@ -59,6 +67,8 @@ def _int8_gemm(
         acc = tl.dot(left, right, acc, out_dtype=tl.int32)
         a += BK
         b += BK
+    if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
+        gdc_launch_dependents()
     real = (m < M)[None, :] & (n < N)[:, None]
     at = m.to(tl.int64)[None, :] * N + n[:, None]
     last = True
@@ -82,7 +92,7 @@ def quantize_tokens(x: Tensor) -> QuantizedTokens:
     if tokens:
         _quantize_tokens[(tokens,)](
             x, codes, scale, k, not triton.knobs.runtime.interpret, block,
-            num_warps=min(16, max(1, block // 512)),
+            num_warps=min(16, max(1, block // 512)), launch_pdl=overlaps(x.device),
         )  # fmt: skip
     return QuantizedTokens(codes, scale, x.dtype)
 
@@ -146,6 +156,6 @@ def int8_gemm(
         x.codes.contiguous(), x.scale, codes, scale, bias, y, parts, arrivals, tokens, n, k, share,
         BIASED=bias is not None,
         BM=block.tokens, BN=block.outputs, BK=block.inputs, GROUP=8, SPLITS=splits,
-        num_warps=block.warps, num_stages=block.stages,
+        num_warps=block.warps, num_stages=block.stages, launch_pdl=overlaps(codes.device),
     )  # fmt: skip
     return y

@@ -18,8 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qrt.kernels.device import shared_bytes
+from qrt.kernels.gpu import overlaps, shared_bytes
 from qrt.kernels.linear.hopper_kernel import WidePlan, fits, wide_gemm, wide_plan
 from qrt.kernels.linear.int8_kernel import int8_gemm
 from qrt.kernels.linear.split_kernel import sum_splits
@@ -48,8 +49,8 @@ def _scale(ptr, run: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def _zero(zeros, run: tl.constexpr):
-    """Signed byte `run` of each row's word."""
-    return (zeros << (24 - 8 * run)) >> 24
+    """Signed byte `run` of each row's word, [ROWS, 1]."""
+    return ((zeros << (24 - 8 * run)) >> 24)[:, None]
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -58,6 +59,7 @@ def _fused(
     K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, RUNS: tl.constexpr,
     SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr,
     DOT: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, SPLITS): Y [M, N] = X [M, K] @ W.T for M <= BM; no split is left without a tile."""
     TILE: tl.constexpr = PLANES * J
@@ -79,6 +81,8 @@ def _fused(
     xp = X + tokens[None, :] * K + first * TILE + words[:, None]
     acc = tl.zeros([ROWS, BM], tl.float32)
     steps = SHARE if TILES % SHARE == 0 else tl.minimum(SHARE, TILES - first)
+    if launch_pdl:
+        gdc_wait()
     for i in tl.range(0, steps, num_stages=STAGES):
         packed = tl.load(wp, eviction_policy="evict_first")
         if ASYMMETRIC:
@@ -86,9 +90,7 @@ def _fused(
         for run in tl.static_range(RUNS):
             part = tl.zeros([ROWS, BM], tl.float32)
             for p in tl.static_range(run * PER_RUN, (run + 1) * PER_RUN):
-                plane = UNPACK(packed, p, DOT, ASM)
-                if ASYMMETRIC:
-                    plane -= _zero(zeros, run).to(DOT)[:, None]
+                plane = UNPACK(packed, _zero(zeros, run) if ASYMMETRIC else 0, p, DOT, ASM)
                 inside = live
                 if K % TILE:
                     inside = live & ((first + i) * TILE + p * J + words < K)[:, None]
@@ -100,6 +102,8 @@ def _fused(
         zp += ROWS
         xp += TILE
 
+    if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
+        gdc_launch_dependents()
     n = block * ROWS + rows
     inside = live & (n < N)[:, None]
     last = True
@@ -130,9 +134,8 @@ def _dequantize(
     if ASYMMETRIC:
         zeros = tl.load(ZEROS + tile * ROWS + rows)
     for p in tl.static_range(PLANES):
-        plane = UNPACK(packed, p, OUT.dtype.element_ty, ASM).to(tl.float32)
-        if ASYMMETRIC:
-            plane -= _zero(zeros, p // PER_RUN).to(tl.float32)[:, None]
+        zero = _zero(zeros, p // PER_RUN) if ASYMMETRIC else 0
+        plane = UNPACK(packed, zero, p, OUT.dtype.element_ty, ASM).to(tl.float32)
         scales = SCALES + tile * (RUNS // WORDS * ROWS) + rows
         plane *= _scale(scales, p // PER_RUN, ROWS, SCALE)[:, None]
         k = (column * PLANES + p) * J + words
@@ -184,7 +187,7 @@ def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, un
     layout = _layout(weight, bits, unpack)
     if x.shape[0] == 0:
         return y
-    chosen = _wide_plan(x, weight, bits)
+    chosen = _hopper_plan(x, weight, bits)
     if chosen is not None:
         wide_gemm(x.contiguous(), weight, bias, y, layout, chosen)
         return y
@@ -210,7 +213,8 @@ def _launch_fused(
     blocks, tiles, rows, words = weight.packed.shape
     width = width_of(tokens)
     measured = configs(x.device).get(tuning_key(k, n, 16 // layout["PLANES"], width))
-    chosen = Plan(*measured) if measured else plan(width, blocks, tiles)
+    fused = measured and len(measured) == len(Plan._fields)  # others are for 16 bits on Hopper
+    chosen = Plan(*measured) if fused else plan(width, blocks, tiles)
     stage_bytes = rows * words * 2 + layout["PLANES"] * words * width * x.itemsize
     parts = torch.empty(chosen.splits * n * tokens if chosen.splits > 1 else 0, device=x.device)
     _fused[(blocks, chosen.splits)](
@@ -218,14 +222,15 @@ def _launch_fused(
         parts, weight.arrivals, tokens, n, k,
         DOT=_dot_type(x), BIASED=bias is not None, BM=width, SPLITS=chosen.splits,
         STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **layout,
+        launch_pdl=overlaps(x.device),
     )  # fmt: skip
 
 
-def _wide_plan(x: Tensor, weight: TiledWeight, bits: int) -> WidePlan | None:
+def _hopper_plan(x: Tensor, weight: TiledWeight, bits: int) -> WidePlan | None:
     """None: `_fused` or `_dequantize`."""
     if not fits(x, weight):
         return None
-    width = triton.next_power_of_2(x.shape[0])
+    width = width_of(x.shape[0])
     measured = configs(x.device).get(tuning_key(x.shape[1], weight.out_features, bits, width))
     if measured is not None:
         return WidePlan(*measured) if len(measured) == len(WidePlan._fields) else None

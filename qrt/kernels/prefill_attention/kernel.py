@@ -21,11 +21,11 @@ from qrt.checks import expect
 from qrt.kernels.device import (
     half_width,
     out_of_basis,
-    shared_bytes,
     signs,
     store_halves,
     token_stride,
 )
+from qrt.kernels.gpu import shared_bytes
 from qrt.quant.kv import KV_FORMATS, KVFormat
 from qrt.quant.kv.device import part_columns
 

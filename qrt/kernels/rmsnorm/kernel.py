@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qrt.kernels.device import after_previous
+from qrt.kernels.gpu import overlaps
 from qrt.quant.device import token_codes, token_scale
 
 _BLOCK_ELEMENTS = 2048  # rows shorter than this share a program
@@ -19,13 +21,15 @@ _BLOCK_ELEMENTS = 2048  # rows shorter than this share a program
 def _rmsnorm(
     X, RESIDUAL, WEIGHT, Y, SCALES, ROWS, HEADS, token_stride, head_stride, residual_stride, eps,
     K: tl.constexpr, ADD: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token r // HEADS. INT8: Y takes codes."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
     inside = (row < ROWS)[:, None] & (k < K)[None, :]
     start = row // HEADS * token_stride + row % HEADS * head_stride
+    weight = tl.load(WEIGHT + k, mask=k < K, other=0.0).to(tl.float32)
+    after_previous(launch_pdl)
     x = tl.load(X + start[:, None] + k[None, :], mask=inside, other=0.0)
     if ADD:
         residual = RESIDUAL + row[:, None] * residual_stride + k[None, :]
@@ -34,7 +38,6 @@ def _rmsnorm(
     wide = x.to(tl.float32)
     mean = tl.sum(wide * wide, 1) / K
     normal = (wide * tl.rsqrt(mean + eps)[:, None]).to(x.dtype).to(tl.float32)
-    weight = tl.load(WEIGHT + k, mask=k < K, other=0.0).to(tl.float32)
     y = (normal * weight[None, :]).to(x.dtype)
     if INT8:
         y = y.to(tl.float32)
@@ -58,6 +61,7 @@ def _launch(
         0 if residual is None else residual.stride(0), eps,
         K=k, ADD=residual is not None, INT8=scale is not None, ASM=not triton.knobs.runtime.interpret,
         BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=min(16, max(1, block_rows * block_k // 256)),
+        launch_pdl=overlaps(x.device),
     )  # fmt: skip
 
 

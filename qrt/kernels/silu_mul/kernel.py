@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qrt.kernels.device import after_previous
+from qrt.kernels.gpu import overlaps
 from qrt.quant.device import token_codes, token_scale
 
 _BLOCK = 1024
@@ -32,8 +34,9 @@ def _silu_times(gate, up, ASM: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul(GATE_UP, Y, I, ASM: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(GATE_UP, Y, I, ASM: tl.constexpr, BLOCK: tl.constexpr, launch_pdl: tl.constexpr):
     """Grid (T, cdiv(I, BLOCK))."""
+    after_previous(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(GATE_UP + row * 2 * I + i, mask=i < I, other=0.0)
@@ -43,9 +46,11 @@ def _silu_mul(GATE_UP, Y, I, ASM: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _silu_mul_int8(
-    GATE_UP, CODES, SCALES, I, ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    GATE_UP, CODES, SCALES, I, ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (T,): a row's outputs stay in registers, BLOCKS blocks of them, until their maximum is known."""
+    after_previous(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     outputs = ()
     peak = tl.zeros([BLOCK], tl.float32)
@@ -69,7 +74,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     y = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         grid = (tokens, triton.cdiv(width, _BLOCK))
-        _silu_mul[grid](gate_up.contiguous(), y, width, not triton.knobs.runtime.interpret, _BLOCK)
+        _silu_mul[grid](
+            gate_up.contiguous(), y, width, not triton.knobs.runtime.interpret, _BLOCK,
+            launch_pdl=overlaps(y.device),
+        )  # fmt: skip
     return y
 
 
@@ -83,6 +91,6 @@ def silu_mul_int8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
         _silu_mul_int8[(tokens,)](
             gate_up.contiguous(), codes, scale, width,
             ASM=not triton.knobs.runtime.interpret, BLOCK=block, BLOCKS=triton.cdiv(width, block),
-            num_warps=min(16, max(1, block // 256)),
+            num_warps=min(16, max(1, block // 256)), launch_pdl=overlaps(codes.device),
         )  # fmt: skip
     return codes, scale

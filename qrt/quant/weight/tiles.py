@@ -134,8 +134,9 @@ class TiledScheme(WeightScheme):
 
     @abstractmethod
     def unpacker(self) -> Any:
-        """The Triton function (`device.py`) `unpack(words, PLANE, DTYPE, ASM)`: int16 words -> plane PLANE
-        of code - 2^(bits-1) in DTYPE, exact; ASM False asks for plain Triton."""
+        """The Triton function (`device.py`) `unpack(words, zero, PLANE, DTYPE, ASM)`: int16 words -> plane
+        PLANE of code - 2^(bits-1) - zero in DTYPE, exact; zero is int32, broadcast to the words, or 0; ASM
+        False asks for plain Triton."""
 
     @property
     def bits(self) -> int:

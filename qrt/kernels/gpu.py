@@ -1,0 +1,35 @@
+"""What a device is, as launchers ask: torch only, so that the host side of an operator may ask too."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+_HOPPER_SHARED_BYTES = 227 << 10
+
+
+@lru_cache(maxsize=8)
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 1 of a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=8)
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have; on a CPU, a Hopper GPU's."""
+    if device.type != "cuda":
+        return _HOPPER_SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+@lru_cache(maxsize=8)
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has wgmma."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@lru_cache(maxsize=8)
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may start before the one it follows is done (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
