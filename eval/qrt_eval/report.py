@@ -39,7 +39,8 @@ def perplexities(results: list[Result]) -> str:
 
 
 def latencies(results: list[Result]) -> str:
-    """One row per model, KV format, batch and prompt length; what is compared with names itself."""
+    """One row per model, KV format, batch and prompt length; what is compared with names itself. "GPU waits"
+    is the share of the time between steps of decodes in which the GPU has nothing to do."""
     rows = []
     for result in results:
         for row in result.get("rows", ()):
@@ -50,11 +51,12 @@ def latencies(results: list[Result]) -> str:
                     row.get("kv", result["kv"]),
                     f"{row['batch']} x {row['input_len']:,}",
                     f"{row['prefill_tokens_per_s']:,.0f}",
-                    f"{row['decode_ms_per_step']:.1f}",
+                    f"{row['decode_ms_per_step']:.2f}",
                     f"{row['floor_ms']:.2f}" if row["floor_ms"] else "",
+                    f"{100 * row['host_gap']:.2f} %" if row.get("host_gap") is not None else "",
                 )
             )
-    head = ("model", "KV", "batch x prompt", "prefill tokens/s", "decode ms/step", "floor ms")
+    head = ("model", "KV", "batch x prompt", "prefill tokens/s", "decode ms/step", "floor ms", "GPU waits")
     return table(head, rows)
 
 

@@ -54,8 +54,8 @@ def test_devices_have_tables_of_their_own_and_what_is_compared_with_names_itself
     assert report.report(tmp_path).splitlines() == [
         "Measured on B, torch 2, Triton 3.", "",
         "Measured on A, torch 2, Triton 3.", "",
-        "| model | KV | batch x prompt | prefill tokens/s | decode ms/step | floor ms |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| m w4a16 | int8 | 1 x 8 | 10 | 2.0 | 1.00 |",
-        "| m bf16, transformers | bf16 | 1 x 8 | 10 | 2.0 | 1.00 |",
+        "| model | KV | batch x prompt | prefill tokens/s | decode ms/step | floor ms | GPU waits |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| m w4a16 | int8 | 1 x 8 | 10 | 2.00 | 1.00 |  |",
+        "| m bf16, transformers | bf16 | 1 x 8 | 10 | 2.00 | 1.00 |  |",
     ]  # fmt: skip
