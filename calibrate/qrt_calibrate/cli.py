@@ -1,7 +1,9 @@
-"""`qrt-calibrate`: a Hugging Face checkpoint in, a quantized one out."""
+"""`qrt-calibrate`: a Hugging Face checkpoint in, a quantized one out; `convert`: from format to format."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -10,73 +12,110 @@ from rich.console import Console
 
 from qrt.cli import ArgumentParser, run_main
 from qrt.errors import ConfigError
-from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.kv import KV_FORMATS
+from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+from qrt_calibrate import convert
+from qrt_calibrate.hub import push
 from qrt_calibrate.method import METHODS
 from qrt_calibrate.pipeline import calibrate
-from qrt_calibrate.recipe import SCHEME_OF_BITS, Recipe, default_method, grid_of, scheme_of
+from qrt_calibrate.recipe import Recipe
+from qrt_calibrate.recipe_file import read_recipe, recipe_of
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    if words[:1] == ["convert"]:
+        return convert.main(words[1:])
+    arguments = _parser().parse_args(words)
     return run_main(lambda: _run(arguments))
 
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="qrt-calibrate",
-        description="Quantize a Hugging Face checkpoint into a new one (compressed-tensors), layer by layer.",
+        description="Quantize a Hugging Face checkpoint into a new one (compressed-tensors), layer by layer. "
+        "`qrt-calibrate convert --help` is about changing the format of a quantized checkpoint.",
     )
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder, or 'tiny' for the bundled model")
-    add("--out", metavar="DIR", help="folder to make (default: the model's name with -w4, -w8 or -w8a8)")
+    add("--out", metavar="DIR", help="folder to make (default: the model's name with -w4, -w8 or -w8a8); an "
+        "interrupted run goes on from DIR.partial")  # fmt: skip
     add("--device", help="where to compute (default: cuda if there is one, else cpu)")
+    add("--recipe", metavar="FILE", help="YAML file with flags' names as keys; flags win over it")
+    add(
+        "--push-to-hub",
+        metavar="ORG/NAME",
+        help="upload the result (token: `hf auth login`)",
+    )
+    _add_grid(parser)
+    _add_method(parser)
+    return parser
 
+
+def _add_grid(parser: ArgumentParser) -> None:
     grid = parser.add_argument_group("format")
-    grid.add_argument("--bits", type=int, choices=SCHEME_OF_BITS, help="short for --scheme w4a16 or w8a16")
+    grid.add_argument("--bits", type=int, choices=WEIGHT_ONLY, help="short for --scheme w4a16 or w8a16")
     schemes = [name for name in WEIGHT_SCHEMES if name != "fp16"]
     grid.add_argument("--scheme", choices=schemes, help="weight and activation bits (default: w4a16)")
-    grid.add_argument("--group-size", type=int, metavar="G", help="inputs per scale (default: 128)")
+    grid.add_argument(
+        "--group-size", type=int, metavar="G", help="inputs per scale, -1: one per channel (default: 128)"
+    )
     zero = grid.add_mutually_exclusive_group()
     zero.add_argument("--sym", action="store_const", const=True, dest="symmetric", help="no zero points")
     zero.add_argument("--asym", action="store_const", const=False, dest="symmetric", help="zero points")
     grid.add_argument(
-        "--ignore", action="append", default=[], metavar="PATTERN",
-        help="leave Linears as they are: a glob over names, whole or from a dot (down_proj); may be repeated",
+        "--ignore", action="append", metavar="PATTERN",
+        help="leave Linears as they are: a glob over names, whole or from a dot (down_proj), or re:<regex>; "
+        "may be repeated",
     )  # fmt: skip
+    grid.add_argument(
+        "--override", action="append", metavar="PATTERN=SCHEME",
+        help="Linears in another scheme (its default grid), or fp16; may be repeated, the last counts",
+    )  # fmt: skip
+    grid.add_argument("--kv", choices=list(KV_FORMATS), help="KV format to recommend to qrt-serve (metadata)")
 
+
+def _add_method(parser: ArgumentParser) -> None:
     method = parser.add_argument_group("method")
-    method.add_argument("--method", choices=METHODS, help="default: awq, for w8a8 rtn (needs no text)")
-    method.add_argument("--calib", metavar="FILE", help="calibration text (default: Python's own docstrings)")
+    method.add_argument("--method", choices=METHODS, help="default: awq-gptq, for w8a8 smoothquant-gptq")
     method.add_argument(
-        "--n-samples", type=int, default=Recipe.n_samples, help="windows (default: %(default)s)"
-    )
+        "--calib", metavar="DATA",
+        help="text file, folder, .jsonl (text or chat messages) or dataset, ORG/NAME[:CONFIG[:SPLIT]] "
+        "(default: Python's own docstrings)",
+    )  # fmt: skip
+    for flag, kind, field, what in (
+        ("--n-samples", int, "n_samples", "windows"),
+        ("--seqlen", int, "seqlen", "tokens each"),
+        ("--eval-samples", int, "eval_samples", "further windows that measure the cost, 0: none"),
+        ("--seed", int, "seed", "which windows"),
+        ("--damp", float, "damping", "share of the Hessian's diagonal that GPTQ adds to it"),
+    ):
+        method.add_argument(
+            flag, type=kind, dest=field, help=f"{what} (default: {getattr(Recipe, field)})", metavar="N"
+        )
     method.add_argument(
-        "--seqlen", type=int, default=Recipe.seqlen, help="tokens each (default: %(default)s)"
-    )
-    method.add_argument("--seed", type=int, default=Recipe.seed, help="which windows (default: %(default)s)")
-    return parser
+        "--no-exact-fold", action="store_const", const=False, dest="exact_folds",
+        help="scales that are no powers of two: folds round norms and biases",
+    )  # fmt: skip
 
 
 def _run(arguments: Namespace) -> None:
-    scheme = scheme_of(arguments.bits, arguments.scheme)
-    spec = grid_of(scheme, arguments.group_size, arguments.symmetric)
-    recipe = Recipe(
-        scheme=scheme,
-        spec=spec,
-        method=arguments.method or default_method(spec),
-        ignore=tuple(arguments.ignore),
-        calib=arguments.calib,
-        n_samples=arguments.n_samples,
-        seqlen=arguments.seqlen,
-        seed=arguments.seed,
-    )
+    entries = read_recipe(Path(arguments.recipe)) if arguments.recipe else {}
+    given = {key: value for key, value in vars(arguments).items() if value is not None}
+    for key in ("model", "out", "device", "recipe", "push_to_hub"):
+        given.pop(key, None)
+    recipe = recipe_of({**entries, **given})
     name = Path(arguments.model).resolve().name
-    out = Path(arguments.out or f"{name}-{scheme.removesuffix('a16')}")
-    calibrate(arguments.model, recipe, out, _device(arguments.device)).print(Console())
+    out = Path(arguments.out or f"{name}-{recipe.scheme.removesuffix('a16')}")
+    calibrate(arguments.model, recipe, out, device_of(arguments.device)).print(Console())
+    if arguments.push_to_hub:
+        push(out, arguments.push_to_hub)
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
+    """The device of --device; CUDA where there is one when it is left out."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

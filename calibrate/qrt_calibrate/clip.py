@@ -12,27 +12,24 @@ SHRINKS = tuple(1 - step / 40 for step in range(15))  # 1.00, 0.975, ... 0.65
 _BLOCK_ELEMENTS = 1 << 24  # rows are independent: searched in blocks, to bound the temporaries
 
 
-def search_clip(weight: Tensor, moment: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    """The shrink factor [N, K/G] of each group with the least output error E[(x . (w - dequantized w))^2].
+def search_clip(weight: Tensor, importance: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """The shrink factor [N, K/G] of each group with the least sum of importance * (w - dequantized w)^2.
 
-    weight   [N, K]
-    moment   [K/G, G, G] = E[x x^T] inside each group of inputs
-    dtype    of the stored scale
-
-    The mean squared error that a group alone brings into an output, as AWQ's clipping search has it, but from
-    the second moment of all calibration tokens instead of a sample of them.
+    weight       [N, K]
+    importance   [K]: what a squared error in a column costs, e.g. E[x^2], the diagonal of the Hessian
+    dtype        of the stored scale
     """
     rows = max(1, _BLOCK_ELEMENTS // weight.shape[1])
-    return torch.cat([_search_rows(block, moment, spec, dtype) for block in weight.split(rows)])
+    return torch.cat([_search_rows(block, importance, spec, dtype) for block in weight.split(rows)])
 
 
-def _search_rows(weight: Tensor, moment: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    best = weight.new_ones(weight.shape[0], moment.shape[0])
+def _search_rows(weight: Tensor, importance: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    group = spec.group_of(weight.shape[1])
+    best = weight.new_ones(weight.shape[0], weight.shape[1] // group)
     least = torch.full_like(best, torch.inf)
     for shrink in SHRINKS:
-        wrong = round_weight(weight, spec, dtype, shrink).dequantize() - weight
-        groups = wrong.unflatten(1, moment.shape[:2]).transpose(0, 1)
-        error = ((groups @ moment) * groups).sum(-1).T
+        wrong = round_weight(weight, spec, dtype, shrink).dequantize().sub_(weight).square_()
+        error = wrong.mul_(importance).unflatten(1, (-1, group)).sum(-1)
         better = error < least
         least = torch.where(better, error, least)
         best = torch.where(better, shrink, best)

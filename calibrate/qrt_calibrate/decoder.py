@@ -6,7 +6,7 @@ The model is built on the meta device, so it has no memory; one layer is filled 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import Checkpoint
 
 BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations inside it
+HEAD_ROWS = 16384  # of the head that are multiplied at a time
 
 
 class Decoder:
@@ -32,6 +33,8 @@ class Decoder:
         self._arch = arch
         self._device = device
         self._layers = model.get_submodule(arch.layers)
+        self._norm = model.get_submodule(arch.norm)
+        self._head: tuple[nn.Module, Tensor] | None = None
         self._arguments = _layer_arguments(model, arch, seqlen, device)
 
     def embed(self, windows: Tensor) -> Tensor:
@@ -64,10 +67,19 @@ class Decoder:
         """Hidden states [B, T, H] -> the layer's output, fp32 on the device."""
         return layer(hidden.to(self._device), **self._arguments[index])
 
-    def outputs(self, index: int, layer: nn.Module, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run all of `hidden` [B, T, H] a few windows at a time: views of the inputs, with their outputs."""
-        for part in hidden.split(max(1, BATCH_TOKENS // hidden.shape[1])):
-            yield part, self.run(index, layer, part)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [T, H] behind the last layer -> logits [T, V], fp32 on the device."""
+        if self._head is None:
+            norm = copy.deepcopy(self._norm)
+            weight = self._checkpoint.tensor(f"{self._arch.norm}.weight")
+            norm.load_state_dict({"weight": weight.to(self._device, torch.float32)}, assign=True)
+            stored = self._checkpoint.has(f"{self._arch.head}.weight")
+            head = self._checkpoint.tensor(f"{self._arch.head if stored else self._arch.embed}.weight")
+            self._head = norm, head.to(self._device)
+        norm, head = self._head
+        hidden = norm(hidden.to(self._device))
+        # the head in blocks: in fp32 and whole it would outweigh a layer
+        return torch.cat([nn.functional.linear(hidden, rows.float()) for rows in head.split(HEAD_ROWS)], -1)
 
 
 def _layer_arguments(model: Any, arch: Arch, seqlen: int, device: torch.device) -> list[dict[str, Any]]:

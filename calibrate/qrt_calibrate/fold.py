@@ -1,8 +1,8 @@
 """Move channel scales from a source into its readers without changing the function.
 
-`source` output / s, `readers` input * s (AWQ, arXiv:2306.00978; SmoothQuant, arXiv:2211.10438). The scales
-are powers of two, so a fold only changes exponents: norms and biases, which stay in the model dtype, lose no
-bit, and the layer's output is the same to the last bit.
+`source` output / s, `readers` input * s (AWQ, arXiv:2306.00978; SmoothQuant, arXiv:2211.10438). As a rule the
+scales are powers of two, so a fold only changes exponents: norms and biases, which stay in the model dtype,
+lose no bit, and the layer's output is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class Pair:
     def tie(self, statistic: Tensor) -> Tensor:
         """Reader channels [K] -> source channels: the mean over the channels that share one scale."""
         return statistic.view(-1, self._heads, self._width).mean(1).flatten()
+
+    def tie_largest(self, statistic: Tensor) -> Tensor:
+        """The same with the largest of the channels that share one scale."""
+        return statistic.view(-1, self._heads, self._width).amax(1).flatten()
 
     def spread(self, scales: Tensor) -> Tensor:
         """Source channels -> reader channels [K]."""

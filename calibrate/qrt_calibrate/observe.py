@@ -1,32 +1,85 @@
-"""What one decoder layer sees during calibration: input statistics, and recorded calls to search against."""
+"""What a layer's Linears see in calibration: moments of their inputs, and calls to search against."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qrt.quant.spec import QuantSpec
+
+class _Reached(Exception):
+    """Ends a layer's forward where its last wanted input is known."""
 
 
-@dataclass(frozen=True)
-class InputStats:
-    """Moments of a Linear's input x over all calibration tokens, fp32.
+def inputs_of(layer: nn.Module, names: Sequence[str], run: Callable[[], object]) -> list[Tensor]:
+    """Inputs [T, K] of the submodules `names` (in the order they run in) while `run` runs `layer`; what comes
+    after the last of them is not run."""
+    found: dict[str, Tensor] = {}
 
-    mean_abs   [K]            E|x|
-    moment     [K/G, G, G]    E[x x^T] inside each group of G inputs
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            found[name] = arguments[0].flatten(0, -2)
+            if name == names[-1]:
+                raise _Reached
+
+        return hook
+
+    hooks = [layer.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
+    try:
+        run()
+    except _Reached:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [found[name] for name in names]
+
+
+class Moments:
+    """Moments of a Linear's input over all calibration tokens, fp32: x in the rounded model, x' in the exact.
+
+    mean_abs, max_abs   [K]       of |x|
+    hessian             [K, K]    E[x x^T]
+    drift               [K, K]    E[(x' - x) x^T]: what rounding so far has done to the input
+    residual            [N, K]    E[(r' - r) x^T] for the residual stream r that the Linear's output is added
+                                  to; absent for Linears whose output goes elsewhere
     """
 
-    mean_abs: Tensor
-    moment: Tensor
+    def __init__(self, in_features: int, residual_features: int | None, device: torch.device) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, device=device)
 
-    def divided(self, scales: Tensor) -> InputStats:
-        """The statistics after a fold that divides the input by `scales` [K]."""
-        grouped = scales.view(self.moment.shape[:2])
-        return InputStats(self.mean_abs / scales, self.moment / grouped[:, :, None] / grouped[:, None, :])
+        self.mean_abs, self.max_abs = zeros(in_features), zeros(in_features)
+        self.hessian, self.drift = zeros(in_features, in_features), zeros(in_features, in_features)
+        self.residual = None if residual_features is None else zeros(residual_features, in_features)
+
+    def add(self, x: Tensor, exact: Tensor, total: int) -> None:
+        """Count the inputs x [T, K] and what the exact model has in their place, of `total` tokens in all."""
+        self.mean_abs += x.abs().sum(0) / total
+        self.max_abs = torch.maximum(self.max_abs, x.abs().amax(0))
+        self.hessian.addmm_(x.T, x, alpha=1 / total)
+        self.drift.addmm_((exact - x).T, x, alpha=1 / total)
+
+    def add_residual(self, residual: Tensor, exact: Tensor, x: Tensor, total: int) -> None:
+        """Count the residual stream [T, N] beside the inputs x [T, K]."""
+        assert self.residual is not None
+        self.residual.addmm_((exact - residual).T, x, alpha=1 / total)
+
+    def divide(self, scales: Tensor) -> None:
+        """Follow a fold that divides the input by `scales` [K]: H becomes D^-1 H D^-1, no second pass."""
+        for moment in (self.mean_abs, self.max_abs, self.hessian, self.drift, self.residual):
+            if moment is not None:
+                moment.div_(scales)
+        for moment in (self.hessian, self.drift):
+            moment.div_(scales[:, None])
+
+    def pull(self, weight: Tensor) -> Tensor:
+        """[N, K]: E[d x^T], d being what the output of `weight` [N, K] lacks to where the exact one is."""
+        pull = weight @ self.drift
+        return pull if self.residual is None else pull.add_(self.residual)
 
 
 @dataclass(frozen=True)
@@ -44,47 +97,19 @@ class Call:
         return float((output - self.output).square().mean())
 
 
-def observe_inputs(
-    layer: nn.Module, names: Iterable[str], spec: QuantSpec, run: Callable[[], object]
-) -> dict[str, InputStats]:
-    """Statistics of the inputs of the Linears `names` of `layer` while `run` runs it; groups as in `spec`."""
-    sums: dict[str, list[Tensor]] = {}
-    tokens = dict.fromkeys(names, 0)
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            x = arguments[0].flatten(0, -2)
-            groups = x.unflatten(1, (-1, spec.group_of(x.shape[1]))).transpose(0, 1)
-            parts = [x.abs().sum(0), groups.mT @ groups]
-            seen = sums.setdefault(name, [torch.zeros_like(part, dtype=torch.float64) for part in parts])
-            for total, part in zip(seen, parts, strict=True):
-                total += part
-            tokens[name] += x.shape[0]
-
-        return hook
-
-    hooks = [layer.get_submodule(name).register_forward_pre_hook(watch(name)) for name in tokens]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {
-        name: InputStats(*((total / tokens[name]).float() for total in totals))
-        for name, totals in sums.items()
-    }
-
-
 def record_call(layer: nn.Module, name: str, run: Callable[[], object]) -> Call:
     """The call of the submodule `name` of `layer` while `run` executes it once."""
     calls: list[Call] = []
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         calls.append(Call(module, arguments, keywords, _first(output)))
+        raise _Reached
 
     handle = layer.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
     try:
         run()
+    except _Reached:
+        pass
     finally:
         handle.remove()
     return calls[0]

@@ -2,94 +2,189 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from math import prod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qrt.arch import ARCHS, ModelConfig
-from qrt.errors import CheckpointError, UnsupportedError
+from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
 from qrt.quant.weight import WEIGHT_SCHEMES
-from qrt_calibrate.method import METHODS, Job, LayerResult
+from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.evaluate import Cost, measure_cost
+from qrt_calibrate.fold import linear
+from qrt_calibrate.layer import LayerResult, LayerWork
+from qrt_calibrate.plan import Job, plan
 from qrt_calibrate.recipe import Recipe
-from qrt_calibrate.report import LayerReport, Report
-from qrt_calibrate.rtn import round_weight
-from qrt_calibrate.selection import Selection, check_groups, select
+from qrt_calibrate.report import LayerReport, Report, bits_per_weight
+from qrt_calibrate.search import round_input
+from qrt_calibrate.streams import Streams
+from qrt_calibrate.text import Calibration, calibration
 
 
-def calibrate(model: str, recipe: Recipe, out: Path, device: torch.device) -> Report:
+def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device) -> Report:
     """Quantize checkpoint `model` (a folder, or "tiny") into the new folder `out`.
 
-    Memory: one decoder layer in fp32 with its temporaries, the hidden states of the calibration windows on
-    the CPU (n_samples * seqlen * hidden size, fp32), and the output shard being filled. A failed or
-    interrupted run leaves nothing behind. Raises QrtError for whatever a user can put right.
+    Memory: two copies of one decoder layer in fp32 with their temporaries and one Linear's input moments, and
+    the hidden states of the windows, exact and rounded (each n_samples * seqlen * hidden size, fp32; in files
+    where RAM is short). A run that ends early leaves its finished layers in `<out>.partial`, and the same
+    call goes on from there to the same bytes. Raises QrtError for whatever a user can put right.
     """
     start = time.perf_counter()
     checkpoint = open_checkpoint(model)
-    job, selection = plan(checkpoint, recipe, device)
-    method = METHODS[recipe.method](job)
-    layers: list[LayerReport] = []
-    remaining = set(checkpoint.names())
-    with CheckpointWriter(
-        out,
-        checkpoint,
-        scheme=recipe.scheme,
-        spec=recipe.spec,
-        ignore=selection.ignored,
-        metadata={**recipe.metadata(), **method.metadata},
-    ) as writer:
-        for index in tqdm(range(job.config.num_layers), desc="Calibrating", unit="layer"):
-            began = time.perf_counter()
-            name = job.layer_name(index)
-            tensors = read_layer(checkpoint, name)
-            result = method.quantize(index, tensors)
-            _write_layer(writer, name, result)
-            remaining -= {f"{name}.{tensor}" for tensor in tensors}
-            layers.append(LayerReport(name, result.figures, time.perf_counter() - began))
-        for name in sorted(remaining):
-            writer.add_tensor(name, _read(checkpoint, name))
-    written = open_checkpoint(out)
-    return Report(
-        recipe=recipe,
-        out=out,
-        layers=tuple(layers),
-        quantized_linears=len(selection.quantized),
-        bits_per_weight=_bits_per_weight(checkpoint, written, job.quantized),
-        source_bytes=checkpoint.num_bytes,
-        out_bytes=written.num_bytes,
-        seconds=time.perf_counter() - start,
-    )
-
-
-def plan(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -> tuple[Job, Selection]:
-    """Check everything that can be checked without reading weights."""
-    if "quantization_config" in checkpoint.config:
-        raise UnsupportedError(
-            f"{checkpoint.path}: already quantized; calibrate the unquantized model it was made from"
+    job = plan(checkpoint, recipe, device)
+    text = calibration(job) if any(recipe.windows) else None
+    grids = {name: (grid.scheme, grid.spec) for name, grid in job.quantized.items() if grid != recipe.grid}
+    with (
+        _fast_matmuls(device),
+        CheckpointWriter(
+            out,
+            checkpoint,
+            scheme=recipe.scheme,
+            spec=recipe.spec,
+            overrides=grids,
+            ignore=job.ignored,
+            metadata={**recipe.metadata(), **(text.metadata if text else {})},
+            plan=_fingerprint(job, text),
+        ) as writer,
+    ):
+        run = Run(job, writer, text)
+        layers = []
+        with tqdm(total=job.config.num_layers, desc="Calibrating", unit="layer") as bar:
+            for index in range(job.config.num_layers):
+                layers.append(run.layer(index))
+                bar.update()
+        run.rest()
+        cost = run.cost()
+        report = Report(
+            job=job,
+            out=out,
+            layers=tuple(layers),
+            cost=cost,
+            stored_bytes=writer.stored.num_bytes,
+            bits_per_weight=bits_per_weight(job, writer.stored),
+            calibration=text.metadata["calibration"] if text else None,
+            seconds=time.perf_counter() - start,
         )
-    names = checkpoint.config.get("architectures")
-    if not isinstance(names, list) or not names:
-        raise CheckpointError(f"{checkpoint.path}/config.json: architectures is {names!r}, wanted one name")
-    arch = ARCHS[names[0]]
-    config = ModelConfig.from_hf(checkpoint.config, arch)
-    selection = select(arch, config.num_layers, recipe.ignore)
-    check_groups(checkpoint, selection.quantized, recipe.spec)
-    job = Job(checkpoint, arch, config, recipe, device, frozenset(selection.quantized))
-    if not isinstance(getattr(torch, config.dtype, None), torch.dtype):
-        raise CheckpointError(f"{checkpoint.path}/config.json: dtype {config.dtype!r} is not a torch dtype")
-    # a grid that the scheme's kernels do not run fails here rather than when the result is served
-    sample = torch.zeros(1, 2 * (recipe.spec.group_size or 128))
-    grid = round_weight(sample, recipe.spec, job.scale_dtype)
-    WEIGHT_SCHEMES[recipe.scheme].prepare(grid, torch.device("cpu"), job.scale_dtype)
-    return job, selection
+        for name, content in report.files().items():
+            writer.add_file(name, content)
+    return report
 
 
-def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+class Run:
+    """The layers of one job, first to last; those that `writer` has already are only run, not quantized."""
+
+    def __init__(self, job: Job, writer: CheckpointWriter, text: Calibration | None) -> None:
+        self._job, self._writer, self._text = job, writer, text
+        self._decoder: Decoder | None = None
+        self._streams: Streams | None = None
+        if text is not None:
+            self._decoder = Decoder(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
+            hidden = self._decoder.embed(text.windows)
+            calibrating = job.recipe.windows[0]
+            self._streams = Streams(hidden, calibrating, job.device, writer.working_folder)
+
+    def layer(self, index: int) -> LayerReport:
+        """Quantize layer `index` and write it, or take it up as written; then run it, exact and rounded."""
+        began = time.perf_counter()
+        name = self._job.layer_name(index)
+        tensors = read_layer(self._job.checkpoint, name)
+        label = f"layer-{index:05d}"
+        if label not in self._writer.finished:
+            work = LayerWork(self._job, self._decoder, index, tensors, self._streams)
+            result = work.quantize()
+            del work
+            figures = dict(result.figures)
+            if self._streams is not None:
+                figures["drift"] = self._advance(index, tensors, result)
+            _write_layer(self._writer, name, result)
+            self._writer.finish_step(label, figures)
+        elif self._streams is not None:
+            self._advance(index, tensors, self._written(index, tensors))
+        return LayerReport(name, dict(self._writer.notes(label)), time.perf_counter() - began)
+
+    @torch.no_grad()
+    def _advance(self, index: int, tensors: Mapping[str, Tensor], result: LayerResult) -> float:
+        """Run the layer as it was read and as it is stored; how far apart the outputs are."""
+        assert self._decoder is not None and self._streams is not None
+        exact = self._decoder.load(index, tensors)
+        stored = dict(result.tensors)
+        for name, weight in result.linears.items():
+            stored[f"{name}.weight"] = weight.dequantize()
+            if weight.bias is not None:
+                stored[f"{name}.bias"] = weight.bias
+        rounded = self._decoder.load(index, stored)
+        for name, grid in self._job.layer_grids(index).items():
+            if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+                round_input(linear(rounded, name))
+        run = self._decoder.run
+        return self._streams.advance(
+            lambda hidden: run(index, exact, hidden),
+            lambda hidden: run(index, rounded, hidden),
+            max(1, BATCH_TOKENS // self._job.recipe.seqlen),
+        )
+
+    def _written(self, index: int, tensors: Mapping[str, Tensor]) -> LayerResult:
+        """A layer as an earlier run has written it."""
+        label, prefix = f"layer-{index:05d}", self._job.layer_name(index)
+        linears = {
+            name: self._writer.read_linear(label, f"{prefix}.{name}") for name in self._job.layer_grids(index)
+        }
+        parts = {f"{name}.{part}" for name in linears for part in ("weight", "bias")}
+        rest = {n: self._writer.read_tensor(label, f"{prefix}.{n}") for n in tensors if n not in parts}
+        return LayerResult(linears, rest, {})
+
+    def rest(self) -> None:
+        """Copy what is outside the layers."""
+        if "rest" in self._writer.finished:
+            return
+        inside = f"{self._job.arch.layers}."
+        for name in self._job.checkpoint.names():
+            if not name.startswith(inside):
+                self._writer.add_tensor(name, read(self._job.checkpoint, name))
+        self._writer.finish_step("rest", {})
+
+    def cost(self) -> Cost | None:
+        """What the whole cost, on the windows kept apart for it."""
+        if self._decoder is None or self._streams is None or self._text is None:
+            return None
+        return measure_cost(self._decoder, self._streams, self._text.windows)
+
+
+@contextmanager
+def _fast_matmuls(device: torch.device) -> Iterator[None]:
+    """fp32 products on tensor cores (TF32: 10 bits of mantissa, more than the bf16 that models run in)."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _fingerprint(job: Job, text: Calibration | None) -> dict[str, Any]:
+    """All that decides the bytes: two runs that agree in it may share their parts."""
+    files = sorted(path for path in job.checkpoint.path.glob("*.safetensors"))
+    return {
+        "recipe": repr(job.recipe),
+        "versions": {"torch": torch.__version__},
+        "device": job.device.type,
+        "threads": torch.get_num_threads() if job.device.type == "cpu" else None,
+        "config": hashlib.sha256(repr(sorted(job.checkpoint.config.items())).encode()).hexdigest(),
+        "weights": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
+        "text": text.metadata if text else None,
+    }
+
+
+def read(checkpoint: Checkpoint, name: str) -> Tensor:
     """A tensor as stored; CheckpointError when a value is not finite."""
     tensor = checkpoint.tensor(name)
     blocks = tensor.flatten().split(1 << 24)  # the test makes copies: an lm_head's would outweigh a layer
@@ -104,7 +199,7 @@ def read_layer(checkpoint: Checkpoint, layer: str) -> dict[str, Tensor]:
     """All tensors of a decoder layer, by their names inside it."""
     prefix = f"{layer}."
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
-    return {name.removeprefix(prefix): _read(checkpoint, name) for name in names}
+    return {name.removeprefix(prefix): read(checkpoint, name) for name in names}
 
 
 def _write_layer(writer: CheckpointWriter, layer: str, result: LayerResult) -> None:
@@ -112,11 +207,3 @@ def _write_layer(writer: CheckpointWriter, layer: str, result: LayerResult) -> N
         writer.add_linear(f"{layer}.{name}", weight)
     for name, tensor in result.tensors.items():
         writer.add_tensor(f"{layer}.{name}", tensor)
-
-
-def _bits_per_weight(source: Checkpoint, written: Checkpoint, linears: frozenset[str]) -> float:
-    """What the quantized Linears take on disk without their biases, per weight."""
-    weights = sum(prod(source.spec(f"{linear}.weight").shape) for linear in linears)
-    parts = (name.rpartition(".") for name in written.names())
-    stored = [f"{module}.{part}" for module, _, part in parts if module in linears and part != "bias"]
-    return 8 * sum(written.spec(name).num_bytes for name in stored) / weights

@@ -8,46 +8,110 @@ from typing import Any
 from qrt import __version__
 from qrt.errors import ConfigError
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+from qrt_calibrate.method import METHODS, Method
 
-SCHEME_OF_BITS = {4: "w4a16", 8: "w8a16"}
+UNQUANTIZED = "fp16"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a Linear becomes: the scheme it runs in, and the grid of its weight."""
+
+    scheme: str
+    spec: QuantSpec
+
+    def describe(self) -> str:
+        """E.g. "w4a16 g128 asym"."""
+        if self.spec.granularity is not Granularity.GROUP:
+            return self.scheme
+        return f"{self.scheme} g{self.spec.group_size} {'sym' if self.spec.symmetric else 'asym'}"
+
+
+@dataclass(frozen=True)
+class Override:
+    """Linears that differ from the recipe's grid: those that `pattern` matches (as in `ignore`) get `grid`,
+    or stay unquantized where it is None."""
+
+    pattern: str
+    grid: Grid | None
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """scheme and grid, method, Linears to leave out, and the calibration text's shape.
+    """scheme and grid, method, Linears that differ, and the calibration text's shape.
 
-    ignore      globs over Linear names, whole or from any dot: "lm_head", "down_proj", "model.layers.0.*"
-    calib       a text file; None is the default text
-    n_samples   windows of `seqlen` tokens each, drawn with `seed`
+    ignore        Linears left as they are: globs over names, whole or from any dot ("down_proj",
+                  "model.layers.0.*"), or "re:<regex>" from the name's start
+    overrides     Linears on other grids; of several that match the last counts
+    calib         text file, folder, JSONL or datasets name; None is the default text
+    n_samples     windows of `seqlen` tokens each, drawn with `seed`
+    eval_samples  further windows of the text on which the result is compared with the original; 0: none
+    damping       share of the Hessian's mean diagonal that GPTQ adds to it
+    exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
+    kv            KV format that the checkpoint recommends to qrt's server, or None
     """
 
     scheme: str
     spec: QuantSpec
     method: str
     ignore: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
     calib: str | None = None
     n_samples: int = 128
     seqlen: int = 512
+    eval_samples: int = 8
     seed: int = 0
+    damping: float = 0.01
+    exact_folds: bool = True
+    kv: str | None = None
 
     def __post_init__(self) -> None:
-        if self.n_samples < 1:
-            raise ConfigError(f"--n-samples: got {self.n_samples}, wanted at least 1")
-        if self.seqlen < 2:
-            raise ConfigError(f"--seqlen: got {self.seqlen}, wanted at least 2")
+        if self.method not in METHODS:
+            raise ConfigError(f"--method: got {self.method!r}, wanted one of {', '.join(METHODS)}")
+        for flag, value, least in (
+            ("--n-samples", self.n_samples, 1),
+            ("--seqlen", self.seqlen, 2),
+            ("--eval-samples", self.eval_samples, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{flag}: got {value}, wanted at least {least}")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"--seed: got {self.seed}, wanted 0 to 2^63 - 1")
+        if not 0 < self.damping <= 1:
+            raise ConfigError(f"--damp: got {self.damping}, wanted above 0 and at most 1")
+
+    @property
+    def grid(self) -> Grid:
+        """What a Linear becomes unless an override says otherwise."""
+        return Grid(self.scheme, self.spec)
+
+    @property
+    def steps(self) -> Method:
+        """What the method does."""
+        return METHODS[self.method]
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """Windows that calibrate, and windows that evaluate."""
+        return (self.n_samples if self.steps.needs_text else 0), self.eval_samples
 
     def metadata(self) -> dict[str, Any]:
         """What `quantization_config["qrt"]` says of it: no time, no path, so reruns write the same bytes."""
-        return {"version": __version__, "scheme": self.scheme, "method": self.method}
+        found: dict[str, Any] = {"version": __version__, "scheme": self.scheme, "method": self.method}
+        if self.steps.gptq:
+            found["damping"] = self.damping
+        if not self.exact_folds:
+            found["exact_folds"] = False
+        if self.kv is not None:
+            found["kv"] = self.kv
+        return found
 
 
 def scheme_of(bits: int | None, scheme: str | None) -> str:
     """The scheme's name from --bits, --scheme or both, if they agree; w4a16 without either."""
     if scheme is None:
-        return SCHEME_OF_BITS[bits or 4]
+        return WEIGHT_ONLY[bits or 4]
     spec = WEIGHT_SCHEMES[scheme].spec
     if bits is not None and spec is not None and spec.bits != bits:
         raise ConfigError(f"--bits {bits} contradicts --scheme {scheme}; give one of the two")
@@ -55,20 +119,23 @@ def scheme_of(bits: int | None, scheme: str | None) -> str:
 
 
 def grid_of(scheme: str, group_size: int | None, symmetric: bool | None) -> QuantSpec:
-    """The scheme's default grid with the given changes; ConfigError for a grid the scheme cannot have."""
+    """The scheme's default grid with the given changes, -1 being one scale a channel; ConfigError for a grid
+    that the scheme cannot have."""
     spec = WEIGHT_SCHEMES[scheme].spec
     assert spec is not None, f"{scheme} is not a quantized scheme"
     if spec.granularity is not Granularity.GROUP:
-        if group_size is not None:
+        if group_size not in (None, -1):
             raise ConfigError(f"--group-size: {scheme} has one scale per output channel; leave the flag out")
         if symmetric is False:
             raise ConfigError(f"--asym: {scheme} multiplies symmetric int8 codes; leave the flag out")
         return spec
-    if group_size is not None:
+    if group_size == -1:
+        spec = replace(spec, granularity=Granularity.CHANNEL, group_size=None)
+    elif group_size is not None:
         spec = replace(spec, group_size=group_size)
     return spec if symmetric is None else replace(spec, symmetric=symmetric)
 
 
-def default_method(spec: QuantSpec) -> str:
-    """AWQ for the group grids of the weight-only schemes; a channel scale leaves it nothing to search."""
-    return "awq" if spec.granularity is Granularity.GROUP else "rtn"
+def default_method(scheme: str) -> str:
+    """AWQ's scales and GPTQ's rounding for weights alone; SmoothQuant's where activations are rounded too."""
+    return "smoothquant-gptq" if WEIGHT_SCHEMES[scheme].int8_tokens else "awq-gptq"

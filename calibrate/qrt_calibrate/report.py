@@ -1,19 +1,32 @@
-"""The summary a calibration ends with: one row per layer, sizes, and where the output went."""
+"""What a calibration ends with: a table on screen, qrt_report.json and qrt_report.html beside the weights.
+
+The files hold no time and no path, so that reruns write the same bytes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from qrt_calibrate.recipe import Recipe
+from qrt import __version__
+from qrt.quant.checkpoint.folder import TensorFolder
+from qrt_calibrate.evaluate import Cost
+from qrt_calibrate.page import render
+from qrt_calibrate.plan import Job
+
+WORST = 5  # layers that the report names
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One finished layer: the method's figures by column title, and its time."""
+    """One finished layer: its figures by column title, and its time."""
 
     name: str
     figures: dict[str, float]
@@ -22,35 +35,105 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """One finished calibration; `bits_per_weight` is what the quantized Linears take on disk."""
+    """One finished calibration.
 
-    recipe: Recipe
+    stored        the tensors written
+    cost          what rounding costs on text kept apart, None where none was
+    calibration   the text and how it was cut, None where none was read
+    """
+
+    job: Job
     out: Path
     layers: tuple[LayerReport, ...]
-    quantized_linears: int
+    cost: Cost | None
+    stored_bytes: int
     bits_per_weight: float
-    source_bytes: int
-    out_bytes: int
+    calibration: dict[str, Any] | None
     seconds: float
+
+    @property
+    def title(self) -> str:
+        """Grids and method."""
+        grids = dict.fromkeys(self.job.quantized.values())
+        return f"{', '.join(grid.describe() for grid in grids)} by {self.job.recipe.method}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but times and paths."""
+        recipe = self.job.recipe
+        chosen: dict[str, list[str]] = {}
+        for name, grid in self.job.grids.items():
+            chosen.setdefault(grid.describe() if grid else "fp16", []).append(name)
+        return {
+            "versions": {"qrt": __version__, "torch": torch.__version__},
+            "recipe": {
+                "method": recipe.method,
+                "damping": recipe.damping,
+                "exact_folds": recipe.exact_folds,
+                "seed": recipe.seed,
+                "ignore": list(recipe.ignore),
+            },
+            "calibration": self.calibration,
+            "grids": {grid: len(names) for grid, names in chosen.items()},
+            "linears": chosen,
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "source_bytes": self.job.checkpoint.num_bytes,
+            "stored_bytes": self.stored_bytes,
+            "cost": asdict(self.cost) if self.cost else None,
+            "layers": [{"name": layer.name, **layer.figures} for layer in self.layers],
+            "worst_layers": [layer.name for layer in self.worst],
+        }
+
+    @property
+    def worst(self) -> list[LayerReport]:
+        """The layers of largest error, the worst first."""
+        column = next(iter(self.layers[0].figures))
+        return sorted(self.layers, key=lambda layer: -layer.figures[column])[:WORST]
+
+    def files(self) -> dict[str, str]:
+        """qrt_report.json and qrt_report.html."""
+        facts = self.to_json()
+        return {
+            "qrt_report.json": json.dumps(facts, indent=2) + "\n",
+            "qrt_report.html": render(self.job.checkpoint.path.name, self.title, facts),
+        }
 
     def print(self, console: Console) -> None:
         """Write the table and the closing lines."""
-        table = Table(title=f"{self.recipe.scheme} by {self.recipe.method}")
+        table = Table(title=self.title)
         columns = list(self.layers[0].figures)
-        table.add_column("layer")
+        table.add_column("layer", no_wrap=True)
         for column in (*columns, "seconds"):
             table.add_column(column, justify="right")
         for layer in self.layers:
-            figures = [f"{layer.figures[column]:.4g}" for column in columns]
+            figures = [
+                f"{layer.figures[column]:.4g}" if column in layer.figures else "" for column in columns
+            ]
             table.add_row(layer.name, *figures, f"{layer.seconds:.1f}")
         console.print(table)
-        lines = (
-            f"{self.quantized_linears} Linears at {self.bits_per_weight:.3f} bits per weight",
-            f"{_megabytes(self.source_bytes)} -> {_megabytes(self.out_bytes)} in {self.seconds:.1f} s",
+        source = self.job.checkpoint.num_bytes
+        lines = [
+            f"{len(self.job.quantized)} Linears at {self.bits_per_weight:.3f} bits per weight",
+            f"{_megabytes(source)} -> {_megabytes(self.stored_bytes)} in {self.seconds:.1f} s",
             f"written to {self.out}",
-        )
+        ]
+        if self.cost is not None:
+            cost = self.cost
+            lines.insert(
+                0,
+                f"perplexity {cost.exact_ppl:.4f} -> {cost.ppl:.4f} "
+                f"({100 * (cost.ppl / cost.exact_ppl - 1):+.2f} %), KL {cost.kl:.5f} nats, "
+                f"same likeliest token {100 * cost.agreement:.1f} % ({cost.tokens:,} tokens kept apart)",
+            )
         for line in lines:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def bits_per_weight(job: Job, stored: TensorFolder) -> float:
+    """What the quantized Linears take on disk without their biases, per weight."""
+    weights = sum(prod(job.checkpoint.spec(f"{linear}.weight").shape) for linear in job.quantized)
+    parts = (name.rpartition(".") for name in stored.names())
+    own = [f"{module}.{part}" for module, _, part in parts if module in job.quantized and part != "bias"]
+    return 8 * sum(stored.spec(name).num_bytes for name in own) / weights
 
 
 def _megabytes(count: int) -> str:

@@ -1,73 +1,83 @@
-"""The AWQ scale search: a grid of channel scales, each judged by the block that reads them, truly rounded."""
+"""The scale searches: candidates for one smoothing pair, and what each costs once its readers are rounded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from qrt.quant import affine
 from qrt.quant.spec import QuantSpec
+from qrt.quant.tokens import QuantizedTokens
 from qrt_calibrate.fold import Pair
+from qrt_calibrate.gptq import Factor
 from qrt_calibrate.observe import Call
 from qrt_calibrate.rtn import round_weight
 
-GRID = 20  # candidates of one search, the identity among them
+GRID = 20  # candidates of AWQ's search, the identity among them
+STRENGTHS = (0.3, 0.5, 0.65, 0.8, 0.9)  # SmoothQuant's alpha: how much of an outlier the weights take over
+_TINY = 1e-5
 
 
 @dataclass(frozen=True)
 class Found:
-    """Scales per source channel, and the mean squared output error of rounding without and with them."""
+    """Scales per source channel, and the cost of rounding without and with them."""
 
     scales: Tensor
-    rtn_loss: float
-    loss: float
+    plain_cost: float
+    cost: float
 
 
-def search_scales(pair: Pair, call: Call, mean_abs: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Found:
-    """The candidate whose rounded readers change the recorded `call` least; identity unless one is better.
-
-    mean_abs   [K] fp32, E|x| of the readers' input
-    dtype      of the stored scales; candidates whose fold it cannot hold exactly are not tried
-    """
-    weights = [reader.weight.clone() for reader in pair.readers]
+def search(candidates: Iterable[Tensor], cost_of: Callable[[Tensor], float]) -> Found:
+    """The candidate of least cost; the first one, the identity, unless another is better."""
     found: Found | None = None
-    for scales in candidates(pair, mean_abs, spec):
-        if not pair.is_exact(scales, dtype):
-            continue
-        columns = pair.spread(scales)
-        for reader, weight in zip(pair.readers, weights, strict=True):
-            reader.weight.copy_(round_weight(weight * columns, spec, dtype).dequantize() / columns)
-        loss = call.loss()
+    for scales in candidates:
+        cost = cost_of(scales)
         if found is None:
-            found = Found(scales, rtn_loss=loss, loss=loss)
-        elif loss < found.loss:
-            found = Found(scales, found.rtn_loss, loss)
-    for reader, weight in zip(pair.readers, weights, strict=True):
-        reader.weight.copy_(weight)
-    assert found is not None, "the identity is always exact"
+            found = Found(scales, plain_cost=cost, cost=cost)
+        elif cost < found.cost:
+            found = Found(scales, found.plain_cost, cost)
+    assert found is not None, "the identity is always a candidate"
     return found
 
 
-def candidates(pair: Pair, mean_abs: Tensor, spec: QuantSpec) -> Iterator[Tensor]:
+def awq_candidates(pair: Pair, magnitude: Tensor, spec: QuantSpec, powers: bool) -> Iterator[Tensor]:
     """Scales per source channel: the identity, then x^r / w^(1-r) for r from 0 to 1, without repeats.
 
-    x is the channel's mean magnitude in the input, w in the weights relative to their group's largest. Scales
-    are centred, sqrt(max * min) = 1, and rounded to powers of two; a channel never seen active keeps 1.
+    x is the channel's `magnitude` [K] in the readers' input, w that in the weights relative to their group's
+    largest. Scales are centred, sqrt(max * min) = 1, and with `powers` rounded to powers of two; a channel
+    never seen active keeps 1.
     """
-    x = pair.tie(mean_abs)
-    w = pair.tie(_relative_magnitude(pair, spec))
+    x, w = pair.tie(magnitude), pair.tie(_relative_magnitude(pair, spec))
     active = x > 0
-    last = torch.ones_like(x)
+    x, w = x[active].log2(), (w[active] + 1e-4).log2()
+    ratios = [step / (GRID - 2) for step in range(GRID - 1)]
+    yield from _centred(active, (ratio * x - (1 - ratio) * w for ratio in ratios), powers)
+
+
+def smooth_candidates(pair: Pair, largest: Tensor, powers: bool) -> Iterator[Tensor]:
+    """The identity, then SmoothQuant's x^a / w^(1-a) for the STRENGTHS a, x and w being the channel's largest
+    magnitudes in the input (`largest` [K]) and in the weights."""
+    weight = torch.stack([reader.weight.abs().amax(0) for reader in pair.readers]).amax(0)
+    x, w = pair.tie_largest(largest), pair.tie_largest(weight)
+    active = (x > 0) & (w > 0)
+    x, w = x[active].clamp(min=_TINY).log2(), w[active].clamp(min=_TINY).log2()
+    yield from _centred(active, (alpha * x - (1 - alpha) * w for alpha in STRENGTHS), powers)
+
+
+def _centred(active: Tensor, logs: Iterable[Tensor], powers: bool) -> Iterator[Tensor]:
+    """The identity, then 2^log of each of `logs` (one value per active channel), centred; without repeats."""
+    last = torch.ones(active.shape, device=active.device)
     yield last
     if not active.any():
         return
-    for step in range(GRID - 1):
-        ratio = step / (GRID - 2)
-        log = ratio * x[active].log2() - (1 - ratio) * (w[active] + 1e-4).log2()
-        scales = torch.ones_like(x)
-        scales[active] = torch.exp2(torch.round(log - (log.max() + log.min()) / 2))
+    for log in logs:
+        log = log - (log.max() + log.min()) / 2
+        scales = torch.ones_like(last)
+        scales[active] = torch.exp2(torch.round(log) if powers else log)
         if not torch.equal(scales, last):
             yield scales
         last = scales
@@ -78,3 +88,59 @@ def _relative_magnitude(pair: Pair, spec: QuantSpec) -> Tensor:
     weight = torch.cat([reader.weight for reader in pair.readers]).abs()
     groups = weight.unflatten(1, (-1, spec.group_of(weight.shape[1])))
     return (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1).mean(0)
+
+
+class RoundedCost:
+    """The mean squared error of a block whose readers are truly rounded to nearest: AWQ's judge."""
+
+    def __init__(
+        self, pair: Pair, call: Call, spec: QuantSpec, dtype: torch.dtype, int8_tokens: bool
+    ) -> None:
+        self._pair, self._call, self._spec, self._dtype = pair, call, spec, dtype
+        self._int8_tokens = int8_tokens
+
+    def __call__(self, scales: Tensor) -> float:
+        columns = self._pair.spread(scales)
+        weights = [reader.weight.clone() for reader in self._pair.readers]
+        hooks = []
+        for reader, weight in zip(self._pair.readers, weights, strict=True):
+            rounded = round_weight(weight * columns, self._spec, self._dtype).dequantize()
+            reader.weight.copy_(rounded.div_(columns))
+            if self._int8_tokens:
+                hooks.append(round_input(reader, columns))
+        loss = self._call.loss()
+        for hook in hooks:
+            hook.remove()
+        for reader, weight in zip(self._pair.readers, weights, strict=True):
+            reader.weight.copy_(weight)
+        return loss
+
+
+class ColumnCost:
+    """What GPTQ will leave of the error, without rounding anything: the variance of rounding, step^2 / 12, in
+    each column, times what an error there costs after later columns have made good for it. Folding s turns
+    the factor U of the Hessian into U D, so that cost into cost / s^2, whatever the candidate."""
+
+    def __init__(self, pair: Pair, factor: Factor, spec: QuantSpec) -> None:
+        self._pair, self._spec = pair, spec
+        self._importance = factor.importance()
+        self._weight = torch.cat([reader.weight for reader in pair.readers])
+
+    def __call__(self, scales: Tensor) -> float:
+        columns = self._pair.spread(scales)
+        step, _ = affine.choose_qparams(self._weight * columns, self._spec, torch.float32)
+        cost = (self._importance / columns.square()).view(step.shape[1], -1).sum(1)
+        return float((step.square().sum(0) * cost).sum()) / 12
+
+
+def round_input(module: nn.Linear, columns: Tensor | None = None) -> Any:
+    """Make `module` read its input as int8 tokens, as a W8A8 kernel does; after division by `columns`, which
+    its weight already has taken in. Returns the hook's handle."""
+
+    def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = arguments[0] if columns is None else arguments[0] / columns
+        tokens = QuantizedTokens.of(x)
+        x = tokens.codes.float() * tokens.scale[..., None]
+        return (x if columns is None else x * columns,)
+
+    return module.register_forward_pre_hook(hook)

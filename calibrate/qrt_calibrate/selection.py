@@ -1,64 +1,83 @@
-"""Which Linears are quantized: the architecture's projections less --ignore, in whole fused groups."""
+"""Which Linear gets which grid: the recipe's, an override's or none, in whole fused groups."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from qrt.arch import Arch
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import Checkpoint
-from qrt.quant.spec import QuantSpec
 from qrt.registry import nearest
+from qrt_calibrate.recipe import Grid, Recipe
+
+REGEX = "re:"
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Full names of the Linears to quantize, and of those that stay as they are (lm_head always does)."""
-
-    quantized: tuple[str, ...]
-    ignored: tuple[str, ...]
-
-
-def select(arch: Arch, num_layers: int, patterns: tuple[str, ...]) -> Selection:
-    """Apply --ignore patterns: globs over whole names, or over what follows a dot ("down_proj").
+def select(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None]:
+    """Full name of every Linear of the layers -> its grid, None where it stays as it is.
 
     ConfigError: a pattern matches nothing, nothing is left to quantize, or a fused group is split.
     """
     layers = [f"{arch.layers}.{index}" for index in range(num_layers)]
-    linears = [f"{layer}.{projection}" for layer in layers for projection in arch.projections]
-    ignored = {arch.head}
-    for pattern in patterns:
-        matching = {name for name in [*linears, arch.head] if _matches(name, pattern)}
-        if not matching:
-            known = [arch.head, *(projection.rpartition(".")[2] for projection in arch.projections)]
-            raise ConfigError(
-                f"--ignore {pattern!r} matches no Linear{nearest(pattern, known)} (e.g. {linears[0]})"
-            )
-        ignored |= matching
-    quantized = tuple(name for name in linears if name not in ignored)
-    if not quantized:
-        raise ConfigError("--ignore leaves nothing to quantize; remove a pattern")
-    for layer in layers:
-        for fused, parts in arch.fuse:
-            left_out = [part for part in parts if f"{layer}.{part}" in ignored]
-            if left_out and len(left_out) < len(parts):
-                raise ConfigError(
-                    f"--ignore leaves out {', '.join(left_out)} of {layer}.{fused}, which engines run as one "
-                    f"Linear; ignore all of {', '.join(parts)} or none"
-                )
-    return Selection(quantized, (arch.head, *(name for name in linears if name in ignored)))
+    grids: dict[str, Grid | None] = {
+        f"{layer}.{projection}": recipe.grid for layer in layers for projection in arch.projections
+    }
+    for override in recipe.overrides:
+        for name in _matching(arch, list(grids), override.pattern, "an override"):
+            grids[name] = override.grid
+    for pattern in recipe.ignore:
+        for name in _matching(arch, [*grids, arch.head], pattern, "--ignore"):
+            if name != arch.head:  # it always stays as it is
+                grids[name] = None
+    if not any(grids.values()):
+        raise ConfigError("nothing is left to quantize; remove a pattern of --ignore, or an override")
+    _check_fused(arch, layers, grids)
+    return grids
+
+
+def _matching(arch: Arch, names: list[str], pattern: str, source: str) -> list[str]:
+    """The names that a pattern means; ConfigError where there is none."""
+    found = [name for name in names if _matches(name, pattern)]
+    if not found:
+        known = [arch.head, *(projection.rpartition(".")[2] for projection in arch.projections)]
+        raise ConfigError(
+            f"{source} {pattern!r} matches no Linear{nearest(pattern, known)} (e.g. {names[0]})"
+        )
+    return found
 
 
 def _matches(name: str, pattern: str) -> bool:
+    if pattern.startswith(REGEX):
+        try:
+            return re.match(pattern.removeprefix(REGEX), name) is not None
+        except re.error as error:
+            raise ConfigError(f"{pattern!r} is not a regular expression ({error})") from None
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def check_groups(checkpoint: Checkpoint, names: tuple[str, ...], spec: QuantSpec) -> None:
-    """ConfigError naming the first Linear whose input features the groups do not divide."""
-    for name in names:
-        shape = checkpoint.spec(f"{name}.weight").shape
-        try:
-            spec.group_of(shape[-1])
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
+def _check_fused(arch: Arch, layers: list[str], grids: Mapping[str, Grid | None]) -> None:
+    """Engines run the parts of a fused Linear as one: they have one grid."""
+    for layer in layers:
+        for fused, parts in arch.fuse:
+            chosen = {part: grids[f"{layer}.{part}"] for part in parts}
+            if len(set(chosen.values())) > 1:
+                grids_of = (
+                    f"{part} is {grid.describe() if grid else 'left as it is'}"
+                    for part, grid in chosen.items()
+                )
+                raise ConfigError(
+                    f"{', '.join(grids_of)}, but engines run {layer}.{fused} as one Linear; "
+                    f"match all of {', '.join(parts)} or none"
+                )
+
+
+def check_groups(checkpoint: Checkpoint, grids: Mapping[str, Grid | None]) -> None:
+    """ConfigError naming the first Linear whose input features its groups do not divide."""
+    for name, grid in grids.items():
+        if grid is not None:
+            try:
+                grid.spec.group_of(checkpoint.spec(f"{name}.weight").shape[-1])
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None

@@ -1,33 +1,136 @@
-"""Calibration text and the token windows cut from it; the default text needs no network."""
+"""Calibration data and the token windows cut from it; the default text needs no network."""
 
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qrt.errors import CheckpointError, ConfigError
+from qrt_calibrate.plan import Job
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
+TEXT_FILES = (".txt", ".md", ".rst")
+CHAT_KEYS = ("messages", "conversations")
+TEXT_KEYS = ("text", "content", "prompt")
+MAX_ROWS = 20_000  # of a dataset by name: more than any calibration needs
 
 
-def read_text(calib: str | None) -> tuple[str, str]:
-    """The calibration text and its name: a local file, or the standard library's docstrings."""
+@dataclass(frozen=True)
+class Calibration:
+    """Token ids int64 [B, T] of the windows that calibrate, then of those that evaluate; and what the
+    checkpoint's config records of them."""
+
+    windows: Tensor
+    metadata: dict[str, Any]
+
+
+def calibration(job: Job) -> Calibration:
+    """The windows of a job, by the checkpoint's own tokenizer."""
+    recipe = job.recipe
+    tokenizer = load_tokenizer(job.checkpoint.path)
+    texts, source = read_texts(recipe.calib, tokenizer)
+    count = sum(recipe.windows)
+    windows = cut_windows(texts, tokenizer, count, recipe.seqlen, recipe.seed)
+    sha256 = hashlib.sha256("\n\n".join(texts).encode()).hexdigest()
+    shape = {"n_samples": recipe.windows[0], "seqlen": recipe.seqlen, "seed": recipe.seed}
+    return Calibration(windows, {"calibration": {"text": source, "sha256": sha256, **shape}})
+
+
+def read_texts(calib: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], str]:
+    """Texts and the name of their source: a text file, a folder of them, JSONL (a text a line, or chat
+    messages, which pass through the chat template), a datasets name ("org/name", "org/name:config:split"),
+    or the standard library's docstrings.
+    """
     if calib is None:
-        return "\n\n".join(docstrings(Path(sysconfig.get_paths()["stdlib"]))), "python-docstrings"
+        return list(docstrings(Path(sysconfig.get_paths()["stdlib"]))), "python-docstrings"
     path = Path(calib)
-    if not path.is_file():
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in (*TEXT_FILES, ".jsonl") and p.is_file())
+        if not files:
+            raise ConfigError(f"--calib: no {', '.join(TEXT_FILES)} or .jsonl files in {calib!r}")
+        return [text for file in files for text in _file_texts(file, tokenizer)], path.name
+    if path.is_file():
+        return list(_file_texts(path, tokenizer)), path.name
+    if path.suffix or calib.startswith((".", "/", "~")):
         raise ConfigError(f"--calib: no file {calib!r}; give a UTF-8 text file, or leave the flag out")
+    return list(_row_texts(_dataset(calib), calib, tokenizer)), calib
+
+
+def _file_texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     try:
-        return path.read_text(encoding="utf-8"), path.name
+        content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"--calib: {calib!r} is not UTF-8 text ({error.reason} at byte {error.start})"
+            f"--calib: {str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from None
+    if path.suffix != ".jsonl":
+        yield content
+        return
+    yield from _row_texts(_json_rows(path, content), str(path), tokenizer)
+
+
+def _json_rows(path: Path, content: str) -> Iterator[Any]:
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"--calib: {path}, line {number} is not JSON ({error})") from None
+
+
+def _row_texts(rows: Iterable[Any], source: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """The text of each row: a string, {"text": ...}, or {"messages": [{"role", "content"}, ...]}."""
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, str):
+            yield row
+            continue
+        row = row if isinstance(row, Mapping) else {}
+        messages = next((row[key] for key in CHAT_KEYS if row.get(key)), None)
+        text = next((row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)), None)
+        if messages is not None:
+            yield _rendered(messages, f"--calib: {source}, row {number}", tokenizer)
+        elif text is not None:
+            yield text
+        else:
+            raise ConfigError(
+                f"--calib: {source}, row {number} has keys {sorted(row)}, wanted one of "
+                f"{', '.join((*CHAT_KEYS, *TEXT_KEYS))}"
+            )
+
+
+def _rendered(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"{where} holds chat messages, but the model has no chat template; give plain text")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # the template is the model's own code, and raises what it likes
+        raise ConfigError(f"{where}: the chat template refuses it ({error})") from None
+
+
+def _dataset(name: str) -> Iterable[Any]:
+    """Rows of a dataset of the Hub or of its cache: "path", "path:config" or "path:config:split"."""
+    import datasets
+
+    path, _, rest = name.partition(":")
+    config, _, split = rest.partition(":")
+    try:
+        rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
+        return list(rows.take(MAX_ROWS))
+    except Exception as error:  # no network, no such dataset, another split: many kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"--calib: neither a file nor a dataset that can be read: {name!r} ({reason}); give a local one, "
+            "or leave the flag out for the built-in text"
         ) from None
 
 
@@ -60,21 +163,22 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def cut_windows(
-    text: str, tokenizer: PreTrainedTokenizerBase, n_samples: int, seqlen: int, seed: int
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, count: int, seqlen: int, seed: int
 ) -> Tensor:
-    """Token ids int64 [n_samples, seqlen]: disjoint windows of the text, chosen and ordered by `seed`.
+    """Token ids int64 [count, seqlen]: disjoint windows of the texts, packed one after the other, chosen and
+    ordered by `seed`; more of them begin with the same ones.
 
     Each window begins with BOS when the tokenizer puts one before a text. ConfigError: text too short.
     """
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
     bos = [tokenizer.bos_token_id] if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id else []
     width = seqlen - len(bos)
     slots = len(ids) // width
-    if slots < n_samples:
+    if slots < count:
         raise ConfigError(
-            f"calibration text: {len(ids)} tokens, wanted {n_samples * width} for {n_samples} samples "
-            f"of {seqlen}; give a longer --calib file, or fewer --n-samples or a shorter --seqlen"
+            f"calibration text: {len(ids)} tokens, wanted {count * width} for {count} samples "
+            f"of {seqlen}; give a longer --calib, or fewer --n-samples or a shorter --seqlen"
         )
-    chosen = torch.randperm(slots, generator=torch.Generator().manual_seed(seed))[:n_samples]
+    chosen = torch.randperm(slots, generator=torch.Generator().manual_seed(seed))[:count]
     windows = torch.tensor(ids)[: slots * width].view(slots, width)[chosen]
-    return torch.cat([torch.tensor(bos, dtype=torch.long).expand(n_samples, -1), windows], dim=1)
+    return torch.cat([torch.tensor(bos, dtype=torch.long).expand(count, -1), windows], dim=1)

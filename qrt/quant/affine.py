@@ -50,8 +50,12 @@ def quantize(weight: Tensor, scale: Tensor, zero: Tensor | None, spec: QuantSpec
     """Codes uint8 [N, K] nearest to `weight` [N, K] on the grid of `scale`, `zero` [N, K/G]; ties to even."""
     groups = _grouped(weight, weight.shape[-1] // scale.shape[-1])
     offset = spec.midpoint if zero is None else zero.float()[..., None]
-    codes = torch.round(groups / scale.float()[..., None] + offset)
-    return codes.clamp(0, spec.levels - 1).to(torch.uint8).flatten(-2)
+    return nearest(groups, scale.float()[..., None], offset, spec).to(torch.uint8).flatten(-2)
+
+
+def nearest(x: Tensor, scale: Tensor, zero: Tensor | int, spec: QuantSpec) -> Tensor:
+    """Codes nearest to `x`, still in fp32; x, scale and zero are fp32 and broadcast, ties go to even."""
+    return torch.round(x / scale + zero).clamp_(0, spec.levels - 1)
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:

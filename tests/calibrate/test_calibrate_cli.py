@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import qrt
 from qrt.quant.checkpoint import open_checkpoint
-from qrt_calibrate import awq, cli, pipeline, search
+from qrt_calibrate import cli, hub, layer, pipeline, search
 
 
 @pytest.fixture
@@ -19,7 +19,8 @@ def run(calib, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(search, "GRID", 4)
 
     def call(*flags, model, text=calib):
-        words = ["--model", str(model), "--calib", str(text), "--n-samples", "4", "--seqlen", "64", *flags]
+        cut = ["--n-samples", "4", "--seqlen", "64", "--eval-samples", "1"]
+        words = ["--model", str(model), "--calib", str(text), *cut, *flags]
         try:
             code = cli.main(words)
         except SystemExit as stopped:
@@ -58,8 +59,14 @@ def test_default_output_and_summary(run, llama, calib, tmp_path):
     }
     text = {"text": "calib.txt", "sha256": hashlib.sha256(calib.read_bytes()).hexdigest()}
     calibration = {**text, "n_samples": 4, "seqlen": 64, "seed": 0}
-    recipe = {"version": qrt.__version__, "scheme": "w4a16", "method": "awq", "calibration": calibration}
-    assert config["qrt"] == recipe
+    recipe = {"version": qrt.__version__, "scheme": "w4a16", "method": "awq-gptq", "damping": 0.01}
+    assert config["qrt"] == {**recipe, "calibration": calibration}
+    report = json.loads((out / "qrt_report.json").read_text())
+    assert report["grids"] == {"w4a16 g128 asym": 7, "fp16": 7} and report["calibration"] == calibration
+    assert report["cost"]["tokens"] == 63 and report["cost"]["kl"] > 0 and len(report["layers"]) == 2
+    assert f"KL {report['cost']['kl']:.5f}" in shown.out
+    page = (out / "qrt_report.html").read_text()
+    assert "model.layers.1" in page and f"{report['cost']['kl']:.6f}" in page and "http" not in page
 
 
 def awq_projections():
@@ -81,7 +88,8 @@ def awq_projections():
     ],
 )
 def test_grids(run, llama, tmp_path, flags, folder, scheme):
-    code, shown = run(*flags, "--method", "rtn", "--out", folder, model=llama, text="no such file")
+    rtn = ["--method", "rtn", "--eval-samples", "0"]  # reads no text
+    code, shown = run(*flags, *rtn, "--out", folder, model=llama, text="no such file.txt")
     assert code == 0, shown.err
     group = open_checkpoint(tmp_path / folder).config["quantization_config"]["config_groups"]["group_0"]
     assert scheme.items() <= group["weights"].items()
@@ -93,7 +101,7 @@ def test_grids(run, llama, tmp_path, flags, folder, scheme):
     [
         (["--bts", "4"], 2, "error: unknown flag --bts; did you mean '--bits'? (see qrt-calibrate --help)"),
         (["--bits", "3"], 2, "argument --bits: invalid choice: 3"),
-        (["--method", "gptq"], 2, "argument --method: invalid choice: 'gptq'"),
+        (["--method", "gtpq"], 2, "argument --method: invalid choice: 'gtpq'"),
         (["--sym", "--asym"], 2, "argument --asym: not allowed with argument --sym"),
         (["--bits", "4", "--scheme", "w8a8"], 1, "--bits 4 contradicts --scheme w8a8; give one of the two"),
         (
@@ -102,7 +110,17 @@ def test_grids(run, llama, tmp_path, flags, folder, scheme):
             "--group-size: w8a8 has one scale per output channel",
         ),
         (["--scheme", "w8a8", "--asym"], 1, "--asym: w8a8"),
-        (["--scheme", "w8a8", "--method", "awq"], 1, "--method awq: for weight-only schemes, not w8a8"),
+        (
+            ["--method", "smoothquant"],
+            1,
+            "--method smoothquant: for schemes that round activations, not w4a16",
+        ),
+        (["--override", "o_proj"], 1, "override: got 'o_proj', wanted PATTERN=SCHEME"),
+        (["--override", "o_proj=w2a16"], 1, "scheme: got 'w2a16', wanted one of w8a16, w4a16, w8a8"),
+        (["--override", "nothing=w8a16"], 1, "an override 'nothing' matches no Linear"),
+        (["--override", "q_proj=w8a16"], 1, "engines run model.layers.0.self_attn.qkv_proj as one Linear"),
+        (["--damp", "0"], 1, "--damp: got 0.0, wanted above 0 and at most 1"),
+        (["--recipe", "gone.yaml"], 1, "--recipe: gone.yaml cannot be read"),
         (
             ["--group-size", "96"],
             1,
@@ -112,9 +130,9 @@ def test_grids(run, llama, tmp_path, flags, folder, scheme):
         (["--group-size", "16"], 1, "in groups of 16, runs 4-bit codes in groups of a multiple of 32"),
         (["--group-size", "0"], 1, "group_size: got 0, wanted a positive number"),
         (["--ignore", "nothing"], 1, "--ignore 'nothing' matches no Linear"),
-        (["--ignore", "k_proj"], 1, "self_attn.qkv_proj, which engines run as one Linear"),
-        (["--ignore", "*"], 1, "leaves nothing to quantize"),
-        (["--calib", "ultrachat"], 1, "--calib: no file 'ultrachat'"),
+        (["--ignore", "k_proj"], 1, "engines run model.layers.0.self_attn.qkv_proj as one Linear"),
+        (["--ignore", "*"], 1, "nothing is left to quantize"),
+        (["--calib", "ultrachat.txt"], 1, "--calib: no file 'ultrachat.txt'"),
         (["--n-samples", "0"], 1, "--n-samples: got 0, wanted at least 1"),
         (["--n-samples", "100000"], 1, "calibration text: "),
         (["--seed", "-1"], 1, "--seed: got -1, wanted 0 to 2^63 - 1"),
@@ -163,8 +181,8 @@ def test_wrong_checkpoints(run, llama, tmp_path_factory):
         ): "lm_head.weight holds",
         damaged(llama, folder / "gone", lambda t: t.pop(last)): f"no tensor '{last}'",
     }
-    for model, message in cases.items():
-        code, shown = run("--bits", "4", "--out", "out", model=model)
+    for number, (model, message) in enumerate(cases.items()):
+        code, shown = run("--bits", "4", "--out", f"out{number}", model=model)
         last_line = shown.err.splitlines()[-1]
         assert code == 1 and shown.out == "" and last_line.startswith("error: ") and message in last_line
     code, shown = run("--bits", "8", "--method", "rtn", "--out", "once", model=llama)
@@ -175,13 +193,64 @@ def test_wrong_checkpoints(run, llama, tmp_path_factory):
 
 def test_a_broken_pair_stops_the_run(run, llama, tmp_path, monkeypatch):
     """If a family's smoothing pairs are wrong, the first fold that changes the function ends it."""
-    monkeypatch.setattr(awq.Pair, "spread", lambda self, scales: 2 * scales)
+    monkeypatch.setattr(layer.Pair, "spread", lambda self, scales: 2 * scales)
+    monkeypatch.setattr(
+        layer, "search", lambda candidates, cost: search.Found(2 * next(candidates), 1.0, 0.5)
+    )
     code, shown = run("--bits", "4", model=llama)
     assert code == 1 and list(tmp_path.iterdir()) == []
     assert "model.layers.0: folding scales from input_layernorm into self_attn.q_proj" in shown.err
 
 
-def test_interrupt_leaves_nothing(run, llama, tmp_path, monkeypatch):
+def test_recipes_from_a_file_and_flags_that_win(run, llama, tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        "bits: 8\nmethod: rtn\nkv: int8\noverride:\n"
+        "  - {match: 're:.*layers[.]1[.]mlp', scheme: w4a16, group-size: 64, symmetric: true}\n"
+        "  - layers.1.self_attn.o_proj=fp16\n"
+    )
+    code, shown = run("--recipe", "r.yaml", "--out", "out", "--kv", "int4", model=llama)
+    assert code == 0, shown.err
+    read = open_checkpoint(tmp_path / "out")
+    kinds = {name: read.linear(f"model.layers.1.{name}")[0] for name in awq_projections()}
+    assert kinds["mlp.up_proj"] == "w4a16" and kinds["self_attn.o_proj"] == "fp16"
+    assert kinds["self_attn.q_proj"] == "w8a16"
+    config = read.config["quantization_config"]
+    assert config["qrt"]["kv"] == "int4" and config["format"] == "pack-quantized"
+    assert read.linear("model.layers.1.mlp.up_proj")[1].scale.shape[1] == 2
+    for content, message in (
+        ("bist: 4", "recipe: unknown key 'bist'; did you mean 'bits'?"),
+        ("bits: four", "bits: got 'four', wanted int"),
+        ("- 4", "holds list, wanted keys with values"),
+        ("a: [", "is not YAML"),
+        ("ignore: lm_head", "ignore: got 'lm_head', wanted a list"),
+    ):
+        (tmp_path / "r.yaml").write_text(content)
+        code, shown = run("--recipe", "r.yaml", "--out", "other", model=llama)
+        assert code == 1 and message in shown.err
+
+
+def test_push_uploads_the_folder(run, llama, tmp_path, monkeypatch):
+    calls = []
+
+    class Api:
+        def create_repo(self, name, **options):
+            calls.append((name, options["private"]))
+            return f"https://huggingface.co/{name}"
+
+        def upload_folder(self, repo_id, folder_path, commit_message):
+            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
+
+    monkeypatch.setattr(hub, "HfApi", Api)
+    flags = ["--bits", "8", "--method", "rtn", "--push-to-hub", "me/model-w8", "--out", "out"]
+    code, shown = run(*flags, model=llama)
+    assert code == 0 and calls[0] == ("me/model-w8", True)
+    assert {"config.json", "model.safetensors", "qrt_report.json"} <= set(calls[1][1])
+    assert "uploaded to https://huggingface.co/me/model-w8" in shown.err
+
+
+def test_an_interrupt_leaves_the_finished_layers_and_the_same_command_goes_on(
+    run, llama, tmp_path, monkeypatch
+):
     real = pipeline.read_layer
 
     def interrupted(checkpoint, layer):
@@ -189,6 +258,15 @@ def test_interrupt_leaves_nothing(run, llama, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(checkpoint, layer)
 
+    assert run("--bits", "4", "--out", "whole", model=llama)[0] == 0
     monkeypatch.setattr(pipeline, "read_layer", interrupted)
-    code, shown = run("--bits", "4", model=llama)
-    assert code == 130 and shown.err.endswith("interrupted\n") and list(tmp_path.iterdir()) == []
+    code, shown = run("--bits", "4", "--out", "out", model=llama)
+    assert code == 130 and shown.err.endswith("interrupted\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "whole"]
+    monkeypatch.setattr(pipeline, "read_layer", real)
+    code, shown = run("--bits", "4", "--sym", "--out", "out", model=llama)
+    assert code == 1 and "out.partial: parts of another run (recipe differs); remove the folder" in shown.err
+    assert run("--bits", "4", "--out", "out", model=llama)[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name

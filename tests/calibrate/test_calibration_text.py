@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from qrt.errors import CheckpointError, ConfigError
-from qrt_calibrate.text import cut_windows, docstrings, load_tokenizer, read_text
+from qrt_calibrate.text import cut_windows, docstrings, load_tokenizer, read_texts
 
 
 def test_docstrings_in_order_and_without_tests(tmp_path):
@@ -24,7 +24,8 @@ def test_docstrings_in_order_and_without_tests(tmp_path):
 
 
 def test_default_text_is_long_and_not_the_evaluation_text():
-    text, name = read_text(None)
+    texts, name = read_texts(None, None)
+    text = "\n\n".join(texts)
     assert name == "python-docstrings" and len(text) > 1_000_000
     assert "Orthogonal projection" not in text and inspect.getdoc(textwrap.dedent) in text
     long_lines = {line.strip() for topic in pydoc_data.topics.topics.values() for line in topic.splitlines()}
@@ -37,11 +38,11 @@ def test_default_text_is_long_and_not_the_evaluation_text():
     [(None, "--calib: no file '.*'; give a UTF-8 text file"), (b"\xff\xfe\x00a", "is not UTF-8 text")],
 )
 def test_files_that_are_no_text(content, message, tmp_path):
-    path = tmp_path / "ultrachat"
+    path = tmp_path / "ultrachat.txt"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        read_text(str(path))
+        read_texts(str(path), None)
 
 
 class Plain:
@@ -59,18 +60,64 @@ class Plain:
 def test_windows(bos, llama):
     tokenizer = AutoTokenizer.from_pretrained(llama)
     text = "".join(f"{number:03d}" for number in range(1000))  # every 3 tokens are unique
-    windows = cut_windows(text, Plain(tokenizer, bos), n_samples=50, seqlen=30 + bos, seed=3)
+    windows = cut_windows([text], Plain(tokenizer, bos), count=50, seqlen=30 + bos, seed=3)
     assert windows.shape == (50, 30 + bos) and windows.dtype == torch.int64
     if bos:
         assert (windows[:, 0] == tokenizer.bos_token_id).all()
     pieces = [tokenizer.decode(row[int(bos) :].tolist()) for row in windows]
     assert len(set(pieces)) == 50 and all(text.find(piece) % 30 == 0 for piece in pieces)
-    again = cut_windows(text, Plain(tokenizer, bos), n_samples=50, seqlen=30 + bos, seed=3)
-    other = cut_windows(text, Plain(tokenizer, bos), n_samples=50, seqlen=30 + bos, seed=4)
+    again = cut_windows([text], Plain(tokenizer, bos), count=50, seqlen=30 + bos, seed=3)
+    other = cut_windows([text], Plain(tokenizer, bos), count=50, seqlen=30 + bos, seed=4)
     assert torch.equal(windows, again) and not torch.equal(windows, other)
-    assert cut_windows(text, Plain(tokenizer, bos), 100, 30 + bos, seed=0).shape[0] == 100
+    assert cut_windows([text], Plain(tokenizer, bos), 100, 30 + bos, seed=0).shape[0] == 100
     with pytest.raises(ConfigError, match=r"3000 tokens, wanted 3030 for 101 samples .* fewer --n-samples"):
-        cut_windows(text, Plain(tokenizer, bos), 101, 30 + bos, seed=0)
+        cut_windows([text], Plain(tokenizer, bos), 101, 30 + bos, seed=0)
+
+
+class Chat:
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages, tokenize):
+        assert not tokenize
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+
+def test_folders_and_rows(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "ignored.py").write_text("code")
+    rows = ['"a string"', '{"text": "a text"}', "", '{"messages": [{"role": "user", "content": "hi"}]}']
+    (tmp_path / "sub/c.jsonl").write_text("\n".join(rows))
+    wanted = ["first", "second", "a string", "a text", "<user>hi"]
+    assert read_texts(str(tmp_path), Chat()) == (wanted, tmp_path.name)
+    Chat.chat_template = None
+    for content, message in (
+        ('{"messages": [{"role": "user"}]}', "row 1 holds chat messages, but the model has no chat template"),
+        ('"fine"\n{"txt": 1}', r"row 2 has keys \['txt'\], wanted one of messages, .*text"),
+        ('"fine"\n{', "line 2 is not JSON"),
+    ):
+        (tmp_path / "sub/c.jsonl").write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            read_texts(str(tmp_path / "sub/c.jsonl"), Chat())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no \.txt, \.md, \.rst or \.jsonl files"):
+        read_texts(str(tmp_path / "empty"), Chat())
+
+
+def test_a_dataset_by_name(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load(path, config, split, streaming):
+        asked.append((path, config, split))
+        return datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read_texts("org/name:config:validation", Chat()) == (["one", "two"], "org/name:config:validation")
+    assert read_texts("wikitext", Chat())[0] == ["one", "two"]
+    assert asked == [("org/name", "config", "validation"), ("wikitext", None, "train")]
 
 
 def test_no_tokenizer(llama, tmp_path):

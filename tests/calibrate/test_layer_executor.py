@@ -8,10 +8,9 @@ from transformers import AutoModelForCausalLM
 from qrt.arch import ARCHS
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
-from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate import decoder as decoder_module
 from qrt_calibrate.decoder import Decoder
-from qrt_calibrate.observe import observe_inputs
+from qrt_calibrate.observe import Moments, inputs_of
 from tiny_models import LLAMA3_ROPE
 
 CASES = [
@@ -31,7 +30,7 @@ def layer_tensors(checkpoint, index):
 @torch.no_grad()
 @pytest.mark.parametrize("architecture, config", CASES)
 def test_hidden_states_are_those_of_transformers(architecture, config, make_checkpoint, monkeypatch):
-    monkeypatch.setattr(decoder_module, "BATCH_TOKENS", 100)  # two windows of 40 at a time, then one
+    monkeypatch.setattr(decoder_module, "HEAD_ROWS", 200)
     folder = make_checkpoint(architecture, dtype=torch.float32, **config)
     checkpoint = open_checkpoint(folder)
     windows = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(0))
@@ -40,40 +39,56 @@ def test_hidden_states_are_those_of_transformers(architecture, config, make_chec
     wanted = AutoModelForCausalLM.from_pretrained(folder)(windows, output_hidden_states=True).hidden_states
     assert torch.equal(hidden, wanted[0])
     layer = decoder.load(0, layer_tensors(checkpoint, 0))
-    for part, output in decoder.outputs(0, layer, hidden):
-        part.copy_(output)
+    for part in hidden.split(2):
+        part.copy_(decoder.run(0, layer, part))
     torch.testing.assert_close(hidden, wanted[1])
     last = decoder.load(1, layer_tensors(checkpoint, 1))
     whole = AutoModelForCausalLM.from_pretrained(folder).model
     whole.norm = nn.Identity()
-    torch.testing.assert_close(decoder.run(1, last, hidden), whole(windows).last_hidden_state)
+    behind = decoder.run(1, last, hidden)
+    torch.testing.assert_close(behind, whole(windows).last_hidden_state)
+    logits = AutoModelForCausalLM.from_pretrained(folder)(windows).logits
+    torch.testing.assert_close(decoder.logits(behind[0]), logits[0])
 
 
 @torch.no_grad()
-def test_statistics_are_means_over_all_tokens(llama, monkeypatch):
-    monkeypatch.setattr(decoder_module, "BATCH_TOKENS", 100)
+def test_inputs_are_those_of_the_whole_layer_and_moments_are_means(llama):
     checkpoint = open_checkpoint(llama)
     decoder = Decoder(checkpoint, ARCHS["LlamaForCausalLM"], 40, torch.device("cpu"))
-    hidden = decoder.embed(torch.randint(0, 512, (3, 40)))
+    hidden = decoder.embed(torch.randint(0, 512, (4, 40)))
     layer = decoder.load(0, layer_tensors(checkpoint, 0))
-    spec = QuantSpec(4, symmetric=True, granularity=Granularity.GROUP, group_size=64)
-    seen = observe_inputs(layer, ["mlp.down_proj"], spec, lambda: list(decoder.outputs(0, layer, hidden)))
-    inputs = []
-    layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    names = ["post_attention_layernorm", "mlp.down_proj"]
+    wanted: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    hooks = [
+        layer.get_submodule(name).register_forward_pre_hook(
+            lambda module, args, name=name: wanted[name].append(args[0].flatten(0, 1))
+        )
+        for name in names
+    ]
     decoder.run(0, layer, hidden)
-    assert len(inputs) == 1 and list(seen) == ["mlp.down_proj"]
-    x = inputs[0].double().flatten(0, 1)
-    torch.testing.assert_close(seen["mlp.down_proj"].mean_abs, x.abs().mean(0).float())
-    torch.testing.assert_close(seen["mlp.down_proj"].moment, second_moment(x, 64))
+    for hook in hooks:
+        hook.remove()
+    moments = Moments(256, 128, torch.device("cpu"))
+    for part in hidden.split(2):
+        stream, x = inputs_of(layer, names, lambda part=part: decoder.run(0, layer, part))
+        moments.add(x, 2 * x, total=160)
+        moments.add_residual(stream, stream + 1, x, total=160)
+    x = wanted["mlp.down_proj"][0].double()
+
+    def check(x):
+        def same(got, wanted):
+            torch.testing.assert_close(got, wanted.float(), rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+
+        same(moments.mean_abs, x.abs().mean(0))
+        same(moments.max_abs, x.abs().amax(0))
+        same(moments.hessian, x.T @ x / 160)
+        same(moments.drift, x.T @ x / 160)
+        same(moments.residual, x.mean(0).expand(128, -1))
+
+    check(x)
     scales = torch.rand(256) + 0.5
-    divided = seen["mlp.down_proj"].divided(scales)
-    torch.testing.assert_close(divided.mean_abs, (x / scales).abs().mean(0).float())
-    torch.testing.assert_close(divided.moment, second_moment(x / scales, 64))
-
-
-def second_moment(x, group):
-    blocks = [part.T @ part / x.shape[0] for part in x.split(group, dim=1)]
-    return torch.stack(blocks).float()
+    moments.divide(scales)
+    check(x / scales)
 
 
 def test_tensors_that_do_not_fit_are_named(llama):

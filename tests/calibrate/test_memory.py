@@ -1,13 +1,11 @@
 """Peak memory is that of a layer, not of the model."""
 
-import functools
 import gc
 
 import pytest
 import torch
 
-from qrt.quant.checkpoint.writer import CheckpointWriter
-from qrt_calibrate import awq, cli, pipeline, search
+from qrt_calibrate import cli, layer, pipeline, search
 
 
 def live_bytes():
@@ -18,7 +16,7 @@ def live_bytes():
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu"}.values())
 
 
-@pytest.mark.parametrize("method", ["awq", "rtn"])
+@pytest.mark.parametrize("method", ["awq-gptq", "rtn"])
 def test_peak_does_not_grow_with_the_number_of_layers(method, make_checkpoint, calib, tmp_path, monkeypatch):
     peak = 0
 
@@ -31,11 +29,8 @@ def test_peak_does_not_grow_with_the_number_of_layers(method, make_checkpoint, c
 
         return call
 
-    monkeypatch.setattr(
-        pipeline, "CheckpointWriter", functools.partial(CheckpointWriter, max_shard_bytes=1 << 18)
-    )
     # in the middle of a layer, and where the next one is read
-    monkeypatch.setattr(awq, "check_unchanged", sampled(awq.check_unchanged))
+    monkeypatch.setattr(layer, "search_clip", sampled(layer.search_clip))
     monkeypatch.setattr(pipeline, "read_layer", sampled(pipeline.read_layer))
     monkeypatch.setattr(search, "GRID", 3)
     peaks = []
@@ -52,9 +47,11 @@ def test_peak_does_not_grow_with_the_number_of_layers(method, make_checkpoint, c
             "32",
             "--calib",
             calib,
+            "--eval-samples",
+            "1",
         ]
         gc.collect()
         peak, before = 0, live_bytes()
         assert cli.main([*map(str, flags), "--out", str(tmp_path / f"{layers}")]) == 0
         peaks.append(peak - before)
-    assert peaks[0] > 500_000 and peaks[1] < peaks[0] + 330_000, peaks
+    assert peaks[0] > 400_000 and peaks[1] < peaks[0] + 330_000, peaks

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outliers import Profile, make_hard
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt_calibrate.awq import Awq, LayerWork
-from qrt_calibrate.pipeline import calibrate, plan, read_layer
+from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.recipe import Recipe
 from qrt_calibrate.text import cut_windows
 from tiny_models import LLAMA3_ROPE
@@ -23,6 +22,7 @@ CASES = [
     ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     ("Qwen3ForCausalLM", {}),
 ]
+CHANNEL8 = QuantSpec(8, symmetric=True, granularity=Granularity.CHANNEL)
 W4 = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=64)
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def recipe(calib, **changes):
         **{
             "scheme": "w4a16",
             "spec": W4,
-            "method": "awq",
+            "method": "awq-gptq",
             "calib": str(calib),
             "n_samples": 8,
             "seqlen": 64,
@@ -68,24 +68,24 @@ def test_transformers_computes_what_was_written(architecture, config, make_check
     wanted = by_hand(source, tmp_path / "out")(ids).logits
     torch.testing.assert_close(loaded, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
     exact = AutoModelForCausalLM.from_pretrained(source)(ids).logits
-    assert float((loaded - exact).norm() / exact.norm()) < 0.5  # 4 bits of noise weights, not garbage
+    assert float((loaded - exact).norm() / exact.norm()) < 0.6  # 4 bits of noise weights, not garbage
     for layer in report.layers:
-        assert layer.figures["output error, awq"] < layer.figures["output error, rtn"]
+        assert layer.figures["output error"] < layer.figures["output error, rtn"]
 
 
 @torch.no_grad()
 def test_the_reported_error_is_that_of_the_written_weights(hard, calib, tmp_path):
-    report = calibrate(str(hard), recipe(calib), tmp_path / "out", CPU)
+    report = calibrate(str(hard), recipe(calib, eval_samples=0), tmp_path / "out", CPU)
     exact = AutoModelForCausalLM.from_pretrained(hard, dtype=torch.float32).model
     quantized = by_hand(hard, tmp_path / "out").model
-    windows = cut_windows(calib.read_text(), AutoTokenizer.from_pretrained(hard), 8, 64, seed=0)
+    windows = cut_windows([calib.read_text()], AutoTokenizer.from_pretrained(hard), 8, 64, seed=0)
     hidden = F.embedding(windows, exact.embed_tokens.weight)
     for index, layer in enumerate(report.layers):
         rope = exact.rotary_emb(hidden, torch.arange(64)[None])
         wanted = exact.layers[index](hidden, position_embeddings=rope)
         got = quantized.layers[index](hidden, position_embeddings=rope)
         error = float((got - wanted).norm() / (wanted - hidden).norm())
-        assert layer.figures["output error, awq"] == pytest.approx(error, rel=1e-3)
+        assert layer.figures["output error"] == pytest.approx(error, rel=1e-3)
         assert error < 0.5 * layer.figures["output error, rtn"]
         norms = [model.layers[index].post_attention_layernorm.weight for model in (exact, quantized)]
         assert not torch.equal(*norms)  # folded
@@ -106,23 +106,37 @@ def test_int8_is_almost_exact(llama, calib, tmp_path):
     spec = QuantSpec(8, symmetric=True, granularity=Granularity.GROUP, group_size=128)
     report = calibrate(str(llama), recipe(calib, scheme="w8a16", spec=spec), tmp_path / "out", CPU)
     assert report.bits_per_weight == pytest.approx(8 + 16 / 128, rel=0.01)
-    assert all(layer.figures["output error, awq"] < 0.02 for layer in report.layers)
+    assert all(layer.figures["output error"] < 0.02 for layer in report.layers)
 
 
 @torch.no_grad()
-def test_statistics_follow_the_folds(hard, calib):
-    """What the clipping search sees after the folds is what the folded layer's inputs are."""
-    job, _ = plan(open_checkpoint(hard), recipe(calib), CPU)
-    method, tensors = Awq(job), read_layer(job.checkpoint, "model.layers.0")
-    work = LayerWork(job, method.decoder, 0, tensors, method.hidden)
-    work.observe()
-    scales = [work.smooth(pair) for pair in work.pairs()]
-    assert len(scales) == 4 and min(scales) > 1
-    followed = dict(work.stats)
-    work.observe()
-    for name in job.arch.projections:
-        torch.testing.assert_close(followed[name].mean_abs, work.stats[name].mean_abs)
-        torch.testing.assert_close(followed[name].moment, work.stats[name].moment)
+def test_the_reported_cost_is_that_of_what_transformers_loads(hard, calib, tmp_path):
+    """KL, perplexities and agreement from the definition, on windows that did not calibrate."""
+    for scheme, spec, method in (("w4a16", W4, "awq-gptq"), ("w8a8", CHANNEL8, "smoothquant-gptq")):
+        plan = recipe(calib, scheme=scheme, spec=spec, method=method, eval_samples=2)
+        cost = calibrate(str(hard), plan, tmp_path / scheme, CPU).cost
+        windows = cut_windows([calib.read_text()], AutoTokenizer.from_pretrained(hard), 10, 64, seed=0)[8:]
+        models = (hard, tmp_path / scheme)
+        p, q = (
+            AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32)(windows)
+            .logits[:, :-1]
+            .log_softmax(-1)
+            for m in models
+        )
+        rel = 0.02 if scheme == "w4a16" else 0.3  # transformers divides activations by absmax / 127.5
+        assert cost.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=rel)
+        for ppl, logits in ((cost.exact_ppl, p), (cost.ppl, q)):
+            loss = F.nll_loss(logits.flatten(0, 1), windows[:, 1:].flatten())
+            assert ppl == pytest.approx(float(loss.exp()), rel=1e-3 if scheme == "w4a16" else 3e-2)
+        assert cost.agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()), abs=0.05)
+
+
+@torch.no_grad()
+def test_gptq_beats_rounding_and_scales_beat_gptq_on_outliers(hard, calib, tmp_path):
+    kl = {}
+    for method in ("rtn", "awq", "gptq", "awq-gptq"):
+        kl[method] = calibrate(str(hard), recipe(calib, method=method), tmp_path / method, CPU).cost.kl
+    assert kl["awq-gptq"] < kl["awq"] < kl["rtn"] and kl["awq-gptq"] < kl["gptq"] < kl["rtn"], kl
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ from qrt.arch.base import Smooth
 from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate.fold import Pair
+from qrt_calibrate.gptq import Factor, round_columns
 from qrt_calibrate.observe import Call
-from qrt_calibrate.search import candidates, search_scales
+from qrt_calibrate.search import ColumnCost, RoundedCost, awq_candidates, search, smooth_candidates
 
 SPEC = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=32)
 
@@ -27,11 +28,16 @@ class Block(nn.Module):
         self.reader.weight[:, :8] /= 1 + outliers
 
 
-def search(block, dtype=torch.bfloat16, spec=SPEC):
+def candidates(pair, magnitude, powers=True):
+    return awq_candidates(pair, magnitude, SPEC, powers)
+
+
+def find(block, dtype=torch.bfloat16):
     pair = Pair(block, Smooth("norm", ("reader",)), head_dim=64)
     call = Call(block.reader, (block.x,), {}, block.reader(block.x))
     before = block.reader.weight.clone()
-    found = search_scales(pair, call, block.x.abs().mean(0), spec, dtype)
+    cost = RoundedCost(pair, call, SPEC, dtype, int8_tokens=False)
+    found = search(candidates(pair, block.x.abs().mean(0)), cost)
     assert torch.equal(block.reader.weight, before)
     return found
 
@@ -48,20 +54,20 @@ def loss(block, scales, dtype=torch.bfloat16):
 @pytest.mark.parametrize("outliers", [0.0, 15.0, 63.0])
 def test_never_worse_than_rounding_and_losses_are_true(outliers, seed):
     block = Block(outliers, seed)
-    found = search(block)
-    assert found.loss <= found.rtn_loss
-    torch.testing.assert_close(torch.tensor(found.rtn_loss), loss(block, torch.ones(64)))
-    torch.testing.assert_close(torch.tensor(found.loss), loss(block, found.scales))
+    found = find(block)
+    assert found.cost <= found.plain_cost
+    torch.testing.assert_close(torch.tensor(found.plain_cost), loss(block, torch.ones(64)))
+    torch.testing.assert_close(torch.tensor(found.cost), loss(block, found.scales))
     if outliers:
-        assert found.loss < 0.5 * found.rtn_loss
+        assert found.cost < 0.5 * found.plain_cost
         assert found.scales[:8].min() > found.scales[8:].max()
 
 
 def test_finds_the_best_of_its_candidates():
     block = Block(outliers=7.0)
     pair = Pair(block, Smooth("norm", ("reader",)), head_dim=64)
-    tried = list(candidates(pair, block.x.abs().mean(0), SPEC))
-    torch.testing.assert_close(torch.tensor(search(block).loss), min(loss(block, s) for s in tried))
+    tried = list(candidates(pair, block.x.abs().mean(0)))
+    torch.testing.assert_close(torch.tensor(find(block).cost), min(loss(block, s) for s in tried))
 
 
 def test_candidates_are_powers_of_two_and_dead_channels_keep_one():
@@ -69,18 +75,47 @@ def test_candidates_are_powers_of_two_and_dead_channels_keep_one():
     mean_abs = block.x.abs().mean(0)
     mean_abs[[3, 40]] = 0
     pair = Pair(block, Smooth("norm", ("reader",)), head_dim=64)
-    tried = list(candidates(pair, mean_abs, SPEC))
+    tried = list(candidates(pair, mean_abs))
     assert torch.equal(tried[0], torch.ones(64)) and 2 < len(tried) <= 20
     for scales in tried:
         assert torch.equal(scales, torch.exp2(scales.log2().round())) and torch.isfinite(scales).all()
         assert (scales[[3, 40]] == 1).all()
-    assert len(list(candidates(pair, torch.zeros(64), SPEC))) == 1
+    assert len(list(candidates(pair, torch.zeros(64)))) == 1
 
 
-def test_candidates_that_the_dtype_cannot_hold_are_not_tried():
-    block = Block(outliers=2.0**20)
-    block.norm.weight.copy_(1 + 0.5 * torch.rand(64))
-    block.norm.weight.copy_(block.norm.weight.half().float())
-    found = search(block, torch.float16)
-    folded = block.norm.weight / found.scales
-    assert torch.equal(folded.half().float(), folded)
+def test_real_scales_where_folds_need_not_be_exact():
+    block = Block(outliers=7.0)
+    pair = Pair(block, Smooth("norm", ("reader",)), head_dim=64)
+    tried = list(candidates(pair, block.x.abs().mean(0), powers=False))[1:]
+    assert all((scales.log2() % 1 != 0).any() for scales in tried)
+    for scales in tried:
+        torch.testing.assert_close(scales.max() * scales.min(), torch.tensor(1.0))
+
+
+def test_smoothquant_shares_an_outlier_by_its_strength():
+    """x^a / w^(1-a) from the paper, up to the common factor that a fold may have."""
+    block = Block(outliers=63.0)
+    pair = Pair(block, Smooth("norm", ("reader",)), head_dim=64)
+    largest = block.x.abs().amax(0)
+    identity, *tried = smooth_candidates(pair, largest, powers=False)
+    assert (identity == 1).all() and len(tried) == 5
+    for alpha, scales in zip((0.3, 0.5, 0.65, 0.8, 0.9), tried, strict=True):
+        wanted = largest**alpha / block.reader.weight.abs().amax(0) ** (1 - alpha)
+        ratio = scales / wanted
+        torch.testing.assert_close(ratio, ratio[0].expand(64))
+
+
+def test_the_column_cost_ranks_candidates_as_gptq_then_does():
+    """Its least is near the least of truly running GPTQ on every candidate."""
+    block = Block(outliers=15.0)
+    pair = Pair(block, Smooth("norm", ("reader",)), head_dim=64)
+    hessian = block.x.T @ block.x / 100
+    cost = ColumnCost(pair, Factor.of(hessian, 0.01), SPEC)
+    foreseen, true = [], []
+    for scales in candidates(pair, block.x.abs().mean(0)):
+        foreseen.append(cost(scales))
+        folded, weight = hessian / scales / scales[:, None], block.reader.weight * scales
+        scale, zero = choose_qparams(weight, SPEC, torch.bfloat16)
+        wrong = round_columns(weight, Factor.of(folded, 0.01), scale, zero, SPEC).dequantize() - weight
+        true.append(float(torch.einsum("nk,kl,nl->", wrong, folded, wrong)))
+    assert true[foreseen.index(min(foreseen))] < 1.1 * min(true) < 0.5 * true[0]

@@ -4,15 +4,22 @@ import pytest
 
 from qrt.arch import ARCHS
 from qrt.errors import ConfigError
-from qrt_calibrate.selection import select
+from qrt_calibrate.recipe import Grid, Override, Recipe, grid_of
+from qrt_calibrate.selection import select as select_grids
 
 ARCH = ARCHS["LlamaForCausalLM"]
+W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
+
+
+def select(arch, layers, patterns, *overrides):
+    recipe = Recipe("w4a16", W4.spec, "rtn", ignore=patterns, overrides=overrides)
+    return select_grids(arch, layers, recipe)
 
 
 def test_everything_but_the_head_by_default():
-    selection = select(ARCH, 3, ())
-    assert len(selection.quantized) == 21 and selection.ignored == ("lm_head",)
-    assert selection.quantized[0] == "model.layers.0.self_attn.q_proj"
+    grids = select(ARCH, 3, ())
+    assert len(grids) == 21 and set(grids.values()) == {W4}
+    assert next(iter(grids)) == "model.layers.0.self_attn.q_proj" and "lm_head" not in grids
 
 
 @pytest.mark.parametrize(
@@ -23,13 +30,20 @@ def test_everything_but_the_head_by_default():
         (("model.layers.0.*",), 14),
         (("layers.0.mlp.*", "lm_head"), 18),
         (("[qkv]_proj",), 12),
+        ((r"re:.*layers\.[01]\..*(gate|up)_proj$",), 17),
     ],
 )
 def test_patterns_match_whole_names_or_from_a_dot(patterns, left):
-    selection = select(ARCH, 3, patterns)
-    assert len(selection.quantized) == left
-    assert len(selection.ignored) == 1 + 21 - left and selection.ignored[0] == "lm_head"
-    assert set(selection.quantized).isdisjoint(selection.ignored)
+    grids = select(ARCH, 3, patterns)
+    assert sum(grid is not None for grid in grids.values()) == left
+
+
+def test_of_several_overrides_the_last_counts_and_ignore_wins():
+    grids = select(ARCH, 2, ("layers.1.mlp.*",), Override("down_proj", W8), Override("layers.0.*", None))
+    kinds = {name.removeprefix("model.layers."): grid for name, grid in grids.items()}
+    assert {grid for name, grid in kinds.items() if name.startswith("0.")} == {None}
+    assert kinds["1.mlp.down_proj"] is None and kinds["1.self_attn.o_proj"] == W4
+    assert select(ARCH, 2, (), Override("down_proj", W8))["model.layers.1.mlp.down_proj"] == W8
 
 
 @pytest.mark.parametrize(
@@ -38,9 +52,16 @@ def test_patterns_match_whole_names_or_from_a_dot(patterns, left):
         (("down_prj",), r"--ignore 'down_prj' matches no Linear; did you mean 'down_proj'\?"),
         (("roj",), "--ignore 'roj' matches no Linear"),  # no match inside a name
         (("layers.7.*",), "matches no Linear"),
-        (("*",), "leaves nothing to quantize"),
-        (("q_proj",), r"self_attn\.q_proj of model\.layers\.0\.self_attn\.qkv_proj, .*; ignore all of"),
-        (("layers.2.mlp.up_proj",), r"mlp\.up_proj of model\.layers\.2\.mlp\.gate_up_proj"),
+        (("re:(",), r"'re:\(' is not a regular expression"),
+        (("*",), "nothing is left to quantize"),
+        (
+            ("q_proj",),
+            r"q_proj is left as it is, self_attn\.k_proj is w4a16 g128 asym, .*0\.self_attn\.qkv_proj as one",
+        ),
+        (
+            ("layers.2.mlp.up_proj",),
+            r"up_proj is left as it is, but engines run model\.layers\.2\.mlp\.gate_up_proj",
+        ),
     ],
 )
 def test_refused(patterns, message):

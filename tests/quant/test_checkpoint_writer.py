@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-import qrt.quant.checkpoint.writer
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+from qrt.quant.affine import choose_qparams, quantize
 from qrt.quant.checkpoint import CheckpointWriter, open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WeightData
@@ -144,14 +145,82 @@ def test_an_exception_leaves_nothing(source, tmp_path, error):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(source, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(qrt.quant.checkpoint.writer, "save_file", full)
-    with pytest.raises(CheckpointError, match="cannot be written.*No space left"):
-        quantize_checkpoint(source, tmp_path / "out", "w4a16", W4)
+def test_a_disk_that_refuses_is_one_line_and_leaves_nothing(source, tmp_path):
+    """The system's own error: no file may grow beyond 100 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written.*File too large"):
+            quantize_checkpoint(source, tmp_path / "out", "w4a16", W4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_finished_steps_survive_and_only_the_same_plan_goes_on(source, tmp_path):
+    plain = open_checkpoint(source)
+    names = [name for name in plain.names() if not name.rpartition(".")[0].endswith("_proj")]
+    linears = quantize_checkpoint(source, tmp_path / "whole", "w4a16", W4)
+
+    def run(plan, fail):
+        with writer(tmp_path / "out", source, plan=plan) as unfinished:
+            if "linears" not in unfinished.finished:
+                for module, weight in linears.items():
+                    unfinished.add_linear(module, weight)
+                unfinished.finish_step("linears", {"error": 0.1})
+            assert unfinished.notes("linears") == {"error": 0.1}
+            module, weight = next(iter(linears.items()))
+            assert torch.equal(unfinished.read_linear("linears", module).values, weight.values)
+            for name in names:
+                unfinished.add_tensor(name, plain.tensor(name))
+                if fail:
+                    raise RuntimeError
+            unfinished.finish_step("rest", {})
+
+    with pytest.raises(RuntimeError):
+        run({"seed": 0}, fail=True)
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out.partial"]
+    with pytest.raises(ConfigError, match=r"out\.partial: parts of another run \(seed differs\); remove"):
+        run({"seed": 1}, fail=False)
+    run({"seed": 0}, fail=False)
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_two_runs_do_not_write_the_same_parts(source, tmp_path):
+    with pytest.raises(RuntimeError), writer(tmp_path / "out", source, plan={}):
+        with pytest.raises(ConfigError, match="another run is writing there"):
+            writer(tmp_path / "out", source, plan={}).__enter__()
+        raise RuntimeError
+
+
+def test_mixed_grids_are_named_module_by_module(source, tmp_path):
+    """No group targets the class, to which vLLM would give every fused Linear."""
+    other = ("w8a16", QuantSpec(8, True, Granularity.GROUP, 128))
+    plain = open_checkpoint(source)
+    modules = sorted({n.rpartition(".")[0] for n in plain.names() if "_proj" in n})
+    eights = {module: other for module in modules if "mlp" in module}
+    with writer(tmp_path / "out", source, overrides=eights) as mixed:
+        for name in plain.names():
+            module = name.rpartition(".")[0]
+            if module not in modules:
+                mixed.add_tensor(name, plain.tensor(name))
+            else:
+                _, spec = eights.get(module, ("w4a16", W4))
+                scale, zero = choose_qparams(plain.tensor(name), spec, torch.bfloat16)
+                codes = quantize(plain.tensor(name), scale, zero, spec)
+                mixed.add_linear(module, WeightData(codes, scale, zero, bits=spec.bits))
+    read = open_checkpoint(tmp_path / "out")
+    groups = read.config["quantization_config"]["config_groups"]
+    assert sorted(groups["group_0"]["targets"] + groups["group_1"]["targets"]) == modules
+    for module in modules:
+        assert read.linear(module)[0] == eights.get(module, ("w4a16",))[0]
+    ids = torch.arange(12)[None]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model(ids).logits.isfinite().all()
+    for module in modules:
+        wanted = read.linear(module)[1].dequantize().bfloat16()
+        assert torch.equal(model.get_submodule(module).weight, wanted), module
 
 
 def test_a_forgotten_tensor_is_noticed(source, tmp_path):

@@ -1,12 +1,15 @@
 """compressed-tensors: which Linear is quantized how, from `quantization_config`, and that config written.
 
-Read: groups of int4 and int8 weights in either layout, chosen per group, for modules named exactly, by
-regular expression or by class. Whatever else the config asks for would change what the model computes and is
-refused by name. Written: the minimal config that every compressed-tensors version loads (weights.md 1.7).
+Read: groups of int4, int8 and fp8 weights in any of three layouts, chosen per group, for modules named
+exactly, by regular expression or by class. fp8 weights run as 16-bit weights, with activations that are not
+rounded: closer to the original than what the file asks for, and said once. Whatever else the config asks for
+would change what the model computes and is refused by name. Written: the minimal config that every
+compressed-tensors version loads (weights.md 1.7).
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +18,12 @@ from typing import Any
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.format import CheckpointFormat
-from qrt.quant.checkpoint.layout import IntQuantized, Layout, PackQuantized
+from qrt.quant.checkpoint.layout import FloatQuantized, IntQuantized, Layout, PackQuantized
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight.base import WeightData
+
+logger = logging.getLogger(__name__)
 
 LINEAR = "Linear"  # the class name of every module that `Checkpoint.linear` is asked for
 REGEX = "re:"
@@ -34,6 +39,7 @@ class Stored:
     int8_activations: bool
 
 
+FP8 = Stored("fp16", 8, FloatQuantized(), False)
 STORED = (
     Stored("w4a16", 4, PackQuantized(), False),
     Stored("w8a16", 8, PackQuantized(), False),
@@ -55,8 +61,15 @@ WEIGHTS: dict[str, tuple[Any, ...]] = {
     "symmetric": (True, False),
     "strategy": ("group", "channel"),
     "dynamic": (False,),
-    "actorder": (None, False, "weight", "static"),  # "static" order leaves no trace in the file
+    "actorder": (None, False, "weight", "static", "group"),  # only "group" leaves a trace, weight_g_idx
     "block_structure": (None,),
+}
+FP8_WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "symmetric": (True,),
+    "strategy": ("channel", "tensor", "block"),
+    "dynamic": (False,),
 }
 ACTIVATIONS: dict[str, tuple[Any, ...]] = {
     "num_bits": (8,),
@@ -128,9 +141,40 @@ def match_rank(module: str, targets: Sequence[str]) -> int:
 
 
 def quantization_config(
-    scheme: str, spec: QuantSpec, ignore: Sequence[str], metadata: Mapping[str, Any]
+    scheme: str,
+    spec: QuantSpec,
+    ignore: Sequence[str],
+    metadata: Mapping[str, Any],
+    overrides: Mapping[str, tuple[str, QuantSpec]] | None = None,
+    modules: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The minimal config of a checkpoint whose Linears all have `scheme`, but for those in `ignore`."""
+    """The minimal config of a checkpoint whose Linears all have `scheme`, but for those in `ignore`.
+
+    With `overrides`, modules on other grids, every group names its `modules`: vLLM gives a fused Linear to a
+    group that targets the class before it looks for the names of its parts.
+    """
+    grids = dict.fromkeys(modules, (scheme, spec)) | dict(overrides or {})
+    if not overrides or set(grids.values()) == {(scheme, spec)}:
+        groups = {"group_0": _entry(scheme, spec, [LINEAR])}
+    else:
+        kinds = sorted(set(grids.values()), key=lambda grid: (grid != (scheme, spec), str(grid)))
+        groups = {
+            f"group_{n}": _entry(*kind, [module for module in modules if grids[module] == kind])
+            for n, kind in enumerate(kinds)
+        }
+    formats = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": list(ignore),
+        "config_groups": groups,
+        "qrt": dict(metadata),
+    }
+
+
+def _entry(scheme: str, spec: QuantSpec, targets: list[str]) -> dict[str, Any]:
+    """One group of the config."""
     stored = stored_as(scheme)
     weights = {
         "num_bits": spec.bits,
@@ -140,7 +184,7 @@ def quantization_config(
     }
     if spec.group_size is not None:
         weights["group_size"] = spec.group_size
-    group: dict[str, Any] = {"targets": [LINEAR], "format": stored.layout.name, "weights": weights}
+    group: dict[str, Any] = {"targets": targets, "format": stored.layout.name, "weights": weights}
     if stored.int8_activations:
         group["input_activations"] = {
             "num_bits": 8,
@@ -149,14 +193,7 @@ def quantization_config(
             "strategy": "token",
             "dynamic": True,
         }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": stored.layout.name,
-        "quantization_status": "compressed",
-        "ignore": list(ignore),
-        "config_groups": {"group_0": group},
-        "qrt": dict(metadata),
-    }
+    return group
 
 
 def stored_as(scheme: str) -> Stored:
@@ -173,6 +210,8 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
     where = f"{where}: config_groups.{name}"
     if not isinstance(entry, dict):
         raise UnsupportedError(f"{where} is {entry!r}; qrt reads groups written out as objects, not presets")
+    if (entry.get("format") or default_format) == FP8.layout.name:
+        return _fp8_group(where, entry)
     weights = _arguments(f"{where}.weights", entry.get("weights"), WEIGHTS)
     activations = entry.get("input_activations")
     if activations is not None:
@@ -194,8 +233,16 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
     raise UnsupportedError(
         f"{where}: {layout} with {bits}-bit {weights['strategy']} weights"
         f"{' and int8 activations' if activations is not None else ''} is not read; qrt reads pack-quantized "
-        "4 and 8 bits without activations, and int-quantized symmetric 8-bit channels with int8 activations"
+        "4 and 8 bits without activations, int-quantized symmetric 8-bit channels with int8 activations, and "
+        "float-quantized"
     )
+
+
+def _fp8_group(where: str, entry: Mapping[str, Any]) -> Group:
+    """An entry of fp8 weights; how its activations would be rounded does not matter, for they are not."""
+    _arguments(f"{where}.weights", entry.get("weights"), FP8_WEIGHTS)
+    logger.warning("%s: fp8 weights run as 16-bit weights, activations are not rounded", where)
+    return Group(_patterns(where, entry.get("targets")), QuantSpec(8, True, Granularity.CHANNEL), FP8)
 
 
 def _arguments(where: str, entry: Any, wanted: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

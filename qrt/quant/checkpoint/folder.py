@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,20 @@ class TensorFolder:
     """Tensors by name. Opening reads the headers of all shards and no data.
 
     path      the folder
+    shards    the shard of each tensor, where they are known already
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, shards: Mapping[str, Shard] | None = None) -> None:
         self.path = path
-        self._shard_of = _shards(path)
+        self._shard_of = _shards(path) if shards is None else dict(shards)
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
         return sorted(self._shard_of)
+
+    def stored_names(self) -> list[str]:
+        """All tensor names in the order of the shards, and within each in that of its header."""
+        return list(self._shard_of)
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor `name`."""

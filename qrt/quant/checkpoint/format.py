@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.weight.base import WeightData
 
@@ -29,3 +32,42 @@ def bias_of(tensors: TensorFolder, module: str, out_features: int) -> Tensor | N
     """The bias [N] of a Linear, or None where it has none."""
     name = f"{module}.bias"
     return tensors.tensor(name, "N", FLOATS, N=out_features) if tensors.has(name) else None
+
+
+def setting(where: str, config: Mapping[str, Any], names: Sequence[str], default: int | None = None) -> int:
+    """The whole number that a config has under one of `names`."""
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    if type(value) is not int or value == 0 or value < -1:
+        raise CheckpointError(
+            f"{where}.{names[0]} is {value!r}, wanted a positive number (or -1 for one group)"
+        )
+    return value
+
+
+def group_count(tensors: TensorFolder, module: str, group_size: int, in_features: int) -> int:
+    """Scales per output row for groups of `group_size` inputs, -1 being all of them."""
+    group = in_features if group_size == -1 else group_size
+    if in_features % group:
+        raise CheckpointError(
+            f"{tensors.path}: {module}: group_size {group} does not divide its {in_features} input features; "
+            "the file does not match its config.json"
+        )
+    return in_features // group
+
+
+def order_of(tensors: TensorFolder, name: str, groups: int, in_features: int) -> Tensor | None:
+    """Inputs int64 [K] in the order of their groups, from the group index `name`; None when they are so.
+
+    Tools that do not reorder leave the index out or all zero. UnsupportedError: groups of unequal size.
+    """
+    if not tensors.has(name):
+        return None
+    index = tensors.tensor(name, "K", torch.int32, K=in_features).long()
+    if groups == 1 or not index.any():
+        return None
+    if not torch.equal(index.sort().values, torch.arange(in_features) // (in_features // groups)):
+        raise UnsupportedError(
+            f"{tensors.path}: {name} does not name {groups} groups of {in_features // groups} inputs each"
+        )
+    order = index.argsort(stable=True)
+    return None if torch.equal(order, torch.arange(in_features)) else order

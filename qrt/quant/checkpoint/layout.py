@@ -1,14 +1,17 @@
-"""The two tensor layouts of compressed-tensors that qrt reads and writes (research/weights.md 1.3).
+"""The tensor layouts of compressed-tensors that qrt reads, and writes but for fp8 (research/weights.md 1.3).
 
-Both store signed codes q = u - 2^(b-1), where u is WeightData's unsigned code; zeros likewise.
+The integer ones store signed codes q = u - 2^(b-1), where u is WeightData's unsigned code; zeros likewise.
 
     pack-quantized  P.weight_packed      int32 [N, ceil(K*b/32)]   u, a bit stream along K
                     P.weight_scale       float [N, K/G]
                     P.weight_zero_point  int32 [ceil(N*b/32), K/G] zeros, a bit stream along N; if asymmetric
                     P.weight_shape       int64 [2]                 N, K
+                    P.weight_g_idx       int32 [K]                 group of each input, in old files
     int-quantized   P.weight             int8  [N, K]              q
                     P.weight_scale       float [N, 1]
-    both            P.bias               float [N]                 where the Linear has one
+    float-quantized P.weight             fp8   [N, K]              weight / scale, e4m3
+                    P.weight_scale       float [N, 1], [1] or one for each block [N/B0, K/B1]
+    all             P.bias               float [N]                 where the Linear has one
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qrt.errors import CheckpointError, UnsupportedError
+from qrt.errors import CheckpointError
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import FLOATS, bias_of
+from qrt.quant.checkpoint.format import FLOATS, bias_of, group_count, order_of
 from qrt.quant.packing import pack, packed_words, unpack
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight.base import WeightData
@@ -65,13 +68,8 @@ class PackQuantized(Layout):
         return stored
 
     def decode(self, tensors: TensorFolder, module: str, spec: QuantSpec) -> WeightData:
-        if tensors.has(f"{module}.weight_g_idx"):
-            raise UnsupportedError(
-                f"{tensors.path}: {module}.weight_g_idx: activation order with a group index is not read; "
-                'quantize with actorder "static" or none'
-            )
         n, k = tensors.tensor(f"{module}.weight_shape", "2", torch.int64).tolist()
-        groups = _groups(tensors, module, spec, k)
+        groups = group_count(tensors, module, spec.group_size or -1, k)
         words = tensors.tensor(
             f"{module}.weight_packed", "N W", torch.int32, N=n, W=packed_words(k, spec.bits)
         )
@@ -82,8 +80,11 @@ class PackQuantized(Layout):
                 f"{module}.weight_zero_point", "Z G", torch.int32, Z=packed_words(n, spec.bits), G=groups
             )
             zero = unpack(zeros, spec.bits, n, axis=0)
-        bias = bias_of(tensors, module, n)
-        return WeightData(unpack(words, spec.bits, k), scale, zero, bias=bias, bits=spec.bits)
+        codes = unpack(words, spec.bits, k)
+        perm = order_of(tensors, f"{module}.weight_g_idx", groups, k)
+        if perm is not None:
+            codes = codes[:, perm]
+        return WeightData(codes, scale, zero, perm, bias_of(tensors, module, n), spec.bits)
 
 
 class IntQuantized(Layout):
@@ -100,25 +101,43 @@ class IntQuantized(Layout):
 
     def decode(self, tensors: TensorFolder, module: str, spec: QuantSpec) -> WeightData:
         codes = tensors.tensor(f"{module}.weight", "N K", torch.int8)
-        n, k = codes.shape
-        scale = tensors.tensor(
-            f"{module}.weight_scale", "N G", FLOATS, N=n, G=_groups(tensors, module, spec, k)
-        )
+        n = codes.shape[0]
+        scale = tensors.tensor(f"{module}.weight_scale", "N 1", FLOATS, N=n)
         bias = bias_of(tensors, module, n)
         return WeightData(_flip(codes.view(torch.uint8)), scale, bias=bias, bits=spec.bits)
+
+
+class FloatQuantized(Layout):
+    """fp8 weights, read as the 16-bit weights that they stand for: qrt has no fp8 products."""
+
+    name = "float-quantized"
+
+    def holds(self, spec: QuantSpec) -> bool:
+        return spec.bits == 8 and spec.symmetric
+
+    def encode(self, weight: WeightData) -> dict[str, Tensor]:
+        raise AssertionError("fp8 is read only")
+
+    def decode(self, tensors: TensorFolder, module: str, spec: QuantSpec) -> WeightData:
+        weight = tensors.tensor(f"{module}.weight", "N K", torch.float8_e4m3fn)
+        scale = tensors.tensor(f"{module}.weight_scale", dtype=FLOATS)
+        bias = bias_of(tensors, module, weight.shape[0])
+        return WeightData((weight.float() * _per_weight(scale, weight, module)).to(scale.dtype), bias=bias)
+
+
+def _per_weight(scale: Tensor, weight: Tensor, module: str) -> Tensor:
+    """fp32 scales that broadcast over `weight` [N, K]: one for all, one a row, or one a block."""
+    if scale.numel() == 1:
+        return scale.float().view(1, 1)
+    blocks = scale.shape
+    if len(blocks) != 2 or any(size % count for size, count in zip(weight.shape, blocks, strict=True)):
+        raise CheckpointError(
+            f"{module}.weight_scale: shape {list(blocks)} does not divide the weight's {list(weight.shape)}"
+        )
+    rows, columns = (size // count for size, count in zip(weight.shape, blocks, strict=True))
+    return scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
 def _flip(codes: Tensor) -> Tensor:
     """Bytes of q = u - 128 from bytes of u, and back: the top bit changes."""
     return codes ^ 0x80
-
-
-def _groups(tensors: TensorFolder, module: str, spec: QuantSpec, in_features: int) -> int:
-    """Scales per output row."""
-    group = spec.group_size or in_features
-    if in_features % group:
-        raise CheckpointError(
-            f"{tensors.path}: {module}: group_size {group} does not divide its {in_features} input features; "
-            "the file does not match its config.json"
-        )
-    return in_features // group

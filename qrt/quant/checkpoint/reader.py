@@ -17,7 +17,11 @@ from qrt.registry import Registry
 # quant_method -> class; one file and one line per format
 FORMATS: Registry[Callable[[Mapping[str, Any], TensorFolder], CheckpointFormat]] = Registry(
     "quant_method",
-    {"compressed-tensors": "qrt.quant.checkpoint.compressed_tensors:CompressedTensors"},
+    {
+        "compressed-tensors": "qrt.quant.checkpoint.compressed_tensors:CompressedTensors",
+        "awq": "qrt.quant.checkpoint.awq:AwqGemm",
+        "gptq": "qrt.quant.checkpoint.gptq:Gptq",
+    },
 )
 SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and llm-awq
 
@@ -25,17 +29,17 @@ SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"} 
 class Checkpoint(TensorFolder):
     """An opened checkpoint: config.json, an index of tensors over shards, lazily mapped safetensors.
 
-    path      the folder
-    config    config.json as a dict
+    path            the folder
+    config          config.json as a dict
+    quantization    its quantization_config, or the file in its place; empty in a plain checkpoint
     """
 
     def __init__(self, path: Path) -> None:
         self.config: dict[str, Any] = read_json(path / "config.json")
-        method = _quant_method(path, self.config)
+        self.quantization = _quantization(path, self.config)
         super().__init__(path)
-        self._format = (
-            Plain() if method is None else FORMATS[method](self.config["quantization_config"], self)
-        )
+        method = self.quantization.get("quant_method")
+        self._format = Plain() if method is None else FORMATS[method](self.quantization, self)
 
     def linear(self, module: str) -> tuple[str, WeightData]:
         """Scheme name (a key of WEIGHT_SCHEMES) and canonical weight of a Linear, e.g.
@@ -63,20 +67,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(folder)
 
 
-def _quant_method(path: Path, config: dict[str, Any]) -> str | None:
-    """The quant_method of a quantized checkpoint, None for a plain one; refuses what qrt does not read."""
+def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The quantization_config with its quant_method; refuses a method that qrt does not read."""
     entry = config.get("quantization_config")
     if entry is None:
-        method = next((name for file, name in SEPARATE_CONFIGS.items() if (path / file).is_file()), None)
-        if method is None:
-            return None
-    elif not isinstance(entry, dict):
+        for file, method in SEPARATE_CONFIGS.items():
+            if (path / file).is_file():
+                return {**read_json(path / file), "quant_method": method}
+        return {}
+    if not isinstance(entry, dict):
         raise CheckpointError(f"{path}/config.json: quantization_config is {entry!r}, wanted an object")
-    else:
-        method = str(entry.get("quant_method"))
+    method = str(entry.get("quant_method"))
     if method not in FORMATS:
         raise UnsupportedError(
             f"{path}: quant_method {method!r} is not read (known: {', '.join(FORMATS)}); "
             "start from the unquantized model and quantize it with qrt-calibrate"
         )
-    return method
+    return dict(entry)

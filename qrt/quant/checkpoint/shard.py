@@ -1,4 +1,5 @@
-"""One safetensors file: its header is checked when it is opened, its tensors are mapped one at a time.
+"""One safetensors file: its header is checked when it is opened, its tensors are mapped one at a time; and
+written one at a time, so that neither way more than a tensor is in memory.
 
 The layout: a little-endian uint64 header length, a JSON header (dtype, shape and data_offsets of each
 tensor), then the data. Each tensor gets a mapping of its own, so that memory is given back with the tensor;
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -35,6 +38,7 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,34 @@ def _locate(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[Te
     if data + end > size:
         raise _damaged(path, f"tensor {name!r} ends at byte {data + end} of a file of {size}")
     return spec, data + begin
+
+
+def write_shard(path: Path, specs: Mapping[str, TensorSpec], fetch: Callable[[str], Tensor]) -> None:
+    """Write the tensors `fetch(name)`, of shapes and dtypes `specs`, one after another, through to the disk.
+
+    In the order and with the header of the safetensors library (by size of the elements, then by name) and
+    one metadata key, which transformers insists on. CheckpointError when the disk refuses.
+    """
+    names = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + specs[name].num_bytes
+        code, shape = CODES[specs[name].dtype], list(specs[name].shape)
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    try:
+        with open(path, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                tensor = fetch(name).detach().cpu().contiguous()
+                assert (tuple(tensor.shape), tensor.dtype) == (specs[name].shape, specs[name].dtype), name
+                file.write(tensor.flatten().view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

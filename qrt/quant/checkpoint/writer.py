@@ -1,9 +1,9 @@
-"""Write a quantized checkpoint: compressed-tensors, shard by shard, the same bytes every time."""
+"""Write a quantized checkpoint: compressed-tensors, part by part, the same bytes every time."""
 
 from __future__ import annotations
 
 import json
-import os
+import logging
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -12,22 +12,26 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.quant.checkpoint.compressed_tensors import match_rank, quantization_config, stored_as
-from qrt.quant.checkpoint.folder import INDEX, SINGLE
+from qrt.quant.checkpoint.folder import INDEX, SINGLE, TensorFolder
+from qrt.quant.checkpoint.parts import Parts
 from qrt.quant.checkpoint.reader import Checkpoint
+from qrt.quant.checkpoint.shard import write_shard
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
+
+logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COPIED = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-    "*.tiktoken", "chat_template*", "generation_config.json",
+    "*.tiktoken", "chat_template*", "generation_config.json", "preprocessor_config.json",
+    "processor_config.json",
 )  # fmt: skip
+PART_BYTES = 256 << 20  # tensors kept in memory before they go to disk
 
 
 class CheckpointWriter:
@@ -38,13 +42,16 @@ class CheckpointWriter:
         writer.add_tensor("model.norm.weight", tensor)
 
     Every tensor of `source` must be added: as it is (or changed by a fold), or as the Linear it belongs to.
-    Tensors are kept until their shard is full, so do not change one after adding it; memory stays below one
-    shard of `max_shard_bytes` (a Linear's tensors share a shard). Until the end everything is in
-    `<out>.partial-...` beside `out`, which an exception removes.
+    Tensors are kept until a part is full, so do not change one after adding it. The parts lie in
+    `<out>.partial...` beside `out`; at the end they are copied into shards of at most `max_shard_bytes` (a
+    Linear's tensors share a shard), tensor by tensor. An exception removes them, unless a `plan` is given:
+    then what `finish_step` has ended stays, and a writer with the same plan goes on from there.
 
-    scheme, spec   of every Linear added; `spec` is the grid that its weights must have
+    scheme, spec   of the Linears added; `spec` is the grid that their weights must have
+    overrides      Linears with another scheme and grid, by module name
     ignore         targets that stay unquantized: module names, "re:<regex>"
     metadata       qrt's own facts, JSON values, under quantization_config["qrt"]
+    plan           all that decides the bytes, JSON values
 
     Raises ConfigError when `out` is there and not an empty folder, UnsupportedError for a scheme or grid
     without a layout, CheckpointError when the disk refuses.
@@ -59,122 +66,223 @@ class CheckpointWriter:
         spec: QuantSpec,
         ignore: Sequence[str],
         metadata: Mapping[str, Any],
+        overrides: Mapping[str, tuple[str, QuantSpec]] | None = None,
+        plan: Mapping[str, Any] | None = None,
         max_shard_bytes: int = 5_000_000_000,
     ) -> None:
-        if source.config.get("quantization_config") is not None:
+        if source.quantization:
             raise UnsupportedError(f"{source.path}: already quantized; start from the unquantized model")
-        self._layout = stored_as(scheme).layout
-        if stored_as(scheme).bits != spec.bits or not self._layout.holds(spec):
-            raise UnsupportedError(f"weight scheme {scheme!r} does not store {spec}")
-        out = out.resolve()
-        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-            raise ConfigError(
-                f"{out}: already there and not an empty folder; remove it or choose another one"
-            )
-        self._out, self._source, self._spec, self._ignore = out, source, spec, tuple(ignore)
-        self._config = {
-            **source.config,
-            "quantization_config": quantization_config(scheme, spec, ignore, metadata),
-        }
-        self._partial = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
-        self._max_shard_bytes = max_shard_bytes
-        self._shard: dict[str, Tensor] = {}  # being filled
-        self._shard_bytes: list[int] = []  # of all shards, the one being filled last
-        self._shard_of: dict[str, int] = {}  # number of the shard of each tensor
-        self._linears: set[str] = set()
+        self._overrides = dict(overrides or {})
+        for name, grid in {(scheme, spec), *self._overrides.values()}:
+            if stored_as(name).bits != grid.bits or not stored_as(name).layout.holds(grid):
+                raise UnsupportedError(f"weight scheme {name!r} does not store {grid}")
+        self._default = (scheme, spec)
+        self._ignore = tuple(ignore)
+        self._metadata = metadata
         dtype = source.config.get("dtype") or source.config.get("torch_dtype")
         self._dtype = getattr(torch, str(dtype), None)  # loaders cast every scale to the model's dtype
-        self._left_out = {HEAD} if _head_is_copy(source) else set()
+        self._linears: set[str] = set()
+        self._folder = OutputFolder(out, source, plan, max_shard_bytes)
 
     def __enter__(self) -> CheckpointWriter:
-        try:
-            self._partial.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(f"{self._out}: cannot be written ({error.strerror})") from None
+        self._folder.begin()
+        for name in self._folder.names():
+            module, _, kind = name.rpartition(".")
+            if kind in ("weight_packed", "weight_scale"):
+                self._linears.add(module)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            shutil.rmtree(self._partial, ignore_errors=True)  # gone by now unless something failed
+        if kind is not None:
+            return self._folder.abandon()
+        modules = sorted(self._linears)
+        config = quantization_config(*self._default, self._ignore, self._metadata, self._overrides, modules)
+        self._folder.publish(config, {f"{module}.weight" for module in modules})
+
+    @property
+    def finished(self) -> list[str]:
+        """The steps that an earlier run with the same plan has finished."""
+        return self._folder.parts.labels
+
+    def notes(self, label: str) -> Mapping[str, Any]:
+        """The notes of a finished step."""
+        return self._folder.parts.notes(label)
+
+    def read_linear(self, label: str, module: str) -> WeightData:
+        """A Linear of a finished step, as it was added."""
+        scheme, spec = self._grid_of(module)
+        return stored_as(scheme).layout.decode(self._folder.parts.step(label), module, spec)
+
+    def read_tensor(self, label: str, name: str) -> Tensor:
+        """An unquantized tensor of a finished step."""
+        return self._folder.parts.step(label).tensor(name)
+
+    @property
+    def stored(self) -> TensorFolder:
+        """What the finished steps have written."""
+        return self._folder.parts.tensors()
+
+    @property
+    def working_folder(self) -> Path:
+        """Where other files may lie until the block ends."""
+        return self._folder.parts.path
+
+    def _grid_of(self, module: str) -> tuple[str, QuantSpec]:
+        return self._overrides.get(module, self._default)
 
     def add_linear(self, module: str, weight: WeightData) -> None:
-        """Add a quantized Linear, e.g. "model.layers.0.mlp.up_proj", on the writer's grid, with its bias."""
+        """Add a quantized Linear, e.g. "model.layers.0.mlp.up_proj", on its grid, with its bias."""
         assert weight.scale is not None and weight.perm is None, f"{module}: not quantized, or permuted"
+        scheme, spec = self._grid_of(module)
         grid = (weight.bits, weight.zero is None, weight.scale.shape[1])
-        groups = weight.in_features // self._spec.group_of(weight.in_features)
-        wanted = (self._spec.bits, self._spec.symmetric, groups)
+        groups = weight.in_features // spec.group_of(weight.in_features)
+        wanted = (spec.bits, spec.symmetric, groups)
         assert grid == wanted, f"{module}: (bits, symmetric, groups) {grid}, wanted {wanted}"
         assert self._dtype in (None, weight.scale.dtype), (
             f"{module}: scale {weight.scale.dtype}, model {self._dtype}"
         )
         assert not match_rank(module, self._ignore), f"{module} is on the ignore list"
-        tensors = self._layout.encode(weight)
+        tensors = stored_as(scheme).layout.encode(weight)
         if weight.bias is not None:
             tensors["bias"] = weight.bias
-        self._add({f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
+        self._folder.add({f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
         self._linears.add(module)
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
         """Add an unquantized tensor; an lm_head that merely repeats its tied embedding is left out."""
-        if name not in self._left_out:
-            self._add({name: tensor})
+        self._folder.add({name: tensor})
 
-    def _add(self, tensors: dict[str, Tensor]) -> None:
-        """Put `tensors` into one shard, the one being filled or, where that has no room, the next."""
-        twice = tensors.keys() & self._shard_of.keys()
+    def add_file(self, name: str, content: str) -> None:
+        """Add a text file to the folder."""
+        self._folder.files[name] = content
+
+    def finish_step(self, label: str, notes: Mapping[str, Any]) -> None:
+        """Everything added since the step before is done, and stays if the process ends here."""
+        self._folder.finish_step(label, notes)
+
+
+class OutputFolder:
+    """A checkpoint folder in the making: tensors into parts, parts into shards, and the source's other files.
+
+    parts    what is on disk so far
+    files    further text files to write, by name
+    """
+
+    def __init__(
+        self, out: Path, source: Checkpoint, plan: Mapping[str, Any] | None, max_shard_bytes: int
+    ) -> None:
+        out = out.resolve()
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise ConfigError(
+                f"{out}: already there and not an empty folder; remove it or choose another one"
+            )
+        suffix = "partial" if plan is not None else f"partial-{secrets.token_hex(4)}"
+        self.parts = Parts(out.with_name(f"{out.name}.{suffix}"), plan)
+        self.files: dict[str, str] = {}
+        self._out, self._source, self._max_shard_bytes = out, source, max_shard_bytes
+        self._part: dict[str, Tensor] = {}  # being filled
+        self._added: set[str] = set()
+        self._left_out = {HEAD} if _head_is_copy(source) else set()
+
+    def begin(self) -> None:
+        """Make the working folder, or take up an earlier one."""
+        self.parts.begin()
+        self._added = set(self.names())
+
+    def names(self) -> list[str]:
+        """Names of the tensors on disk."""
+        return self.parts.tensors().names()
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add tensors, but for a head that repeats the embedding."""
+        twice = tensors.keys() & self._added
         assert not twice, f"added twice: {sorted(twice)}"
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if self._shard and self._shard_bytes[-1] + size > self._max_shard_bytes:
+        self._part |= {name: t.detach().cpu() for name, t in tensors.items() if name not in self._left_out}
+        self._added |= tensors.keys()
+        if sum(tensor.nbytes for tensor in self._part.values()) > PART_BYTES:
             self._flush()
-        if not self._shard:
-            self._shard_bytes.append(0)
-        self._shard_bytes[-1] += size
-        for name, tensor in tensors.items():
-            self._shard[name] = tensor.detach().cpu().contiguous()
-            self._shard_of[name] = len(self._shard_bytes) - 1
+
+    def finish_step(self, label: str, notes: Mapping[str, Any]) -> None:
+        """Everything added so far is on disk, and stays."""
+        self._flush()
+        self.parts.finish(label, notes)
 
     def _flush(self) -> None:
-        """Write the shard being filled, through to the disk. One metadata key: with more, bytes vary."""
-        path = self._partial / str(len(self._shard_bytes) - 1)
-        try:
-            save_file(self._shard, path, metadata={"format": "pt"})
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be written ({error})") from None
-        self._shard = {}
+        if self._part:
+            self.parts.save(self._part)
+        self._part = {}
 
-    def _finish(self) -> None:
-        """Write what is left, name the shards, add the other files, and move the folder into place."""
-        given = self._shard_of.keys() | {f"{module}.weight" for module in self._linears}
-        missing = set(self._source.names()) - given - self._left_out
-        assert not missing, f"never added: {sorted(missing)}"
-        self._flush()
-        files = self._file_names()
-        for number, file in enumerate(files):
-            (self._partial / str(number)).rename(self._partial / file)
+    def abandon(self) -> None:
+        """After an exception: keep the finished steps, if there are any."""
+        if self.parts.labels:
+            logger.warning(
+                "finished steps are kept in %s: the same command goes on from there", self.parts.path
+            )
+        else:
+            self.parts.remove()
+        self.parts.close()
+
+    def publish(self, quantization: Mapping[str, Any], replaced: set[str]) -> None:
+        """Copy the parts into shards, add the other files, and move the folder into place. `replaced` are
+        the source's tensors that others stand for."""
+        try:
+            missing = set(self._source.names()) - self._added - replaced - self._left_out
+            assert not missing, f"never added: {sorted(missing)}"
+            self._flush()
+            ready = self.parts.path.with_name(f"{self.parts.path.name}-{secrets.token_hex(4)}")
+            ready.mkdir()
+            try:
+                self._fill(ready, quantization)
+                ready.rename(self._out)
+            except OSError as error:
+                raise CheckpointError(f"{self._out}: cannot be written ({error.strerror})") from None
+            finally:
+                shutil.rmtree(ready, ignore_errors=True)  # gone by now unless something failed
+        except BaseException:
+            self.abandon()
+            raise
+        self.parts.remove()
+        self.parts.close()
+
+    def _fill(self, folder: Path, quantization: Mapping[str, Any]) -> None:
+        tensors = self.parts.tensors()
+        shards = _shards(tensors, self._max_shard_bytes)
+        files = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+        files = files if len(files) > 1 else [SINGLE]
+        for file, names in zip(files, shards, strict=True):
+            write_shard(folder / file, {name: tensors.spec(name) for name in names}, tensors.tensor)
         if len(files) > 1:
-            weight_map = {name: files[self._shard_of[name]] for name in sorted(self._shard_of)}
-            index = {"metadata": {"total_size": sum(self._shard_bytes)}, "weight_map": weight_map}
-            _write_json(self._partial / INDEX, index)
-        _write_json(self._partial / "config.json", self._config)
+            shard_of = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+            index = {
+                "metadata": {"total_size": tensors.num_bytes},
+                "weight_map": dict(sorted(shard_of.items())),
+            }
+            (folder / INDEX).write_text(_json(index), encoding="utf-8")
+        config = {**self._source.config, "quantization_config": dict(quantization)}
+        (folder / "config.json").write_text(_json(config), encoding="utf-8")
         for path in sorted({path for pattern in COPIED for path in self._source.path.glob(pattern)}):
-            shutil.copyfile(path, self._partial / path.name)
-        try:
-            self._partial.rename(self._out)
-        except OSError as error:
-            raise CheckpointError(f"{self._out}: cannot be written ({error.strerror})") from None
+            shutil.copyfile(path, folder / path.name)
+        for name, content in self.files.items():
+            (folder / name).write_text(content, encoding="utf-8")
 
-    def _file_names(self) -> list[str]:
-        count = len(self._shard_bytes)
-        if count == 1:
-            return [SINGLE]
-        return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+def _shards(tensors: TensorFolder, most: int) -> list[list[str]]:
+    """The tensors' names in shards of at most `most` bytes; tensors of one module share a shard."""
+    modules: dict[str, list[str]] = {}
+    for name in tensors.stored_names():
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for names in modules.values():
+        size = sum(tensors.spec(name).num_bytes for name in names)
+        if shards[-1] and filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1] += names
+        filled += size
+    return shards
 
 
 def _head_is_copy(source: Checkpoint) -> bool:
@@ -185,5 +293,5 @@ def _head_is_copy(source: Checkpoint) -> bool:
     return same and torch.equal(source.tensor(HEAD), source.tensor(EMBEDDING))
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

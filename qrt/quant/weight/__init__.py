@@ -13,4 +13,6 @@ WEIGHT_SCHEMES: Registry[WeightScheme] = Registry(
     },
 )
 
-__all__ = ["WEIGHT_SCHEMES", "WeightData", "WeightScheme"]
+WEIGHT_ONLY = {4: "w4a16", 8: "w8a16"}  # by bits
+
+__all__ = ["WEIGHT_ONLY", "WEIGHT_SCHEMES", "WeightData", "WeightScheme"]

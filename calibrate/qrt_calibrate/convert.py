@@ -1,0 +1,146 @@
+"""`qrt-calibrate convert`: a quantized checkpoint in another format, where every weight stays what it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from qrt.arch import ARCHS, ModelConfig
+from qrt.cli import ArgumentParser, run_main
+from qrt.errors import CheckpointError, UnsupportedError
+from qrt.quant.checkpoint import awq, gptq, open_checkpoint
+from qrt.quant.checkpoint.compressed_tensors import quantization_config, stored_as
+from qrt.quant.checkpoint.writer import OutputFolder
+from qrt.quant.spec import Granularity, QuantSpec
+from qrt.quant.weight import WeightData
+
+TARGETS = ("compressed-tensors", "awq", "gptq")
+Grids = Mapping[str, tuple[str, QuantSpec]]
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of the subcommand; returns the exit code."""
+    parser = ArgumentParser(prog="qrt-calibrate convert", description=__doc__)
+    parser.add_argument("--model", required=True, help="quantized checkpoint folder")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="format; gptq is written as gptq_v2")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    arguments = parser.parse_args(argv)
+
+    def work() -> None:
+        count = convert(arguments.model, arguments.to, Path(arguments.out))
+        print(f"{count} Linears written to {arguments.out}")
+
+    return run_main(work)
+
+
+def convert(model: str | Path, target: str, out: Path) -> int:
+    """Write checkpoint `model` into the new folder `out` in format `target`; the number of quantized Linears.
+
+    UnsupportedError, naming the Linear and why, where the format cannot hold a weight exactly: act-order or
+    a scale in another dtype than the model's for compressed-tensors; other than 4 bits, groups that differ,
+    or scales that fp16 does not hold for AWQ; scales that fp16 does not hold for GPTQ.
+    """
+    source = open_checkpoint(model)
+    if not source.quantization:
+        raise UnsupportedError(f"{source.path}: not quantized; qrt-calibrate --model quantizes it")
+    arch = ARCHS[(source.config.get("architectures") or ["?"])[0]]
+    config = ModelConfig.from_hf(source.config, arch)
+    modules = [f"{arch.layers}.{i}.{name}" for i in range(config.num_layers) for name in arch.projections]
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    folder = OutputFolder(out, source, None, max_shard_bytes=5_000_000_000)
+    grids: dict[str, tuple[str, QuantSpec]] = {}
+    folder.begin()
+    try:
+        for module in tqdm(modules, "Converting", unit="Linear"):
+            scheme, weight = source.linear(module)
+            if weight.scale is None:
+                if not source.has(f"{module}.weight") or source.spec(f"{module}.weight").dtype.itemsize < 2:
+                    raise UnsupportedError(f"{module}: fp8 weights are not converted; quantize the original")
+                continue
+            grids[module] = scheme, spec_of(weight)
+            bias = {} if weight.bias is None else {"bias": weight.bias}
+            tensors = encode(target, module, scheme, weight, dtype) | bias
+            folder.add({f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
+        own = tuple(f"{module}." for module in grids)
+        for name in source.names():
+            if not name.startswith(own):
+                folder.add({name: source.tensor(name)})
+        settings = settings_of(target, grids, [m for m in (arch.head, *modules) if m not in grids])
+    except BaseException:
+        folder.abandon()
+        raise
+    folder.publish(settings, {name for name in source.names() if name.startswith(own)})
+    return len(grids)
+
+
+def spec_of(weight: WeightData) -> QuantSpec:
+    """The grid of a quantized weight."""
+    assert weight.scale is not None
+    groups = weight.scale.shape[1]
+    if groups == 1:
+        return QuantSpec(weight.bits, weight.zero is None, Granularity.CHANNEL)
+    return QuantSpec(weight.bits, weight.zero is None, Granularity.GROUP, weight.in_features // groups)
+
+
+def encode(
+    target: str, module: str, scheme: str, weight: WeightData, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of one Linear, by suffix, without its bias."""
+    assert weight.scale is not None
+    if target == "compressed-tensors":
+        if weight.perm is not None:
+            raise _refusal(module, target, "its inputs are in activation order, which needs a group index")
+        if not torch.equal(weight.scale.to(dtype).to(weight.scale.dtype), weight.scale):
+            raise _refusal(
+                module, target, f"loaders round its {weight.scale.dtype} scales to the model's {dtype}"
+            )
+        data = WeightData(weight.values, weight.scale.to(dtype), weight.zero, bits=weight.bits)
+        return stored_as(scheme).layout.encode(data)
+    if not torch.equal(weight.scale.half().float(), weight.scale.float()):
+        raise _refusal(module, target, "fp16, which the format stores, does not hold its scales")
+    if scheme not in ("w4a16", "w8a16"):
+        raise _refusal(module, target, f"the format has no {scheme}")
+    if target == "awq":
+        if weight.bits != awq.BITS or weight.perm is not None or weight.out_features % 8:
+            raise _refusal(module, target, "it holds 4-bit weights in input order, 8 outputs a word")
+        return awq.encode(weight)
+    return gptq.encode(weight)
+
+
+def settings_of(target: str, grids: Grids, left_out: list[str]) -> dict[str, Any]:
+    """The quantization_config of the converted checkpoint."""
+    if not grids:
+        raise CheckpointError("nothing in the checkpoint is quantized")
+    default = next(iter(grids.values()))
+    if target == "compressed-tensors":
+        others = {module: grid for module, grid in grids.items() if grid != default}
+        return quantization_config(*default, left_out, {}, others, sorted(grids))
+    if len(set(grids.values())) > 1:
+        raise UnsupportedError(f"{target}: the checkpoint has {len(set(grids.values()))} grids, it holds one")
+    spec = default[1]
+    group = spec.group_size or -1
+    if target == "awq":
+        settings = {"version": "gemm", "zero_point": not spec.symmetric, "modules_to_not_convert": left_out}
+    else:
+        settings = {
+            "checkpoint_format": "gptq_v2",
+            "sym": spec.symmetric,
+            "desc_act": True,  # readers follow g_idx, in whatever order it is
+            "lm_head": False,
+            "dynamic": {f"-:^{module.replace('.', '[.]')}$": {} for module in left_out},
+        }
+    return {"quant_method": target, "bits": spec.bits, "group_size": group, **settings}
+
+
+def _refusal(module: str, target: str, why: str) -> UnsupportedError:
+    return UnsupportedError(f"{module}: cannot become {target} without loss: {why}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,49 @@
+"""What rounding costs: predictions of the exact and the rounded model on windows that did not calibrate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qrt_calibrate.decoder import Decoder
+from qrt_calibrate.streams import Streams
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Over `tokens` predictions. Perplexities are of the windows' own next tokens.
+
+    kl        mean Kullback-Leibler divergence of the rounded from the exact distribution, in nats
+    agreement share of positions where both find the same token likeliest
+    """
+
+    tokens: int
+    exact_ppl: float
+    ppl: float
+    kl: float
+    agreement: float
+
+
+@torch.no_grad()
+def measure_cost(decoder: Decoder, streams: Streams, windows: Tensor) -> Cost | None:
+    """The cost on the windows of `streams` that do not calibrate, whose token ids are `windows` [B, T]; None
+    where there are none. Hidden states are those behind the last layer."""
+    first = streams.calibrating
+    totals = torch.zeros(4, dtype=torch.float64)  # losses, exact losses, KL, agreements
+    for ids, exact, rounded in zip(
+        windows[first:], streams.exact[first:], streams.rounded[first:], strict=True
+    ):
+        p, q = (F.log_softmax(decoder.logits(hidden[:-1]), -1).cpu() for hidden in (exact, rounded))
+        totals[0] += F.nll_loss(q, ids[1:], reduction="sum")
+        totals[1] += F.nll_loss(p, ids[1:], reduction="sum")
+        totals[2] += F.kl_div(q, p, reduction="sum", log_target=True)
+        totals[3] += (p.argmax(-1) == q.argmax(-1)).sum()
+    tokens = (len(windows) - first) * (windows.shape[1] - 1)
+    if not tokens:
+        return None
+    loss, exact_loss, kl, agreement = (totals / tokens).tolist()
+    return Cost(tokens, math.exp(exact_loss), math.exp(loss), kl, agreement)

@@ -1,0 +1,271 @@
+"""One decoder layer on the bench: its fused Linears in the order they run, each searched, folded and rounded.
+
+Two copies of the layer stand side by side: `exact`, folded but never rounded, and `rounded`, whose Linears
+are replaced one after the other. A Linear is thus fitted to the inputs that it will really have, and to the
+output that the exact model has in its place: W' = W + (W E[(x' - x) x^T] + E[(r' - r) x^T]) H^-1 undoes as
+much of the error that came before as a linear map can, in the input (GPTAQ, arXiv:2504.02692) and, for the
+Linears whose output is added to it, in the residual stream r.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from qrt.arch.base import Smooth
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+from qrt_calibrate.clip import search_clip
+from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.fold import Pair, check_unchanged, linear
+from qrt_calibrate.gptq import Factor, round_columns
+from qrt_calibrate.method import Scales
+from qrt_calibrate.observe import Moments, inputs_of, record_call
+from qrt_calibrate.plan import Job
+from qrt_calibrate.recipe import Grid
+from qrt_calibrate.rtn import for_writer, round_weight, split
+from qrt_calibrate.search import (
+    ColumnCost,
+    RoundedCost,
+    awq_candidates,
+    round_input,
+    search,
+    smooth_candidates,
+)
+from qrt_calibrate.streams import Streams
+
+SEARCH_TOKENS = (
+    4096  # tokens that judge a candidate of AWQ and SmoothQuant; the moments come from all of them
+)
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """A finished layer; names are relative to it and tensors lie on the CPU.
+
+    linears   quantized weights with their biases
+    tensors   everything else, in its stored dtype
+    figures   what the report shows of the layer, by column title
+    """
+
+    linears: dict[str, WeightData]
+    tensors: dict[str, Tensor]
+    figures: dict[str, float]
+
+
+class LayerWork:
+    """Layer `index`, whose stored tensors are `tensors` (names relative to the layer)."""
+
+    def __init__(
+        self,
+        job: Job,
+        decoder: Decoder | None,
+        index: int,
+        tensors: Mapping[str, Tensor],
+        streams: Streams | None,
+    ) -> None:
+        self.job, self.name, self.grids = job, job.layer_name(index), job.layer_grids(index)
+        self._decoder, self._index, self._tensors, self._streams = decoder, index, tensors, streams
+        self._norms = {p.readers: p.source for p in job.arch.smooth if p.source not in job.arch.projections}
+        self.done: dict[str, WeightData] = {}
+        self.figures: dict[str, float] = {}
+
+    @torch.no_grad()
+    def quantize(self) -> LayerResult:
+        """Round every Linear of the layer that has a grid."""
+        if not self.job.recipe.steps.needs_text:
+            return self._round_all()
+        assert self._decoder is not None and self._streams is not None
+        self.exact = self._decoder.load(self._index, self._tensors)
+        self.rounded = copy.deepcopy(self.exact)
+        windows = max(1, SEARCH_TOKENS // self._streams.rounded.shape[1])
+        self._sample = self._streams.rounded[: self._streams.calibrating][:windows].to(self.job.device)
+        self._wanted = self._run(self.exact)
+        norm = ""  # whose input the next closing Linear's output is added to
+        for _, parts in self.job.arch.fuse:
+            norm = self._norms.get(parts, norm)
+            if parts[0] in self.grids:
+                self._quantize_stage(parts, None if parts in self._norms else norm)
+        errors = {"output error": self._output_error(self.rounded), "output error, rtn": self._rtn_error()}
+        return LayerResult(self._finished(), self._remaining(), {**errors, **self.figures})
+
+    # -- stages --------------------------------------------------------------------------------------------
+
+    def _quantize_stage(self, parts: tuple[str, ...], residual: str | None) -> None:
+        """Round the Linears `parts`, which read one input; `residual` is the norm that reads what their
+        output is added to, None for Linears that end elsewhere."""
+        grid = self.grids[parts[0]]
+        moments = self._measure(parts, residual)
+        gptq = self.job.recipe.steps.gptq
+        factor = Factor.of(moments.hessian, self.job.recipe.damping) if gptq else None
+        smooth = self._pair_of(parts)
+        if smooth is not None and self._fold(smooth, moments, factor, grid) and gptq:
+            factor = Factor.of(moments.hessian, self.job.recipe.damping)  # of D^-1 H D^-1, in its own order
+        weight = torch.cat([linear(self.rounded, part).weight for part in parts])
+        data = self._round(weight, moments, factor, grid)
+        rows = [linear(self.rounded, part).out_features for part in parts]
+        for part, own in zip(parts, split(data, rows), strict=True):
+            self.done[part] = own
+            linear(self.rounded, part).weight.copy_(own.dequantize())
+            if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+                round_input(linear(self.rounded, part))
+        self._note("damping", factor.damping if factor else 0.0)
+
+    def _measure(self, parts: tuple[str, ...], residual: str | None) -> Moments:
+        """Moments of the input of `parts`, and of the residual stream, over the calibration windows."""
+        assert self._streams is not None
+        first = linear(self.rounded, parts[0])
+        moments = Moments(first.in_features, first.out_features if residual else None, self.job.device)
+        names = [parts[0]] if residual is None else [residual, parts[0]]
+        seqlen = self._streams.rounded.shape[1]
+        total = self._streams.calibrating * seqlen
+        for exact, rounded in self._streams.calibration(max(1, BATCH_TOKENS // seqlen)):
+            *stream, x = self._inputs(self.rounded, names, rounded)
+            *exact_stream, exact_x = self._inputs(self.exact, names, exact)
+            moments.add(x, exact_x, total)
+            for own, other in zip(stream, exact_stream, strict=True):
+                moments.add_residual(own, other, x, total)
+        return moments
+
+    def _inputs(self, layer: nn.Module, names: list[str], hidden: Tensor) -> list[Tensor]:
+        return inputs_of(layer, names, lambda: self._run(layer, hidden))
+
+    def _pair_of(self, parts: tuple[str, ...]) -> Smooth | None:
+        """The smoothing pair that ends in `parts`, if scales are searched and its source may change."""
+        if self.job.recipe.steps.scales is Scales.NONE:
+            return None
+        left_alone = set(self.job.arch.projections) - set(self.grids)
+        found = (pair for pair in self.job.arch.smooth if set(pair.readers) == set(parts))
+        return next((pair for pair in found if pair.source not in left_alone), None)
+
+    def _fold(self, smooth: Smooth, moments: Moments, factor: Factor | None, grid: Grid) -> bool:
+        """Search the pair's scales, fold them into both copies, check; whether anything changed."""
+        job, name = self.job, smooth.readers[0]
+        pair, rounded = (Pair(layer, smooth, job.config.head_dim) for layer in (self.exact, self.rounded))
+        powers = job.recipe.exact_folds
+        if job.recipe.steps.scales is Scales.SMOOTHQUANT:
+            candidates = smooth_candidates(pair, moments.max_abs, powers)
+        else:
+            candidates = awq_candidates(pair, moments.mean_abs, grid.spec, powers)
+        if factor is not None and job.recipe.steps.scales is Scales.AWQ:
+            cost: ColumnCost | RoundedCost = ColumnCost(pair, factor, grid.spec)
+        else:  # a lone reader is judged by its own output, several by that of the block they are in
+            block = name if len(smooth.readers) == 1 else name.rpartition(".")[0]
+            call = record_call(self.exact, block, lambda: self._run(self.exact))
+            int8_tokens = WEIGHT_SCHEMES[grid.scheme].int8_tokens
+            cost = RoundedCost(pair, call, grid.spec, job.scale_dtype, int8_tokens)
+        if powers:
+            candidates = (scales for scales in candidates if self._is_exact(rounded, smooth.source, scales))
+        scales = search(candidates, cost).scales
+        self._note("largest scale", float(scales.max()))
+        if (scales == 1).all():
+            return False
+        for one in (pair, rounded):
+            one.fold(scales)
+        if smooth.source in self.done:  # rounded already: its rows are divided by dividing their scales
+            self.done[smooth.source] = _divided(self.done[smooth.source], scales)
+        check_unchanged(self._wanted, self._run(self.exact), self._sample, self.name, smooth)
+        moments.divide(pair.spread(scales))
+        return True
+
+    def _is_exact(self, pair: Pair, source: str, scales: Tensor) -> bool:
+        """Whether the model dtype holds what the fold makes of the source (fp16 can underflow)."""
+        if not pair.is_exact(scales, self.job.scale_dtype):
+            return False
+        done = self.done.get(source)
+        if done is None or done.scale is None:
+            return True
+        divided = _divided(done, scales).scale
+        assert divided is not None
+        return torch.equal(divided.float() * scales[:, None], done.scale.float())
+
+    def _round(self, weight: Tensor, moments: Moments, factor: Factor | None, grid: Grid) -> WeightData:
+        """The stacked weight [N, K] on its grid."""
+        spec, dtype, steps = grid.spec, self.job.scale_dtype, self.job.recipe.steps
+        if factor is None:
+            if steps.gptq:
+                self._note("rounded to nearest", 1.0)
+            shrink = search_clip(weight, moments.hessian.diagonal(), spec, dtype) if steps.clip else 1.0
+            return round_weight(weight, spec, dtype, shrink)
+        weight = weight + self._trust(weight.shape[1]) * factor.solve(moments.pull(weight))
+        shrink = search_clip(weight, factor.importance(), spec, dtype) if steps.clip else 1.0
+        plain = round_weight(weight, spec, dtype, shrink)
+        assert plain.scale is not None
+        return round_columns(weight, factor, plain.scale, plain.zero, spec)
+
+    def _trust(self, in_features: int) -> float:
+        """How much of the fitted correction to apply: K inputs explain K / T of any T tokens."""
+        assert self._streams is not None
+        tokens = self._streams.calibrating * self._streams.rounded.shape[1]
+        return max(0.0, 1 - in_features / tokens)
+
+    def _round_all(self) -> LayerResult:
+        """Round to nearest, one weight after the other; no activations are looked at."""
+        wrong = size = 0.0
+        rest = dict(self._tensors)
+        for name, grid in self.grids.items():
+            weight = rest.pop(f"{name}.weight").to(self.job.device, torch.float32)
+            data = round_weight(weight, grid.spec, self.job.scale_dtype)
+            wrong += float((data.dequantize() - weight).square().sum())
+            size += float(weight.square().sum())
+            self.done[name] = for_writer(data, rest.pop(f"{name}.bias", None))
+        return LayerResult(self.done, rest, {"weight error": (wrong / size) ** 0.5 if size else 0.0})
+
+    # -- what comes out ------------------------------------------------------------------------------------
+
+    def _finished(self) -> dict[str, WeightData]:
+        """The quantized Linears, with their folded biases."""
+        found = {}
+        for name in self.grids:
+            bias = linear(self.rounded, name).bias
+            stored = None if bias is None else self._restored(f"{name}.bias", bias)
+            found[name] = for_writer(self.done[name], stored)
+        return found
+
+    def _remaining(self) -> dict[str, Tensor]:
+        """Every stored tensor of the layer that is not part of a quantized Linear, as folded."""
+        done = {f"{name}.{part}" for name in self.grids for part in ("weight", "bias")}
+        now = self.rounded.state_dict()
+        return {
+            name: self._restored(name, now.get(name, tensor))
+            for name, tensor in self._tensors.items()
+            if name not in done
+        }
+
+    def _restored(self, name: str, tensor: Tensor) -> Tensor:
+        """`tensor` on the CPU in the dtype it was stored in."""
+        return tensor.to("cpu", self._tensors[name].dtype)
+
+    # -- figures -------------------------------------------------------------------------------------------
+
+    def _run(self, layer: nn.Module, hidden: Tensor | None = None) -> Tensor:
+        assert self._decoder is not None
+        return self._decoder.run(self._index, layer, self._sample if hidden is None else hidden)
+
+    def _output_error(self, layer: nn.Module) -> float:
+        """Error of `layer`'s output on the sample, relative to what the exact layer adds to its input."""
+        return float((self._run(layer) - self._wanted).norm() / (self._wanted - self._sample).norm())
+
+    def _rtn_error(self) -> float:
+        """`_output_error` of this layer rounded to nearest."""
+        assert self._decoder is not None
+        layer = self._decoder.load(self._index, self._tensors)
+        for name, grid in self.grids.items():
+            module = linear(layer, name)
+            module.weight.copy_(round_weight(module.weight, grid.spec, self.job.scale_dtype).dequantize())
+            if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+                round_input(module)
+        return self._output_error(layer)
+
+    def _note(self, title: str, value: float) -> None:
+        """Keep the largest of the layer's stages."""
+        self.figures[title] = max(value, self.figures.get(title, 0.0))
+
+
+def _divided(data: WeightData, scales: Tensor) -> WeightData:
+    """A quantized source after a fold: its rows divided by `scales`, its codes as they are."""
+    assert data.scale is not None
+    return replace(data, scale=(data.scale.float() / scales[:, None]).to(data.scale.dtype))

@@ -1,0 +1,74 @@
+"""qrt_report.html: the report as one page that needs no other file and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>{{ name }}: {{ title }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+color: #222 }
+table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .2rem .8rem; text-align: right }
+th { border-bottom: 1px solid #999 } td:first-child, th:first-child { text-align: left }
+.bar { background: #4477aa; height: .8rem } .rtn { background: #cc8963 } code { font-size: 13px }
+td.wide { width: 20rem; text-align: left }
+</style></head><body>
+<h1>{{ name }}</h1>
+<p>{{ title }}: {{ "%.3f"|format(facts.bits_per_weight) }} bits per weight,
+{{ "%.1f"|format(facts.source_bytes / 1e6) }} MB &rarr; {{ "%.1f"|format(facts.stored_bytes / 1e6)
+}} MB.</p>
+{% if facts.cost %}
+<h2>What it costs</h2>
+<table><tr><th></th><th>original</th><th>quantized</th></tr>
+<tr><td>perplexity</td><td>{{ "%.4f"|format(facts.cost.exact_ppl) }}</td>
+<td>{{ "%.4f"|format(facts.cost.ppl) }}</td></tr>
+<tr><td>KL to the original, nats</td><td></td><td>{{ "%.6f"|format(facts.cost.kl) }}</td></tr>
+<tr><td>same likeliest token</td><td></td><td>{{ "%.2f"|format(100 * facts.cost.agreement) }} %</td></tr>
+</table>
+<p>On {{ facts.cost.tokens }} tokens of the calibration text that did not calibrate.</p>
+{% endif %}
+<h2>Layers</h2>
+<table><tr>
+<th>layer</th>{% for column in columns %}<th>{{ column }}</th>{% endfor %}<th>{{ columns[0] }}</th></tr>
+{% for layer in facts.layers %}
+<tr><td><code>{{ layer.name }}</code></td>
+{% for column in columns %}<td>{{ "%.4g"|format(layer[column]) if column in layer else "" }}</td>{%
+endfor %}
+<td class="wide"><div class="bar" style="width: {{ (100 * layer[columns[0]] / most)|round(1) }}%"></div>
+</td></tr>
+{% endfor %}</table>
+<p>Worst: {{ facts.worst_layers|join(", ") }}.</p>
+<h2>Grids</h2>
+<table><tr><th>grid</th><th>Linears</th></tr>
+{% for grid, count in facts.grids.items() %}<tr><td>{{ grid }}</td><td>{{ count }}</td>
+</tr>{% endfor %}</table>
+{% if facts.curve %}
+<h2>Bits against KL</h2>
+<table><tr><th>bits per weight</th><th>KL, estimated</th><th>change</th></tr>
+{% for point in facts.curve %}
+<tr><td>{{ "%.3f"|format(point.bits) }}</td><td>{{ "%.5f"|format(point.kl) }}</td>
+<td>{{ point.change }}</td></tr>
+{% endfor %}</table>
+{% endif %}
+<h2>Recipe</h2>
+<table>{% for key, value in recipe.items() %}<tr><td>{{ key }}</td><td>{{ value }}</td>
+</tr>{% endfor %}</table>
+</body></html>
+"""
+
+
+def render(name: str, title: str, facts: Mapping[str, Any]) -> str:
+    """The page of a report's `facts` (Report.to_json)."""
+    layers = facts["layers"]
+    columns = [column for column in layers[0] if column != "name"]
+    most = max(layer[columns[0]] for layer in layers) or 1.0
+    recipe = {**facts["recipe"], **(facts["calibration"] or {}), **facts["versions"]}
+    page = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE)
+    return page.render(
+        name=name, title=title, facts={"curve": None, **facts}, columns=columns, most=most, recipe=recipe
+    )

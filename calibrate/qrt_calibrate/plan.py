@@ -1,0 +1,89 @@
+"""A job: a checkpoint, how to read it, and what becomes of each Linear; checked before any weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qrt.arch import ARCHS, Arch, ModelConfig
+from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+from qrt.quant.checkpoint import Checkpoint
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt_calibrate.method import Scales
+from qrt_calibrate.recipe import Grid, Recipe
+from qrt_calibrate.rtn import round_weight
+from qrt_calibrate.selection import check_groups, select
+
+
+@dataclass(frozen=True)
+class Job:
+    """One calibration.
+
+    grids    full name of every Linear of the layers ("model.layers.0.self_attn.q_proj") -> what it becomes,
+             None where it stays as it is
+    """
+
+    checkpoint: Checkpoint
+    arch: Arch
+    config: ModelConfig
+    recipe: Recipe
+    device: torch.device
+    grids: dict[str, Grid | None]
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The model's dtype, to which loaders cast every scale."""
+        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        return dtype
+
+    @property
+    def quantized(self) -> dict[str, Grid]:
+        """The Linears that are quantized."""
+        return {name: grid for name, grid in self.grids.items() if grid is not None}
+
+    @property
+    def ignored(self) -> list[str]:
+        """The Linears that stay as they are, the head among them."""
+        return [self.arch.head, *(name for name, grid in self.grids.items() if grid is None)]
+
+    def layer_name(self, index: int) -> str:
+        """Full name of layer `index`."""
+        return f"{self.arch.layers}.{index}"
+
+    def layer_grids(self, index: int) -> dict[str, Grid]:
+        """The quantized Linears of layer `index`, by their names inside it, in fuse order."""
+        prefix = f"{self.layer_name(index)}."
+        return {n.removeprefix(prefix): grid for n, grid in self.quantized.items() if n.startswith(prefix)}
+
+
+def plan(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -> Job:
+    """Check everything that can be checked without reading weights."""
+    if checkpoint.quantization:
+        raise UnsupportedError(
+            f"{checkpoint.path}: already quantized; calibrate the unquantized model it was made from"
+        )
+    names = checkpoint.config.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise CheckpointError(f"{checkpoint.path}/config.json: architectures is {names!r}, wanted one name")
+    arch = ARCHS[names[0]]
+    config = ModelConfig.from_hf(checkpoint.config, arch)
+    if any(recipe.windows) and recipe.seqlen > config.max_position:
+        raise ConfigError(f"--seqlen: got {recipe.seqlen}, the model holds {config.max_position} tokens")
+    job = Job(checkpoint, arch, config, recipe, device, select(arch, config.num_layers, recipe))
+    if not isinstance(getattr(torch, config.dtype, None), torch.dtype):
+        raise CheckpointError(f"{checkpoint.path}/config.json: dtype {config.dtype!r} is not a torch dtype")
+    check_groups(checkpoint, job.grids)
+    for grid in set(job.quantized.values()):
+        _check_grid(grid, recipe, job.scale_dtype)
+    return job
+
+
+def _check_grid(grid: Grid, recipe: Recipe, dtype: torch.dtype) -> None:
+    """A grid that the scheme's kernels do not run fails here rather than when the result is served."""
+    if recipe.steps.scales is Scales.SMOOTHQUANT and not WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+        raise ConfigError(
+            f"--method {recipe.method}: for schemes that round activations, not {grid.scheme}; use awq-gptq"
+        )
+    sample = torch.zeros(1, 2 * (grid.spec.group_size or 128))
+    WEIGHT_SCHEMES[grid.scheme].prepare(round_weight(sample, grid.spec, dtype), torch.device("cpu"), dtype)

@@ -1,0 +1,138 @@
+"""GPTQ's layout, as AutoGPTQ and GPTQModel write it (research/weights.md 1.2); weights lie transposed:
+
+    P.qweight  int32   [K*b/32, N]    u, a bit stream along K
+    P.qzeros   int32   [K/G, N*b/32]  zeros, a bit stream along N; v1 stores them minus one
+    P.scales   float16 [K/G, N]
+    P.g_idx    int32   [K]            group of each input: k // G, or any order with `desc_act`
+    P.bias     float16 [N]            where the Linear has one
+
+v1's "minus one" is one subtraction a 32-bit word, with a borrow from field to field where a zero is 0; so it
+is undone by one wrapping addition a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qrt.errors import CheckpointError, UnsupportedError
+from qrt.quant.checkpoint.folder import TensorFolder
+from qrt.quant.checkpoint.format import FLOATS, CheckpointFormat, bias_of, group_count, order_of, setting
+from qrt.quant.checkpoint.plain import Plain
+from qrt.quant.packing import WORD_BITS, pack, packed_words, unpack
+from qrt.quant.weight import WEIGHT_ONLY
+from qrt.quant.weight.base import WeightData
+
+logger = logging.getLogger(__name__)
+
+ONES = {4: 0x11111111, 8: 0x01010101}  # one in every field of a word
+VERSIONS = {"gptq": 1, "gptq_v2": 2}
+
+
+class Gptq(CheckpointFormat):
+    """quant_method "gptq"; also AutoGPTQ's quantize_config.json and GPTQModel's `dynamic` rules."""
+
+    def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
+        self._where = f"{tensors.path}: quantization_config"
+        version = config.get("checkpoint_format") or "gptq"
+        if version not in VERSIONS:
+            raise UnsupportedError(
+                f"{self._where}.checkpoint_format {version!r} is another layout of the words; qrt reads "
+                f"{' and '.join(VERSIONS)}: quantize again in one of them, or with qrt-calibrate"
+            )
+        if config.get("pack_dtype", "int32") != "int32":
+            raise UnsupportedError(f"{self._where}.pack_dtype {config['pack_dtype']!r}: qrt reads 'int32'")
+        self._minus_one = VERSIONS[version] == 1
+        self._config = config
+        self._rules = _rules(self._where, config.get("dynamic") or {})
+        writer = str((config.get("meta") or {}).get("quantizer") or "")
+        if self._minus_one and config.get("sym") is False and "gptqmodel" not in writer:
+            logger.warning(
+                "%s: asymmetric GPTQ v1 that does not name GPTQModel as its writer: zero points of 0 may be "
+                "damaged in the file itself; compare its perplexity with the original's",
+                tensors.path,
+            )
+
+    def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:
+        """Decode `module` where it has packed words; unquantized where it has a plain weight."""
+        if not tensors.has(f"{module}.qweight"):
+            return Plain().linear(tensors, module)
+        config = {**self._config, **self._overrides(module)}
+        bits = setting(self._where, config, ("bits",))
+        if bits not in WEIGHT_ONLY:
+            known = " and ".join(map(str, WEIGHT_ONLY))
+            raise UnsupportedError(f"{self._where}: GPTQ with {bits} bits is not read; qrt reads {known}")
+        n = tensors.spec(f"{module}.scales").shape[-1]
+        words = tensors.tensor(f"{module}.qweight", "W N", torch.int32, N=n)
+        k = words.shape[0] * WORD_BITS // bits
+        groups = group_count(tensors, module, setting(self._where, config, ("group_size",), -1), k)
+        scales = tensors.tensor(f"{module}.scales", "G N", FLOATS, G=groups, N=n)
+        codes = unpack(words, bits, k, axis=0)
+        perm = order_of(tensors, f"{module}.g_idx", groups, k)
+        data = WeightData(
+            (codes if perm is None else codes[perm]).T.contiguous(),
+            scales.T.contiguous(),
+            self._zero(tensors, module, bits, groups, n, bool(config.get("sym", True))),
+            perm,
+            bias=bias_of(tensors, module, n),
+            bits=bits,
+        )
+        return WEIGHT_ONLY[bits], data
+
+    def _zero(
+        self, tensors: TensorFolder, module: str, bits: int, groups: int, n: int, symmetric: bool
+    ) -> Tensor | None:
+        """Zero points uint8 [N, K/G]; None where all are the midpoint of a symmetric checkpoint."""
+        words = tensors.tensor(f"{module}.qzeros", "G W", torch.int32, G=groups, W=packed_words(n, bits))
+        if self._minus_one:
+            words = words + ONES[bits]  # int32: wraps
+        zero = unpack(words, bits, n).T.contiguous()
+        if not symmetric:
+            return zero
+        if not (zero == 1 << (bits - 1)).all():
+            raise CheckpointError(
+                f"{tensors.path}: {module}.qzeros holds zero points, but its config says sym; "
+                "checkpoint_format may be wrong (gptq stores zeros minus one, gptq_v2 as they are)"
+            )
+        return None
+
+    def _overrides(self, module: str) -> Mapping[str, Any]:
+        """What the first matching rule of `dynamic` changes for `module`."""
+        return next((changes for pattern, changes in self._rules if pattern.match(module)), {})
+
+
+def _rules(where: str, dynamic: Any) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
+    """GPTQModel's `dynamic`: "+:<regex>" or "<regex>" to changed settings; "-:<regex>" is not quantized."""
+    if not isinstance(dynamic, Mapping):
+        raise CheckpointError(f"{where}.dynamic is {dynamic!r}, wanted an object")
+    rules: list[tuple[re.Pattern[str], Mapping[str, Any]]] = []
+    for pattern, changes in dynamic.items():
+        try:
+            rules.append((re.compile(re.sub(r"^[+-]:", "", pattern)), dict(changes or {})))
+        except (re.error, TypeError, ValueError):
+            raise CheckpointError(f"{where}.dynamic: {pattern!r}: {changes!r} is not a rule") from None
+    return rules
+
+
+def encode(weight: WeightData) -> dict[str, Tensor]:
+    """Tensors of a weight in version 2 by suffix, without the bias."""
+    assert weight.scale is not None
+    midpoint = 1 << (weight.bits - 1)
+    zero = torch.full_like(weight.scale, midpoint, dtype=torch.uint8) if weight.zero is None else weight.zero
+    k, groups = weight.in_features, weight.scale.shape[1]
+    index = torch.arange(k) // (k // groups)
+    values = weight.values
+    if weight.perm is not None:
+        back = torch.argsort(weight.perm)
+        values, index = values[:, back], index[back]
+    return {
+        "qweight": pack(values.T, weight.bits, axis=0),
+        "qzeros": pack(zero.T, weight.bits),
+        "scales": weight.scale.T.half().contiguous(),
+        "g_idx": index.to(torch.int32),
+    }

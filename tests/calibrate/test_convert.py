@@ -1,0 +1,67 @@
+"""Converted checkpoints hold the same weights; what a format cannot hold is refused by name."""
+
+import pytest
+import torch
+
+from qrt.quant.checkpoint import open_checkpoint
+from qrt.quant.spec import Granularity, QuantSpec
+from qrt_calibrate import cli
+from tiny_models import quantize_checkpoint, random_checkpoint
+
+
+def group(bits, symmetric):
+    return QuantSpec(bits, symmetric, Granularity.GROUP, 64)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """made(bits, symmetric, dtype) -> a quantized checkpoint in compressed-tensors."""
+    folder = tmp_path_factory.mktemp("made")
+
+    def make(bits=4, symmetric=False, dtype=torch.float16, architecture="Qwen2ForCausalLM"):
+        plain, out = folder / f"plain-{dtype}-{architecture}", folder / f"{bits}-{symmetric}-{dtype}"
+        if not plain.exists():
+            random_checkpoint(plain, architecture, dtype=dtype, num_hidden_layers=1)
+        if not out.exists():
+            quantize_checkpoint(plain, out, f"w{bits}a16", group(bits, symmetric))
+        return out
+
+    return make
+
+
+def convert(model, to, out):
+    return cli.main(["convert", "--model", str(model), "--to", to, "--out", str(out)])
+
+
+def weights(folder):
+    """Every Linear's weight and bias, and every other tensor."""
+    read = open_checkpoint(folder)
+    modules = [f"model.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")]
+    linears = [read.linear(module)[1] for module in modules]
+    rest = [read.tensor(name) for name in ("model.norm.weight", "lm_head.weight")]
+    return [*(linear.dequantize() for linear in linears), linears[0].bias, *rest]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits, to", [(4, "awq"), (4, "gptq"), (8, "gptq")])
+def test_there_and_back(made, tmp_path, bits, to, symmetric):
+    source = made(bits, symmetric)
+    assert convert(source, to, tmp_path / "there") == 0
+    assert open_checkpoint(tmp_path / "there").quantization["quant_method"] == to
+    assert convert(tmp_path / "there", "compressed-tensors", tmp_path / "back") == 0
+    for folder in ("there", "back"):
+        for got, wanted in zip(weights(tmp_path / folder), weights(source), strict=True):
+            assert torch.equal(got, wanted), folder
+
+
+def test_what_would_lose_is_refused(made, tmp_path, capsys):
+    plain = random_checkpoint(tmp_path / "plain", "LlamaForCausalLM", num_hidden_layers=1)
+    q = "model.layers.0.self_attn.q_proj"
+    for model, to, message in (
+        (plain, "awq", "not quantized; qrt-calibrate --model quantizes it"),
+        (made(8), "awq", f"{q}: cannot become awq without loss: it holds 4-bit weights"),
+        (made(4, dtype=torch.float32), "gptq", f"{q}: cannot become gptq without loss: fp16, which the"),
+    ):
+        assert convert(model, to, tmp_path / "out") == 1
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,98 @@
+"""Killed at any moment, the same command goes on and writes the same bytes; what is damaged is one line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qrt.quant.checkpoint import open_checkpoint
+from qrt_calibrate import cli
+
+CODE = (
+    "import sys, torch; torch.set_num_threads(1)\n"
+    "from qrt_calibrate.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+@pytest.fixture(scope="module")
+def deep(make_checkpoint):
+    return make_checkpoint("LlamaForCausalLM", dtype=torch.bfloat16, num_hidden_layers=5)
+
+
+def command(model, calib, out):
+    cut = ["--n-samples", "8", "--seqlen", "64", "--eval-samples", "1"]
+    words = ["--model", model, "--calib", calib, "--bits", "4", *cut, "--out", out]
+    return [sys.executable, "-c", CODE, *map(str, words)]
+
+
+def finished(folder):
+    return len(list(folder.glob("layer-*.json")))
+
+
+@pytest.mark.slow
+def test_kill_at_three_moments(deep, calib, tmp_path):
+    subprocess.run(command(deep, calib, tmp_path / "whole"), check=True, capture_output=True)
+    partial = tmp_path / "out.partial"
+    for moment, delay in ((1, 0.0), (2, 0.07), (4, 0.15)):
+        running = subprocess.Popen(command(deep, calib, tmp_path / "out"), stderr=subprocess.DEVNULL)
+        while finished(partial) < moment and running.poll() is None:
+            time.sleep(0.005)
+        time.sleep(delay)
+        os.kill(running.pid, signal.SIGKILL)
+        running.wait()
+        assert not (tmp_path / "out").exists() and finished(partial) >= moment
+    subprocess.run(command(deep, calib, tmp_path / "out"), check=True, capture_output=True)
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "out").iterdir())
+    for name in files:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert not partial.exists()
+
+
+def run(model, calib, out, *flags):
+    cut = ["--n-samples", "2", "--seqlen", "64", "--eval-samples", "1", "--bits", "4"]
+    return cli.main([str(word) for word in ("--model", model, "--calib", calib, "--out", out, *cut, *flags)])
+
+
+def changed(source, out, change):
+    out.mkdir()
+    for path in source.iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_dead_channels_are_no_trouble(llama, calib, tmp_path):
+    """An input that is always zero, and weights that are: finite scales, zeros where zeros were."""
+
+    def kill(tensors):
+        tensors["model.layers.0.input_layernorm.weight"][7] = 0
+        tensors["model.layers.0.mlp.up_proj.weight"][9] = 0
+        tensors["model.layers.1.self_attn.q_proj.weight"][:, :] = 0
+
+    model = changed(llama, tmp_path / "dead", kill)
+    assert run(model, calib, tmp_path / "out") == 0
+    read = open_checkpoint(tmp_path / "out")
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.0.mlp.down_proj"):
+        assert read.linear(name)[1].dequantize().isfinite().all()
+    assert (read.linear("model.layers.0.mlp.up_proj")[1].dequantize()[9] == 0).all()
+    assert (read.linear("model.layers.1.self_attn.q_proj")[1].dequantize() == 0).all()
+
+
+def test_a_shard_cut_short_and_a_folder_that_cannot_be_written(llama, calib, tmp_path, capsys):
+    short = changed(llama, tmp_path / "short", lambda tensors: None)
+    path = short / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert run(short, calib, tmp_path / "out") == 1
+    assert "model.safetensors: truncated" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert run(llama, calib, tmp_path / "file" / "out") == 1
+    assert "file/out.partial: cannot be written" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()

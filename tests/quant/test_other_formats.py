@@ -1,0 +1,203 @@
+"""AWQ, GPTQ and fp8 checkpoints as their writers lay them out, written here from the definition."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qrt.errors import CheckpointError, UnsupportedError
+from qrt.quant.checkpoint import open_checkpoint
+from qrt.quant.checkpoint.awq import pack_columns, unpack_columns
+from tiny_models import random_checkpoint
+
+K, N, G = 256, 64, 64
+Q = "model.layers.0.self_attn.q_proj"
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # slot i of a word holds this column
+
+
+def words(codes, bits):
+    """uint [R, C] -> int32 words along the last axis, each from its bits, least significant first."""
+    bit = (codes[..., None] >> np.arange(bits)) & 1
+    stream = bit.reshape(*codes.shape[:-1], -1, 32).astype(np.uint64)
+    return (stream << np.arange(32, dtype=np.uint64)).sum(-1).astype(np.uint32).view(np.int32)
+
+
+@pytest.fixture
+def weight():
+    """Codes and zeros [in, out], scales, and the group of each input in some order."""
+    rng = np.random.default_rng(0)
+
+    def make(bits, symmetric=False, ordered=True):
+        codes = rng.integers(0, 1 << bits, (K, N))
+        zeros = rng.integers(0, 1 << bits, (K // G, N))
+        if symmetric:
+            zeros[:] = 1 << (bits - 1)
+        scales = (rng.random((K // G, N)) + 0.5).astype(np.float16)
+        index = np.arange(K) // G
+        if not ordered:
+            rng.shuffle(index)
+        wanted = (codes - zeros[index]) * scales[index].astype(np.float32)
+        return codes, zeros, scales, index.astype(np.int32), torch.tensor(wanted.T)
+
+    return make
+
+
+def save(folder, tensors, quantization, separate=None):
+    folder.mkdir()
+    config = {} if separate else {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    if separate:
+        (folder / separate).write_text(json.dumps(quantization))
+    tensors = {f"{Q}.{key}": torch.from_numpy(np.ascontiguousarray(t)) for key, t in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return open_checkpoint(folder)
+
+
+def gptq_tensors(codes, zeros, scales, index, bits, version):
+    packed = words(zeros, bits)
+    if version == 1:  # one wrapping subtraction a word, as GPTQModel does
+        packed = (packed.view(np.uint32) - np.uint32({4: 0x11111111, 8: 0x01010101}[bits])).view(np.int32)
+    return {"qweight": words(codes.T, bits).T, "qzeros": packed, "scales": scales, "g_idx": index}
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq(weight, tmp_path, bits, version, symmetric, ordered):
+    codes, zeros, scales, index, wanted = weight(bits, symmetric, ordered)
+    config = {
+        "quant_method": "gptq", "bits": bits, "group_size": G, "sym": symmetric, "desc_act": not ordered,
+        "checkpoint_format": {1: "gptq", 2: "gptq_v2"}[version], "meta": {"quantizer": ["gptqmodel:7"]},
+    }  # fmt: skip
+    read = save(tmp_path / "m", gptq_tensors(codes, zeros, scales, index, bits, version), config)
+    scheme, got = read.linear(Q)
+    assert scheme == f"w{bits}a16" and (got.zero is None) == symmetric and (got.perm is None) == ordered
+    assert torch.equal(got.dequantize(), wanted)
+
+
+def test_gptq_zero_points_borrow_from_field_to_field(weight, tmp_path):
+    """The true zeros 8, 0, 7, 3, 15, 1, 0, 9 are stored as 0x7f0e25f7 (research/weights.md 1.2)."""
+    codes, zeros, scales, index, _ = weight(4)
+    zeros[:] = np.tile([8, 0, 7, 3, 15, 1, 0, 9], N // 8)
+    tensors = gptq_tensors(codes, zeros, scales, index, 4, version=1)
+    assert (tensors["qzeros"].view(np.uint32) == 0x7F0E25F7).all()
+    config = {"quant_method": "gptq", "bits": 4, "group_size": G, "sym": False}
+    assert torch.equal(save(tmp_path / "m", tensors, config).linear(Q)[1].zero, torch.tensor(zeros.T))
+
+
+def test_gptq_variants(weight, tmp_path, caplog):
+    codes, zeros, scales, index, wanted = weight(4, symmetric=True)
+    tensors = gptq_tensors(codes, zeros, scales, index, 4, version=1)
+    plain = {"quant_method": "gptq", "bits": 4, "group_size": G, "sym": True}
+    without = {key: tensor for key, tensor in tensors.items() if key != "g_idx"}
+    zeroed = {**tensors, "g_idx": 0 * index}
+    for number, variant in enumerate((without, zeroed)):
+        assert torch.equal(save(tmp_path / str(number), variant, plain).linear(Q)[1].dequantize(), wanted)
+    old = {"bits": 4, "group_size": G, "sym": True, "desc_act": False}
+    read = save(tmp_path / "old", tensors, old, separate="quantize_config.json")
+    assert torch.equal(read.linear(Q)[1].dequantize(), wanted)
+    rules = {"-:.*mlp.*": {}, r"+:.*self_attn\.q_proj": {"bits": 4, "group_size": G}}
+    read = save(tmp_path / "rules", tensors, {**plain, "bits": 8, "group_size": 32, "dynamic": rules})
+    assert torch.equal(read.linear(Q)[1].dequantize(), wanted)
+    with caplog.at_level(logging.WARNING):
+        save(tmp_path / "asym", tensors, {**plain, "sym": False})
+    assert "zero points of 0 may be damaged" in caplog.text
+    with pytest.raises(CheckpointError, match="qzeros holds zero points, but its config says sym"):
+        save(tmp_path / "v", tensors, {**plain, "checkpoint_format": "gptq_v2"}).linear(Q)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_awq(weight, tmp_path, symmetric):
+    codes, zeros, scales, _, wanted = weight(4, symmetric)
+
+    def pack(values):
+        return words(values.reshape(-1, N // 8, 8)[..., AWQ_COLUMNS].reshape(-1, N), 4)
+
+    tensors = {"qweight": pack(codes), "qzeros": pack(zeros), "scales": scales}
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": G,
+        "zero_point": not symmetric,
+        "version": "GEMM",
+    }
+    scheme, got = save(tmp_path / "m", tensors, config).linear(Q)
+    assert scheme == "w4a16" and (got.zero is None) == symmetric
+    assert torch.equal(got.dequantize(), wanted)
+    old = {"w_bit": 4, "q_group_size": G, "zero_point": not symmetric}
+    read = save(tmp_path / "old", tensors, old, separate="quant_config.json")
+    assert torch.equal(read.linear(Q)[1].dequantize(), wanted)
+
+
+def test_awq_golden_word():
+    """Columns 0 to 7 holding codes 0 to 7 (research/weights.md 1.0)."""
+    word = pack_columns(torch.arange(8, dtype=torch.uint8)[None])
+    assert word.tolist() == [[0x75316420]] and unpack_columns(word).tolist() == [list(range(8))]
+
+
+REFUSED = [
+    ({"quant_method": "awq", "version": "gemv"}, "'gemv' is another layout"),
+    ({"quant_method": "awq", "version": "new"}, "'new' is an unknown layout"),
+    ({"quant_method": "awq", "bits": 8}, "AWQ with 8 bits is not read"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' is another layout"),
+    ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "pack_dtype 'int16'"),
+    ({"quant_method": "gptq", "bits": 3, "group_size": G}, "GPTQ with 3 bits is not read; qrt reads 4 and 8"),
+]
+
+
+@pytest.mark.parametrize("config, message", REFUSED, ids=[message for _, message in REFUSED])
+def test_other_layouts_are_refused_by_name(weight, tmp_path, config, message):
+    codes, zeros, scales, index, _ = weight(4)
+    with pytest.raises(UnsupportedError, match=message):
+        save(tmp_path / "m", gptq_tensors(codes, zeros, scales, index, 4, 2), config).linear(Q)
+
+
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+
+
+@pytest.mark.parametrize(
+    "shape, strategy", [((N, 1), "channel"), ((1,), "tensor"), ((N // 32, K // 64), "block")]
+)
+def test_fp8_is_read_as_16_bits_and_said_so(tmp_path, caplog, shape, strategy):
+    torch.manual_seed(0)
+    weight = torch.randn(N, K).to(torch.float8_e4m3fn)
+    scale = (torch.rand(shape) + 0.5).bfloat16()
+    entry = {"targets": ["Linear"], "weights": {**FP8, "strategy": strategy}, "input_activations": DYNAMIC}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"g": entry},
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    save_file({f"{Q}.weight": weight, f"{Q}.weight_scale": scale}, tmp_path / "model.safetensors")
+    with caplog.at_level(logging.WARNING):
+        scheme, got = open_checkpoint(tmp_path).linear(Q)
+    assert "fp8 weights run as 16-bit weights" in caplog.text
+    blocks = (1, 1) if shape == (1,) else shape
+    for row, column in ((0, 0), (40, 70), (63, 255)):
+        s = scale.view(blocks)[row * blocks[0] // N, column * blocks[1] // K]
+        assert got.values[row, column] == (weight[row, column].float() * s.float()).bfloat16()
+    assert scheme == "fp16" and got.values.dtype == torch.bfloat16 and got.bits == 0
+
+
+def test_old_compressed_tensors_with_a_group_index(tmp_path):
+    """actorder "group" of old versions: columns in input order, groups by index."""
+    from qrt.quant.spec import Granularity, QuantSpec
+    from tiny_models import quantize_checkpoint
+
+    plain = random_checkpoint(tmp_path / "plain", "LlamaForCausalLM", num_hidden_layers=1)
+    spec = QuantSpec(4, False, Granularity.GROUP, 64)
+    written = quantize_checkpoint(plain, tmp_path / "w4", "w4a16", spec)[Q]
+    path = tmp_path / "w4/model.safetensors"
+    tensors = load_file(path)
+    index = torch.randperm(128, generator=torch.Generator().manual_seed(0)) % 2
+    tensors[f"{Q}.weight_g_idx"] = index.to(torch.int32)
+    save_file(tensors, path, metadata={"format": "pt"})
+    wanted = (written.values.float() - written.zero.float()[:, index]) * written.scale.float()[:, index]
+    got = open_checkpoint(tmp_path / "w4").linear(Q)[1]
+    assert got.perm is not None and torch.equal(got.dequantize(), wanted)
