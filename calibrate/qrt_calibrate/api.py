@@ -1,0 +1,77 @@
+"""The calibrator in Python: `qrt.calibrate` writes a checkpoint, `qrt.quantize` makes one for LLM.
+
+report = qrt.calibrate("X", "X-w4", bits=4, calib="chats.jsonl")
+llm = qrt.LLM(qrt.quantize(model, tokenizer, bits=8))
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qrt.errors import ConfigError
+from qrt_calibrate.pipeline import calibrate as run
+from qrt_calibrate.recipe_file import recipe_of
+from qrt_calibrate.report import Report
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # of `quantize`: removed when the process ends
+
+
+def calibrate(
+    model: str | Path | PreTrainedModel,
+    out: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str | torch.device | None = None,
+    **settings: Any,
+) -> Report:
+    """Quantize `model`, a checkpoint folder, "tiny" or a model in memory, into the new folder `out`.
+
+    `settings` are a recipe's entries, as in a --recipe file: bits, scheme, group_size, symmetric, method,
+    calib, n_samples, seqlen, eval_samples, seed, damping, exact_folds, ignore, override, kv. A model in
+    memory needs its `tokenizer`, unless method is "rtn" and eval_samples 0. Raises QrtError as the command
+    line does; an unknown entry is a ConfigError.
+    """
+    recipe = recipe_of(settings)
+    target = _device(device)
+    if isinstance(model, str | Path):
+        if tokenizer is not None:
+            raise ConfigError("tokenizer: a checkpoint folder carries its own; leave it out")
+        return run(model, recipe, Path(out), target)
+    with tempfile.TemporaryDirectory() as folder:
+        _save(model, tokenizer, Path(folder))
+        return run(folder, recipe, Path(out), target)
+
+
+def quantize(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any
+) -> str:
+    """Quantize a model in memory; a folder for `LLM(...)`, which is removed when the process ends.
+
+    Settings as for `calibrate`; unless they name a method, weights are rounded to nearest, which needs no
+    text. Without `tokenizer` give LLM one.
+    """
+    settings = {"method": "rtn", "eval_samples": 0, **settings}
+    folder = tempfile.TemporaryDirectory(prefix="qrt-")
+    _FOLDERS.append(folder)
+    out = Path(folder.name) / "quantized"
+    calibrate(model, out, tokenizer=tokenizer, **settings)
+    return str(out)
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ConfigError("model: already quantized; load the unquantized one")
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
