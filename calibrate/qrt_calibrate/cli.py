@@ -74,6 +74,10 @@ def _add_grid(parser: ArgumentParser) -> None:
         "--override", action="append", metavar="PATTERN=SCHEME",
         help="Linears in another scheme (its default grid), or fp16; may be repeated, the last counts",
     )  # fmt: skip
+    grid.add_argument(
+        "--target-bits", type=float, metavar="B",
+        help="4, 8 or 16 bits for each fused Linear by its measured cost, B per weight on average",
+    )  # fmt: skip
     grid.add_argument("--kv", choices=list(KV_FORMATS), help="KV format to recommend to qrt-serve (metadata)")
 
 

@@ -72,32 +72,30 @@ def round_columns(
     scales = scale.float()[:, group].T.contiguous()  # columns as rows: each is read in one piece
     offset = None if zero is None else zero.float()[:, group].T.contiguous()
     left = weight.T[factor.order]
-    codes = torch.empty_like(left)
+    codes = []
     for begin in range(0, k, BLOCK):
-        end = min(begin + BLOCK, k)
-        errors = _round_block(left, codes, scales, offset, factor.upper, spec, slice(begin, end))
-        left[end:] -= factor.upper[begin:end, end:].T @ errors
-    values = torch.empty_like(codes, dtype=torch.uint8)
-    values[factor.order] = codes.to(torch.uint8)
+        at = slice(begin, min(begin + BLOCK, k))
+        zeros = None if offset is None else offset[at]
+        rounded, errors = _round_block(left[at], scales[at], zeros, factor.upper[at, at], spec)
+        codes.append(rounded)
+        left[at.stop :] -= factor.upper[at, at.stop :].T @ errors
+    values = torch.empty(weight.T.shape, dtype=torch.uint8, device=weight.device)
+    values[factor.order] = torch.cat(codes)
     return WeightData(values.T.contiguous(), scale, zero, bits=spec.bits)
 
 
 def _round_block(
-    left: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    offset: Tensor | None,
-    upper: Tensor,
-    spec: QuantSpec,
-    at: slice,
-) -> Tensor:
-    """Round the columns `at`, spreading each error over the rest of them; the errors / U_ii [columns, N]."""
-    block, triangle = left[at], upper[at, at]
+    block: Tensor, scales: Tensor, zeros: Tensor | None, upper: Tensor, spec: QuantSpec
+) -> tuple[Tensor, Tensor]:
+    """Round the columns `block` [columns, N] in turn, spreading each error over the rest of them: their codes
+    uint8 and errors / U_ii, both [columns, N]. On a GPU the launches are the cost, so there are few."""
     errors = torch.empty_like(block)
-    for i, column in enumerate(range(at.start, at.stop)):
-        scale, zero = scales[column], spec.midpoint if offset is None else offset[column]
-        code = affine.nearest(block[i], scale, zero, spec)
-        codes[column] = code
-        errors[i] = (block[i] - (code - zero) * scale) / triangle[i, i]
-        block[i + 1 :] -= triangle[i, i + 1 :, None] * errors[i]
-    return errors
+    inverse = upper.diagonal().reciprocal()
+    codes = []
+    for i, (column, scale, share, error) in enumerate(zip(block, scales, inverse, errors, strict=True)):
+        zero = spec.midpoint if zeros is None else zeros[i]
+        code = affine.nearest(column, scale, zero, spec)
+        codes.append(code)
+        torch.mul(torch.addcmul(column, code - zero, scale, value=-1), share, out=error)
+        block[i + 1 :].addr_(upper[i, i + 1 :], error, alpha=-1)
+    return torch.stack(codes).to(torch.uint8), errors

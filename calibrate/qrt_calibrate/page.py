@@ -69,6 +69,4 @@ def render(name: str, title: str, facts: Mapping[str, Any]) -> str:
     most = max(layer[columns[0]] for layer in layers) or 1.0
     recipe = {**facts["recipe"], **(facts["calibration"] or {}), **facts["versions"]}
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE)
-    return page.render(
-        name=name, title=title, facts={"curve": None, **facts}, columns=columns, most=most, recipe=recipe
-    )
+    return page.render(name=name, title=title, facts=facts, columns=columns, most=most, recipe=recipe)

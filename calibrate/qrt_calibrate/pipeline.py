@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qrt.errors import CheckpointError
+from qrt.errors import CheckpointError, ConfigError
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
 from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt_calibrate.bits import WINDOWS, Point, allocate
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
 from qrt_calibrate.evaluate import Cost, measure_cost
 from qrt_calibrate.fold import linear
@@ -41,6 +43,10 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
     checkpoint = open_checkpoint(model)
     job = plan(checkpoint, recipe, device)
     text = calibration(job) if any(recipe.windows) else None
+    curve: tuple[Point, ...] = ()
+    if recipe.target_bits is not None:
+        job, curve = _with_bits(job, text, recipe.target_bits)
+        recipe = job.recipe
     grids = {name: (grid.scheme, grid.spec) for name, grid in job.quantized.items() if grid != recipe.grid}
     with (
         _fast_matmuls(device),
@@ -72,10 +78,20 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
             bits_per_weight=bits_per_weight(job, writer.stored),
             calibration=text.metadata["calibration"] if text else None,
             seconds=time.perf_counter() - start,
+            curve=curve,
         )
         for name, content in report.files().items():
             writer.add_file(name, content)
     return report
+
+
+def _with_bits(job: Job, text: Calibration | None, target_bits: float) -> tuple[Job, tuple[Point, ...]]:
+    """The job with widths chosen under a budget, and the trade-off."""
+    if text is None:
+        raise ConfigError("--target-bits: needs text to measure on; use a method that reads some")
+    allocation = allocate(job, text.windows[:WINDOWS], target_bits, read_layer)
+    overrides = (*allocation.overrides, *job.recipe.overrides)
+    return plan(job.checkpoint, replace(job.recipe, overrides=overrides), job.device), allocation.curve
 
 
 class Run:

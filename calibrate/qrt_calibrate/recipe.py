@@ -50,6 +50,8 @@ class Recipe:
     damping       share of the Hessian's mean diagonal that GPTQ adds to it
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
     kv            KV format that the checkpoint recommends to qrt's server, or None
+    target_bits   bits per weight on disk that Linears may take on average; each gets 4, 8 or 16 by what it
+                  costs. None: all are on the grid
     """
 
     scheme: str
@@ -65,6 +67,7 @@ class Recipe:
     damping: float = 0.01
     exact_folds: bool = True
     kv: str | None = None
+    target_bits: float | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -78,6 +81,10 @@ class Recipe:
                 raise ConfigError(f"{flag}: got {value}, wanted at least {least}")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"--seed: got {self.seed}, wanted 0 to 2^63 - 1")
+        if self.target_bits is not None and self.scheme not in WEIGHT_ONLY.values():
+            raise ConfigError(
+                f"--target-bits: chooses among weight-only widths, not {self.scheme}; use --bits 4"
+            )
         if not 0 < self.damping <= 1:
             raise ConfigError(f"--damp: got {self.damping}, wanted above 0 and at most 1")
 
@@ -101,6 +108,8 @@ class Recipe:
         found: dict[str, Any] = {"version": __version__, "scheme": self.scheme, "method": self.method}
         if self.steps.gptq:
             found["damping"] = self.damping
+        if self.target_bits is not None:
+            found["target_bits"] = self.target_bits
         if not self.exact_folds:
             found["exact_folds"] = False
         if self.kv is not None:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from qrt import __version__
 from qrt.quant.checkpoint.folder import TensorFolder
+from qrt_calibrate.bits import Point
 from qrt_calibrate.evaluate import Cost
 from qrt_calibrate.page import render
 from qrt_calibrate.plan import Job
@@ -40,6 +41,7 @@ class Report:
     stored        the tensors written
     cost          what rounding costs on text kept apart, None where none was
     calibration   the text and how it was cut, None where none was read
+    curve         bits against KL, where bits were chosen under a budget
     """
 
     job: Job
@@ -50,6 +52,7 @@ class Report:
     bits_per_weight: float
     calibration: dict[str, Any] | None
     seconds: float
+    curve: tuple[Point, ...] = ()
 
     @property
     def title(self) -> str:
@@ -80,6 +83,7 @@ class Report:
             "stored_bytes": self.stored_bytes,
             "cost": asdict(self.cost) if self.cost else None,
             "layers": [{"name": layer.name, **layer.figures} for layer in self.layers],
+            "curve": [asdict(point) for point in self.curve],
             "worst_layers": [layer.name for layer in self.worst],
         }
 
@@ -124,6 +128,7 @@ class Report:
                 f"({100 * (cost.ppl / cost.exact_ppl - 1):+.2f} %), KL {cost.kl:.5f} nats, "
                 f"same likeliest token {100 * cost.agreement:.1f} % ({cost.tokens:,} tokens kept apart)",
             )
+        lines += [f"{point.bits:.3f} bits, KL {point.kl:.5f}: {point.change}" for point in self.curve]
         for line in lines:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 

@@ -55,7 +55,7 @@ def quantize(weight: Tensor, scale: Tensor, zero: Tensor | None, spec: QuantSpec
 
 def nearest(x: Tensor, scale: Tensor, zero: Tensor | int, spec: QuantSpec) -> Tensor:
     """Codes nearest to `x`, still in fp32; x, scale and zero are fp32 and broadcast, ties go to even."""
-    return torch.round(x / scale + zero).clamp_(0, spec.levels - 1)
+    return (x / scale).add_(zero).round_().clamp_(0, spec.levels - 1)
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:

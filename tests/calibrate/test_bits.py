@@ -1,0 +1,77 @@
+"""--target-bits: prices are true KL divergences, and the budget is kept and well spent."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outliers import Profile, make_hard
+from qrt.errors import ConfigError
+from qrt.quant.affine import choose_qparams, dequantize, quantize
+from qrt.quant.checkpoint import open_checkpoint
+from qrt_calibrate import cli
+from qrt_calibrate.bits import Unit, measure, spend
+from qrt_calibrate.pipeline import read_layer
+from qrt_calibrate.plan import plan
+from qrt_calibrate.recipe import Grid, Recipe, grid_of
+
+W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
+CPU = torch.device("cpu")
+
+
+@torch.no_grad()
+def test_prices_are_those_of_the_whole_model(llama):
+    job = plan(open_checkpoint(llama), Recipe("w4a16", W4.spec, "rtn"), CPU)
+    windows = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    parts = [
+        ("model.layers.0.self_attn.o_proj",),
+        ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
+    ]
+    prices = measure(job, [Unit(part, 1) for part in parts], {4: W4, 8: W8}, windows, read_layer)
+    assert set(prices) == {(unit, bits) for unit in (0, 1) for bits in (4, 8)}
+    for number, part in enumerate(parts):
+        model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+        p = model(windows).logits.log_softmax(-1)
+        for name in part:
+            weight = model.get_submodule(name).weight
+            scale, zero = choose_qparams(weight, W4.spec, torch.bfloat16)
+            weight.copy_(dequantize(quantize(weight, scale, zero, W4.spec), scale, zero, 4))
+        q = model(windows).logits.log_softmax(-1)
+        assert prices[number, 4] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-2)
+        assert prices[number, 8] < 0.05 * prices[number, 4]
+
+
+def test_spending():
+    """Bytes go where they save most; what saves nothing gets none."""
+    units = [Unit(("a",), 100), Unit(("b",), 100), Unit(("c",), 200)]
+    prices = {(0, 4): 1.0, (0, 8): 0.1, (1, 4): 0.5, (1, 8): 0.45, (2, 4): 0.0, (2, 8): 0.0}
+    sizes, grids = {4: 4.0, 8: 8.0, 16: 16.0}, {4: W4, 8: W8, 16: None}
+
+    def chosen(target):
+        found = spend(units, prices, sizes, grids, target)
+        assert found.curve[-1].bits <= target and found.curve[-1].kl <= found.curve[0].kl
+        return [override.grid for override in found.overrides]
+
+    assert chosen(4.0) == [W4, W4, W4] and chosen(4.9) == [W4, W4, W4]
+    assert chosen(5.0) == [W8, W4, W4] and chosen(8.0) == [W8, None, W4]
+    assert chosen(16.0) == [None, None, W4]
+    with pytest.raises(ConfigError, match="--target-bits: got 3, the narrowest grid takes 4.000 bits"):
+        chosen(3)
+
+
+def test_a_budget_end_to_end(llama, calib, tmp_path, capsys):
+    hard = make_hard(llama, tmp_path / "hard", Profile(64.0, 12, heads=True))
+    flags = ["--calib", calib, "--n-samples", 4, "--seqlen", 64, "--eval-samples", 1, "--method", "gptq"]
+    words = ["--model", hard, "--target-bits", 5.5, *flags, "--out", tmp_path / "out"]
+    assert cli.main([str(word) for word in words]) == 0
+    report = json.loads((tmp_path / "out/qrt_report.json").read_text())
+    assert 5 < report["bits_per_weight"] <= 5.5 + 0.02 and len(report["curve"]) > 1
+    assert [point["kl"] for point in report["curve"]] == sorted(
+        (p["kl"] for p in report["curve"]), reverse=True
+    )
+    read = open_checkpoint(tmp_path / "out")
+    kinds = {name: read.linear(name)[0] for name in report["linears"]["w4a16 g128 asym"]}
+    assert set(kinds.values()) == {"w4a16"} and "w8a16 g128 sym" in report["linears"] | {"w8a16 g128 asym": 0}
+    ids = torch.arange(40)[None]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits.isfinite().all()

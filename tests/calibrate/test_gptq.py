@@ -1,0 +1,100 @@
+"""GPTQ against its definition, and against what any rounding can at best do."""
+
+import itertools
+
+import pytest
+import torch
+
+from qrt.quant.affine import choose_qparams
+from qrt.quant.spec import Granularity, QuantSpec
+from qrt_calibrate import gptq
+from qrt_calibrate.gptq import Factor, round_columns
+
+
+def problem(n=6, k=64, tokens=200, seed=0):
+    torch.manual_seed(seed)
+    x = torch.randn(tokens, k) @ (torch.eye(k) + 0.3 * torch.randn(k, k))
+    return torch.randn(n, k), x.T @ x / tokens
+
+
+def loss(weight, data, hessian):
+    wrong = (data.dequantize() - weight).double()
+    return torch.einsum("nk,kl,nl->n", wrong, hessian.double(), wrong)
+
+
+def by_definition(weight, hessian, scale, zero, spec, damping):
+    """Optimal brain surgeon, column after column, the inverse Hessian of what is left made anew each time."""
+    weight, k = weight.double().clone(), weight.shape[1]
+    damped = hessian.double().clone()
+    damped.diagonal().mul_(1 + damping)
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    codes = torch.empty_like(weight)
+    for position, column in enumerate(order):
+        left = order[position:]
+        inverse = torch.linalg.inv(damped[left][:, left])
+        group = int(column) // (k // scale.shape[1])
+        s, z = scale[:, group].double(), 8 if zero is None else zero[:, group].double()
+        codes[:, column] = torch.round(weight[:, column] / s + z).clamp(0, spec.levels - 1)
+        error = weight[:, column] - (codes[:, column] - z) * s
+        weight[:, left] -= error[:, None] / inverse[0, 0] * inverse[0]
+    return codes.to(torch.uint8)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_codes_are_those_of_the_definition(symmetric, monkeypatch):
+    monkeypatch.setattr(gptq, "BLOCK", 24)  # blocks, the last one short
+    spec = QuantSpec(4, symmetric, Granularity.GROUP, 16)
+    weight, hessian = problem()
+    scale, zero = choose_qparams(weight, spec, torch.bfloat16)
+    got = round_columns(weight.clone(), Factor.of(hessian, 0.01), scale, zero, spec)
+    wanted = by_definition(weight, hessian, scale, zero, spec, 0.01)
+    assert (got.values == wanted).float().mean() > 0.99  # ties of fp32 against fp64
+    assert torch.equal(got.scale, scale) and (got.zero is None) == symmetric
+
+
+def test_near_the_best_of_all_roundings():
+    """Four columns of 2 bits: every one of 256 code vectors is tried."""
+    spec = QuantSpec(2, True, Granularity.CHANNEL)
+    weight, hessian = problem(n=40, k=4, seed=1)
+    scale, _ = choose_qparams(weight, spec, torch.float32)
+    got = loss(weight, round_columns(weight.clone(), Factor.of(hessian, 1e-6), scale, None, spec), hessian)
+    grid = torch.tensor(list(itertools.product(range(4), repeat=4))).double() - 2
+    wrong = grid * scale.double()[:, None] - weight.double()[:, None]
+    best = torch.einsum("nck,kl,ncl->nc", wrong, hessian.double(), wrong).amin(1)
+    assert (got >= best * (1 - 1e-6)).all() and got.sum() < 1.5 * best.sum()
+
+
+def test_a_channel_never_active_is_rounded_to_nearest_and_felt_by_none():
+    spec = QuantSpec(4, True, Granularity.GROUP, 16)
+    weight, hessian = problem()
+    hessian[5], hessian[:, 5] = 0, 0
+    scale, _ = choose_qparams(weight, spec, torch.float32)
+    data = round_columns(weight.clone(), Factor.of(hessian, 0.01), scale, None, spec)
+    nearest = torch.round(weight[:, 5] / scale[:, 0] + 8).clamp(0, 15)
+    assert torch.equal(data.values[:, 5].float(), nearest)
+    other = weight.clone()
+    other[:, 5] = 0
+    again = round_columns(other, Factor.of(hessian, 0.01), scale, None, spec)
+    keep = torch.arange(64) != 5
+    assert torch.equal(data.values[:, keep], again.values[:, keep])
+
+
+def test_the_factor_does_not_depend_on_the_scale_of_the_inputs():
+    """A fold D^-1 H D^-1 with the same order has the factor U D: what the scale search relies on."""
+    _, hessian = problem()
+    scales = torch.exp2(torch.linspace(0.1, -0.1, 64))
+    order = Factor.of(hessian, 0.01).order
+    hessian = hessian[order][:, order]
+    plain, folded = Factor.of(hessian, 0.01), Factor.of(hessian / scales / scales[:, None], 0.01)
+    if torch.equal(plain.order, folded.order):
+        torch.testing.assert_close(folded.upper, plain.upper * scales, rtol=1e-3, atol=1e-4)
+    rows = torch.randn(3, 64)
+    damped = hessian + 0.01 * torch.diag(hessian.diagonal())
+    torch.testing.assert_close(plain.solve(rows), torch.linalg.solve(damped, rows.T).T, rtol=1e-3, atol=1e-3)
+
+
+def test_more_damping_where_the_hessian_is_singular_and_none_where_nothing_helps():
+    x = torch.ones(3, 32)  # one direction only
+    factor = Factor.of(x.T @ x, 0.001)
+    assert factor is not None and factor.upper.isfinite().all()
+    assert Factor.of(torch.full((4, 4), -1.0), 0.01) is None
