@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import Checkpoint
-from qrt.quant.spec import QuantSpec
 from qrt.quant.weight import WEIGHT_ONLY
 from qrt_calibrate.decoder import Decoder
 from qrt_calibrate.fold import linear
 from qrt_calibrate.plan import Job
+from qrt_calibrate.preflight import bits_of
 from qrt_calibrate.recipe import Grid, Override, grid_of
 from qrt_calibrate.rtn import round_weight
 
@@ -66,7 +66,10 @@ def allocate(job: Job, windows: Tensor, target_bits: float, read_layer: ReadLaye
     grids: dict[int, Grid | None] = {bits: _grid(job, bits) for bits in WEIGHT_ONLY} | {SIXTEEN: None}
     units = _units(job)
     prices = measure(job, units, {bits: grid for bits, grid in grids.items() if grid}, windows, read_layer)
-    sizes = {bits: _bits_per_weight(job, grid) for bits, grid in grids.items()}
+    sizes = {
+        bits: bits_of(grid, job.config.hidden_size, job.scale_dtype.itemsize) if grid else float(SIXTEEN)
+        for bits, grid in grids.items()
+    }
     return spend(units, prices, sizes, grids, target_bits)
 
 
@@ -77,15 +80,6 @@ def _grid(job: Job, bits: int) -> Grid:
         return own
     symmetric = own.spec.symmetric if bits == min(WEIGHT_ONLY) else True
     return Grid(WEIGHT_ONLY[bits], grid_of(WEIGHT_ONLY[bits], own.spec.group_size or -1, symmetric))
-
-
-def _bits_per_weight(job: Job, grid: Grid | None) -> float:
-    """On disk, for a long row: codes, and a scale and zero for each group."""
-    if grid is None:
-        return float(SIXTEEN)
-    spec: QuantSpec = grid.spec
-    per_group = 8 * job.scale_dtype.itemsize + (0 if spec.symmetric else spec.bits)
-    return spec.bits + per_group / (spec.group_size or job.config.hidden_size)
 
 
 def _units(job: Job) -> list[Unit]:

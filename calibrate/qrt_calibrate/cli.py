@@ -12,12 +12,15 @@ from rich.console import Console
 
 from qrt.cli import ArgumentParser, run_main
 from qrt.errors import ConfigError
+from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt_calibrate import convert
 from qrt_calibrate.hub import push
 from qrt_calibrate.method import METHODS
 from qrt_calibrate.pipeline import calibrate
+from qrt_calibrate.plan import plan
+from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe import Recipe
 from qrt_calibrate.recipe_file import read_recipe, recipe_of
 
@@ -44,6 +47,7 @@ def _parser() -> ArgumentParser:
         "interrupted run goes on from DIR.partial")  # fmt: skip
     add("--device", help="where to compute (default: cuda if there is one, else cpu)")
     add("--recipe", metavar="FILE", help="YAML file with flags' names as keys; flags win over it")
+    add("--dry-run", action="store_true", help="say what it takes and where the result loads; then stop")
     add(
         "--push-to-hub",
         metavar="ORG/NAME",
@@ -108,12 +112,16 @@ def _add_method(parser: ArgumentParser) -> None:
 def _run(arguments: Namespace) -> None:
     entries = read_recipe(Path(arguments.recipe)) if arguments.recipe else {}
     given = {key: value for key, value in vars(arguments).items() if value is not None}
-    for key in ("model", "out", "device", "recipe", "push_to_hub"):
+    for key in ("model", "out", "device", "recipe", "push_to_hub", "dry_run"):
         given.pop(key, None)
     recipe = recipe_of({**entries, **given})
     name = Path(arguments.model).resolve().name
     out = Path(arguments.out or f"{name}-{recipe.scheme.removesuffix('a16')}")
-    calibrate(arguments.model, recipe, out, device_of(arguments.device)).print(Console())
+    device = device_of(arguments.device)
+    if arguments.dry_run:
+        print(*preflight(plan(open_checkpoint(arguments.model), recipe, device)).lines(), sep="\n")
+        return
+    calibrate(arguments.model, recipe, out, device).print(Console())
     if arguments.push_to_hub:
         push(out, arguments.push_to_hub)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from qrt_calibrate.evaluate import Cost, measure_cost
 from qrt_calibrate.fold import linear
 from qrt_calibrate.layer import LayerResult, LayerWork
 from qrt_calibrate.plan import Job, plan
+from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe import Recipe
 from qrt_calibrate.report import LayerReport, Report, bits_per_weight
 from qrt_calibrate.search import round_input
@@ -61,6 +63,7 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
             plan=_fingerprint(job, text),
         ) as writer,
     ):
+        print(*preflight(job).lines(), sep="\n", file=sys.stderr)
         run = Run(job, writer, text)
         layers = []
         with tqdm(total=job.config.num_layers, desc="Calibrating", unit="layer") as bar:

@@ -50,8 +50,8 @@ class Recipe:
     damping       share of the Hessian's mean diagonal that GPTQ adds to it
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
     kv            KV format that the checkpoint recommends to qrt's server, or None
-    target_bits   bits per weight on disk that Linears may take on average; each gets 4, 8 or 16 by what it
-                  costs. None: all are on the grid
+    target_bits   bits per weight on disk that Linears may take on average; each gets 4, 8 or 16 by
+                  what it costs. None: all are on the grid
     """
 
     scheme: str

@@ -21,6 +21,7 @@ from qrt_calibrate.bits import Point
 from qrt_calibrate.evaluate import Cost
 from qrt_calibrate.page import render
 from qrt_calibrate.plan import Job
+from qrt_calibrate.preflight import preflight
 
 WORST = 5  # layers that the report names
 
@@ -84,6 +85,7 @@ class Report:
             "cost": asdict(self.cost) if self.cost else None,
             "layers": [{"name": layer.name, **layer.figures} for layer in self.layers],
             "curve": [asdict(point) for point in self.curve],
+            "findings": list(preflight(self.job).findings),
             "worst_layers": [layer.name for layer in self.worst],
         }
 

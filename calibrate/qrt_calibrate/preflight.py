@@ -1,0 +1,106 @@
+"""Before the work: what it will take, what will come out, and where the result will not load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt_calibrate.plan import Job
+from qrt_calibrate.recipe import Grid
+from qrt_calibrate.streams import stream_bytes
+
+PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
+SPLIT_BY_INPUT = ("self_attn.o_proj", "mlp.down_proj")  # the others are split by output
+ZEROS_A_WORD = 32
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """output_bytes     of the quantized checkpoint's tensors
+    working_bytes       two fp32 copies of the largest layer, and the moments of its widest input thrice
+    hidden_bytes        hidden states, exact and rounded; on disk where RAM is short
+    findings            where the result will not load, and why
+    """
+
+    output_bytes: int
+    working_bytes: int
+    hidden_bytes: int
+    findings: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """For the screen."""
+        sizes = (
+            f"output {_gigabytes(self.output_bytes)}, working memory {_gigabytes(self.working_bytes)} "
+            f"and hidden states {_gigabytes(self.hidden_bytes)} (in files where RAM is short)"
+        )
+        return [sizes, *(f"note: {finding}" for finding in self.findings)]
+
+
+def preflight(job: Job) -> Preflight:
+    """The estimate and the findings of a job; no weight is read."""
+    layers = [_layer_weights(job, index) for index in range(job.config.num_layers)]
+    widest = max(job.config.hidden_size, job.config.intermediate_size)
+    moments = 3 * 2 * widest**2 * 4 if job.recipe.steps.needs_text else 0
+    return Preflight(
+        output_bytes=_output_bytes(job),
+        working_bytes=2 * 4 * max(layers) + moments,
+        hidden_bytes=stream_bytes(sum(job.recipe.windows), job.recipe.seqlen, job.config.hidden_size),
+        findings=tuple(_findings(job)),
+    )
+
+
+def _layer_weights(job: Job, index: int) -> int:
+    prefix = f"{job.layer_name(index)}."
+    names = (name for name in job.checkpoint.names() if name.startswith(prefix))
+    return sum(prod(job.checkpoint.spec(name).shape) for name in names)
+
+
+def _output_bytes(job: Job) -> int:
+    total = job.checkpoint.num_bytes
+    for name, grid in job.quantized.items():
+        spec = job.checkpoint.spec(f"{name}.weight")
+        total += int(prod(spec.shape) * bits_of(grid, spec.shape[1], job.scale_dtype.itemsize) / 8)
+        total -= spec.num_bytes
+    return total
+
+
+def bits_of(grid: Grid, in_features: int, scale_bytes: int) -> float:
+    """Bits per weight on disk: the code, and its share of a scale and a zero point."""
+    per_group = 8 * scale_bytes + (0 if grid.spec.symmetric else grid.spec.bits)
+    return grid.spec.bits + per_group / grid.spec.group_of(in_features)
+
+
+def _findings(job: Job) -> list[str]:
+    found = []
+    for size in PARALLEL:
+        reason = _split(job, size)
+        if reason:
+            found.append(f"tensor parallelism over {size} GPUs will not load: {reason}")
+    if any(not grid.spec.symmetric and grid.spec.bits == 8 for grid in job.quantized.values()):
+        found.append("vLLM runs 8-bit weights with zero points on Hopper only; --sym runs on all its GPUs")
+    if any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in job.quantized.values()):
+        found.append("transformers loads w8a8 and simulates it; its speed is vLLM's, SGLang's and qrt's")
+    if job.config.tied_embeddings:
+        found.append("the head is the embedding and stays unquantized")
+    return found
+
+
+def _split(job: Job, size: int) -> str | None:
+    """Why the first Linear that `size` GPUs cannot share cannot be, None if all can."""
+    if job.config.num_heads % size or job.config.num_kv_heads % size and size % job.config.num_kv_heads:
+        return f"{job.config.num_heads} query and {job.config.num_kv_heads} KV heads"
+    for name, grid in job.quantized.items():
+        out_features, in_features = job.checkpoint.spec(f"{name}.weight").shape
+        by_input = name.endswith(SPLIT_BY_INPUT)
+        group = grid.spec.group_size or 1
+        if by_input and in_features % (size * group):
+            return f"{name} has {in_features} inputs in groups of {group}"
+        packed = 1 if grid.spec.symmetric else ZEROS_A_WORD // grid.spec.bits
+        if not by_input and out_features % (size * packed):
+            return f"{name} has {out_features} outputs, whose zero points lie {packed} to a word"
+    return None
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"

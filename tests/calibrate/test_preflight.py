@@ -1,0 +1,52 @@
+"""What is foreseen is what comes out, and where a result will not load is said."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qrt.quant.checkpoint import open_checkpoint
+from qrt_calibrate import cli
+from qrt_calibrate.plan import plan
+from qrt_calibrate.preflight import preflight
+from qrt_calibrate.recipe_file import recipe_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("entries", [{"bits": 4}, {"bits": 8}, {"scheme": "w8a8"}])
+def test_the_output_is_as_large_as_foreseen(llama, tmp_path, entries, capsys):
+    recipe = recipe_of({**entries, "method": "rtn", "eval_samples": 0})
+    foreseen = preflight(plan(open_checkpoint(llama), recipe, CPU))
+    flags = [f"--{key}={value}" for key, value in entries.items()]
+    words = ["--model", str(llama), *flags, "--method", "rtn", "--eval-samples", "0"]
+    assert cli.main([*words, "--dry-run", "--out", str(tmp_path / "out")]) == 0
+    assert "working memory" in capsys.readouterr().out and not (tmp_path / "out").exists()
+    assert cli.main([*words, "--out", str(tmp_path / "out")]) == 0
+    written = open_checkpoint(tmp_path / "out").num_bytes
+    assert foreseen.output_bytes == pytest.approx(written, rel=1e-3)  # weight_shape is not counted
+
+
+def test_what_cannot_be_split_is_said(llama):
+    checkpoint = open_checkpoint(llama)  # 4 heads, 2 KV heads of 64; 256 inner features
+
+    def findings(**entries):
+        return preflight(plan(checkpoint, recipe_of({"method": "rtn", **entries}), CPU)).findings
+
+    w4 = findings(bits=4, group_size=128)
+    assert any("over 4 GPUs will not load: model.layers.0.self_attn.o_proj has 256 inputs" in f for f in w4)
+    assert not any("over 2 GPUs" in finding for finding in w4)
+    assert any("over 8 GPUs will not load: 4 query and 2 KV heads" in finding for finding in w4)
+    assert not any("over 4 GPUs" in finding for finding in findings(bits=4, group_size=64))
+    assert any("Hopper only" in finding for finding in findings(bits=8, symmetric=False))
+
+
+def test_memory_foreseen_is_of_a_layer_and_of_the_windows(llama):
+    recipe = recipe_of({"bits": 4, "n_samples": 7, "seqlen": 64, "eval_samples": 1})
+    job = plan(open_checkpoint(llama), recipe, CPU)
+    foreseen = preflight(job)
+    assert foreseen.hidden_bytes == 2 * 8 * 64 * 128 * 4
+    layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
+    assert foreseen.working_bytes == 2 * 4 * layer + 3 * 2 * 256**2 * 4
+    plain = replace(job, recipe=replace(job.recipe, method="rtn"))
+    assert preflight(plain).working_bytes == 2 * 4 * layer
