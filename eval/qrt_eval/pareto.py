@@ -1,12 +1,14 @@
 """The picture of a sweep: what each pair of weights and KV costs in divergence, and what it buys.
 
-A colour a weight scheme, a marker a KV format; a line joins the pairs that no other beats in both. Needs
-matplotlib: `pip install qrt[plot]`.
+A colour a weight scheme, a marker a KV format; a line joins the pairs that no other beats in both.
+`python -m qrt_eval.pareto RESULT.json` draws RESULT.svg beside it, for README. Needs matplotlib:
+`pip install qrt[plot]`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,8 @@ def require() -> None:
         raise UnsupportedError("the picture needs matplotlib; pip install 'qrt[plot]'") from error
 
 
-def draw(result: Path, folder: Path) -> None:
-    """pareto.svg and pareto.png of a sweep's result file, the same bytes for the same file."""
+def draw(result: Path, *targets: Path) -> None:
+    """Draw a sweep's result file to each of `targets` (.svg, .png), the same bytes for the same file."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -51,8 +53,9 @@ def draw(result: Path, folder: Path) -> None:
         title = f"{facts['model']} on {facts['environment']['device']}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         metadata = {"Date": None, "Title": title, "Source": fingerprint(result)}
-        figure.savefig(folder / "pareto.svg", metadata=metadata)
-        figure.savefig(folder / "pareto.png", dpi=144, metadata={"Software": None})
+        for target in targets:
+            svg = target.suffix == ".svg"
+            figure.savefig(target, metadata=metadata if svg else {"Software": None}, dpi=144)
 
 
 def requests(facts: dict[str, Any]) -> str:
@@ -114,3 +117,8 @@ def _legend(figure: Any, cells: Sequence[dict[str, Any]]) -> None:
 
 def _plain(name: str) -> str:
     return "16-bit" if name == "fp16" else name
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        draw(Path(name), Path(name).with_suffix(".svg"))

@@ -60,6 +60,33 @@ def latencies(results: list[Result]) -> str:
     return table(head, rows)
 
 
+def sweeps(results: list[Result]) -> list[str]:
+    """A table per sweep: a row per pair of weights and KV."""
+    tables = []
+    for result in (result for result in results if "cells" in result and "memory_bytes" in result):
+        memory = f"{result['context_tokens']:,} tokens in {result['memory_bytes'] / (1 << 30):g} GiB"
+        speed = f"tokens/s, batch {result['batch']}"
+        head = ["KV", "weights MB", "KV bytes/token", f"requests of {memory}", speed]
+        quality = ["perplexity", "change", "KL, nats", "same top-1"] if result["dataset"] else []
+        rows = [_cell(cell, bool(quality)) for cell in result["cells"]]
+        tables.append(table((f"{result['model']}, weights", *head[:4], *quality, head[4]), rows))
+    return tables
+
+
+def _cell(cell: Result, quality: bool) -> list[str]:
+    row = [
+        cell["weights"],
+        cell["kv"],
+        f"{cell['weight_bytes'] / 1e6:,.2f}",
+        f"{cell['kv_bytes_per_token']:,}",
+    ]
+    row.append(f"{cell['max_concurrent_requests']:,}")
+    if quality:
+        row += [f"{cell['ppl']:.3f}", f"{100 * cell['ppl_change']:+.2f} %", f"{cell['kl_mean']:.2e}"]
+        row.append(f"{100 * cell['top1_agreement']:.2f} %")
+    return [*row, f"{cell['tokens_per_second']:,.0f}"]
+
+
 def kernels(results: list[Result]) -> list[str]:
     """A table per operator: microseconds, and the floor's share of them. Of a layer's products the sum."""
     cells: dict[str, dict[str, dict[str, str]]] = {}
@@ -93,7 +120,7 @@ def section(results: list[Result]) -> str:
         tables.append(perplexities(results))
     if any("rows" in result for result in results):
         tables.append(latencies(results))
-    return "\n\n".join(tables + kernels(results))
+    return "\n\n".join(tables + sweeps(results) + kernels(results))
 
 
 def describe(environment: Result) -> str:

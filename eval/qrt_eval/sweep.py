@@ -117,7 +117,7 @@ def run(arguments: Namespace) -> None:
             cells.append(kept)
     facts = {**command_facts(arguments), **about(sweep), "cells": cells}
     write_json(sweep.result, facts)
-    pareto.draw(sweep.result, sweep.folder)
+    pareto.draw(sweep.result, sweep.folder / "pareto.svg", sweep.folder / "pareto.png")
     write_page(sweep.result, sweep.folder)
     partial.remove()
     print_table(sweep, cells)

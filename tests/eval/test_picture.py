@@ -18,6 +18,16 @@ def test_readme_shows_a_picture_of_the_recorded_results():
     assert picture.fingerprint(result) in shown.read_text(), "run python -m qrt_eval.picture"
 
 
+def test_readme_shows_the_recorded_sweeps():
+    readme, found = (ROOT / "README.md").read_text(), 0
+    for result in (ROOT / "eval" / "results").rglob("sweep_*.json"):
+        shown = result.with_suffix(".svg")
+        assert str(shown.relative_to(ROOT)) in readme
+        assert picture.fingerprint(result) in shown.read_text(), f"run python -m qrt_eval.pareto {result}"
+        found += 1
+    assert found
+
+
 def test_drawn_twice_it_is_the_same(tmp_path):
     pytest.importorskip("matplotlib")
     copy = tmp_path / "some.json"

@@ -35,6 +35,20 @@ def test_kernels_show_the_sum_of_a_layers_products_and_every_other_operator():
     assert second.splitlines()[-1] == "| int4 | 12.0 (25 %) |"
 
 
+def test_a_sweep_is_a_table():
+    cell = {"weights": "w4a16", "kv": "int8", "weight_bytes": 4_610_000, "kv_bytes_per_token": 1632,
+            "max_concurrent_requests": 1234, "ppl": 10.0, "ppl_change": 0.0123, "kl_mean": 0.00123,
+            "top1_agreement": 0.987, "tokens_per_second": 1500.4}  # fmt: skip
+    sweep = {"model": "m", "dataset": "t", "context_tokens": 512, "memory_bytes": 1 << 30, "batch": 8}
+    (shown,) = report.sweeps([{**sweep, "cells": [cell]}, {"cells": [cell]}])
+    assert shown.splitlines()[0].startswith(
+        "| m, weights | KV | weights MB | KV bytes/token | requests of 512 tok"
+    )
+    assert shown.splitlines()[2] == (
+        "| w4a16 | int8 | 4.61 | 1,632 | 1,234 | 10.000 | +1.23 % | 1.23e-03 | 98.70 % | 1,500 |"
+    )
+
+
 def test_devices_have_tables_of_their_own_and_what_is_compared_with_names_itself(tmp_path):
     def where(device, cuda):
         return {"device": device, "cuda": cuda, "versions": {"torch": "2", "triton": "3"}}

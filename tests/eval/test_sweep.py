@@ -73,8 +73,8 @@ def test_a_sweep_of_the_bundled_model(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "pareto.svg").read_text()
     assert pareto.fingerprint(tmp_path / "result.json") in svg
-    pareto.draw(tmp_path / "result.json", tmp_path)
-    assert (tmp_path / "pareto.svg").read_text() == svg  # drawn twice it is the same
+    pareto.draw(tmp_path / "result.json", tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == svg  # drawn twice it is the same
 
 
 def test_a_shape_has_bytes_and_speed_only(tmp_path, monkeypatch):
@@ -119,8 +119,8 @@ def test_a_result_of_a_sweep_can_be_drawn_without_some_formats(tmp_path):
     ]
     facts = {"model": "m", "cells": cells, "context_tokens": 1, "memory_bytes": 1 << 30, "batch": 1}
     (tmp_path / "r.json").write_text(json.dumps({**facts, "environment": {"device": "d"}}))
-    pareto.draw(tmp_path / "r.json", tmp_path)
-    assert "k8v4 KV" in (tmp_path / "pareto.svg").read_text()
+    pareto.draw(tmp_path / "r.json", tmp_path / "r.svg")
+    assert "k8v4 KV" in (tmp_path / "r.svg").read_text()
 
 
 def test_defaults_of_the_quality_are_those_of_kld():
