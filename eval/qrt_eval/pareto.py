@@ -75,6 +75,7 @@ def panel(axes: Any, cells: Sequence[dict[str, Any]], x: str, y: str, title: str
     axes.set_xlim(left=0)
     if y != "kl_mean":
         axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

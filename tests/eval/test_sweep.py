@@ -35,6 +35,7 @@ class Links(HTMLParser):
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_a_sweep_of_the_bundled_model(tmp_path, monkeypatch, capsys):
     words = f"sweep --model tiny --weights 16,w8a8 --kv fp16,int4 {FLAGS} --memory-gib 0.05".split()
     words += ["--out", str(tmp_path)]
