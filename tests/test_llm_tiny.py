@@ -164,3 +164,11 @@ def test_the_start_up_lines_say_what_runs(caplog):
     text = caplog.text
     assert "LlamaForCausalLM, 6 layers, fp16" in text and "as int8" in text
     assert "concurrent requests of 2,048 tokens" in text
+
+
+def test_what_greedy_decoding_says_has_rank_one(llm, expected):
+    prompt = llm.get_tokenizer().encode(PROMPTS[0])
+    first, single = llm.score_ranked([prompt + expected[0][:8], prompt[:1]])
+    assert first.ranks[len(prompt) - 1 :].tolist() == [1] * 8 and len(first) == len(prompt) + 7
+    assert first.ranks.max() > 1 and len(single) == 0
+    torch.testing.assert_close(llm.score([prompt])[0], first.logprobs[: len(prompt) - 1])

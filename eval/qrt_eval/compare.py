@@ -76,8 +76,13 @@ def load(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file; write it with --json") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not JSON ({error})") from None
-    if not isinstance(result, dict) or "environment" not in result or kind(result) not in METRICS:
+    if not isinstance(result, dict) or "environment" not in result:
         raise ConfigError(f"{path}: not a result file of qrt-eval")
+    if kind(result) not in METRICS:
+        known = ", ".join(METRICS)
+        raise ConfigError(
+            f"{path}: a result of {kind(result)}, which has nothing to compare (known: {known})"
+        )
     return result
 
 

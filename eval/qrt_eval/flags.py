@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+
 from qrt.cli import ArgumentParser
 
 KV_CHOICES = ("auto", "fp16", "bf16", "int8", "int4", "k8v4")
 PROTOCOLS = ("gptq", "llamacpp", "lmeval", "sliding")
 MODEL_HELP = "checkpoint folder, or 'tiny'"
+
+
+def positive(text: str) -> int:
+    """The type of a flag that wants an integer of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise ArgumentTypeError(f"got {text!r}, wanted an integer of at least 1")
+    return int(text)
 
 
 def add_json(command: ArgumentParser) -> None:
@@ -51,7 +60,7 @@ def add_ppl(command: ArgumentParser) -> None:
     )
     _add_windows(command)
     command.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="windows at once (default: %(default)s)"
+        "--batch-size", type=positive, default=8, metavar="N", help="windows at once (default: %(default)s)"
     )
     command.add_argument(
         "--json",
@@ -80,13 +89,17 @@ def add_kld(command: ArgumentParser) -> None:
     )
     _add_windows(command)
     command.add_argument(
-        "--chunk", type=int, default=2048, metavar="TOKENS", help="of a prefill step (default: %(default)s)"
+        "--chunk",
+        type=positive,
+        default=2048,
+        metavar="TOKENS",
+        help="of a prefill step (default: %(default)s)",
     )
     command.add_argument(
         "--top-p", type=float, default=0.9, metavar="P", help="nucleus of the flips (default: %(default)s)"
     )
     command.add_argument(
-        "--worst", type=int, default=10, metavar="N", help="positions to show (default: %(default)s)"
+        "--worst", type=positive, default=10, metavar="N", help="positions to show (default: %(default)s)"
     )
     add_json(command)
 
@@ -110,21 +123,27 @@ def add_sweep(command: ArgumentParser) -> None:
         "--memory-gib", type=float, default=80.0, metavar="GIB", help="that requests share (default: 80)"
     )
     command.add_argument(
-        "--context", type=int, default=8192, metavar="TOKENS", help="of each of them (default: %(default)s)"
+        "--context",
+        type=positive,
+        default=8192,
+        metavar="TOKENS",
+        help="of each of them (default: %(default)s)",
     )
     command.add_argument(
-        "--batch", type=int, default=32, metavar="B", help="of the speed (default: %(default)s)"
+        "--batch", type=positive, default=32, metavar="B", help="of the speed (default: %(default)s)"
     )
     command.add_argument(
-        "--num-prompts", type=int, metavar="N", help="of the speed (default: twice the batch)"
+        "--num-prompts", type=positive, metavar="N", help="of the speed (default: twice the batch)"
     )
     command.add_argument(
-        "--input-len", type=int, default=128, metavar="TOKENS", help="(default: %(default)s)"
+        "--input-len", type=positive, default=128, metavar="TOKENS", help="(default: %(default)s)"
     )
     command.add_argument(
-        "--output-len", type=int, default=64, metavar="TOKENS", help="(default: %(default)s)"
+        "--output-len", type=positive, default=64, metavar="TOKENS", help="(default: %(default)s)"
     )
-    command.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts (default: 3)")
+    command.add_argument(
+        "--repeats", type=positive, default=3, metavar="N", help="the median counts (default: 3)"
+    )
     command.add_argument("--seed", type=int, default=0, help="of the random prompts")
 
 
@@ -137,7 +156,9 @@ def add_lm(command: ArgumentParser) -> None:
     command.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
     command.add_argument("--limit", type=int, metavar="N", help="the first N documents of each task")
     command.add_argument("--apply-chat-template", action="store_true", help="ask as a conversation")
-    command.add_argument("--max-model-len", type=int, metavar="TOKENS", help="(default: the model's context)")
+    command.add_argument(
+        "--max-model-len", type=positive, metavar="TOKENS", help="(default: the model's context)"
+    )
     command.add_argument("--dtype", default="auto", help="activations (default: float32 on a CPU)")
     add_json(command)
 
@@ -153,13 +174,19 @@ def add_passkey(command: ArgumentParser) -> None:
         help="KV formats (default: all)",
     )
     command.add_argument(
-        "--context", type=int, nargs="+", metavar="TOKENS", help="(default: doubling from 512 to the model's)"
+        "--context",
+        type=positive,
+        nargs="+",
+        metavar="TOKENS",
+        help="(default: doubling from 512 to the model's)",
     )
     command.add_argument(
         "--depth", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="D",
         help="where the key is, 0 the beginning (default: 0 0.25 0.5 0.75 1)",
     )  # fmt: skip
-    command.add_argument("--trials", type=int, default=4, metavar="N", help="keys at each place (default: 4)")
+    command.add_argument(
+        "--trials", type=positive, default=4, metavar="N", help="keys at each place (default: 4)"
+    )
     command.add_argument("--dtype", default="auto", help="activations (default: float32 on a CPU)")
     command.add_argument("--seed", type=int, default=0, help="of the keys")
     add_json(command)
@@ -175,7 +202,7 @@ def add_kv_error(command: ArgumentParser) -> None:
         help="KV formats (default: all)",
     )
     command.add_argument(
-        "--context", type=int, nargs="+", default=[1024, 8192, 32768, 131072], metavar="TOKENS",
+        "--context", type=positive, nargs="+", default=[1024, 8192, 32768, 131072], metavar="TOKENS",
         help="(default: %(default)s)",
     )  # fmt: skip
     command.add_argument("--head-dim", type=int, default=128, metavar="D", help="(default: %(default)s)")

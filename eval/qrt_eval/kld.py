@@ -63,7 +63,7 @@ def run(arguments: Namespace) -> None:
     pairs = [(model, kv) for model in arguments.model for kv in arguments.kv]
     results = []
     for model, kv in pairs:
-        llm = reader_model(model, kv, arguments.dtype, base.facts["seqlen"])
+        llm = reader_model(model, kv, arguments.dtype, base.longest)
         results.append(diverge(llm, base, arguments.top_p, arguments.worst, arguments.chunk))
         del llm
         release()
@@ -86,12 +86,13 @@ def run(arguments: Namespace) -> None:
         print(f"result written to {arguments.json}", file=sys.stderr)
 
 
-def reader_model(model: str, kv: str, dtype: str, seqlen: int | None) -> LLM:
-    """A model for one window at a time; on a CPU in float32 unless asked otherwise."""
+def reader_model(model: str, kv: str, dtype: str, longest: int | None) -> LLM:
+    """A model for one window of up to `longest` tokens at a time (None: its context); on a CPU in float32
+    unless asked otherwise."""
     if dtype == "auto" and not torch.cuda.is_available():
         dtype = "float32"
     settings = {"enable_prefix_caching": False, "enforce_eager": True, "max_num_seqs": 1}
-    return LLM(model, kv=kv, dtype=dtype, max_model_len=seqlen, **settings)
+    return LLM(model, kv=kv, dtype=dtype, max_model_len=longest, **settings)
 
 
 def base_reference(arguments: Namespace) -> Reference:
@@ -104,7 +105,8 @@ def base_reference(arguments: Namespace) -> Reference:
         raise ConfigError("kld: wanted a text (wikitext, pydoc, a file or folder) or --base-file")
     text = load_text(arguments.dataset, arguments.data_file)
     model = arguments.baseline or arguments.model[0]
-    llm = reader_model(model, arguments.baseline_kv, arguments.dtype, arguments.seqlen)
+    longest = arguments.seqlen and arguments.seqlen + PROTOCOLS[arguments.protocol].extra_tokens
+    llm = reader_model(model, arguments.baseline_kv, arguments.dtype, longest)
     windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
     facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen}
     base = compute_reference(llm, windows, facts, arguments.chunk)

@@ -37,8 +37,6 @@ def run(arguments: Namespace) -> None:
     heads, kv_heads = arguments.num_heads, arguments.num_kv_heads
     if kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"--num-heads {heads}: wanted a multiple of --num-kv-heads {kv_heads}")
-    if min(arguments.context) < 1:
-        raise ConfigError("--context: wanted at least one token")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cells = []

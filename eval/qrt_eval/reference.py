@@ -43,6 +43,11 @@ class Reference:
     hidden: Sequence[Tensor]
     head: Tensor
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest window."""
+        return max(len(window.ids) for window in self.windows)
+
     def logits(self, states: Tensor) -> Tensor:
         """Some rows of `hidden` -> [n, V], as the model's own head computes them."""
         return F.linear(states.to(self.head.device), self.head)

@@ -31,7 +31,7 @@ from qrt_eval.console import show
 from qrt_eval.latency import random_decoder
 from qrt_eval.page import write_page
 from qrt_eval.partial import PartialResult
-from qrt_eval.protocol import cut
+from qrt_eval.protocol import PROTOCOLS, cut
 from qrt_eval.reference import Reference
 from qrt_eval.results import (
     checkpoint_sha256,
@@ -161,7 +161,8 @@ def checkpoint_of(sweep: Sweep, weights: str) -> str:
 def baseline(sweep: Sweep, text: EvalText) -> Reference:
     """The unquantized model's distributions over the windows."""
     arguments = sweep.arguments
-    llm = kld.reader_model(arguments.model, PLAIN, arguments.dtype, arguments.seqlen)
+    longest = arguments.seqlen + PROTOCOLS[arguments.protocol].extra_tokens
+    llm = kld.reader_model(arguments.model, PLAIN, arguments.dtype, longest)
     windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
     facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen}
     base = kld.compute_reference(llm, windows, facts, kld.CHUNK_TOKENS)
@@ -176,7 +177,7 @@ def measure(
     """One cell: bytes and speed, and the quality where there is a checkpoint."""
     quality: dict[str, Any] = dict.fromkeys(QUALITY)
     if base is not None and checkpoint is not None:
-        llm = kld.reader_model(checkpoint, kv, sweep.arguments.dtype, base.facts["seqlen"])
+        llm = kld.reader_model(checkpoint, kv, sweep.arguments.dtype, base.longest)
         figures = kld.diverge(llm, base, kld.TOP_P, 0, kld.CHUNK_TOKENS).figures
         quality |= {name: figures[name] for name in QUALITY if name in figures}
         quality["ppl_change"] = figures["ppl"] / figures["base_ppl"] - 1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from qrt.errors import ConfigError
 from qrt_eval import wikitext
+
+logger = logging.getLogger(__name__)
 
 SUFFIXES = (".txt", ".md", ".rst", ".raw", ".tokens")  # of a folder's files
 
@@ -87,7 +90,13 @@ def _wikitext(data_file: str | None) -> EvalText:
     if not raw.strip():
         raise ConfigError(f"{source}: holds no text; {wikitext.HELP}")
     documents = tuple(Document(wikitext.detokenize(page), page) for page in wikitext.pages(raw))
-    return EvalText("wikitext", "\n\n".join(rows), source, raw, documents)
+    text = EvalText("wikitext", "\n\n".join(rows), source, raw, documents)
+    if text.sha256 != wikitext.SHA256:
+        logger.warning(
+            "%s is not the canonical %s (sha256 %s...): figures compare with nothing published",
+            source, wikitext.FILE, text.sha256[:12],
+        )  # fmt: skip
+    return text
 
 
 def _folder(folder: Path) -> EvalText:

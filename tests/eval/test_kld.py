@@ -140,8 +140,19 @@ def test_logits_are_bounded(monkeypatch):
     rows, compare = [], divergence.compare
     monkeypatch.setattr(kld, "LOGITS_BYTES", 8 * 4096 * 10)
     monkeypatch.setattr(kld.divergence, "compare", lambda *a: rows.append(len(a[0])) or compare(*a))
-    assert main("kld pydoc --model tiny --kv int8 --seqlen 64 --limit 1 --worst 0".split()) == 0
+    assert main("kld pydoc --model tiny --kv int8 --seqlen 64 --limit 1 --worst 1".split()) == 0
     assert max(rows) == 10 and sum(rows) == 63
+
+
+@pytest.mark.model
+def test_documents_in_whole_windows(tmp_path):
+    """lmeval's windows have one token more than --seqlen, all of them scored but the first."""
+    (tmp_path / "a.txt").write_text("Some words of a short document. " * 9)
+    out = tmp_path / "k.json"
+    words = f"kld {tmp_path / 'a.txt'} --model tiny --kv int4 --protocol lmeval --seqlen 32 --json {out}"
+    assert main(words.split()) == 0
+    (run,) = checked(out)["runs"]
+    assert run["tokens"] == len(tokenizer().encode((tmp_path / "a.txt").read_text())) and run["kl_mean"] > 0
 
 
 @pytest.mark.model

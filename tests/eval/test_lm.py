@@ -61,6 +61,7 @@ def tasks(tmp_path):
 
 
 @pytest.mark.model
+@pytest.mark.slow  # lm-eval reads all its task files
 def test_local_tasks_from_the_command_line(tasks, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "lm.json"
@@ -119,6 +120,7 @@ def test_chat_template_and_generation_arguments(caplog):
     assert model._sampling({"until": [], "temperature": 0.7, "do_sample": False}).greedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -148,6 +148,8 @@ def copy_with_fewer_merges(folder):
         ("ppl pydoc --model tiny --protocol lmeval --seqlen 2048", 1, "wanted 2 to 2047"),
         ("ppl pydoc --model tiny --stride 5", 1, "--stride goes with --protocol sliding"),
         ("ppl pydoc --model tiny --limit 0", 1, "--limit 0"),
+        ("ppl pydoc --model tiny --batch-size 0", 2, "at least 1"),
+        ("kld pydoc --model tiny --chunk 0", 2, "at least 1"),
         ("kld --model tiny", 1, "--base-file"),
         ("kld pydoc --model tiny --top-p 1.5", 1, "--top-p 1.5"),
         ("kld --model tiny --base-file /no/file", 1, "--save-base"),

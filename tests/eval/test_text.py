@@ -20,9 +20,10 @@ def test_wikitext_is_the_text_of_the_papers():
     assert text.sha256 == wikitext.SHA256 and len(text.documents) == 62
 
 
-def test_rows_join_as_the_dataset_has_them(tmp_path):
+def test_rows_join_as_the_dataset_has_them(tmp_path, caplog):
     (tmp_path / "w").write_text(" \n = A = \n \n b c \n")
     text = texts.load_text("wikitext", str(tmp_path / "w"))
+    assert "not the canonical" in caplog.text
     assert text.text == "\n\n = A = \n\n\n\n\n b c \n" and text.raw == " \n = A = \n \n b c \n"
 
 
