@@ -36,9 +36,14 @@ class Links(HTMLParser):
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_a_sweep_of_the_bundled_model(tmp_path, monkeypatch, capsys):
+def test_a_sweep_of_the_bundled_model(tmp_path, tmp_path_factory, monkeypatch, capsys):
+    from qrt_calibrate.cli import main as calibrate
+
+    quantized = tmp_path_factory.mktemp("models") / "w8a8"
+    flags = f"--model tiny --scheme w8a8 --method rtn --eval-samples 0 --out {quantized}"
+    assert calibrate(flags.split()) == 0
     words = f"sweep --model tiny --weights 16,w8a8 --kv fp16 {FLAGS} --memory-gib 0.05".split()
-    words += ["--out", str(tmp_path)]
+    words += ["--out", str(tmp_path), "--checkpoint", f"w8a8={quantized}"]
     calls, measure = [], sweep.measure
 
     def interrupted(*args):
@@ -89,6 +94,16 @@ def test_a_shape_has_bytes_and_speed_only(tmp_path, monkeypatch):
     (cell,) = checked(tmp_path / "result.json")["cells"]
     assert cell["ppl"] is None and cell["tokens_per_second"] > 0 and cell["checkpoint"] is None
     assert "Random weights" in (tmp_path / "report.html").read_text()
+
+
+def test_checkpoints_that_are_not_given_are_made(tmp_path, monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr("qrt_calibrate.cli.main", lambda words: made.append(words) or 1)
+    words = f"sweep --model tiny --weights 4 --kv int8 {FLAGS} --out {tmp_path}"
+    assert main(words.split()) == 1
+    ((_, model, *others),) = made
+    assert model.endswith("tiny") and others == ["--scheme", "w4a16", "--out", str(tmp_path / "tiny-w4")]
+    assert "qrt-calibrate failed; give a checkpoint with --checkpoint" in capsys.readouterr().err
 
 
 def test_what_none_beats_in_both():
