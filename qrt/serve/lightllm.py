@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from pydantic import AliasChoices, ConfigDict, Field
 
 from qrt.config import SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.answer import Deadline, answer_events, answer_whole
-from qrt.serve.openapi import errors
+from qrt.serve.openapi import EVENTS, errors
 from qrt.serve.output import CompletionDelta, CompletionOutput, RequestCollector, TokenLogprobs
 from qrt.serve.protocol import Body, Count, Penalty, Stop, TokenList
 from qrt.serve.replies import LEAST_LOGPROB, event
@@ -98,7 +98,7 @@ def lightllm_routes(service: Service) -> APIRouter:
         reply = shape(service, body, collector)
         return await answer_whole(request, stream, Deadline(service, arrived), reply.body)
 
-    @routes.post("/generate_stream", response_model=None, responses=errors())
+    @routes.post("/generate_stream", response_class=StreamingResponse, responses=EVENTS)
     async def generate_stream(body: GenerateRequest) -> Response:
         arrived = time.monotonic()
         collector = await _collector(service, body)

@@ -67,6 +67,15 @@ MODELS: Responses = {
 }
 
 
+EVENTS: Responses = {
+    **errors(),
+    200: {
+        "description": "Server-sent events",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    },
+}
+
+
 def events_or(kind: str) -> Responses:
     """A body of that kind, or with `stream` server-sent events with its chunks."""
     usage = _object(

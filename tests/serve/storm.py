@@ -1,6 +1,4 @@
-"""A storm of streams, most of which are left before their end.
-
-    python storm.py URL SECONDS STREAMS [PID ...]
+"""A storm of streams, most left before their end: `python storm.py URL SECONDS STREAMS [PID ...]`.
 
 Prints what became of them, and what the server's processes (by PID) hold before and after.
 """
@@ -18,12 +16,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
-STUCK_SECONDS = 120.0  # without a byte
+STUCK_SECONDS = 300.0  # for a request, its time in the queue included
 
 
 async def one(host: str, port: int, rng: random.Random) -> str:
     """One request on a connection of its own; what became of it."""
-    stream, tokens = rng.random() < 0.8, rng.randrange(1, 60)
+    stream, tokens = rng.random() < 0.8, rng.randrange(1, 25)
     leaves = rng.random() < 0.6
     body = json.dumps(
         {

@@ -1,0 +1,34 @@
+"""The document at /openapi.json against the server, by schemathesis: no failure of the
+server, whatever it forbids is refused, and every reply has the shape it says."""
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+from servers import ThreadServer, bearer
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def operations():
+    with ThreadServer(kv="fp16", engine={"max_model_len": 256}) as server:
+        document = schemathesis.openapi.from_url(f"{server.url}/openapi.json", headers=bearer())
+        yield {found.ok().label: found.ok() for found in document.get_all_operations()}
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda m: m.value)
+def test_what_the_document_says(operations, mode):
+    assert len(operations) > 12
+    for operation in operations.values():
+        if mode is GenerationMode.NEGATIVE and operation.method == "get":
+            continue  # nothing in them can be wrong
+
+        @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case):
+            # what the document allows may still be wrong for this model: too long, outside its vocabulary
+            case.call_and_validate(headers=bearer(), timeout=60, excluded_checks=[positive_data_acceptance])
+
+        check()
