@@ -1,0 +1,74 @@
+"""Replicas behind Ray Serve, which routes, scales and restarts them (`pip install 'qrt[serve,ray]'`).
+
+    serve run qrt.serve.ray_serve:app model=tiny kv=int8 replicas=2
+
+Each replica is an engine in a thread with the same routes as qrt-serve. Beside `replicas` and `gpus` (of one
+replica) the arguments are settings of EngineConfig and ServerConfig.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from qrt.async_llm import AsyncLLM
+from qrt.errors import ConfigError, UnsupportedError
+from qrt.llm import engine_config
+from qrt.registry import nearest
+from qrt.serve.app import create_app
+from qrt.serve.service import Service
+from qrt.serve.settings import ServerConfig
+
+try:
+    from ray import serve
+except ImportError as error:
+    raise UnsupportedError("ray is not installed; pip install 'qrt[serve,ray]'") from error
+
+SERVER_FIELDS = {field.name for field in fields(ServerConfig)}
+
+
+def app(arguments: dict[str, Any]) -> serve.Application:
+    """The application for `serve run` and `serve.run`; ConfigError for unknown or missing arguments."""
+    given = {name: _value(value) for name, value in arguments.items()}
+    replicas, gpus = int(given.pop("replicas", 1)), float(given.pop("gpus", 0))
+    model = given.pop("model", None)
+    if model is None:
+        raise ConfigError("model: wanted a checkpoint folder, or 'tiny'")
+    own = {name: given.pop(name) for name in list(given) if name in SERVER_FIELDS}
+    for name in ("model_names", "api_keys", "allowed_origins"):
+        if name in own:
+            own[name] = (own[name],) if isinstance(own[name], str) else tuple(own[name])
+    server = ServerConfig(**{"model_names": (Path(str(model)).name,), **own})
+    try:
+        engine_config(model, given)  # here, not in every replica
+    except ConfigError as error:
+        names = [*SERVER_FIELDS, "replicas", "gpus"]
+        hint = next((nearest(name, names) for name in given if nearest(name, names)), "")
+        raise ConfigError(f"{error}{hint}") from error
+    deployment = serve.deployment(serve.ingress(lambda: _replica(model, given, server))(_Replica))
+    options = {"num_replicas": replicas, "ray_actor_options": {"num_gpus": gpus}}
+    return deployment.options(name="qrt", **options).bind()
+
+
+class _Replica:
+    """Ray Serve wants a class; the routes are the application's."""
+
+
+def _replica(model: str, settings: dict[str, Any], server: ServerConfig) -> FastAPI:
+    """In the replica's process: a loaded model with its routes."""
+    llm = AsyncLLM(model, **settings)
+    return create_app(Service(llm.client, llm.get_tokenizer(), server))
+
+
+def _value(value: Any) -> Any:
+    """`serve run` hands over text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -1,0 +1,107 @@
+"""LightLLM's dialect and its TGI flavour, against the OpenAI endpoint of the same server."""
+
+import json
+
+import httpx
+import pytest
+from servers import ThreadServer, bearer
+
+pytestmark = pytest.mark.model
+PROMPT = "The president of the"
+
+
+def serve(**settings):
+    with ThreadServer(kv="fp16", **settings) as server:
+        with httpx.Client(base_url=server.url, headers=bearer(), timeout=60) as client:
+            yield client
+
+
+@pytest.fixture(scope="module")
+def lightllm():
+    yield from serve()
+
+
+@pytest.fixture(scope="module")
+def tgi():
+    yield from serve(use_tgi_api=True)
+
+
+def events(reply):
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    return [json.loads(part.removeprefix("data:")) for part in reply.text.split("\n\n") if part]
+
+
+def openai_text(client, **body):
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **body}
+    return client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+
+def generate(client, route="/generate", **parameters):
+    reply = client.post(route, json={"inputs": PROMPT, "parameters": {"max_new_tokens": 12, **parameters}})
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def test_generate(lightllm):
+    """Greedy unless do_sample, as there; one completion gives values, several give lists."""
+    body = generate(lightllm, return_details=True).json()
+    assert body["generated_text"] == [openai_text(lightllm)]
+    assert (body["count_output_tokens"], body["finish_reason"], body["prompt_tokens"]) == (12, "length", 6)
+    assert "".join(token["text"] for token in body["tokens"]) == body["generated_text"][0]
+    assert all(token["logprob"] < 0 and not token["special"] for token in body["tokens"])
+    body = generate(lightllm, do_sample=True, temperature=1.0, seed=3, best_of=3).json()
+    assert (
+        len(body["generated_text"]) == 3 == len(body["finish_reason"])
+        and body["count_output_tokens"] == [12] * 3
+    )
+    assert len(set(body["generated_text"])) > 1
+
+
+def test_parameters_mean_what_they_do_elsewhere(lightllm):
+    text = openai_text(lightllm)
+    stop = text[6:9]
+    body = generate(lightllm, stop_sequences=[stop]).json()
+    assert body["generated_text"] == [text[: text.index(stop)]] and body["finish_reason"] == "stop"
+    penalised = {"repetition_penalty": 1.5, "frequency_penalty": 0.5}
+    assert generate(lightllm, **penalised).json()["generated_text"] == [openai_text(lightllm, **penalised)]
+
+
+def test_generate_stream(lightllm):
+    got = events(generate(lightllm, "/generate_stream"))
+    assert "".join(event["token"]["text"] for event in got) == openai_text(lightllm)
+    assert [event["token"]["count_output_tokens"] for event in got] == list(range(1, 13))
+    assert [event["finished"] for event in got] == [False] * 11 + [True]
+    assert got[-1]["finish_reason"] == "length" and all(event["generated_text"] is None for event in got)
+
+
+def test_tgi(tgi):
+    body = generate(tgi, details=True, seed=7).json()
+    assert body["generated_text"] == openai_text(tgi)
+    details = body["details"]
+    assert (details["finish_reason"], details["generated_tokens"], details["seed"]) == ("length", 12, 7)
+    assert [set(token) for token in details["tokens"]] == [{"id", "text", "logprob", "special"}] * 12
+    assert generate(tgi, return_full_text=True).json()["generated_text"] == PROMPT + openai_text(tgi)
+    got = events(generate(tgi, "/generate_stream"))
+    assert got[-1]["generated_text"] == openai_text(tgi) and got[-1]["details"]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "parameters, code",
+    [
+        ({"max_new_tokens": 0}, 400),
+        ({"temperature": -1}, 400),
+        ({"best_of": 1000}, 400),
+        ({"guided_json": "{}"}, 501),
+        ({"regular_constraint": "a+"}, 501),
+    ],
+)
+def test_refusals(lightllm, parameters, code):
+    reply = lightllm.post("/generate", json={"inputs": "x", "parameters": parameters})
+    assert reply.status_code == code and reply.json()["error"]["code"] == code
+    reply = lightllm.post("/generate_stream", json={"inputs": "x", "parameters": {"best_of": 2}})
+    assert reply.status_code == 400
+
+
+def test_loads(lightllm):
+    load = lightllm.get("/token_load").json()
+    assert set(load) == {"current_load", "logical_max_load", "dynamic_max_load"} and load["current_load"] == 0
