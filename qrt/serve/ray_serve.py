@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,9 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         names = [*SERVER_FIELDS, "replicas", "gpus"]
         hint = next((nearest(name, names) for name in given if nearest(name, names)), "")
         raise ConfigError(f"{error}{hint}") from error
-    deployment = serve.deployment(serve.ingress(lambda: _replica(model, given, server))(_Replica))
+    deployment = serve.deployment(serve.ingress(partial(_replica, model, given, server))())
     options = {"num_replicas": replicas, "ray_actor_options": {"num_gpus": gpus}}
     return deployment.options(name="qrt", **options).bind()
-
-
-class _Replica:
-    """Ray Serve wants a class; the routes are the application's."""
 
 
 def _replica(model: str, settings: dict[str, Any], server: ServerConfig) -> FastAPI:

@@ -7,6 +7,7 @@ runs the same Router in a thread.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import logging
@@ -45,6 +46,7 @@ logger = logging.getLogger("qrt.serve.router")  # also when it runs as __main__
 FAILED_STEPS = 3  # so many failed steps in a row are a broken device, not a bad request
 WATCHDOG_RENEWAL_SECONDS = 1.0
 LOG_SECONDS = 10.0
+TRIM_SECONDS = 10.0
 
 
 class Port(Protocol):
@@ -86,7 +88,7 @@ class Router:
 
     def run(self, port: Port) -> None:
         """Until the port closes. Whatever a step raises ends the loop."""
-        logged = time.monotonic()
+        logged = trimmed = time.monotonic()
         try:
             while (messages := port.receive(wait=not self.engine.has_work)) is not None:
                 for client, message in messages:
@@ -98,6 +100,9 @@ class Router:
                     faulthandler.cancel_dump_traceback_later()
                     self._watchdog_set = 0.0
                 self._send(port)
+                if time.monotonic() - trimmed >= TRIM_SECONDS:
+                    trimmed = time.monotonic()
+                    _return_free_memory()
                 if self._log_seconds and time.monotonic() - logged >= self._log_seconds:
                     logged = time.monotonic()
                     self.metrics.log(logger)
@@ -179,6 +184,13 @@ class Router:
         """Forget cached prefixes that no running request reads."""
         self.engine.reset_prefix_cache()
         return b""
+
+
+def _return_free_memory() -> None:
+    """To the system. On a CPU a step's tensors come and go on the heap, whose holes glibc keeps: under varied
+    batches an engine that uses 300 MiB came to hold gigabytes."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def engine_info(engine: Engine) -> EngineInfo:
