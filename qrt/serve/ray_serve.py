@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,11 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         names = [*SERVER_FIELDS, "replicas", "gpus"]
         hint = next((nearest(name, names) for name in given if nearest(name, names)), "")
         raise ConfigError(f"{error}{hint}") from error
-    deployment = serve.deployment(serve.ingress(partial(_replica, model, given, server))())
+
+    def build() -> FastAPI:
+        return _replica(model, given, server)
+
+    deployment = serve.deployment(serve.ingress(build)())
     options = {"num_replicas": replicas, "ray_actor_options": {"num_gpus": gpus}}
     return deployment.options(name="qrt", **options).bind()
 

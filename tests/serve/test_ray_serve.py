@@ -24,7 +24,7 @@ def test_arguments():
 def test_replicas_answer():
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": 0 or 8399})
+        serve.start(http_options={"host": "127.0.0.1", "port": 8399})
         arguments = {"model": "tiny", "kv": "int8", "replicas": "2", "kv_cache_memory_bytes": str(2**25)}
         serve.run(app(arguments), name="qrt", route_prefix="/")
         with httpx.Client(base_url="http://127.0.0.1:8399", timeout=120) as client:
