@@ -37,7 +37,7 @@ NOT_RUN = (
 class Parameters(Body):
     """`parameters`, by LightLLM's names, and TGI's for the same."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     best_of: int | None = Field(None, strict=True, ge=1, le=MAX_N)
     n: int | None = Field(None, strict=True, ge=1, le=MAX_N)
@@ -50,7 +50,9 @@ class Parameters(Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     allowed_token_ids: TokenList | None = None
-    exponential_decay_length_penalty: tuple[Count, Annotated[float, Field(ge=1, le=100)]] | None = None
+    exponential_decay_length_penalty: (
+        Annotated[tuple[Count, Annotated[float, Field(ge=1, le=100)]], Field(strict=False)] | None
+    ) = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     max_new_tokens: Count = DEFAULT_MAX_NEW_TOKENS

@@ -71,7 +71,7 @@ EVENTS: Responses = {
     **errors(),
     200: {
         "description": "Server-sent events",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     },
 }
 
@@ -93,5 +93,5 @@ def events_or(kind: str) -> Responses:
         usage=usage,
     )
     reply = _json("The completion", body)
-    reply["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    reply["content"]["text/event-stream"] = {}
     return {**errors(), 200: reply}

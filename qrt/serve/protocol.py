@@ -41,9 +41,10 @@ SAMPLING_FIELDS = (
 
 
 class Body(BaseModel):
-    """Base of all request bodies: finite numbers; further fields are let in, to be ignored or refused."""
+    """Base of all request bodies: finite numbers, nothing converted (true is no number, "1" neither); further
+    fields are let in, to be ignored or refused."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
 
     def given(self, name: str) -> Any:
         """A field by name, declared or not; None where it is not given."""
@@ -52,6 +53,8 @@ class Body(BaseModel):
 
 class StreamOptions(BaseModel):
     """`stream_options`."""
+
+    model_config = ConfigDict(strict=True)
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

@@ -49,7 +49,9 @@ async def one(host: str, port: int, rng: random.Random) -> str:
         if code != 200:
             return str(code)
         whole = b"data: [DONE]" in received if stream else b'"usage"' in received
-        return "answered" if whole and b'"error":' not in received else "broken"
+        if whole and b'"error":' not in received:
+            return "answered"
+        return f"broken: {received[-200:]!r}"
     except TimeoutError:
         return "stuck"
     finally:

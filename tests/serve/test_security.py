@@ -225,7 +225,8 @@ def test_other_media_types(client):
     "field",
     [
         {"n": 10**9}, {"n": 0}, {"n": True}, {"n": 1.5}, {"n": "3"}, {"best_of": 10**6}, {"n": 9},
-        {"temperature": -1}, {"temperature": 3}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": 2},
+        {"temperature": -1}, {"temperature": 3}, {"temperature": "hot"}, {"temperature": True},
+        {"temperature": "1"}, {"stream": "true"}, {"echo": 1}, {"top_p": 0}, {"top_p": 2},
         {"min_p": 7},
         {"top_k": 2**40}, {"top_k": True}, {"seed": 2**63}, {"seed": 0.5}, {"max_tokens": -1},
         {"max_tokens": 10**12},
@@ -350,7 +351,7 @@ def test_a_full_queue_answers_429_and_what_runs_goes_on(server, client):
 
     replies = asyncio.run(run())
     codes = [reply.status_code for reply in replies]
-    assert set(codes) == {200, 429} and codes.count(200) >= 12
+    assert set(codes) == {200, 429} and codes.count(200) >= 8
     full = next(reply for reply in replies if reply.status_code == 429)
     assert "wait already" in refused(full, 429) and full.headers["Retry-After"] == "1"
     assert 'request_errors_total{code="429"}' in client.get("/metrics").text
