@@ -81,4 +81,5 @@ def test_int4_undoes_the_outliers_that_break_rounding(cost, exact, hard):
 def test_w8a8_undoes_the_outliers_that_break_rounding(cost, hard):
     model = hard("w8a8-hard")
     assert cost(model, "--scheme", "w8a8", "--method", "rtn") > 0.15
-    assert abs(cost(model, "--scheme", "w8a8")) < 0.002
+    # from 16 windows and on a short text; the recorded figure, of 64 windows and all of pydoc, is +0.07 %
+    assert abs(cost(model, "--scheme", "w8a8")) < 0.004
