@@ -54,4 +54,5 @@ def test_peak_does_not_grow_with_the_number_of_layers(method, make_checkpoint, c
         peak, before = 0, live_bytes()
         assert cli.main([*map(str, flags), "--out", str(tmp_path / f"{layers}")]) == 0
         peaks.append(peak - before)
-    assert peaks[0] > 400_000 and peaks[1] < peaks[0] + 330_000, peaks
+    # that anything was seen at all: rounding alone holds less than a search
+    assert peaks[0] > {"awq-gptq": 500_000, "rtn": 400_000}[method] and peaks[1] < peaks[0] + 330_000, peaks

@@ -62,13 +62,13 @@ def by_hand(source, out):
 @pytest.mark.parametrize("architecture, config", CASES)
 def test_transformers_computes_what_was_written(architecture, config, make_checkpoint, calib, tmp_path):
     source = make_checkpoint(architecture, dtype=torch.float32, **config)
-    report = calibrate(str(source), recipe(calib), tmp_path / "out", CPU)
+    report = calibrate(str(source), recipe(calib, n_samples=32), tmp_path / "out", CPU)
     ids = torch.randint(0, 256, (2, 50), generator=torch.Generator().manual_seed(1))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
     wanted = by_hand(source, tmp_path / "out")(ids).logits
     torch.testing.assert_close(loaded, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
     exact = AutoModelForCausalLM.from_pretrained(source)(ids).logits
-    assert float((loaded - exact).norm() / exact.norm()) < 0.6  # 4 bits of noise weights, not garbage
+    assert float((loaded - exact).norm() / exact.norm()) < 0.5  # 4 bits of noise weights, not garbage
     for layer in report.layers:
         assert layer.figures["output error"] < layer.figures["output error, rtn"]
 

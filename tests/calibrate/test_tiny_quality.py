@@ -78,8 +78,12 @@ def test_int4_undoes_the_outliers_that_break_rounding(cost, exact, hard):
     assert cost(model, "--bits", "4") < 0.025
 
 
+def test_w8a8(cost):
+    assert abs(cost("tiny", "--scheme", "w8a8")) < 0.002
+
+
 def test_w8a8_undoes_the_outliers_that_break_rounding(cost, hard):
     model = hard("w8a8-hard")
     assert cost(model, "--scheme", "w8a8", "--method", "rtn") > 0.15
-    # from 16 windows and on a short text; the recorded figure, of 64 windows and all of pydoc, is +0.07 %
-    assert abs(cost(model, "--scheme", "w8a8")) < 0.004
+    # the outlier channels want more than 16 windows: those leave 0.0023, these 0.0011
+    assert abs(cost(model, "--scheme", "w8a8", samples=32)) < 0.002
