@@ -38,6 +38,6 @@ for n in (1, 48):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_attention_kernels_compile():
     assert compiled(CODE) == {  # int8 and int4 share what they can
-        "_kv_write_kernel": 6, "_attend_kernel": 6, "_merge_kernel": 4, "_gather_kernel": 6,
+        "_kv_write_kernel": 6, "_attend_kernel": 6, "_gather_kernel": 6,
         "_prefill_kernel": 4, "_token_inputs": 2,
     }  # fmt: skip
