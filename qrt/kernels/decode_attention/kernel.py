@@ -38,7 +38,7 @@ FAN_IN = 8  # parts, or groups of parts, that one program merges
 MERGED_ROWS = 32  # heads times parts that are read at a time while merging
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=None)  # CUDA graphs hold its address
 def _arrivals(counters: int, device: torch.device) -> Tensor:
     """Zero between launches, so that launches that follow each other may share it."""
     return torch.zeros(counters, dtype=torch.int32, device=device)
