@@ -8,7 +8,7 @@ last of the groups so merged merges those, and whoever holds the whole leaves th
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -38,7 +38,7 @@ FAN_IN = 8  # parts, or groups of parts, that one program merges
 MERGED_ROWS = 32  # heads times parts that are read at a time while merging
 
 
-@lru_cache(maxsize=None)  # CUDA graphs hold its address
+@cache  # CUDA graphs hold its address
 def _arrivals(counters: int, device: torch.device) -> Tensor:
     """Zero between launches, so that launches that follow each other may share it."""
     return torch.zeros(counters, dtype=torch.int32, device=device)
@@ -131,6 +131,8 @@ def _attend_kernel(
     launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """grid (B, Hkv, max_splits). partial [B, Hq, max_splits, D] and lse take normalized parts."""
+    if launch_pdl:
+        gdc_wait()
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_len = tl.load(kv_lens + request)
     part = _part(kv_len, tl.load(num_splits + request), max_splits, TILE)
@@ -145,8 +147,6 @@ def _attend_kernel(
             store_halves(out + head_of_all * D, nothing, nothing, live, dims, real, D)
         return
     table = slot_table + tl.load(rows + request).to(tl.int64) * stride_table
-    if launch_pdl:
-        gdc_wait()
     lo, hi = load_halves(q + request.to(tl.int64) * stride_q + head * D, live, dims, real, D)
     query = FMT.query(lo, hi, scale)
     m, l = tl.full([M], -float("inf"), tl.float32), tl.zeros([TILE, M], tl.float32)
@@ -157,7 +157,7 @@ def _attend_kernel(
         slots = tl.load(table + token, mask=valid, other=0).to(tl.int64)
         tile = FMT.load(buffers, slots, valid, kv_head, num_slots, HKV, D, H)
         m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
-    if launch_pdl:
+    if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
         gdc_launch_dependents()
     lo, hi = FMT.finish(acc)
     sums = tl.sum(l, 0)
