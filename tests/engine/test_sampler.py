@@ -28,24 +28,25 @@ def mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def uniform_truth(seed: int, position: int, token: int) -> float:
+def uniform_truth(seed: int, position: int, index: int) -> float:
     """The definition, in Python's unbounded integers."""
     key = mix64(mix64(seed % 2**64) ^ position)
-    bits = mix32(mix32(token ^ (key & 0xFFFFFFFF)) ^ (key >> 32)) & 0x7FFFFFFF
+    bits = mix32(mix32(index ^ (key & 0xFFFFFFFF)) ^ (key >> 32)) & 0x7FFFFFFF
     return min(float((np.float32(bits) + np.float32(0.5)) * np.float32(2.0**-31)), 1 - 2.0**-24)
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 123456789])
 def test_noise_is_the_definition_bit_for_bit(seed, device):
     positions = [0, 1, 77, 131071]
-    got = uniform(torch.tensor([seed] * 4, device=device), torch.tensor(positions, device=device), 300).cpu()
-    truth = [[uniform_truth(seed, p, token) for token in range(300)] for p in positions]
+    index = torch.arange(-100, 200, dtype=torch.int32, device=device)
+    got = uniform(torch.tensor([seed] * 4, device=device), torch.tensor(positions, device=device), index).cpu()
+    truth = [[uniform_truth(seed, p, i % 2**32) for i in range(-100, 200)] for p in positions]
     assert got.tolist() == truth
 
 
 def test_noise_is_uniform_and_independent():
-    rows = 200
-    u = uniform(torch.arange(rows) % 4, torch.arange(rows) // 4, 5000).double()
+    rows, index = 200, torch.arange(5000, dtype=torch.int32)
+    u = uniform(torch.arange(rows) % 4, torch.arange(rows) // 4, index).double()
     assert 0 < u.min() and u.max() < 1
     n = u.numel()
     counts = torch.histc(u, 100, 0, 1)
@@ -55,7 +56,9 @@ def test_noise_is_uniform_and_independent():
         assert abs(float((centred * other).mean()) * 12) < 5 / n**0.5
     # the fine steps near 0 are there: the smallest of n values is about 1/n
     assert u.min() < 20 / n
-    noise = gumbel(torch.arange(rows), torch.arange(rows), 5000).double()
+    within = uniform(torch.arange(rows) % 4, torch.arange(rows) // 4, ~index).double()
+    assert abs(float((centred * (within - 0.5)).mean()) * 12) < 5 / n**0.5  # of a group: race and draw
+    noise = gumbel(torch.arange(rows), torch.arange(rows), index).double()
     assert abs(float(noise.mean()) - 0.57722) < 5e-3 and abs(float(noise.var()) - np.pi**2 / 6) < 1e-2
 
 
@@ -118,7 +121,7 @@ def distribution(logits, temperature, top_k, top_p, min_p=0.0):
     ],
 )
 def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, min_p):
-    """Chi-square over 60,000 draws, one position each; a token of probability 0 is never drawn."""
+    """Chi-square over 60,000 draws, a position each and ten seeds; a token of probability 0 is never drawn."""
     logits = np.random.default_rng(3).normal(0, 1.5, 40)
     draws = 60_000
     truth = distribution(logits, temperature, top_k, top_p, min_p)
@@ -128,6 +131,7 @@ def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, min_p):
         table.length = torch.arange(start, start + 6000, dtype=torch.int32)
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
             setattr(table, name, getattr(table, name)[:1].expand(6000))
+        table.seed = table.seed + start
         rows = torch.arange(6000)
         some = rows if top_k or top_p < 1 or min_p else None
         meta = SampleMeta(rows, some, filtered=some, max_top_k=top_k)

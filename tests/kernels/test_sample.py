@@ -4,9 +4,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional as F
 
 from offline_cuda import compiled
-from qrt.kernels.sample import SCORE_ERROR, kernel, ref, sample
+from qrt.kernels.sample import SCORE_ERROR, SHARE_ERROR, kernel, ref, sample
 
 GPU = torch.cuda.is_available()
 INF = float("inf")
@@ -19,8 +20,8 @@ def nothing_is_left_behind(device):
     """After every call the next one finds no best score and no arrivals."""
     yield
     for capacity in (1024, 4096):
-        best, arrivals = kernel._shared(device, capacity)
-        assert (best == -(2**63)).all() and not arrivals.any()
+        shared = kernel._shared(device, capacity)
+        assert not shared[:, 0].any() and (shared[:, 1] == -(2**31)).all()
 
 
 def parameters(rows, device, temperature=None, seed=0):
@@ -35,21 +36,29 @@ def parameters(rows, device, temperature=None, seed=0):
     return tuple(table.to(device) for table in tables)
 
 
-def scores64(logits, rows, temperature, seed, position, least=None):
-    """logits / temperature + g in fp64, of the u that fp32 holds."""
-    u = ref.uniform(seed[rows], position[rows], logits.shape[1]).double()
+def race64(logits, rows, temperature, seed, position, least=None):
+    """In fp64, of the u that fp32 holds: logits / temperature by group, the groups' scores, u of each group
+    in the race and u of the draw within it."""
     scaled = logits.double() / temperature[rows, None].double()
     if least is not None:
         scaled = scaled.masked_fill((logits.float() / temperature[rows, None]) < least[:, None], -INF)
-    return scaled - torch.log(-torch.log1p(-u))
+    groups = F.pad(scaled, (0, -scaled.shape[1] % ref.GROUP), value=-INF).unflatten(1, (-1, ref.GROUP))
+    index = torch.arange(groups.shape[1], dtype=torch.int32, device=logits.device)
+    u, within = (ref.uniform(seed[rows], position[rows], i).double() for i in (index, ~index))
+    return groups, groups.logsumexp(-1) - torch.log(-torch.log1p(-u)), within
 
 
 def check(tokens, logits, *tables):
-    """No token's score beats the drawn one's by more than two errors."""
-    scores = scores64(logits, *tables)
-    best = scores.amax(-1)
-    drawn = scores.gather(1, tokens[:, None])[:, 0]
+    """No group's score beats that of the drawn token's by more than two errors, and within the group u lies
+    in the token's share of (0, 1), give or take an error."""
+    groups, scores, within = race64(logits, *tables)
+    best, group = scores.amax(-1), tokens[:, None] // ref.GROUP
+    drawn = scores.gather(1, group)[:, 0]
     assert tokens.dtype == torch.int64 and (drawn >= best - 2 * SCORE_ERROR * (1 + best.abs())).all()
+    shares = groups[torch.arange(len(groups)), group[:, 0]].softmax(-1)
+    at, u = tokens[:, None] % ref.GROUP, within.gather(1, group)[:, 0]
+    end, share = shares.cumsum(-1).gather(1, at)[:, 0], shares.gather(1, at)[:, 0]
+    assert (share > 0).all() and (u < end + SHARE_ERROR).all() and (u > end - share - SHARE_ERROR).all()
 
 
 @BOTH
@@ -79,7 +88,8 @@ def test_greedy_takes_the_first_of_the_largest(device, implementation, dtype):
 @pytest.mark.parametrize("programs", [1, 4, 10**6])
 def test_any_number_of_programs_draws_the_same(device, implementation, programs, monkeypatch):
     """What is skipped depends on what was seen before; what is drawn does not."""
-    monkeypatch.setattr(kernel, "_PROGRAMS", programs)
+    monkeypatch.setattr(kernel, "_PROGRAMS_PER_SM", programs)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 1)
     logits = torch.randn(3, 2100, device=device)
     logits[1, 2000] = 30  # everything after it is skipped
     logits[2, 5] = 12
@@ -122,7 +132,7 @@ def test_rows_that_lie_apart(device):
 @triton.jit
 def _noise(BITS, OUT, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(OUT + i, kernel._gumbel(tl.load(BITS + i)))
+    tl.store(OUT + i, kernel._exponential(tl.load(BITS + i)))
 
 
 def test_noise_is_within_its_error(device):
@@ -133,7 +143,23 @@ def test_noise_is_within_its_error(device):
     want = -torch.log(-torch.log1p(-u))
     out = torch.empty(8192, device=device)
     _noise[(1,)](bits.to(device), out, 8192)
-    assert ((out.cpu().double() - want).abs() <= SCORE_ERROR / 4 * (1 + want.abs())).all()
+    assert ((-out.cpu().double().log() - want).abs() <= SCORE_ERROR / 4 * (1 + want.abs())).all()
+
+
+@triton.jit
+def _bits_of(KEY, OUT, first, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(OUT + i, kernel._uniform(kernel._bits(tl.load(KEY), first + i)))
+
+
+def test_noise_of_the_kernel_is_the_reference_s(device):
+    """Bit for bit, for the race (from 0 on) and for the draw within a group (below 0)."""
+    seed, position = torch.tensor([-(2**62) + 12345]), torch.tensor([131071])
+    key = ref._mix64(ref._mix64(seed) ^ position)
+    for first in (0, 16032, -16032, -1024):
+        out = torch.empty(1024, device=device)
+        _bits_of[(1,)](key.to(device).view(torch.uint64), out, first, 1024)
+        assert torch.equal(out.cpu(), ref.uniform(seed, position, torch.arange(1024).int() + first)[0])
 
 
 def test_operator():

@@ -5,15 +5,18 @@ sample(logits [S, V], rows [S] int64, temperature fp32 [R], seed int64 [R], posi
 
 logits may be fp16, bf16 or fp32, rows dense. Row s draws with the parameters at rows[s] of tables of R
 requests, which stay on the device: a launch fits a CUDA graph. temperature 0 is greedy: the largest logit.
-Otherwise a draw is Gumbel-max: argmax(logits / temperature + g), g = -log(-log(1 - u)) independent per token,
-which has the distribution softmax(logits / temperature) (Gumbel 1954; Maddison et al., arXiv:1411.0030).
-u is a hash of (seed, position, token), not the output of a generator with state: a seeded request gets the
-same noise whatever it is batched with, on CPU and GPU, resumed after a pause or not. Tokens with logits /
-temperature below `least` are not drawn; greedy rows ignore it. Of equal scores the lowest token wins.
+Otherwise a draw is an exponential race of groups of 8 tokens, then a draw within the group that wins: group
+i, of weight w = sum of e^(logit / temperature), scores log w + g with Gumbel noise g = -log(-log(1 - u)), as
+the best of its tokens would (Maddison et al., arXiv:1411.0030), so one u serves 8 tokens; in the winner the
+first token is taken whose cumulative share of w exceeds another u. The distribution is softmax(logits /
+temperature). u is a hash of (seed, position, i), and of the complement of i for the second, not the output of
+a generator with state: a seeded request gets the same noise whatever it is batched with, on CPU and GPU,
+resumed after a pause or not. Tokens with logits / temperature below `least` are not drawn; greedy rows ignore
+it. Of equal scores the lowest token, or group, wins.
 
-u is the same to the bit everywhere. The logarithms are fp32: a token's score is within SCORE_ERROR * (1 +
-its magnitude) of the exact one, so two implementations draw differently only where the best two scores are
-that close.
+u is the same to the bit everywhere. The sums and logarithms are fp32: a group's score is within SCORE_ERROR *
+(1 + its magnitude) of the exact one, a cumulative share within SHARE_ERROR, so two implementations draw
+differently only where the best two scores, or a share and u, are that close.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from qrt.kernels.op import define
 from qrt.kernels.sample import ref
 
 SCORE_ERROR = 1e-6
+SHARE_ERROR = 1e-6
 
 
 def _fake(

@@ -1,10 +1,9 @@
 """Sampling in one pass over the logits, by many programs of one warp; see the package's docstring.
 
-A row's programs share one word: the best score so far, in the order of integers, over the complement of its
-token. A maximum does not depend on the order in which they come, and of equal scores the lowest token wins.
-A program makes the scores of a tile (the logarithms are most of the work) only if one of them may beat the
-best so far: -log(-log(1 - u)) < -log u, so a hash and the largest logit of a few tokens are enough to tell.
-The last program of a row to arrive writes its token.
+A program looks for the group of tokens that wins its part of a row, then for the token in it, and leaves the
+score and the token as one integer; the last program of a row to arrive takes the largest of them. Scores are
+in base 2. A program makes the scores of a tile (exponentials, logarithms) only if one of them may beat its
+best so far: -log(-log(1 - u)) < -log u, so a hash and the largest logit of each group are enough to tell.
 """
 
 from __future__ import annotations
@@ -16,13 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_GROUP = tl.constexpr(8)  # tokens of a lane that share one bound: 16 bytes of 16-bit logits
-_TILE = tl.constexpr(256)  # tokens that are drawn together; a program has one or several tiles
-_GREEDY_TILE = tl.constexpr(1024)  # of nothing but loads: as many in flight as it takes
-_PROGRAMS = 24 * 132  # as an H200 runs at once, by registers
-_NONE = tl.constexpr(-(2**63))
+from qrt.kernels.device import after_previous
+from qrt.kernels.gpu import multiprocessors, overlaps
+from qrt.kernels.sample import ref
+
+_GROUP = tl.constexpr(ref.GROUP)
+_TILE = 512  # tokens: two groups of 16-bit logits for each lane of a warp
+_STAGES = 4  # tiles in flight
+_PROGRAMS_PER_SM = 32
+_NONE = tl.constexpr(-(2**31))  # less than any ordered score
+_APART = tl.constexpr(32)  # int32 from what one row shares to the next row's: in lines of their own
+_WORDS = tl.constexpr(256)  # results read at a time
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_MARGIN = tl.constexpr(1e-2)  # of a bound in base 2: more than the rounding of what it is compared with
+_LARGE = tl.constexpr(3e38)  # for infinity where a difference of two is taken
+_BOUND_BITS = tl.constexpr(31.0 + 3.0 + 1e-2)  # of the hash, of the group's tokens, and for rounding
 
 
 @triton.jit
@@ -43,15 +49,25 @@ def _mix32(x):
 
 
 @triton.jit
-def _gumbel(bits):
-    """-log(-log(1 - u)) fp32 of the hash's 31 bits int32, u as `ref.uniform`.
+def _bits(key, index):
+    """The 31 bits, as int32, that `ref.uniform` makes of index int32 and the key of a seed and a position."""
+    low, high = key.to(tl.int32), (key >> 32).to(tl.uint32)
+    return (_mix32(_mix32((index ^ low).to(tl.uint32)) ^ high) & 0x7FFFFFFF).to(tl.int32)
 
-    log(1 - u) is the logarithm of the rounded 1 - u and what the rounding lost.
-    """
-    u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 2.0**-24)
+
+@triton.jit
+def _uniform(bits):
+    """`ref.uniform` of its bits."""
+    return tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 2.0**-24)
+
+
+@triton.jit
+def _exponential(bits):
+    """-log(1 - u) fp32: the logarithm of the rounded 1 - u and what the rounding lost."""
+    u = _uniform(bits)
     rest = 1.0 - u
     lost = (1.0 - rest) - u
-    return -tl.log(-tl.log(rest) - lost * (1.0 + u))
+    return -tl.log(rest) - lost * (1.0 + u)
 
 
 @triton.jit
@@ -68,102 +84,133 @@ def _over_temperature(x, temperature, ASM: tl.constexpr):
 
 
 @triton.jit
-def _ordered(bits):
-    """fp32 as int32 <-> an int32 of the same order; its own inverse."""
+def _load(logits, group, V, temperature, least, ASM: tl.constexpr, WHOLE: tl.constexpr):
+    """Logits fp32 [n, _GROUP] of group [n]; -inf where there is no token, or none that may be drawn."""
+    token = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    if WHOLE:
+        x = tl.load(logits + token).to(tl.float32)
+    else:
+        x = tl.load(logits + token, mask=token < V, other=-float("inf")).to(tl.float32)
+    if least is not None:
+        if temperature > 0:
+            x = tl.where(_over_temperature(x, temperature, ASM) < least, -float("inf"), x)
+    return x
+
+
+@triton.jit
+def _ordered(score):
+    """fp32 as int32 of the same order."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 is 0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _word(score, token, end):
-    """The largest of score over the complement of token, as int64; tokens from `end` on do not count."""
-    order = _ordered((score + 0.0).to(tl.int32, bitcast=True)).to(tl.int64)  # -0 is 0
-    words = tl.where(token < end, (order << 32) | (0x7FFFFFFF - token).to(tl.int64), _NONE)
-    return tl.max(tl.max(words, 1), 0)
+def _score(order):
+    """The inverse of `_ordered`."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _tile(logits, first, end, TILE: tl.constexpr):
-    """Tokens of a tile [groups, _GROUP] int32, less `first`, and their logits fp32."""
-    within = tl.arange(0, TILE // _GROUP)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-    x = tl.load(logits + first + within, mask=first + within < end, other=-float("inf"))
-    return within, x.to(tl.float32)
+def _weights(x, top, to_base_2):
+    """Of tokens with logits x [n, _GROUP], relative to that of logit top [n]."""
+    return tl.exp2((x - tl.maximum(top, -_LARGE)[:, None]) * to_base_2)
 
 
 @triton.jit
-def _best(BEST):
-    """Score fp32 of a row so far, NaN when there is none."""
-    word = tl.load(BEST, volatile=True)
-    return _ordered((word >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+def _may_win(bits, top_2, best):
+    """Whether one of the groups with the largest score top_2 [n] and noise of bits [n] may beat `best`."""
+    needed = best - tl.abs(best) * 1e-6 - _BOUND_BITS
+    return tl.min((bits.to(tl.float32) > tl.exp2(top_2 - needed)).to(tl.int32), 0) == 0
 
 
 @triton.jit
-def _greedy(logits, BEST, begin, end):
-    """Offer the largest logit of tokens [begin, end) to BEST."""
-    for first in range(begin, end, _GREEDY_TILE):
-        within, x = _tile(logits, first, end, _GREEDY_TILE)
-        beaten = tl.max(tl.max(x, 1), 0) < _best(BEST)
-        if not beaten:
-            tl.atomic_max(BEST, _word(x, first + within, end))
+def _raced(x, top, top_2, bits, to_base_2):
+    """Scores [n], ordered, of groups with logits x [n, _GROUP]."""
+    sums = tl.sum(_weights(x, top, to_base_2), 1)
+    return _ordered(top_2 + tl.log2(sums / _exponential(bits)))
 
 
 @triton.jit
-def _draw(logits, BEST, begin, end, temperature, seed, position, least, ASM: tl.constexpr):
-    """Offer the best score of tokens [begin, end) to BEST."""
-    key = _mix64(_mix64(seed.to(tl.uint64)) ^ position.to(tl.uint64))
-    low, high = key.to(tl.int32), (key >> 32).to(tl.uint32)
-    to_base_2 = _LOG2_E / temperature
-    for first in range(begin, end, _TILE):
-        within, x = _tile(logits, first, end, _TILE)
-        best = _best(BEST)
-        # (first ^ low) ^ within is token ^ low, since first is a multiple of the tile
-        hashed = _mix32(_mix32(((first ^ low) ^ within).to(tl.uint32)) ^ high)
-        bits = (hashed & 0x7FFFFFFF).to(tl.int32)
-        needed = (best - tl.abs(best) * 1e-6) * _LOG2_E - 31.0 - _MARGIN
-        beaten = tl.min(bits, 1).to(tl.float32) > tl.exp2(tl.max(x, 1) * to_base_2 - needed)
-        if tl.min(beaten.to(tl.int32), 0) == 0:
-            scaled = _over_temperature(x, temperature, ASM)
-            score = tl.where(scaled < least, -float("inf"), scaled + _gumbel(bits))
-            tl.atomic_max(BEST, _word(score, first + within, end))
+def _better(orders, group, order, chosen):
+    """The higher of `order` and the highest of orders [n], and its group."""
+    highest = tl.max(orders, 0)
+    if highest > order:
+        chosen = tl.min(tl.where(orders == highest, group, 0x7FFFFFFF), 0)
+        order = highest
+    return order, chosen
+
+
+@triton.jit
+def _token(x, top, group, draws, key, to_base_2):
+    """The token that wins a group [1] with logits x [1, _GROUP]."""
+    chances = tl.cumsum(_weights(x, top, to_base_2), 1)
+    target = _uniform(_bits(key, ~group)) * tl.max(chances, 1)
+    passed = tl.where(draws, chances <= target[:, None], x < top[:, None])
+    at = tl.arange(0, _GROUP)[None, :]
+    first = tl.min(tl.where(passed, _GROUP, at), 1)
+    return tl.max(group * _GROUP + first % _GROUP, 0)
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def _sample(
-    LOGITS, ROWS, TEMPERATURE, SEED, POSITION, LEAST, TOKENS, BEST, ARRIVALS, V, stride, tiles,
-    ASM: tl.constexpr,
+    LOGITS, ROWS, TEMPERATURE, SEED, POSITION, LEAST, TOKENS, WORDS, SHARED, V, stride, tiles,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
+    launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, programs of `tiles` tiles); one warp."""
-    index = tl.program_id(0)
+    """Grid (S, programs of `tiles` tiles); one warp. WHOLE: V is a multiple of _GROUP."""
+    after_previous(launch_pdl)
+    index, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = tl.load(ROWS + index)
     temperature = tl.load(TEMPERATURE + row)
+    key = _mix64(_mix64(tl.load(SEED + row).to(tl.uint64)) ^ tl.load(POSITION + row).to(tl.uint64))
+    least = None if LEAST is None else tl.load(LEAST + index)
+    draws = temperature > 0
+    to_base_2 = tl.where(draws, _LOG2_E / temperature, 1.0)
     logits = LOGITS + index.to(tl.int64) * stride
-    begin = tl.program_id(1) * tiles * _TILE
-    end = tl.minimum(begin + tiles * _TILE, V)
-    if temperature > 0:
-        least = -float("inf")
-        if LEAST is not None:
-            least = tl.load(LEAST + index)
-        seed, position = tl.load(SEED + row), tl.load(POSITION + row)
-        _draw(logits, BEST + index, begin, end, temperature, seed, position, least, ASM)
-    else:
-        _greedy(logits, BEST + index, begin, end)
-    if tl.atomic_add(ARRIVALS + index, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
-        word = tl.atomic_xchg(BEST + index, _NONE)
+    ARRIVALS, BEST = SHARED + index * _APART, SHARED + index * _APART + 1
+
+    begin = program * tiles * TILE
+    end, last = tl.minimum(begin + tiles * TILE, V), (V - 1) // _GROUP
+    order, best, chosen = _NONE, _NONE, begin // _GROUP
+    for first in tl.range(begin, end, TILE, num_stages=STAGES):
+        group = tl.minimum(tl.arange(0, TILE // _GROUP) + first // _GROUP, last)
+        x = _load(logits, group, V, temperature, least, ASM, WHOLE)
+        top = tl.max(x, 1)
+        if draws:
+            seen = tl.load(BEST, volatile=True)
+            bits = _bits(key, group)
+            top_2 = tl.minimum(tl.maximum(top * to_base_2, -_LARGE), _LARGE)
+            if _may_win(bits, top_2, _score(tl.maximum(best, order))):
+                order, chosen = _better(_raced(x, top, top_2, bits, to_base_2), group, order, chosen)
+                tl.atomic_max(BEST, order, sem="relaxed")
+            best = seen  # for the next tile, so that none waits for it
+        else:
+            order, chosen = _better(_ordered(top), group, order, chosen)
+
+    group = chosen + tl.arange(0, 1)
+    x = _load(logits, group, V, temperature, least, ASM, WHOLE)
+    token = _token(x, tl.max(x, 1), group, draws, key, to_base_2)
+    word = (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+    WORDS += index * programs
+    tl.store(WORDS + program, word)
+    if tl.atomic_add(ARRIVALS, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        for first in range(0, programs, _WORDS):
+            at = first + tl.arange(0, _WORDS)
+            words = tl.load(WORDS + at, mask=at < programs, other=-(2**63), cache_modifier=".cg")
+            word = tl.maximum(word, tl.max(words, 0))
         tl.store(TOKENS + index, 0x7FFFFFFF - (word & 0x7FFFFFFF))
-        tl.store(ARRIVALS + index, 0)
+        tl.store(ARRIVALS, 0)
+        tl.store(BEST, _NONE)
 
 
 @cache
-def _shared(device: torch.device, capacity: int) -> tuple[Tensor, Tensor]:
-    """What the programs of `capacity` rows share: the best so far and the arrivals, _NONE and 0 between
-    calls. Kept for ever, since CUDA graphs hold them; the first call is not one that a graph captures. Calls
-    on one device follow each other on one stream."""
-    best = torch.full((capacity,), _NONE.value, dtype=torch.int64, device=device)
-    return best, torch.zeros(capacity, dtype=torch.int32, device=device)
-
-
-def tiles_of(rows: int, vocab: int) -> int:
-    """Tiles of a program."""
-    return triton.cdiv(triton.cdiv(vocab, _TILE.value), max(1, _PROGRAMS // rows))
+def _shared(device: torch.device, capacity: int) -> Tensor:
+    """What the programs of each of `capacity` rows share: how many are done and the best score so far, 0 and
+    _NONE between calls. Kept for ever, since CUDA graphs hold it; the first call is not one that a graph
+    captures. Calls on one device follow each other on one stream."""
+    shared = torch.zeros(capacity, _APART.value, dtype=torch.int32, device=device)
+    shared[:, 1] = _NONE.value
+    return shared
 
 
 def sample(
@@ -175,10 +222,14 @@ def sample(
     if S == 0:
         return tokens
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    best, arrivals = _shared(logits.device, max(1024, triton.next_power_of_2(S)))
-    tiles = tiles_of(S, V)
-    _sample[(S, triton.cdiv(V, tiles * _TILE.value))](
-        logits, rows, temperature, seed, position, least, tokens, best, arrivals, V, logits.stride(0), tiles,
-        ASM=not triton.knobs.runtime.interpret, num_warps=1,
+    at_once = max(1, _PROGRAMS_PER_SM * multiprocessors(logits.device) // S)  # programs of a row
+    tiles = triton.cdiv(triton.cdiv(V, _TILE), at_once)
+    programs = triton.cdiv(V, tiles * _TILE)
+    words = torch.empty(S * programs, dtype=torch.int64, device=logits.device)
+    shared = _shared(logits.device, max(1024, triton.next_power_of_2(S)))
+    _sample[(S, programs)](
+        logits, rows, temperature, seed, position, least, tokens, words, shared, V, logits.stride(0), tiles,
+        TILE=_TILE, STAGES=_STAGES, WHOLE=V % ref.GROUP == 0, ASM=not triton.knobs.runtime.interpret,
+        num_warps=1, launch_pdl=overlaps(logits.device),
     )  # fmt: skip
     return tokens
