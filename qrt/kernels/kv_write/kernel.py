@@ -25,10 +25,15 @@ from qrt.kernels.gpu import overlaps
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
-FEW_ROWS, ROWS, WARPS = 2, 4, 1  # few vectors to a warp: no registers spill, and no barrier waits
-FEW_TOKENS = 512  # up to which latency is what counts
-RAW_ROWS = 8  # of a format that only copies
+ROWS, WARPS = 8, 1  # so that a vector's columns, 16 apart after the rotation's dot, are in one thread
 DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n channels are turned by
+
+
+@triton.jit
+def _pair(lo, hi, dims, real, D: tl.constexpr):
+    """The half vectors fp32 [M, H] at the pointers lo and hi [M]."""
+    mask = real[None, :] if dims.shape[0] != D // 2 else None
+    return tl.load(lo[:, None] + dims[None, :], mask=mask), tl.load(hi[:, None] + dims[None, :], mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -38,37 +43,33 @@ def _kv_write_kernel(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     FMT: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """grid: tiles of q, then of k, then of v; all take one path, v turning by no angle."""
+    """grid: tiles of q, then of k, then of v."""
     tile = tl.program_id(0)
     q_tiles, kv_tiles = tl.cdiv(tokens * HQ, M), tl.cdiv(tokens * HKV, M)
     is_q, is_v = tile < q_tiles, tile >= q_tiles + kv_tiles
     x = tl.where(is_q, q, tl.where(is_v, v, k))
     stride = tl.where(is_q, stride_q, tl.where(is_v, stride_v, stride_k))
     first = tl.where(is_q, 0, tl.where(is_v, q_tiles + kv_tiles, q_tiles))
-    heads = tl.where(is_q, HQ, HKV)
 
     row = (tile - first) * M + tl.arange(0, M)
-    token, head, live = row // heads, row % heads, row < tokens * heads
+    token, head = tl.where(is_q, row // HQ, row // HKV), tl.where(is_q, row % HQ, row % HKV)
+    live = token < tokens
     dims, real = part_columns(D, FMT.parts, H)
     after_previous(launch_pdl)
     rows = x + token.to(tl.int64) * stride + head * D
     lo, hi = load_halves(rows, live, dims, real, D)
     lo, hi = lo.to(tl.float32), hi.to(tl.float32)
-
-    position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
-    angle = position[:, None] * (D // 2) + dims[None, :]
-    turned = (live & (is_v == 0))[:, None] & real[None, :]
-    c, s = tl.load(cos + angle, mask=turned, other=1.0), tl.load(sin + angle, mask=turned, other=0.0)
-    lo, hi = lo * c - hi * s, hi * c + lo * s
-
-    if smoothing is not None:  # its rows: gains of q, gains of k, shifts of k
-        kv_head = tl.where(is_q, head // (HQ // HKV), head)
-        at = smoothing + (tl.where(is_q, 0, HKV) + kv_head)[:, None] * D + dims[None, :]
-        g_lo, g_hi = tl.load(at, mask=turned, other=1.0), tl.load(at + D // 2, mask=turned, other=1.0)
-        moved = turned & (is_q == 0)
-        at += HKV * D
-        lo = lo * g_lo - tl.load(at, mask=moved, other=0.0)
-        hi = hi * g_hi - tl.load(at + D // 2, mask=moved, other=0.0)
+    if is_v == 0:
+        position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
+        c, s = _pair(cos + position * (D // 2), sin + position * (D // 2), dims, real, D)
+        lo, hi = lo * c - hi * s, hi * c + lo * s
+        if smoothing is not None:  # its rows: gains of q, gains of k, shifts of k
+            gains = smoothing + tl.where(is_q, head // (HQ // HKV), HKV + head) * D
+            g_lo, g_hi = _pair(gains, gains + D // 2, dims, real, D)
+            lo, hi = lo * g_lo, hi * g_hi
+            if is_q == 0:
+                s_lo, s_hi = _pair(gains + HKV * D, gains + HKV * D + D // 2, dims, real, D)
+                lo, hi = lo - s_lo, hi - s_hi
 
     if rotation is not None:
         lo, hi = into_basis(lo, hi, rotation, dims, real, D)
@@ -101,7 +102,7 @@ def kv_write(
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device()
     H = half_width(D, device.parts)
-    rows = RAW_ROWS if not fmt.rotated else DOT_ROWS if H != D // 2 else FEW_ROWS if T <= FEW_TOKENS else ROWS
+    rows = DOT_ROWS if fmt.rotated and H != D // 2 else ROWS
     grid = (triton.cdiv(T * Hq, rows) + 2 * triton.cdiv(T * Hkv, rows),)
     _kv_write_kernel[grid](
         q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,

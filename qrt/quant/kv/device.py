@@ -119,5 +119,33 @@ def stored_scale(absmax, steps):
 
 @triton.jit
 def steps_of(half, scale):
-    """half / scale [M, H], rounded like torch's division."""
-    return tl.div_rn(half, tl.broadcast_to(scale.to(tl.float32)[:, None], half.shape))
+    """half / scale [M, H], rounded like torch's division: with fma a quotient's remainder is exact."""
+    scale = scale.to(tl.float32)[:, None]
+    if ASM:
+        inverse = tl.div_rn(1.0, scale)
+        quotient = half * inverse
+        less, inverse = tl.broadcast_to(-scale, half.shape), tl.broadcast_to(inverse, half.shape)
+        return tl.fma(tl.fma(quotient, less, half), inverse, quotient)
+    else:
+        return tl.div_rn(half, tl.broadcast_to(scale, half.shape))
+
+
+@triton.jit
+def floor_above(x, factor: tl.constexpr, ABOVE: tl.constexpr):
+    """floor(x * factor) + ABOVE fp32, for ABOVE an integer of 2^23 and more and a sum of less than 2^24.
+
+    So large numbers lie 1 apart: an addition that rounds down, a sixteenth of what a conversion takes.
+    """
+    if ASM:
+        operands = [x, tl.full(x.shape, factor, tl.float32), tl.full(x.shape, ABOVE, tl.float32)]
+        return tl.inline_asm_elementwise(
+            "fma.rm.f32 $0, $1, $2, $3;", "=r,r,r,r", operands, dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.floor(x * factor) + ABOVE
+
+
+@triton.jit
+def floor_plus(x, PLUS: tl.constexpr):
+    """floor(x) + PLUS, which is at least 0 and below 2^16, as the low 16 bits of an int32."""
+    return floor_above(x, 1.0, 8388608.0 + PLUS).to(tl.int32, bitcast=True)

@@ -12,6 +12,8 @@ import triton.language as tl
 from qrt.quant.kv.device import (
     ASM,
     KVDevice,
+    floor_above,
+    floor_plus,
     load_words,
     part_columns,
     scale_of,
@@ -171,17 +173,18 @@ def _finish(acc):
 
 @triton.jit
 def _byte(half, scale):
-    """The two codes of each word that a half head fills: [M, H] -> [M, H/2], 0..255."""
-    codes = tl.minimum(tl.maximum(tl.floor(steps_of(half, scale)) + 8.0, 0.0), 15.0)
-    low, high = _parts(codes.to(tl.int32))
-    return low | high << 4
+    """The two codes of each word that a half head fills: [M, H] -> [M, H/2], in the low 16 bits."""
+    steps = tl.minimum(tl.maximum(steps_of(half, scale), -8.0), 7.5)
+    low, high = _parts(floor_plus(steps, 8))
+    return low + (high << 4)
 
 
 @triton.jit
 def _lost(unit, real, STEPS: tl.constexpr, PADDED: tl.constexpr):
-    """Sum of squares that half heads lose at a scale of 1 / STEPS, from magnitudes unit [M, H], at most 1."""
-    steps = unit * STEPS
-    lost = steps - tl.minimum(tl.floor(steps), 7.0) - 0.5
+    """Sum of squares that half heads lose at a scale of 1 / STEPS, from magnitudes unit [M, H], at most 1
+    (8 steps, where the last is the seventh, are as far from its middle as from the eighth's)."""
+    middle = floor_above(unit, STEPS, 8388608.0) - 8388607.5
+    lost = unit * STEPS - middle
     if PADDED:
         lost = tl.where(real[None, :], lost, 0.0)
     return tl.sum(lost * lost, 1) * (1.0 / (STEPS * STEPS))
@@ -206,7 +209,7 @@ def _encode(
     lo, hi, buffers, slots, heads, live, num_slots, which, HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     scale_lo, scale_hi = _best_scale(lo, D), _best_scale(hi, D)
-    words = _byte(lo, scale_lo) | _byte(hi, scale_hi) << 8
+    words = _byte(lo, scale_lo) + (_byte(hi, scale_hi) << 8)
     store_words(words, buffers, slots, heads, live, which, HEADS, D // 4)
     store_scale(scale_lo, buffers, slots, heads, live, num_slots, 2 * which)
     store_scale(scale_hi, buffers, slots, heads, live, num_slots, 2 * which + 1)

@@ -10,6 +10,7 @@ import triton.language as tl
 from qrt.quant.kv.device import (
     ASM,
     KVDevice,
+    floor_plus,
     load_words,
     scale_of,
     steps_of,
@@ -111,7 +112,8 @@ def _finish(acc):
 
 @triton.jit
 def _codes(half, scale):
-    return tl.minimum(tl.maximum(tl.floor(steps_of(half, scale) + 128.5), 0.0), 255.0).to(tl.int32)
+    """The code of each value in the low 16 bits of an int32."""
+    return floor_plus(tl.minimum(tl.maximum(steps_of(half, scale) + 128.5, 0.0), 255.0), 0)
 
 
 @triton.jit
@@ -120,7 +122,7 @@ def _encode(
 ):  # fmt: skip
     scale_lo = stored_scale(tl.max(tl.abs(lo), 1), 127.0)
     scale_hi = stored_scale(tl.max(tl.abs(hi), 1), 127.0)
-    words = _codes(lo, scale_lo) | _codes(hi, scale_hi) << 8
+    words = _codes(lo, scale_lo) + (_codes(hi, scale_hi) << 8)
     store_words(words, buffers, slots, heads, live, which, HEADS, D // 2)
     store_scale(scale_lo, buffers, slots, heads, live, num_slots, 2 * which)
     store_scale(scale_hi, buffers, slots, heads, live, num_slots, 2 * which + 1)

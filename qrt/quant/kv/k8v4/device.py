@@ -40,7 +40,7 @@ def _encode_k(lo, hi, buffers, token, slots, heads, live, num_slots, D: tl.const
         stored_scale(tl.max(tl.abs(lo), 1), 127.0),
         stored_scale(tl.max(tl.abs(hi), 1), 127.0),
     )
-    words = _codes(lo, scale_lo) | _codes(hi, scale_hi) << 8
+    words = _codes(lo, scale_lo) + (_codes(hi, scale_hi) << 8)
     tl.store(token[:, None] + dims[None, :], words.to(tl.int16), mask=live[:, None] & real[None, :])
     store_scale(scale_lo, buffers, slots, heads, live, num_slots, 0)
     store_scale(scale_hi, buffers, slots, heads, live, num_slots, 1)
@@ -50,7 +50,7 @@ def _encode_k(lo, hi, buffers, token, slots, heads, live, num_slots, D: tl.const
 def _encode_v(lo, hi, buffers, token, slots, heads, live, num_slots, D: tl.constexpr):
     column = tl.arange(0, lo.shape[1] // 2)
     scale_lo, scale_hi = _best_scale(lo, D), _best_scale(hi, D)
-    words = _byte(lo, scale_lo) | _byte(hi, scale_hi) << 8
+    words = _byte(lo, scale_lo) + (_byte(hi, scale_hi) << 8)
     mask = live[:, None] & (column < D // 4)[None, :]
     tl.store(token[:, None] + (D // 2 + column)[None, :], words.to(tl.int16), mask=mask)
     store_scale(scale_lo, buffers, slots, heads, live, num_slots, 2)
