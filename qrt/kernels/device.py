@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.quant import rotation
+from qrt.quant.kv.device import with_tokens
 
 CROSSED_BELOW = tl.constexpr(rotation.CROSSED_BELOW)
 MIN_COLUMNS = 16  # a tensor-core dot wants at least 16 in every dimension
@@ -148,14 +149,14 @@ def out_of_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
 
 @triton.jit
 def online_softmax(query, tile, visible, m, l, acc, FMT: tl.constexpr):
-    """Attend one tile of N tokens, `visible` [N], by M heads: running reference m [M], sum l [N, M] (whose
-    tokens are added in the end) and accumulator, in base 2.
+    """Attend one tile of N tokens, `visible` [N], by M heads: running reference m [M], sums l (`no_sums`
+    at first) and accumulator, in base 2.
 
-    m is the heads' maximum plus the format's headroom. A token of the first tile must be visible, or m stays
+    m is the heads' maximum with the format's weights. A token of the first tile must be visible, or m stays
     -inf (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
     scores = tl.where(visible[:, None], FMT.scores(query, tile), -float("inf"))
-    m_new = tl.maximum(m, tl.max(scores, 0) + FMT.headroom(tile))
+    m_new = tl.maximum(m, tl.max(scores + FMT.weight(tile), 0))
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(scores - m_new[None, :])
-    return m_new, l * alpha[None, :] + p, FMT.accumulate(acc, p, alpha, tile)
+    return m_new, with_tokens(l, alpha, p), FMT.accumulate(acc, p, alpha, tile)

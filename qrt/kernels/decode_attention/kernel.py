@@ -30,7 +30,7 @@ from qrt.kernels.device import (
 from qrt.kernels.gpu import overlaps
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.base import DecodeBlock
-from qrt.quant.kv.device import KVDevice, part_columns
+from qrt.quant.kv.device import KVDevice, all_tokens, no_sums, part_columns
 
 MIN_HEADS = 8  # columns of a tensor-core dot; unused ones cost nothing
 MIN_ROWS = 16  # rows of one
@@ -149,18 +149,19 @@ def _attend_kernel(
     table = slot_table + tl.load(rows + request).to(tl.int64) * stride_table
     lo, hi = load_halves(q + request.to(tl.int64) * stride_q + head * D, live, dims, real, D)
     query = FMT.query(lo, hi, scale)
-    m, l = tl.full([M], -float("inf"), tl.float32), tl.zeros([TILE, M], tl.float32)
+    m, l = tl.full([M], -float("inf"), tl.float32), no_sums(M, TILE)
     acc = FMT.empty(M, H, TILE)
+    table += start + tl.arange(0, TILE)
     for first in tl.range(start, end, TILE, num_stages=STAGES):
-        token = first + tl.arange(0, TILE)
-        valid = token < end
-        slots = tl.load(table + token, mask=valid, other=0).to(tl.int64)
+        valid = first + tl.arange(0, TILE) < end
+        slots = tl.load(table, mask=valid, other=0).to(tl.int64)
+        table += TILE
         tile = FMT.load(buffers, slots, valid, kv_head, num_slots, HKV, D, H)
         m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
     if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
         gdc_launch_dependents()
     lo, hi = FMT.finish(acc)
-    sums = tl.sum(l, 0)
+    sums = all_tokens(l)
     lo, hi = lo / sums[:, None], hi / sums[:, None]
     splits = tl.cdiv(kv_len, part)
     whole = splits == 1

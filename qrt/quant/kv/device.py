@@ -25,7 +25,8 @@ class KVDevice(NamedTuple):
     decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H], the values, in fp32 or the model's dtype
     query       (lo, hi [M, H], scale) -> the right operand of `scores`; scale turns logits into base 2
     scores      (query, tile) -> [N, M] fp32, base-2 logits
-    headroom    (tile) -> bits to add to the maxima, so that p (at most 2^-headroom) suits `accumulate`
+    weight      (tile) -> bits [N] to add to a token's logits where the largest is sought, or 0: p, relative to
+                that, is what suits `accumulate`
     empty       (M, H, N) -> accumulator of V times probabilities
     accumulate  (acc, p [N, M] fp32, alpha [M], tile) -> acc * alpha + V.T @ p
     finish      (acc) -> lo, hi [M, H] fp32
@@ -37,7 +38,7 @@ class KVDevice(NamedTuple):
     decode: Any
     query: Any
     scores: Any
-    headroom: Any
+    weight: Any
     empty: Any
     accumulate: Any
     finish: Any
@@ -71,14 +72,19 @@ def load_words(
     buffers, slots, live, head, num_slots,
     HEADS: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """K words [N, P] and V words [P, N], int16, and the four scales of each token as one int64 [N]."""
+    """K words [N, P] and V words [P, N], int16, and the four scales of each token as one int64 [N].
+
+    Slots of tokens that are not `live` must be in the buffers nevertheless; they are read, but for the scales.
+    """
     column = tl.arange(0, P)
     token = buffers[0] + (slots * (HEADS * 2 * W) + head * (2 * W))
-    k_mask, v_mask = live[:, None], live[None, :]
-    if W != P:
-        k_mask, v_mask = k_mask & (column < W)[None, :], v_mask & (column < W)[:, None]
-    k = tl.load(token[:, None] + column[None, :], mask=k_mask, other=0)
-    v = tl.load(token[None, :] + (W + column)[:, None], mask=v_mask, other=0)
+    if W == P:  # tokens that are not live have no scale: their words may be any
+        k = tl.load(token[:, None] + column[None, :])
+        v = tl.load(token[None, :] + (W + column)[:, None])
+    else:
+        k_mask, v_mask = live[:, None] & (column < W)[None, :], live[None, :] & (column < W)[:, None]
+        k = tl.load(token[:, None] + column[None, :], mask=k_mask, other=0)
+        v = tl.load(token[None, :] + (W + column)[:, None], mask=v_mask, other=0)
     scales = buffers[1].to(tl.pointer_type(tl.int64)) + head.to(tl.int64) * num_slots
     return k, v, tl.load(scales + slots, mask=live, other=0)
 
@@ -90,10 +96,37 @@ def scale_of(scales, INDEX: tl.constexpr):
 
 
 @triton.jit
-def words_headroom(scales):
-    """The `headroom` of V in units of its scales, which keeps probability times scale within fp16."""
-    largest = tl.max(tl.maximum(scale_of(scales, 2), scale_of(scales, 3)), 0)
-    return tl.log2(tl.maximum(largest, SMALLEST_SCALE)) - HEADROOM_BITS
+def words_weight(scales):
+    """The `weight` of V in units of its scales: p times scale is at most 2^HEADROOM_BITS, and it is what the
+    largest of them is that fp16's range is spent on."""
+    largest = tl.maximum(tl.maximum(scale_of(scales, 2), scale_of(scales, 3)), SMALLEST_SCALE)
+    if ASM:
+        bits = tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=r,r", [largest], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        bits = tl.log2(largest)
+    return bits - HEADROOM_BITS
+
+
+@triton.jit
+def no_sums(M: tl.constexpr, N: tl.constexpr):
+    """Of `with_tokens` of N tokens and M heads, before the first."""
+    return tl.zeros([N // 16, 8, M], tl.float32)
+
+
+@triton.jit
+def with_tokens(sums, alpha, x):
+    """sums [N/16, 8, M] times alpha [M] plus those of x [N, M] that one thread holds where a dot left x."""
+    shape: tl.constexpr = (x.shape[0] // 16, 2, 8, x.shape[1])
+    alpha = tl.reshape(tl.broadcast_to(alpha[None, :], x.shape), shape)
+    return sums * tl.max(alpha, 1) + tl.sum(tl.reshape(x, shape), 1)  # of equal ones: where the sums are
+
+
+@triton.jit
+def all_tokens(sums):
+    """sums [N/16, 8, M] of `with_tokens` -> [M]."""
+    return tl.sum(tl.sum(sums, 0), 0)
 
 
 @triton.jit

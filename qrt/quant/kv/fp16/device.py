@@ -37,7 +37,7 @@ def _scores(query, tile):
 
 
 @triton.jit
-def _headroom(tile):
+def _weight(tile):
     return 0.0
 
 
@@ -77,7 +77,7 @@ DEVICE = KVDevice(
     decode=_decode,
     query=_query,
     scores=_scores,
-    headroom=_headroom,
+    weight=_weight,
     empty=_empty,
     accumulate=_accumulate,
     finish=_finish,

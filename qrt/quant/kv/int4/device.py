@@ -12,16 +12,19 @@ import triton.language as tl
 from qrt.quant.kv.device import (
     ASM,
     KVDevice,
+    all_tokens,
     floor_above,
     floor_plus,
     load_words,
+    no_sums,
     part_columns,
     scale_of,
     steps_of,
     store_scale,
     store_words,
     stored_scale,
-    words_headroom,
+    with_tokens,
+    words_weight,
 )
 
 LOW_BIAS = tl.constexpr(1024.0 + 7.5)  # of 1024 + n
@@ -120,8 +123,8 @@ def _decode(tile):
 def _half_query(half, scale):
     a, b = _parts(half.to(tl.float32) * scale)
     a, b = a.to(tl.float16), (b * 0.0625).to(tl.float16)
-    bias = tl.sum(a.to(tl.float32), 1) * LOW_BIAS + tl.sum(b.to(tl.float32), 1) * HIGH_BIAS
-    return tl.trans(a), tl.trans(b), bias
+    less = tl.sum(a.to(tl.float32), 1) * -LOW_BIAS - tl.sum(b.to(tl.float32), 1) * HIGH_BIAS
+    return tl.trans(a), tl.trans(b), less
 
 
 @triton.jit
@@ -131,32 +134,33 @@ def _query(lo, hi, scale):
 
 @triton.jit
 def _scores(query, tile):
-    q_a, q_b, bias_lo, q_c, q_d, bias_hi = query
+    q_a, q_b, less_lo, q_c, q_d, less_hi = query
     k_a, k_b, k_c, k_d = _biased(tile[0])
-    lo = tl.dot(k_b, q_b, tl.dot(k_a, q_a))
-    hi = tl.dot(k_d, q_d, tl.dot(k_c, q_c))
-    lo = (lo - bias_lo[None, :]) * scale_of(tile[2], 0)[:, None]
-    return lo + (hi - bias_hi[None, :]) * scale_of(tile[2], 1)[:, None]
+    shape: tl.constexpr = (k_a.shape[0], q_a.shape[1])
+    lo = tl.dot(k_a, q_a, tl.broadcast_to(less_lo[None, :], shape))  # what a bias costs, from the start
+    hi = tl.dot(k_c, q_c, tl.broadcast_to(less_hi[None, :], shape))
+    lo, hi = tl.dot(k_b, q_b, lo), tl.dot(k_d, q_d, hi)
+    return lo * scale_of(tile[2], 0)[:, None] + hi * scale_of(tile[2], 1)[:, None]
 
 
 @triton.jit
-def _headroom(tile):
-    return words_headroom(tile[2])
+def _weight(tile):
+    return words_weight(tile[2])[:, None]
 
 
 @triton.jit
 def _empty(M: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
     part = tl.zeros([H // 2, M], tl.float32)
-    mass = tl.zeros([N, M], tl.float32)
+    mass = no_sums(M, N)
     return part, part, part, part, mass, mass
 
 
 @triton.jit
 def _accumulate(acc, p, alpha, tile):
     a, b, c, d, mass_lo, mass_hi = acc
-    alpha = alpha[None, :]
     p_lo, p_hi = p * scale_of(tile[2], 2)[:, None], p * scale_of(tile[2], 3)[:, None]
-    mass_lo, mass_hi = mass_lo * alpha + p_lo, mass_hi * alpha + p_hi
+    mass_lo, mass_hi = with_tokens(mass_lo, alpha, p_lo), with_tokens(mass_hi, alpha, p_hi)
+    alpha = alpha[None, :]
     p_lo, p_hi = p_lo.to(tl.float16), p_hi.to(tl.float16)
     v_a, v_b, v_c, v_d = _exact(tile[1])
     a, b = tl.dot(v_a, p_lo, a * alpha), tl.dot(v_b, p_lo, b * alpha)
@@ -167,8 +171,8 @@ def _accumulate(acc, p, alpha, tile):
 @triton.jit
 def _finish(acc):
     a, b, c, d, mass_lo, mass_hi = acc
-    lo = _half(tl.trans(a), tl.trans(b) * 0.0625) + 0.5 * tl.sum(mass_lo, 0)[:, None]
-    return lo, _half(tl.trans(c), tl.trans(d) * 0.0625) + 0.5 * tl.sum(mass_hi, 0)[:, None]
+    lo = _half(tl.trans(a), tl.trans(b) * 0.0625) + 0.5 * all_tokens(mass_lo)[:, None]
+    return lo, _half(tl.trans(c), tl.trans(d) * 0.0625) + 0.5 * all_tokens(mass_hi)[:, None]
 
 
 @triton.jit
@@ -222,7 +226,7 @@ DEVICE = KVDevice(
     decode=_decode,
     query=_query,
     scores=_scores,
-    headroom=_headroom,
+    weight=_weight,
     empty=_empty,
     accumulate=_accumulate,
     finish=_finish,

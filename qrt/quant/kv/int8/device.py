@@ -17,7 +17,7 @@ from qrt.quant.kv.device import (
     store_scale,
     store_words,
     stored_scale,
-    words_headroom,
+    words_weight,
 )
 
 K_BIAS = tl.constexpr(1024.0 + 128.0)
@@ -73,22 +73,23 @@ def _decode(tile):
 @triton.jit
 def _query(lo, hi, scale):
     lo, hi = (lo.to(tl.float32) * scale).to(tl.float16), (hi.to(tl.float32) * scale).to(tl.float16)
-    bias_lo, bias_hi = tl.sum(lo.to(tl.float32), 1) * K_BIAS, tl.sum(hi.to(tl.float32), 1) * K_BIAS
-    return tl.trans(lo), tl.trans(hi), bias_lo, bias_hi
+    less_lo, less_hi = tl.sum(lo.to(tl.float32), 1) * -K_BIAS, tl.sum(hi.to(tl.float32), 1) * -K_BIAS
+    return tl.trans(lo), tl.trans(hi), less_lo, less_hi
 
 
 @triton.jit
 def _scores(query, tile):
-    q_lo, q_hi, bias_lo, bias_hi = query
+    q_lo, q_hi, less_lo, less_hi = query
     k_lo, k_hi = _biased(tile[0])
-    lo = (tl.dot(k_lo, q_lo) - bias_lo[None, :]) * scale_of(tile[2], 0)[:, None]
-    hi = (tl.dot(k_hi, q_hi) - bias_hi[None, :]) * scale_of(tile[2], 1)[:, None]
-    return lo + hi
+    shape: tl.constexpr = (k_lo.shape[0], q_lo.shape[1])
+    lo = tl.dot(k_lo, q_lo, tl.broadcast_to(less_lo[None, :], shape))  # what a bias costs, from the start
+    hi = tl.dot(k_hi, q_hi, tl.broadcast_to(less_hi[None, :], shape))
+    return lo * scale_of(tile[2], 0)[:, None] + hi * scale_of(tile[2], 1)[:, None]
 
 
 @triton.jit
-def _headroom(tile):
-    return words_headroom(tile[2])
+def _weight(tile):
+    return words_weight(tile[2])[:, None]
 
 
 @triton.jit
@@ -135,7 +136,7 @@ DEVICE = KVDevice(
     decode=_decode,
     query=_query,
     scores=_scores,
-    headroom=_headroom,
+    weight=_weight,
     empty=_empty,
     accumulate=_accumulate,
     finish=_finish,
