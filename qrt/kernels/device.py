@@ -107,29 +107,12 @@ def hadamard(x):
 
 
 @triton.jit
-def hadamard_by_dots(x):
-    """`hadamard` of N >= 16, its first four rounds as one product of 16 columns at a time: one TF32 dot for
-    what TF32 holds of x and one for the rest. No sum depends on M."""
-    M: tl.constexpr = x.shape[0]
-    P: tl.constexpr = x.shape[1] // 16
-    both = tl.arange(0, 16)[:, None] & tl.arange(0, 16)[None, :]
-    both ^= both >> 2
-    matrix = (1 - 2 * ((both ^ (both >> 1)) & 1)).to(tl.float32)
-    x = tl.reshape(tl.permute(tl.reshape(x, (M, P, 16)), (1, 0, 2)), (P * M, 16))
-    x = tl.reshape(rotate(x, matrix, 1.0), (1, P * M * 16))
-    for i in tl.static_range(6):
-        if 2 << i <= P:
-            x = _sums_and_differences(x, (M * 16) << i)
-    return tl.reshape(tl.permute(tl.reshape(x, (P, M, 16)), (1, 0, 2)), (M, P * 16))
-
-
-@triton.jit
 def into_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
-    """`rotation.rotate` of halves lo, hi [M, H] fp32, at least 16 numbers in 16 columns."""
+    """`rotation.rotate` of halves lo, hi [M, H] fp32."""
     lo, hi = cross(lo, hi, D)
     if lo.shape[1] == D // 2:  # no padding, so the matrix is signs times one Hadamard matrix
         sign = (tl.load(rotation[0] + dims * (D // 2)).to(tl.float32) * rotation[1])[None, :]
-        return hadamard_by_dots(lo * sign), hadamard_by_dots(hi * sign)
+        return hadamard(lo * sign), hadamard(hi * sign)
     else:
         matrix = load_signs(rotation[0], dims, real, D, False)
         return rotate(lo, matrix, rotation[1]), rotate(hi, matrix, rotation[1])

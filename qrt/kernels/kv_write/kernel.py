@@ -25,7 +25,9 @@ from qrt.kernels.gpu import overlaps
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
-ROWS, WARPS = 8, 1  # so that a vector's columns, 16 apart after the rotation's dot, are in one thread
+FEW_ROWS, ROWS, WARPS = 2, 4, 1  # few vectors to a warp: no registers spill, and no barrier waits
+FEW_TOKENS = 512  # up to which latency is what counts
+RAW_ROWS = 8  # of a format that only copies
 DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n channels are turned by
 
 
@@ -102,7 +104,7 @@ def kv_write(
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device()
     H = half_width(D, device.parts)
-    rows = DOT_ROWS if fmt.rotated and H != D // 2 else ROWS
+    rows = RAW_ROWS if not fmt.rotated else DOT_ROWS if H != D // 2 else FEW_ROWS if T <= FEW_TOKENS else ROWS
     grid = (triton.cdiv(T * Hq, rows) + 2 * triton.cdiv(T * Hkv, rows),)
     _kv_write_kernel[grid](
         q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,

@@ -22,6 +22,7 @@ from qrt.kernels.sample import ref
 _GROUP = tl.constexpr(ref.GROUP)
 _TILE = 512  # tokens: two groups of 16-bit logits for each lane of a warp
 _STAGES = 4  # tiles in flight
+_WARPS = 1
 _PROGRAMS_PER_SM = 32
 _NONE = tl.constexpr(-(2**31))  # less than any ordered score
 _APART = tl.constexpr(32)  # int32 from what one row shares to the next row's: in lines of their own
@@ -230,6 +231,6 @@ def sample(
     _sample[(S, programs)](
         logits, rows, temperature, seed, position, least, tokens, words, shared, V, logits.stride(0), tiles,
         TILE=_TILE, STAGES=_STAGES, WHOLE=V % ref.GROUP == 0, ASM=not triton.knobs.runtime.interpret,
-        num_warps=1, launch_pdl=overlaps(logits.device),
+        num_warps=_WARPS, launch_pdl=overlaps(logits.device),
     )  # fmt: skip
     return tokens
