@@ -101,12 +101,12 @@ def test_huge_values_saturate(name):
 
 def test_int8_words_by_hand():
     """Dims j and j + 2 of a head of 4 share word j; u = round(x / s) + 128; (k_lo, k_hi, v_lo, v_hi)."""
-    buffers = [torch.zeros(2, 1, 4, dtype=torch.int16), torch.zeros(1, 2, 4, dtype=torch.float16)]
+    buffers = [torch.zeros(2, 1, 4, dtype=torch.int16), torch.zeros(2, 1, 4, dtype=torch.float16)]
     k = torch.tensor([[[127.0, -127.0, 0.0, 254.0]]])
     v = torch.tensor([[[63.5, 0.3, -1.0, 12.7]]])
     KV_FORMATS["int8"].encode_ref(k, v, buffers, torch.tensor([1]))
     kv, scale = buffers
-    assert scale[0].tolist() == [[0.0] * 4, [1.0, 2.0, 0.5, torch.tensor(0.1).half().item()]]
+    assert scale[:, 0].tolist() == [[0.0] * 4, [1.0, 2.0, 0.5, torch.tensor(0.1).half().item()]]
     words = (kv[1, 0].int() & 0xFFFF).view(2, 2).tolist()
     assert words == [[255 | 128 << 8, 1 | 255 << 8], [255 | 118 << 8, 129 | 255 << 8]]
     assert not kv[0].any()
@@ -135,9 +135,8 @@ def test_writing_touches_its_slots_only_and_twice_is_once(name, head_dim):
         KV_FORMATS[name].encode_ref(k, v, buffers, slots)
         first = [b.clone() for b in buffers]
     others = torch.tensor([s for s in range(SLOTS) if s not in slots])
-    for i, (now, was, once) in enumerate(zip(buffers, before, first, strict=True)):
-        axis = 1 if i else 0  # scale is [Hkv, S, 4], everything else starts with S
-        assert torch.equal(*(x.index_select(axis, others).view(torch.uint8) for x in (now, was)))
+    for now, was, once in zip(buffers, before, first, strict=True):
+        assert torch.equal(*(x[others].view(torch.uint8) for x in (now, was)))
         assert torch.equal(now.view(torch.uint8), once.view(torch.uint8))
 
 

@@ -125,7 +125,7 @@ def _merge(
 @triton.jit(do_not_specialize=["max_splits"])  # it differs with every batch
 def _attend_kernel(
     q, buffers, slot_table, rows, kv_lens, num_splits, partial, lse, arrivals, rotation, out, scale,
-    num_slots, stride_q, stride_table, max_splits,
+    stride_q, stride_table, max_splits,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, MERGED: tl.constexpr, FAN: tl.constexpr,
     launch_pdl: tl.constexpr,
@@ -156,7 +156,7 @@ def _attend_kernel(
         valid = first + tl.arange(0, TILE) < end
         slots = tl.load(table, mask=valid, other=0).to(tl.int64)
         table += TILE
-        tile = FMT.load(buffers, slots, valid, kv_head, num_slots, HKV, D, H)
+        tile = FMT.load(buffers, slots, valid, kv_head, HKV, D, H)
         m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
     if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
         gdc_launch_dependents()
@@ -206,7 +206,7 @@ def decode_attention(
     heads = max(least, triton.next_power_of_2(Hq // Hkv))
     _attend_kernel[(B, Hkv, splits)](
         q, tuple(kv), slot_table, rows, kv_lens, num_splits, partial, lse, _arrivals(counters, q.device),
-        signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e), kv[0].shape[0],
+        signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e),
         token_stride(q, "q"), slot_table.stride(0), splits,
         G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts), M=heads, TILE=block.tokens, FMT=device,
         STAGES=block.stages, MERGED=min(FAN_IN, max(1, MERGED_ROWS // heads)), FAN=FAN_IN,

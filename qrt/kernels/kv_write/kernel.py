@@ -32,15 +32,15 @@ DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n chann
 
 
 @triton.jit
-def _pair(lo, hi, dims, real, D: tl.constexpr):
-    """The half vectors fp32 [M, H] at the pointers lo and hi [M]."""
-    mask = real[None, :] if dims.shape[0] != D // 2 else None
+def _pair(lo, hi, wanted, dims, real, D: tl.constexpr):
+    """The half vectors fp32 [M, H] at the pointers lo and hi [M], if they are `wanted`."""
+    mask = wanted[:, None] & real[None, :] if dims.shape[0] != D // 2 else wanted[:, None]
     return tl.load(lo[:, None] + dims[None, :], mask=mask), tl.load(hi[:, None] + dims[None, :], mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _kv_write_kernel(
-    q, k, v, cos, sin, positions, slots, buffers, smoothing, rotation, tokens, num_slots,
+    q, k, v, cos, sin, positions, slots, buffers, smoothing, rotation, tokens,
     stride_q, stride_k, stride_v,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     FMT: tl.constexpr, launch_pdl: tl.constexpr,
@@ -59,26 +59,29 @@ def _kv_write_kernel(
     dims, real = part_columns(D, FMT.parts, H)
     after_previous(launch_pdl)
     rows = x + token.to(tl.int64) * stride + head * D
+    turned = live & (is_v == 0)
+    position = tl.load(positions + token, mask=turned, other=0).to(tl.int64)
     lo, hi = load_halves(rows, live, dims, real, D)
+    if smoothing is not None:  # its rows: gains of q, gains of k, shifts of k
+        gains = smoothing + tl.where(is_q, head // (HQ // HKV), HKV + head) * D
+        g_lo, g_hi = _pair(gains, gains + D // 2, turned, dims, real, D)
+        shifts = gains + HKV * D
+        s_lo, s_hi = _pair(shifts, shifts + D // 2, turned & (is_q == 0), dims, real, D)
+    c, s = _pair(cos + position * (D // 2), sin + position * (D // 2), turned, dims, real, D)
+
     lo, hi = lo.to(tl.float32), hi.to(tl.float32)
     if is_v == 0:
-        position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
-        c, s = _pair(cos + position * (D // 2), sin + position * (D // 2), dims, real, D)
         lo, hi = lo * c - hi * s, hi * c + lo * s
-        if smoothing is not None:  # its rows: gains of q, gains of k, shifts of k
-            gains = smoothing + tl.where(is_q, head // (HQ // HKV), HKV + head) * D
-            g_lo, g_hi = _pair(gains, gains + D // 2, dims, real, D)
+        if smoothing is not None:
             lo, hi = lo * g_lo, hi * g_hi
             if is_q == 0:
-                s_lo, s_hi = _pair(gains + HKV * D, gains + HKV * D + D // 2, dims, real, D)
                 lo, hi = lo - s_lo, hi - s_hi
-
     if rotation is not None:
         lo, hi = into_basis(lo, hi, rotation, dims, real, D)
     store_halves(rows, lo, hi, live, dims, real, D)
     if tile >= q_tiles:
         slot = tl.load(slots + token, mask=live, other=0).to(tl.int64)
-        FMT.encode(lo, hi, buffers, slot, head, live, num_slots, is_v.to(tl.int32), HKV, D)
+        FMT.encode(lo, hi, buffers, slot, head, live, is_v.to(tl.int32), HKV, D)
 
 
 def kv_write(
@@ -108,7 +111,7 @@ def kv_write(
     grid = (triton.cdiv(T * Hq, rows) + 2 * triton.cdiv(T * Hkv, rows),)
     _kv_write_kernel[grid](
         q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,
-        signs(D, q.device) if fmt.rotated else None, T, kv[0].shape[0],
+        signs(D, q.device) if fmt.rotated else None, T,
         token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
         HQ=Hq, HKV=Hkv, D=D, H=H, M=rows, FMT=device, num_warps=WARPS,
         launch_pdl=overlaps(q.device),

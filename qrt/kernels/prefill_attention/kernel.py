@@ -51,7 +51,7 @@ GATHER_WARPS = 4
 
 @triton.jit
 def _gather_kernel(
-    buffers, slot_table, rows, cached_start, k, v, num_slots, stride_table,
+    buffers, slot_table, rows, cached_start, k, v, stride_table,
     HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, FMT: tl.constexpr,
 ):  # fmt: skip
     """grid (Hkv, tiles of the longest, B); writes k, v [num_cached, Hkv, D], request after request."""
@@ -64,7 +64,7 @@ def _gather_kernel(
     live = token < length
     table = slot_table + tl.load(rows + request).to(tl.int64) * stride_table
     slots = tl.load(table + token, mask=live, other=0).to(tl.int64)
-    k_lo, k_hi, v_lo, v_hi = FMT.decode(FMT.load(buffers, slots, live, head, num_slots, HKV, D, H))
+    k_lo, k_hi, v_lo, v_hi = FMT.decode(FMT.load(buffers, slots, live, head, HKV, D, H))
     dims, real = part_columns(D, FMT.parts, H)
     at = ((start + token) * HKV + head) * D
     store_halves(k + at, k_lo, k_hi, live, dims, real, D)
@@ -200,7 +200,7 @@ def gather(
         return
     (_, Hkv, D), device = k.shape, fmt.device()
     _gather_kernel[(Hkv, triton.cdiv(max_cached_len, GATHERED), len(rows))](
-        tuple(kv), slot_table, rows, cached_start, k, v, kv[0].shape[0], slot_table.stride(0),
+        tuple(kv), slot_table, rows, cached_start, k, v, slot_table.stride(0),
         HKV=Hkv, D=D, H=half_width(D, device.parts), TILE=GATHERED, FMT=device, num_warps=GATHER_WARPS,
     )  # fmt: skip
 

@@ -21,7 +21,6 @@ from qrt.kernels.sample import ref
 
 _GROUP = tl.constexpr(ref.GROUP)
 _TILE = 512  # tokens: two groups of 16-bit logits for each lane of a warp
-_STAGES = 4  # tiles in flight
 _WARPS = 1
 _PROGRAMS_PER_SM = 32
 _NONE = tl.constexpr(-(2**31))  # less than any ordered score
@@ -85,13 +84,19 @@ def _over_temperature(x, temperature, ASM: tl.constexpr):
 
 
 @triton.jit
-def _load(logits, group, V, temperature, least, ASM: tl.constexpr, WHOLE: tl.constexpr):
-    """Logits fp32 [n, _GROUP] of group [n]; -inf where there is no token, or none that may be drawn."""
+def _load(logits, group, V, wanted, WHOLE: tl.constexpr):
+    """Logits [n, _GROUP] of group [n], if they are `wanted`; -inf where there is no token."""
     token = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     if WHOLE:
-        x = tl.load(logits + token).to(tl.float32)
+        return tl.load(logits + token, mask=wanted)
     else:
-        x = tl.load(logits + token, mask=token < V, other=-float("inf")).to(tl.float32)
+        return tl.load(logits + token, mask=token < V, other=-float("inf"))
+
+
+@triton.jit
+def _drawable(x, temperature, least, ASM: tl.constexpr):
+    """The logits x in fp32; -inf for those of tokens that may not be drawn."""
+    x = x.to(tl.float32)
     if least is not None:
         if temperature > 0:
             x = tl.where(_over_temperature(x, temperature, ASM) < least, -float("inf"), x)
@@ -155,42 +160,49 @@ def _token(x, top, group, draws, key, to_base_2):
 @triton.jit(do_not_specialize=["tiles"])
 def _sample(
     LOGITS, ROWS, TEMPERATURE, SEED, POSITION, LEAST, TOKENS, WORDS, SHARED, V, stride, tiles,
-    TILE: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
+    TILE: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
     launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (S, programs of `tiles` tiles); one warp. WHOLE: V is a multiple of _GROUP."""
     after_previous(launch_pdl)
     index, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    row = tl.load(ROWS + index)
-    temperature = tl.load(TEMPERATURE + row)
-    key = _mix64(_mix64(tl.load(SEED + row).to(tl.uint64)) ^ tl.load(POSITION + row).to(tl.uint64))
-    least = None if LEAST is None else tl.load(LEAST + index)
-    draws = temperature > 0
-    to_base_2 = tl.where(draws, _LOG2_E / temperature, 1.0)
     logits = LOGITS + index.to(tl.int64) * stride
-    ARRIVALS, BEST = SHARED + index * _APART, SHARED + index * _APART + 1
-
     begin = program * tiles * TILE
     end, last = tl.minimum(begin + tiles * TILE, V), (V - 1) // _GROUP
+    group = tl.minimum(tl.arange(0, TILE // _GROUP) + begin // _GROUP, last)
+    tile = _load(logits, group, V, True, WHOLE)
+    tl.debug_barrier()  # or the compiler has them wait for the row's parameters
+    row = tl.load(ROWS + index)
+    temperature = tl.load(TEMPERATURE + row)
+    seed, position = tl.load(SEED + row), tl.load(POSITION + row)
+    least = None if LEAST is None else tl.load(LEAST + index)
+    draws = temperature > 0
+    to_base_2 = _LOG2_E / tl.where(draws, temperature, 1.0)  # greedy scores are not scaled
+    key = seed.to(tl.uint64)
+    if draws:
+        key = _mix64(_mix64(key) ^ position.to(tl.uint64))
+    ARRIVALS, BEST = SHARED + index * _APART, SHARED + index * _APART + 1
+
     order, best, chosen = _NONE, _NONE, begin // _GROUP
-    for first in tl.range(begin, end, TILE, num_stages=STAGES):
-        group = tl.minimum(tl.arange(0, TILE // _GROUP) + first // _GROUP, last)
-        x = _load(logits, group, V, temperature, least, ASM, WHOLE)
+    for first in range(begin, end, TILE):
+        x, here = _drawable(tile, temperature, least, ASM), group
+        group = tl.minimum(group + TILE // _GROUP, last)
+        tile = _load(logits, group, V, first + TILE < end, WHOLE)
         top = tl.max(x, 1)
         if draws:
             seen = tl.load(BEST, volatile=True)
-            bits = _bits(key, group)
+            bits = _bits(key, here)
             top_2 = tl.minimum(tl.maximum(top * to_base_2, -_LARGE), _LARGE)
             if _may_win(bits, top_2, _score(tl.maximum(best, order))):
-                order, chosen = _better(_raced(x, top, top_2, bits, to_base_2), group, order, chosen)
+                order, chosen = _better(_raced(x, top, top_2, bits, to_base_2), here, order, chosen)
                 tl.atomic_max(BEST, order, sem="relaxed")
             best = seen  # for the next tile, so that none waits for it
         else:
-            order, chosen = _better(_ordered(top), group, order, chosen)
+            order, chosen = _better(_ordered(top), here, order, chosen)
 
-    group = chosen + tl.arange(0, 1)
-    x = _load(logits, group, V, temperature, least, ASM, WHOLE)
-    token = _token(x, tl.max(x, 1), group, draws, key, to_base_2)
+    winner = chosen + tl.arange(0, 1)
+    x = _drawable(_load(logits, winner, V, True, WHOLE), temperature, least, ASM)
+    token = _token(x, tl.max(x, 1), winner, draws, key, to_base_2)
     word = (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
     WORDS += index * programs
     tl.store(WORDS + program, word)
@@ -230,7 +242,7 @@ def sample(
     shared = _shared(logits.device, max(1024, triton.next_power_of_2(S)))
     _sample[(S, programs)](
         logits, rows, temperature, seed, position, least, tokens, words, shared, V, logits.stride(0), tiles,
-        TILE=_TILE, STAGES=_STAGES, WHOLE=V % ref.GROUP == 0, ASM=not triton.knobs.runtime.interpret,
+        TILE=_TILE, WHOLE=V % ref.GROUP == 0, ASM=not triton.knobs.runtime.interpret,
         num_warps=_WARPS, launch_pdl=overlaps(logits.device),
     )  # fmt: skip
     return tokens

@@ -19,9 +19,9 @@ class KVDevice(NamedTuple):
     and few heads, as 8 columns, waste little of a tensor core's tile.
 
     parts       of a half head, see above
-    encode      (lo, hi [M, H] fp32, buffers, slots, heads, live, num_slots, which, HEADS, D) writes
+    encode      (lo, hi [M, H] fp32, buffers, slots, heads, live, which, HEADS, D) writes
                 vectors of K (which 0) or V (which 1)
-    load        (buffers, slots [N] int64, live [N], head, num_slots, HEADS, D, H) -> tile of N tokens
+    load        (buffers, slots [N] int64, live [N], head, HEADS, D, H) -> tile of N tokens
     decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H], the values, in fp32 or the model's dtype
     query       (lo, hi [M, H], scale) -> the right operand of `scores`; scale turns logits into base 2
     scores      (query, tile) -> [N, M] fp32, base-2 logits
@@ -69,7 +69,7 @@ def part_columns(D: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def load_words(
-    buffers, slots, live, head, num_slots,
+    buffers, slots, live, head,
     HEADS: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """K words [N, P] and V words [P, N], int16, and the four scales of each token as one int64 [N].
@@ -85,8 +85,13 @@ def load_words(
         k_mask, v_mask = live[:, None] & (column < W)[None, :], live[None, :] & (column < W)[:, None]
         k = tl.load(token[:, None] + column[None, :], mask=k_mask, other=0)
         v = tl.load(token[None, :] + (W + column)[:, None], mask=v_mask, other=0)
-    scales = buffers[1].to(tl.pointer_type(tl.int64)) + head.to(tl.int64) * num_slots
-    return k, v, tl.load(scales + slots, mask=live, other=0)
+    return k, v, load_scales(buffers, slots, live, head, HEADS)
+
+
+@triton.jit
+def load_scales(buffers, slots, live, head, HEADS: tl.constexpr):
+    """The four scales of each token as one int64 [N]: those of all heads fill sectors of memory."""
+    return tl.load(buffers[1].to(tl.pointer_type(tl.int64)) + (slots * HEADS + head), mask=live, other=0)
 
 
 @triton.jit
@@ -130,9 +135,9 @@ def all_tokens(sums):
 
 
 @triton.jit
-def store_scale(scale, buffers, slots, heads, live, num_slots, index):
+def store_scale(scale, buffers, slots, heads, live, HEADS: tl.constexpr, index):
     """One fp16 of each vector's four."""
-    tl.store(buffers[1] + (heads.to(tl.int64) * num_slots + slots) * 4 + index, scale, mask=live)
+    tl.store(buffers[1] + (slots * HEADS + heads) * 4 + index, scale, mask=live)
 
 
 @triton.jit

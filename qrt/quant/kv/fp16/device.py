@@ -7,7 +7,7 @@ from qrt.quant.kv.device import KVDevice
 
 
 @triton.jit
-def _load(buffers, slots, live, head, num_slots, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
+def _load(buffers, slots, live, head, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
     column = tl.arange(0, H)
     token = buffers[0] + (slots * (HEADS * 2 * D) + head * (2 * D))
     k_mask, v_mask = live[:, None], live[None, :]
@@ -61,7 +61,7 @@ def _finish(acc):
 
 @triton.jit
 def _encode(
-    lo, hi, buffers, slots, heads, live, num_slots, which, HEADS: tl.constexpr, D: tl.constexpr
+    lo, hi, buffers, slots, heads, live, which, HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     column = tl.arange(0, lo.shape[1])
     at = buffers[0] + (slots * (HEADS * 2 * D) + heads * (2 * D) + which * D)[:, None] + column[None, :]

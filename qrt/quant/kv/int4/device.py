@@ -87,8 +87,8 @@ def _nibbles(words):
 
 
 @triton.jit
-def _load(buffers, slots, live, head, num_slots, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
-    return load_words(buffers, slots, live, head, num_slots, HEADS, D // 4, H // 2)
+def _load(buffers, slots, live, head, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
+    return load_words(buffers, slots, live, head, HEADS, D // 4, H // 2)
 
 
 @triton.jit
@@ -210,13 +210,13 @@ def _best_scale(half, D: tl.constexpr):
 
 @triton.jit
 def _encode(
-    lo, hi, buffers, slots, heads, live, num_slots, which, HEADS: tl.constexpr, D: tl.constexpr
+    lo, hi, buffers, slots, heads, live, which, HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     scale_lo, scale_hi = _best_scale(lo, D), _best_scale(hi, D)
     words = _byte(lo, scale_lo) + (_byte(hi, scale_hi) << 8)
     store_words(words, buffers, slots, heads, live, which, HEADS, D // 4)
-    store_scale(scale_lo, buffers, slots, heads, live, num_slots, 2 * which)
-    store_scale(scale_hi, buffers, slots, heads, live, num_slots, 2 * which + 1)
+    store_scale(scale_lo, buffers, slots, heads, live, HEADS, 2 * which)
+    store_scale(scale_hi, buffers, slots, heads, live, HEADS, 2 * which + 1)
 
 
 DEVICE = KVDevice(

@@ -58,8 +58,8 @@ def _exact(words):
 
 
 @triton.jit
-def _load(buffers, slots, live, head, num_slots, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
-    return load_words(buffers, slots, live, head, num_slots, HEADS, D // 2, H)
+def _load(buffers, slots, live, head, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
+    return load_words(buffers, slots, live, head, HEADS, D // 2, H)
 
 
 @triton.jit
@@ -119,14 +119,14 @@ def _codes(half, scale):
 
 @triton.jit
 def _encode(
-    lo, hi, buffers, slots, heads, live, num_slots, which, HEADS: tl.constexpr, D: tl.constexpr
+    lo, hi, buffers, slots, heads, live, which, HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     scale_lo = stored_scale(tl.max(tl.abs(lo), 1), 127.0)
     scale_hi = stored_scale(tl.max(tl.abs(hi), 1), 127.0)
     words = _codes(lo, scale_lo) + (_codes(hi, scale_hi) << 8)
     store_words(words, buffers, slots, heads, live, which, HEADS, D // 2)
-    store_scale(scale_lo, buffers, slots, heads, live, num_slots, 2 * which)
-    store_scale(scale_hi, buffers, slots, heads, live, num_slots, 2 * which + 1)
+    store_scale(scale_lo, buffers, slots, heads, live, HEADS, 2 * which)
+    store_scale(scale_hi, buffers, slots, heads, live, HEADS, 2 * which + 1)
 
 
 DEVICE = KVDevice(
