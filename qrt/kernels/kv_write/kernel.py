@@ -21,12 +21,13 @@ from qrt.kernels.device import (
     store_halves,
     token_stride,
 )
-from qrt.kernels.gpu import overlaps
+from qrt.kernels.gpu import multiprocessors, overlaps
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
-FEW_ROWS, ROWS, WARPS = 2, 4, 1  # few vectors to a warp: no registers spill, and no barrier waits
-FEW_TOKENS = 512  # up to which latency is what counts
+FEW_ROWS, ROWS, WARPS = 2, 8, 1  # few vectors to a warp: no registers spill, and no barrier waits
+FEW_TOKENS = 128  # up to which latency is what counts; beyond, how many programs there are to start
+OVERLAPPED_PER_SM = 4  # programs; more of them, waiting, are in the way of those that run
 RAW_ROWS = 8  # of a format that only copies
 DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n channels are turned by
 
@@ -114,5 +115,5 @@ def kv_write(
         signs(D, q.device) if fmt.rotated else None, T,
         token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
         HQ=Hq, HKV=Hkv, D=D, H=H, M=rows, FMT=device, num_warps=WARPS,
-        launch_pdl=overlaps(q.device),
+        launch_pdl=overlaps(q.device) and grid[0] <= OVERLAPPED_PER_SM * multiprocessors(q.device),
     )  # fmt: skip

@@ -20,9 +20,8 @@ from qrt.kernels.gpu import multiprocessors, overlaps
 from qrt.kernels.sample import ref
 
 _GROUP = tl.constexpr(ref.GROUP)
-_TILE = 512  # tokens: two groups of 16-bit logits for each lane of a warp
-_WARPS = 1
-_PROGRAMS_PER_SM = 32
+_TILE = 1024  # tokens: four groups of 16-bit logits for each lane of a warp
+_PROGRAMS_PER_SM = 24
 _NONE = tl.constexpr(-(2**31))  # less than any ordered score
 _APART = tl.constexpr(32)  # int32 from what one row shares to the next row's: in lines of their own
 _WORDS = tl.constexpr(256)  # results read at a time
@@ -243,6 +242,6 @@ def sample(
     _sample[(S, programs)](
         logits, rows, temperature, seed, position, least, tokens, words, shared, V, logits.stride(0), tiles,
         TILE=_TILE, WHOLE=V % ref.GROUP == 0, ASM=not triton.knobs.runtime.interpret,
-        num_warps=_WARPS, launch_pdl=overlaps(logits.device),
+        num_warps=1, launch_pdl=overlaps(logits.device),
     )  # fmt: skip
     return tokens
