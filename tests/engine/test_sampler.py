@@ -39,7 +39,9 @@ def uniform_truth(seed: int, position: int, index: int) -> float:
 def test_noise_is_the_definition_bit_for_bit(seed, device):
     positions = [0, 1, 77, 131071]
     index = torch.arange(-100, 200, dtype=torch.int32, device=device)
-    got = uniform(torch.tensor([seed] * 4, device=device), torch.tensor(positions, device=device), index).cpu()
+    got = uniform(
+        torch.tensor([seed] * 4, device=device), torch.tensor(positions, device=device), index
+    ).cpu()
     truth = [[uniform_truth(seed, p, i % 2**32) for i in range(-100, 200)] for p in positions]
     assert got.tolist() == truth
 
@@ -121,7 +123,7 @@ def distribution(logits, temperature, top_k, top_p, min_p=0.0):
     ],
 )
 def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, min_p):
-    """Chi-square over 60,000 draws, a position each and ten seeds; a token of probability 0 is never drawn."""
+    """Chi-square over 60,000 draws, a position each, ten seeds; a token of probability 0 is never drawn."""
     logits = np.random.default_rng(3).normal(0, 1.5, 40)
     draws = 60_000
     truth = distribution(logits, temperature, top_k, top_p, min_p)

@@ -25,8 +25,8 @@ class KVDevice(NamedTuple):
     decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H], the values, in fp32 or the model's dtype
     query       (lo, hi [M, H], scale) -> the right operand of `scores`; scale turns logits into base 2
     scores      (query, tile) -> [N, M] fp32, base-2 logits
-    weight      (tile) -> bits [N] to add to a token's logits where the largest is sought, or 0: p, relative to
-                that, is what suits `accumulate`
+    weight      (tile) -> bits [N, 1] to add to logits where their largest is sought, or 0; p, which is
+                relative to that, then suits `accumulate`
     empty       (M, H, N) -> accumulator of V times probabilities
     accumulate  (acc, p [N, M] fp32, alpha [M], tile) -> acc * alpha + V.T @ p
     finish      (acc) -> lo, hi [M, H] fp32
@@ -74,7 +74,7 @@ def load_words(
 ):  # fmt: skip
     """K words [N, P] and V words [P, N], int16, and the four scales of each token as one int64 [N].
 
-    Slots of tokens that are not `live` must be in the buffers nevertheless; they are read, but for the scales.
+    Slots of tokens that are not `live` must be in the buffers too: their words are read, not their scales.
     """
     column = tl.arange(0, P)
     token = buffers[0] + (slots * (HEADS * 2 * W) + head * (2 * W))
@@ -102,8 +102,8 @@ def scale_of(scales, INDEX: tl.constexpr):
 
 @triton.jit
 def words_weight(scales):
-    """The `weight` of V in units of its scales: p times scale is at most 2^HEADROOM_BITS, and it is what the
-    largest of them is that fp16's range is spent on."""
+    """The `weight` [N] of V in units of its scales: the largest probability times scale becomes
+    2^HEADROOM_BITS."""
     largest = tl.maximum(tl.maximum(scale_of(scales, 2), scale_of(scales, 3)), SMALLEST_SCALE)
     if ASM:
         bits = tl.inline_asm_elementwise(
