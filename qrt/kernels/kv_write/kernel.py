@@ -25,10 +25,10 @@ from qrt.kernels.gpu import multiprocessors, overlaps
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
-FEW_ROWS, ROWS, WARPS = 2, 8, 1  # few vectors to a warp: no registers spill, and no barrier waits
-FEW_TOKENS = 128  # up to which latency is what counts; beyond, how many programs there are to start
+ROWS, WARPS = 8, 1  # few vectors to a warp: no registers spill, and no barrier waits
+FEW_ROWS = 2  # to a program of few tokens, where latency is what counts, not how many programs there are
+FEW_TOKENS = 128
 OVERLAPPED_PER_SM = 4  # programs; more of them, waiting, are in the way of those that run
-RAW_ROWS = 8  # of a format that only copies
 DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n channels are turned by
 
 
@@ -108,7 +108,9 @@ def kv_write(
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device()
     H = half_width(D, device.parts)
-    rows = RAW_ROWS if not fmt.rotated else DOT_ROWS if H != D // 2 else FEW_ROWS if T <= FEW_TOKENS else ROWS
+    rows = ROWS if D <= 128 else ROWS // 2
+    if fmt.rotated:
+        rows = DOT_ROWS if H != D // 2 else FEW_ROWS if T <= FEW_TOKENS else rows
     grid = (triton.cdiv(T * Hq, rows) + 2 * triton.cdiv(T * Hkv, rows),)
     _kv_write_kernel[grid](
         q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,
