@@ -2,9 +2,10 @@
 
 Two copies of the layer stand side by side: `exact`, folded but never rounded, and `rounded`, whose Linears
 are replaced one after the other. A Linear is thus fitted to the inputs that it will really have, and to the
-output that the exact model has in its place: W' = W + (W E[(x' - x) x^T] + E[(r' - r) x^T]) H^-1 undoes as
-much of the error that came before as a linear map can, in the input (GPTAQ, arXiv:2504.02692) and, for the
-Linears whose output is added to it, in the residual stream r.
+output that the exact model has in its place: W' = W + t (W E[(x' - x) x^T] + E[(r' - r) x^T]) H^-1 undoes
+what a linear map can of the error that came before, in the input (GPTAQ, arXiv:2504.02692) and, for the
+Linears whose output is added to it, in the residual stream r. The trust t is measured: a correction that
+the two halves of the windows do not agree on would be fitted to their noise.
 """
 
 from __future__ import annotations
@@ -122,12 +123,13 @@ class LayerWork:
         names = [parts[0]] if residual is None else [residual, parts[0]]
         seqlen = self._streams.rounded.shape[1]
         total = self._streams.calibrating * seqlen
-        for exact, rounded in self._streams.calibration(max(1, BATCH_TOKENS // seqlen)):
+        windows = min(max(1, BATCH_TOKENS // seqlen), (self._streams.calibrating + 1) // 2)
+        for number, (exact, rounded) in enumerate(self._streams.calibration(windows)):
             *stream, x = self._inputs(self.rounded, names, rounded)
             *exact_stream, exact_x = self._inputs(self.exact, names, exact)
-            moments.add(x, exact_x, total)
+            moments.add(x, exact_x, total, number % 2)
             for own, other in zip(stream, exact_stream, strict=True):
-                moments.add_residual(own, other, x, total)
+                moments.add_residual(own, other, x, total, number % 2)
         return moments
 
     def _inputs(self, layer: nn.Module, names: list[str], hidden: Tensor) -> list[Tensor]:
@@ -190,17 +192,12 @@ class LayerWork:
                 self._note("rounded to nearest", 1.0)
             shrink = search_clip(weight, moments.hessian.diagonal(), spec, dtype) if steps.clip else 1.0
             return round_weight(weight, spec, dtype, shrink)
-        weight = weight + self._trust(weight.shape[1]) * factor.solve(moments.pull(weight))
+        correction, trust = moments.correction(weight, factor.solve)
+        weight = weight + trust * correction
         shrink = search_clip(weight, factor.importance(), spec, dtype) if steps.clip else 1.0
         plain = round_weight(weight, spec, dtype, shrink)
         assert plain.scale is not None
         return round_columns(weight, factor, plain.scale, plain.zero, spec)
-
-    def _trust(self, in_features: int) -> float:
-        """How much of the fitted correction to apply: K inputs explain K / T of any T tokens."""
-        assert self._streams is not None
-        tokens = self._streams.calibrating * self._streams.rounded.shape[1]
-        return max(0.0, 1 - in_features / tokens)
 
     def _round_all(self) -> LayerResult:
         """Round to nearest, one weight after the other; no activations are looked at."""

@@ -43,8 +43,9 @@ class Moments:
 
     mean_abs, max_abs   [K]       of |x|
     hessian             [K, K]    E[x x^T]
-    drift               [K, K]    E[(x' - x) x^T]: what rounding so far has done to the input
-    residual            [N, K]    E[(r' - r) x^T] for the residual stream r that the Linear's output is added
+    drift               [2, K, K] E[(x' - x) x^T]: what rounding so far has done to the input, in two shares,
+                                  each of its own windows
+    residual            [2, N, K] E[(r' - r) x^T] for the residual stream r that the Linear's output is added
                                   to; absent for Linears whose output goes elsewhere
     """
 
@@ -53,20 +54,23 @@ class Moments:
             return torch.zeros(*shape, device=device)
 
         self.mean_abs, self.max_abs = zeros(in_features), zeros(in_features)
-        self.hessian, self.drift = zeros(in_features, in_features), zeros(in_features, in_features)
-        self.residual = None if residual_features is None else zeros(residual_features, in_features)
+        self.hessian, self.drift = zeros(in_features, in_features), zeros(2, in_features, in_features)
+        self.residual = None if residual_features is None else zeros(2, residual_features, in_features)
+        self._shares = [0.0, 0.0]
 
-    def add(self, x: Tensor, exact: Tensor, total: int) -> None:
-        """Count the inputs x [T, K] and what the exact model has in their place, of `total` tokens in all."""
+    def add(self, x: Tensor, exact: Tensor, total: int, half: int) -> None:
+        """Count the inputs x [T, K] and what the exact model has in their place, of `total` tokens in all, in
+        share `half`, 0 or 1."""
+        self._shares[half] += len(x) / total
         self.mean_abs += x.abs().sum(0) / total
         self.max_abs = torch.maximum(self.max_abs, x.abs().amax(0))
         self.hessian.addmm_(x.T, x, alpha=1 / total)
-        self.drift.addmm_((exact - x).T, x, alpha=1 / total)
+        self.drift[half].addmm_((exact - x).T, x, alpha=1 / total)
 
-    def add_residual(self, residual: Tensor, exact: Tensor, x: Tensor, total: int) -> None:
+    def add_residual(self, residual: Tensor, exact: Tensor, x: Tensor, total: int, half: int) -> None:
         """Count the residual stream [T, N] beside the inputs x [T, K]."""
         assert self.residual is not None
-        self.residual.addmm_((exact - residual).T, x, alpha=1 / total)
+        self.residual[half].addmm_((exact - residual).T, x, alpha=1 / total)
 
     def divide(self, scales: Tensor) -> None:
         """Follow a fold that divides the input by `scales` [K]: H becomes D^-1 H D^-1, no second pass."""
@@ -76,10 +80,24 @@ class Moments:
         for moment in (self.hessian, self.drift):
             moment.div_(scales[:, None])
 
-    def pull(self, weight: Tensor) -> Tensor:
-        """[N, K]: E[d x^T], d being what the output of `weight` [N, K] lacks to where the exact one is."""
-        pull = weight @ self.drift
-        return pull if self.residual is None else pull.add_(self.residual)
+    def correction(self, weight: Tensor, solve: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+        """What to add to `weight` [N, K] so that its output is nearest the exact one, and how much of it to
+        trust, 0 to 1. `solve`: rows [N, K] -> rows @ H^-1.
+
+        With d what the output lacks, the correction is E[d x^T] H^-1. Each share of the windows estimates
+        E[d x^T] on its own, with noise of its own: <one, other> is the square of what both see, <mean, mean>
+        that plus the noise of the mean, and their ratio the factor of least error (Wiener's).
+        """
+        first, second = (self._pull(weight, half) for half in (0, 1))
+        agreed = float((solve(first) * second).sum())
+        correction = solve(first.add_(second))
+        size = float((correction * first).sum()) * self._shares[0] * self._shares[1]
+        return correction, min(1.0, max(0.0, agreed / size)) if size > 0 else 0.0
+
+    def _pull(self, weight: Tensor, half: int) -> Tensor:
+        """[N, K]: a share's part of E[d x^T]."""
+        pull = weight @ self.drift[half]
+        return pull if self.residual is None else pull.add_(self.residual[half])
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,10 @@ def test_inputs_are_those_of_the_whole_layer_and_moments_are_means(llama):
     for hook in hooks:
         hook.remove()
     moments = Moments(256, 128, torch.device("cpu"))
-    for part in hidden.split(2):
+    for half, part in enumerate(hidden.split(2)):
         stream, x = inputs_of(layer, names, lambda part=part: decoder.run(0, layer, part))
-        moments.add(x, 2 * x, total=160)
-        moments.add_residual(stream, stream + 1, x, total=160)
+        moments.add(x, 2 * x, 160, half)
+        moments.add_residual(stream, stream + 1, x, 160, half)
     x = wanted["mlp.down_proj"][0].double()
 
     def check(x):
@@ -82,13 +82,55 @@ def test_inputs_are_those_of_the_whole_layer_and_moments_are_means(llama):
         same(moments.mean_abs, x.abs().mean(0))
         same(moments.max_abs, x.abs().amax(0))
         same(moments.hessian, x.T @ x / 160)
-        same(moments.drift, x.T @ x / 160)
-        same(moments.residual, x.mean(0).expand(128, -1))
+        for half, own in enumerate(x.split(80)):
+            same(moments.drift[half], own.T @ own / 160)
+            same(moments.residual[half], own.sum(0).expand(128, -1) / 160)
 
     check(x)
     scales = torch.rand(256) + 0.5
     moments.divide(scales)
     check(x / scales)
+
+
+def corrected(noise, tokens, seed):
+    """Moments of `tokens` whose output lacks C x and noise: the correction found, its trust, and C."""
+    torch.manual_seed(seed)
+    mixing, wanted = torch.eye(24) + 0.1 * torch.randn(24, 24), torch.randn(8, 24)
+    moments = Moments(24, 8, torch.device("cpu"))
+    for half in (0, 1, 0):  # shares of different sizes
+        x = torch.randn(tokens // 3, 24) @ mixing
+        lacking = x @ wanted.T + noise * torch.randn(len(x), 8)
+        moments.add(x, x, 3 * len(x), half)
+        moments.add_residual(torch.zeros_like(lacking), lacking, x, 3 * len(x), half)
+    found, trust = moments.correction(
+        torch.randn(8, 24), lambda rows: torch.linalg.solve(moments.hessian, rows.T).T
+    )
+    metric = mixing.T @ mixing
+    return found, trust, wanted, metric
+
+
+def test_a_correction_is_trusted_as_far_as_it_helps():
+    found, trust, wanted, _ = corrected(noise=0.0, tokens=6000, seed=0)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    assert trust > 0.97
+    assert sum(corrected(noise=1e4, tokens=600, seed=seed)[1] for seed in range(8)) / 8 < 0.2
+    for noise in (5.0, 20.0, 60.0):  # against the factor of least error, which knows the truth
+        for seed in range(4):
+            found, trust, wanted, metric = corrected(noise, tokens=600, seed=seed)
+
+            def error(t, found=found, wanted=wanted, metric=metric):
+                wrong = t * found - wanted
+                return float((wrong @ metric * wrong).sum())
+
+            best = min(error(t / 50) for t in range(51))
+            assert error(trust) < 1.15 * best, (noise, trust)
+
+
+def test_one_share_alone_is_not_trusted():
+    moments = Moments(4, None, torch.device("cpu"))
+    x = torch.randn(50, 4)
+    moments.add(x, 2 * x, 50, 0)
+    assert moments.correction(torch.randn(3, 4), lambda rows: rows)[1] == 0.0
 
 
 def test_tensors_that_do_not_fit_are_named(llama):
