@@ -24,7 +24,7 @@ from qrt.quant.weight import WEIGHT_ONLY
 from qrt_calibrate.decoder import Decoder
 from qrt_calibrate.fold import linear
 from qrt_calibrate.plan import Job
-from qrt_calibrate.preflight import bits_of
+from qrt_calibrate.preflight import bits_of, output_bytes
 from qrt_calibrate.recipe import Grid, Override, grid_of
 from qrt_calibrate.rtn import round_weight
 
@@ -58,19 +58,37 @@ class Allocation:
     curve: tuple[Point, ...]
 
 
-def allocate(job: Job, windows: Tensor, target_bits: float, read_layer: ReadLayer) -> Allocation:
-    """Widths of 4, 8 or 16 bits whose average on disk is at most `target_bits`, scales and zeros counted.
+def allocate(job: Job, windows: Tensor, read_layer: ReadLayer) -> Allocation:
+    """Widths of 4, 8 or 16 bits within the recipe's target_bits or max_size, scales and zeros counted.
 
     windows   token ids [B, T] that measure
     """
     grids: dict[int, Grid | None] = {bits: _grid(job, bits) for bits in WEIGHT_ONLY} | {SIXTEEN: None}
     units = _units(job)
-    prices = measure(job, units, {bits: grid for bits, grid in grids.items() if grid}, windows, read_layer)
     sizes = {
         bits: bits_of(grid, job.config.hidden_size, job.scale_dtype.itemsize) if grid else float(SIXTEEN)
         for bits, grid in grids.items()
     }
+    target_bits = job.recipe.target_bits
+    if target_bits is None:
+        target_bits = _bits_within(job, units, min(sizes.values()))
+    prices = measure(job, units, {bits: grid for bits, grid in grids.items() if grid}, windows, read_layer)
     return spend(units, prices, sizes, grids, target_bits)
+
+
+def _bits_within(job: Job, units: list[Unit], narrowest: float) -> float:
+    """Bits per weight that max_size leaves for the units; ConfigError when that is less than `narrowest`."""
+    assert job.recipe.max_size is not None
+    own = bits_of(job.recipe.grid, job.config.hidden_size, job.scale_dtype.itemsize)
+    weights = sum(unit.weights for unit in units)
+    rest = output_bytes(job) - weights * own / 8
+    target_bits = 8 * (job.recipe.max_size * 1e9 - rest) / weights
+    if target_bits < narrowest:
+        raise ConfigError(
+            f"--max-size: got {job.recipe.max_size} GB, but the tensors take "
+            f"{(rest + weights * narrowest / 8) / 1e9:.4g} GB where all Linears are at their narrowest"
+        )
+    return target_bits
 
 
 def _grid(job: Job, bits: int) -> Grid:

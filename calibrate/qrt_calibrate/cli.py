@@ -78,10 +78,14 @@ def _add_grid(parser: ArgumentParser) -> None:
         "--override", action="append", metavar="PATTERN=SCHEME",
         help="Linears in another scheme (its default grid), or fp16; may be repeated, the last counts",
     )  # fmt: skip
-    grid.add_argument(
+    budget = grid.add_mutually_exclusive_group()
+    budget.add_argument(
         "--target-bits", type=float, metavar="B",
         help="4, 8 or 16 bits for each fused Linear by its measured cost, B per weight on average",
     )  # fmt: skip
+    budget.add_argument(
+        "--max-size", type=float, metavar="GB", help="the same with a budget for all tensors of the result"
+    )
     grid.add_argument("--kv", choices=list(KV_FORMATS), help="KV format to recommend to qrt-serve (metadata)")
 
 

@@ -46,8 +46,8 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
     job = plan(checkpoint, recipe, device)
     text = calibration(job) if any(recipe.windows) else None
     curve: tuple[Point, ...] = ()
-    if recipe.target_bits is not None:
-        job, curve = _with_bits(job, text, recipe.target_bits)
+    if recipe.has_budget:
+        job, curve = _with_bits(job, text)
         recipe = job.recipe
     grids = {name: (grid.scheme, grid.spec) for name, grid in job.quantized.items() if grid != recipe.grid}
     with (
@@ -88,11 +88,11 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
     return report
 
 
-def _with_bits(job: Job, text: Calibration | None, target_bits: float) -> tuple[Job, tuple[Point, ...]]:
-    """The job with widths chosen under a budget, and the trade-off."""
+def _with_bits(job: Job, text: Calibration | None) -> tuple[Job, tuple[Point, ...]]:
+    """The job with widths chosen under its budget, and the trade-off."""
     if text is None:
-        raise ConfigError("--target-bits: needs text to measure on; use a method that reads some")
-    allocation = allocate(job, text.windows[:WINDOWS], target_bits, read_layer)
+        raise ConfigError("a budget of bits needs text to measure on; use a method that reads some")
+    allocation = allocate(job, text.windows[:WINDOWS], read_layer)
     overrides = (*allocation.overrides, *job.recipe.overrides)
     return plan(job.checkpoint, replace(job.recipe, overrides=overrides), job.device), allocation.curve
 

@@ -13,6 +13,7 @@ from qrt_calibrate.streams import stream_bytes
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
 SPLIT_BY_INPUT = ("self_attn.o_proj", "mlp.down_proj")  # the others are split by output
 ZEROS_A_WORD = 32
+SHAPE_BYTES = 16  # of the weight_shape that packed formats store
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def preflight(job: Job) -> Preflight:
     widest = max(job.config.hidden_size, job.config.intermediate_size)
     moments = 3 * 2 * widest**2 * 4 if job.recipe.steps.needs_text else 0
     return Preflight(
-        output_bytes=_output_bytes(job),
+        output_bytes=output_bytes(job),
         working_bytes=2 * 4 * max(layers) + moments,
         hidden_bytes=stream_bytes(sum(job.recipe.windows), job.recipe.seqlen, job.config.hidden_size),
         findings=tuple(_findings(job)),
@@ -56,12 +57,13 @@ def _layer_weights(job: Job, index: int) -> int:
     return sum(prod(job.checkpoint.spec(name).shape) for name in names)
 
 
-def _output_bytes(job: Job) -> int:
+def output_bytes(job: Job) -> int:
+    """Of the quantized checkpoint's tensors."""
     total = job.checkpoint.num_bytes
     for name, grid in job.quantized.items():
         spec = job.checkpoint.spec(f"{name}.weight")
         total += int(prod(spec.shape) * bits_of(grid, spec.shape[1], job.scale_dtype.itemsize) / 8)
-        total -= spec.num_bytes
+        total += SHAPE_BYTES * (not WEIGHT_SCHEMES[grid.scheme].int8_tokens) - spec.num_bytes
     return total
 
 

@@ -51,7 +51,8 @@ class Recipe:
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
     kv            KV format that the checkpoint recommends to qrt's server, or None
     target_bits   bits per weight on disk that Linears may take on average; each gets 4, 8 or 16 by
-                  what it costs. None: all are on the grid
+                  what it costs. None: all are on the grid, unless max_size is given
+    max_size      GB (10^9 bytes) that all tensors of the result may take: the same choice under another budget
     """
 
     scheme: str
@@ -68,6 +69,7 @@ class Recipe:
     exact_folds: bool = True
     kv: str | None = None
     target_bits: float | None = None
+    max_size: float | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -81,10 +83,11 @@ class Recipe:
                 raise ConfigError(f"{flag}: got {value}, wanted at least {least}")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"--seed: got {self.seed}, wanted 0 to 2^63 - 1")
-        if self.target_bits is not None and self.scheme not in WEIGHT_ONLY.values():
-            raise ConfigError(
-                f"--target-bits: chooses among weight-only widths, not {self.scheme}; use --bits 4"
-            )
+        if self.target_bits is not None and self.max_size is not None:
+            raise ConfigError("--target-bits and --max-size are two budgets for one choice; give one of them")
+        if self.has_budget and self.scheme not in WEIGHT_ONLY.values():
+            flag = "--max-size" if self.target_bits is None else "--target-bits"
+            raise ConfigError(f"{flag}: chooses among weight-only widths, not {self.scheme}; use --bits 4")
         if not 0 < self.damping <= 1:
             raise ConfigError(f"--damp: got {self.damping}, wanted above 0 and at most 1")
 
@@ -92,6 +95,11 @@ class Recipe:
     def grid(self) -> Grid:
         """What a Linear becomes unless an override says otherwise."""
         return Grid(self.scheme, self.spec)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether widths are chosen under a budget."""
+        return self.target_bits is not None or self.max_size is not None
 
     @property
     def steps(self) -> Method:
@@ -110,6 +118,8 @@ class Recipe:
             found["damping"] = self.damping
         if self.target_bits is not None:
             found["target_bits"] = self.target_bits
+        if self.max_size is not None:
+            found["max_size"] = self.max_size
         if not self.exact_folds:
             found["exact_folds"] = False
         if self.kv is not None:

@@ -60,6 +60,18 @@ def test_spending():
         chosen(3)
 
 
+def test_a_size_is_kept(llama, calib, tmp_path, capsys):
+    flags = ["--calib", calib, "--seqlen", 64, "--eval-samples", 4, "--method", "rtn", "--model", llama]
+    full = open_checkpoint(llama).num_bytes
+    words = [*flags, "--out", tmp_path / "out", "--max-size", 0.6 * full / 1e9]
+    assert cli.main([str(word) for word in words]) == 0
+    assert 0.5 * full < open_checkpoint(tmp_path / "out").num_bytes <= 0.6 * full
+    assert cli.main([str(word) for word in [*flags, "--out", tmp_path / "no", "--max-size", 1e-5]]) == 1
+    assert "--max-size: got 1e-05 GB, but the tensors take 0.000467" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="two budgets for one choice"):
+        Recipe("w4a16", W4.spec, "awq", target_bits=5.0, max_size=1.0)
+
+
 def test_a_budget_end_to_end(llama, calib, tmp_path, capsys):
     hard = make_hard(llama, tmp_path / "hard", Profile(64.0, 12, heads=True))
     flags = ["--calib", calib, "--n-samples", 4, "--seqlen", 64, "--eval-samples", 1, "--method", "gptq"]

@@ -24,7 +24,7 @@ def test_the_output_is_as_large_as_foreseen(llama, tmp_path, entries, capsys):
     assert "working memory" in capsys.readouterr().out and not (tmp_path / "out").exists()
     assert cli.main([*words, "--out", str(tmp_path / "out")]) == 0
     written = open_checkpoint(tmp_path / "out").num_bytes
-    assert foreseen.output_bytes == pytest.approx(written, rel=1e-3)  # weight_shape is not counted
+    assert foreseen.output_bytes == written
 
 
 def test_what_cannot_be_split_is_said(llama):
