@@ -16,9 +16,10 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt_calibrate import convert
+from qrt_calibrate.duration import expected_seconds
 from qrt_calibrate.hub import push
 from qrt_calibrate.method import METHODS
-from qrt_calibrate.pipeline import calibrate
+from qrt_calibrate.pipeline import calibrate, read_layer
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe import Recipe
@@ -47,7 +48,11 @@ def _parser() -> ArgumentParser:
         "interrupted run goes on from DIR.partial")  # fmt: skip
     add("--device", help="where to compute (default: cuda if there is one, else cpu)")
     add("--recipe", metavar="FILE", help="YAML file with flags' names as keys; flags win over it")
-    add("--dry-run", action="store_true", help="say what it takes and where the result loads; then stop")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="say what it takes, time too, and where the result loads; then stop",
+    )
     add(
         "--push-to-hub",
         metavar="ORG/NAME",
@@ -123,7 +128,12 @@ def _run(arguments: Namespace) -> None:
     out = Path(arguments.out or f"{name}-{recipe.scheme.removesuffix('a16')}")
     device = device_of(arguments.device)
     if arguments.dry_run:
-        print(*preflight(plan(open_checkpoint(arguments.model), recipe, device)).lines(), sep="\n")
+        job = plan(open_checkpoint(arguments.model), recipe, device)
+        print(*preflight(job).lines(), sep="\n")
+        minutes = expected_seconds(job, read_layer) / 60
+        print(
+            f"about {minutes:.2g} minutes on {device}, foreseen from parts of one layer timed there just now"
+        )
         return
     calibrate(arguments.model, recipe, out, device).print(Console())
     if arguments.push_to_hub:

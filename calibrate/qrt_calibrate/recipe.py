@@ -52,7 +52,7 @@ class Recipe:
     kv            KV format that the checkpoint recommends to qrt's server, or None
     target_bits   bits per weight on disk that Linears may take on average; each gets 4, 8 or 16 by
                   what it costs. None: all are on the grid, unless max_size is given
-    max_size      GB (10^9 bytes) that all tensors of the result may take: the same choice under another budget
+    max_size      GB (10^9 bytes) that all tensors of the result may take: the same choice, another budget
     """
 
     scheme: str

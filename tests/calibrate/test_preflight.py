@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from qrt.arch import ARCHS
 from qrt.quant.checkpoint import open_checkpoint
-from qrt_calibrate import cli
+from qrt_calibrate import cli, duration
+from qrt_calibrate.pipeline import read_layer
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe_file import recipe_of
@@ -21,10 +23,35 @@ def test_the_output_is_as_large_as_foreseen(llama, tmp_path, entries, capsys):
     flags = [f"--{key}={value}" for key, value in entries.items()]
     words = ["--model", str(llama), *flags, "--method", "rtn", "--eval-samples", "0"]
     assert cli.main([*words, "--dry-run", "--out", str(tmp_path / "out")]) == 0
-    assert "working memory" in capsys.readouterr().out and not (tmp_path / "out").exists()
+    said = capsys.readouterr().out
+    assert "working memory" in said and "minutes on cpu" in said and not (tmp_path / "out").exists()
     assert cli.main([*words, "--out", str(tmp_path / "out")]) == 0
     written = open_checkpoint(tmp_path / "out").num_bytes
     assert foreseen.output_bytes == written
+
+
+def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, monkeypatch):
+    """Every part takes one second here; the Llama's stacks have 256, 128, 512 and 128 rows."""
+    monkeypatch.setattr(duration, "_seconds", lambda work, beside: (work(), 1.0)[1])
+
+    def expected(folder=llama, **entries):
+        recipe = recipe_of({"bits": 4, "group_size": 64, "seqlen": 32, "n_samples": 4, **entries})
+        return duration.expected_seconds(plan(open_checkpoint(folder), recipe, CPU), read_layer)
+
+    stacks = [
+        sum(open_checkpoint(llama).spec(f"model.layers.0.{part}.weight").shape[0] for part in parts)
+        for _, parts in ARCHS["LlamaForCausalLM"].fuse
+    ]
+    slices = sum(rows / min(rows, duration.SLICE) for rows in stacks)
+    rounded = expected(method="rtn", eval_samples=0)
+    assert rounded == pytest.approx(2 * slices)  # two layers
+    windows = expected(method="rtn", eval_samples=3) - rounded
+    # exact and rounded through both layers; what is measured of the four inputs belongs to no window then
+    assert windows == pytest.approx(2 * 2 * 3)
+    gptq, awq = (expected(method=name, eval_samples=0) for name in ("gptq", "awq-gptq"))
+    assert gptq > 2 * rounded and awq - gptq == pytest.approx(20 * rounded)
+    longer = make_checkpoint("LlamaForCausalLM", num_hidden_layers=4)
+    assert expected(longer, eval_samples=1) == pytest.approx(2 * expected(eval_samples=1))
 
 
 def test_what_cannot_be_split_is_said(llama):

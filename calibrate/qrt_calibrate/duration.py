@@ -1,0 +1,110 @@
+"""How long a calibration will take: parts of one layer's work timed on the device, then counted.
+
+A foresight, not a measurement: reading and writing files and the report are left out, and another program on
+the machine changes it. It costs one layer's forward on one batch and slices of the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qrt.quant.checkpoint import Checkpoint
+from qrt_calibrate.clip import search_clip
+from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.gptq import Factor, round_columns
+from qrt_calibrate.method import Scales
+from qrt_calibrate.plan import Job
+from qrt_calibrate.recipe import Grid
+from qrt_calibrate.rtn import round_weight
+from qrt_calibrate.search import GRID
+
+SLICE = 256  # columns that GPTQ rounds, and rows whose clipping is searched
+ORDER = 1024  # of the Hessian that is factorized
+ReadLayer = Callable[[Checkpoint, str], dict[str, Tensor]]  # all tensors of a layer, by their names inside it
+
+
+@torch.no_grad()
+def expected_seconds(job: Job, read_layer: ReadLayer) -> float:
+    """Seconds for all layers, from what the first one's parts take."""
+    tensors = read_layer(job.checkpoint, job.layer_name(0))
+    grids = job.layer_grids(0)
+    seconds = 0.0
+    for _, parts in job.arch.fuse:
+        if parts[0] in grids:
+            weight = torch.cat([tensors[f"{part}.weight"] for part in parts])
+            seconds += _rounding(job, grids[parts[0]], weight.to(job.device, torch.float32))
+    if any(job.recipe.windows):
+        seconds += _reading(job, tensors)
+    return seconds * job.config.num_layers
+
+
+def _rounding(job: Job, grid: Grid, weight: Tensor) -> float:
+    """Searching and rounding one stack of weights [N, K]: slices of it, times their number."""
+    steps, spec, dtype = job.recipe.steps, grid.spec, job.scale_dtype
+    rows, columns = weight.shape
+    few = weight[:SLICE]
+    nearest = _seconds(lambda: round_weight(few, spec, dtype).dequantize(), few) * rows / len(few)
+    if not steps.needs_text:
+        return nearest
+    seconds = nearest * (1 + (GRID if steps.scales is Scales.AWQ else 0))
+    if steps.clip:
+        cost = torch.ones(columns, device=weight.device)
+        found = _seconds(lambda: search_clip(few, cost, spec, dtype), few)
+        seconds += found * rows / len(few)
+    if steps.gptq:
+        seconds += _gptq(weight, grid, dtype)
+    return seconds
+
+
+def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype) -> float:
+    """Factorizing a Hessian, and the walk over the columns with what each block sends to those behind."""
+    rows, columns = weight.shape
+    order = min(columns, ORDER)
+    hessian = torch.eye(order, device=weight.device)
+    factorized = _seconds(lambda: Factor.of(hessian, 0.01), weight) * (columns / order) ** 3
+    width = min(columns, max(SLICE, grid.spec.group_of(columns)))
+    part = weight[:, :width]
+    plain = round_weight(part, grid.spec, dtype)
+    assert plain.scale is not None
+    scale, zero = plain.scale, plain.zero
+    eye = Factor(torch.arange(width, device=weight.device), torch.eye(width, device=weight.device), 0.0)
+    walked = _seconds(lambda: round_columns(part, eye, scale, zero, grid.spec), part)
+    spread = _seconds(lambda: part @ part.T[:, :SLICE], part) / (2 * rows * width * min(SLICE, rows))
+    return factorized + walked * columns / width + spread * rows * columns**2
+
+
+def _reading(job: Job, tensors: Mapping[str, Tensor]) -> float:
+    """The layer's forwards over all windows, and the moments of its Linears' inputs."""
+    calibrating, evaluating = job.recipe.windows
+    seqlen, device = job.recipe.seqlen, job.device
+    decoder = Decoder(job.checkpoint, job.arch, seqlen, device)
+    layer = decoder.load(0, tensors)
+    batch = 1 if device.type == "cpu" else max(1, BATCH_TOKENS // seqlen)
+    hidden = torch.randn(batch, seqlen, job.config.hidden_size, device=device)
+    forward = _seconds(lambda: decoder.run(0, layer, hidden), hidden) / batch
+    seconds = 2 * forward * (calibrating + evaluating)  # exact and rounded, to the next layer
+    weights = {name: tensors[f"{name}.weight"] for name in job.arch.projections}
+    total, before = sum(weight.numel() for weight in weights.values()), 0
+    for _, parts in job.arch.fuse:
+        seconds += 2 * forward * calibrating * before / total  # of each, up to the Linears' input
+        before += sum(weights[part].numel() for part in parts)
+        x = torch.randn(batch * seqlen, weights[parts[0]].shape[1], device=device)
+        seconds += 2 * _seconds(partial(torch.mm, x.T, x), x) / batch * calibrating  # Hessian and drift
+    return seconds
+
+
+def _seconds(work: Callable[[], object], beside: Tensor) -> float:
+    """Time of one call on `beside`'s device, the first call left out."""
+    for _ in range(2):
+        if beside.is_cuda:
+            torch.cuda.synchronize(beside.device)
+        began = time.perf_counter()
+        work()
+    if beside.is_cuda:
+        torch.cuda.synchronize(beside.device)
+    return time.perf_counter() - began
