@@ -19,7 +19,8 @@ SHAPE_BYTES = 16  # of the weight_shape that packed formats store
 @dataclass(frozen=True)
 class Preflight:
     """output_bytes     of the quantized checkpoint's tensors
-    working_bytes       two fp32 copies of the largest layer, and the moments of its widest input thrice
+    working_bytes       two fp32 copies of the largest layer, the moments of its widest input (the Hessian and
+                        two shares of the drift, and of the residual), and three matrices to factorize one
     hidden_bytes        hidden states, exact and rounded; on disk where RAM is short
     findings            where the result will not load, and why
     """
@@ -42,7 +43,7 @@ def preflight(job: Job) -> Preflight:
     """The estimate and the findings of a job; no weight is read."""
     layers = [_layer_weights(job, index) for index in range(job.config.num_layers)]
     widest = max(job.config.hidden_size, job.config.intermediate_size)
-    moments = 3 * 2 * widest**2 * 4 if job.recipe.steps.needs_text else 0
+    moments = 4 * (6 * widest + 2 * job.config.hidden_size) * widest if job.recipe.steps.needs_text else 0
     return Preflight(
         output_bytes=output_bytes(job),
         working_bytes=2 * 4 * max(layers) + moments,

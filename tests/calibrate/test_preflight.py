@@ -74,6 +74,6 @@ def test_memory_foreseen_is_of_a_layer_and_of_the_windows(llama):
     foreseen = preflight(job)
     assert foreseen.hidden_bytes == 2 * 8 * 64 * 128 * 4
     layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
-    assert foreseen.working_bytes == 2 * 4 * layer + 3 * 2 * 256**2 * 4
+    assert foreseen.working_bytes == 2 * 4 * layer + 4 * (6 * 256**2 + 2 * 128 * 256)
     plain = replace(job, recipe=replace(job.recipe, method="rtn"))
     assert preflight(plain).working_bytes == 2 * 4 * layer
