@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from qrt.engine.logprobs import Scores
+from qrt.engine.logprobs import Scores, concat
 from qrt.engine.request import FinishReason
 
 
@@ -27,3 +28,18 @@ class RequestDelta(NamedTuple):
     prompt_scores: Scores | None = None
     num_cached: int = 0
     error: str | None = None
+
+
+def merge(deltas: Sequence[RequestDelta]) -> RequestDelta:
+    """What several steps, one after the other, added to one request."""
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    scores = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    prompt = [delta.prompt_scores for delta in deltas if delta.prompt_scores is not None]
+    return last._replace(
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=concat(scores) if scores else None,
+        prompt_scores=concat(prompt) if prompt else None,
+        num_cached=max(delta.num_cached for delta in deltas),
+    )

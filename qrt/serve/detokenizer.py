@@ -32,9 +32,15 @@ class TextStream:
         self._given = len(self._text)  # characters of `_text` that are out
         self._window += prompt_ids[whole:]
 
-    def feed(self, token_id: int) -> str:
-        """The text that the token makes certain; what may be an unfinished character waits."""
-        self._window.append(token_id)
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that the tokens make certain; what may be an unfinished character waits."""
+        if len(token_ids) > 1 and self._decode([*self._window, *token_ids]).endswith(INCOMPLETE):
+            return "".join(self._add([token_id]) for token_id in token_ids)
+        return self._add(token_ids)
+
+    def _add(self, token_ids: Sequence[int]) -> str:
+        """One token, or several that end with a whole character."""
+        self._window += token_ids
         self._text = self._decode(self._window)
         whole = len(self._text.rstrip(INCOMPLETE))
         if len(self._text) - whole > LONGEST_RUN:
@@ -122,6 +128,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         self._stream = TextStream(tokenizer, prompt_ids, params.skip_special_tokens)
+        self._has_stops = bool(params.stop_strings)
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self.text = ""
@@ -134,12 +141,15 @@ class Detokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that can be shown now. No stop string is looked for before `min_tokens`."""
+        if not self._has_stops:
+            self.num_tokens += len(token_ids)
+            return self._add(self._stream.feed(token_ids))
         pieces = []
         for token_id in token_ids:
             if self.stop_reason is not None:
                 break
             self.num_tokens += 1
-            piece = self._stream.feed(token_id)
+            piece = self._stream.feed([token_id])
             pieces.append(self._stops.feed(piece) if self.num_tokens > self._min_tokens else piece)
         return self._add("".join(pieces))
 

@@ -16,7 +16,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from qrt.engine.output import RequestDelta
+from qrt.engine.output import RequestDelta, merge
 from qrt.engine.request import FinishReason
 from qrt.errors import ConfigError, QrtError, QueueFullError
 from qrt.serve.messages import (
@@ -45,38 +45,49 @@ class EngineError(QrtError):
     """The engine failed, not the request: a step went wrong, or the engine has ended."""
 
 
-ACCEPTED = object()  # in a stream's queue: the engine has taken the request
-Item = tuple[str, RequestDelta | QrtError | object]
-
-
 class RequestStream:
-    """The requests of some collectors, running: an async iterator of (index of the collector, its delta)."""
+    """The requests of some collectors, running: an async iterator of (index of the collector, its delta).
+
+    What comes while nobody asks is given as one delta a request, so that text for a slow client, or from a
+    busy process, takes less work a token.
+    """
 
     def __init__(self, client: EngineClient, collectors: Sequence[RequestCollector]) -> None:
         self._client = client
         self._collectors = collectors
         self._owners = {id: index for index, c in enumerate(collectors) for id in c.engine_ids}
         self._running = set(self._owners)
-        self._items: asyncio.Queue[Item] = asyncio.Queue()
-        self._early: list[Item] = []  # came before the last request was accepted
+        self._unaccepted = set(self._owners)
+        self._deltas: dict[str, list[RequestDelta]] = {}
+        self._error: QrtError | None = None
+        self._news = asyncio.Event()
 
-    def put(self, request_id: str, item: RequestDelta | QrtError | object) -> None:
-        """From the engine."""
-        self._items.put_nowait((request_id, item))
+    # From the engine:
+
+    def accept(self, request_id: str) -> None:
+        """The engine has taken the request."""
+        self._unaccepted.discard(request_id)
+        self._news.set()
+
+    def put(self, delta: RequestDelta) -> None:
+        """A step has added something."""
+        self._deltas.setdefault(delta.request_id, []).append(delta)
+        self._news.set()
+
+    def fail(self, error: QrtError) -> None:
+        """A request was refused, or the engine has ended; what came before is still given."""
+        self._error = error
+        self._news.set()
+
+    # To who reads:
 
     async def accepted(self) -> None:
         """Wait until the engine has taken all requests; raises as `EngineClient.submit`."""
-        waiting = set(self._owners)
         try:
-            while waiting:
-                request_id, item = await self._items.get()
-                if item is ACCEPTED:
-                    waiting.discard(request_id)
-                elif isinstance(item, QrtError):
-                    self._running.discard(request_id)
-                    raise item
-                else:
-                    self._early.append((request_id, item))
+            while self._unaccepted and not self._error:
+                await self._wait()
+            if self._error:
+                raise self._error
         except BaseException:
             self.close()
             raise
@@ -84,7 +95,7 @@ class RequestStream:
     @property
     def waiting(self) -> bool:
         """Whether a delta is there already."""
-        return bool(self._running) and (bool(self._early) or not self._items.empty())
+        return bool(self._running and self._deltas)
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -92,20 +103,29 @@ class RequestStream:
     async def __anext__(self) -> tuple[int, CompletionDelta]:
         """Raises EngineError when a step or the engine fails."""
         while self._running:
-            request_id, item = self._early.pop(0) if self._early else await self._items.get()
-            if isinstance(item, QrtError):
-                raise item
-            assert isinstance(item, RequestDelta)
-            if item.error:
-                logger.error("request %s failed in a step: %s", request_id, item.error)
-                raise EngineError("the request failed in a step; the server's log says why")
-            index = self._owners[request_id]
-            delta = self._collectors[index].feed(item)
-            if delta.finish_reason and request_id in self._running:
-                self._running.remove(request_id)
-                self._client.forget([request_id], abort=delta.abort)
-            return index, delta
+            if self._deltas:
+                request_id = next(iter(self._deltas))
+                return self._take(merge(self._deltas.pop(request_id)))
+            if self._error:
+                raise self._error
+            await self._wait()
         raise StopAsyncIteration
+
+    def _take(self, item: RequestDelta) -> tuple[int, CompletionDelta]:
+        request_id = item.request_id
+        if item.error:
+            logger.error("request %s failed in a step: %s", request_id, item.error)
+            raise EngineError("the request failed in a step; the server's log says why")
+        index = self._owners[request_id]
+        delta = self._collectors[index].feed(item)
+        if delta.finish_reason and request_id in self._running:
+            self._running.remove(request_id)
+            self._client.forget([request_id], abort=delta.abort)
+        return index, delta
+
+    async def _wait(self) -> None:
+        self._news.clear()
+        await self._news.wait()
 
     def close(self) -> None:
         """Abort what still runs."""
@@ -178,7 +198,7 @@ class EngineClient(ABC):
         self._send(Abort(list(request_ids)))
         for request_id in request_ids:
             if stream := self._streams.get(request_id):
-                stream.put(request_id, RequestDelta(request_id, finish_reason=FinishReason.ABORT))
+                stream.put(RequestDelta(request_id, finish_reason=FinishReason.ABORT))
 
     @property
     def num_running(self) -> int:
@@ -222,24 +242,22 @@ class EngineClient(ABC):
     def _hand_out(self, output: Output) -> None:
         for request_id in output.accepted:
             if stream := self._streams.get(request_id):
-                stream.put(request_id, ACCEPTED)
+                stream.accept(request_id)
         for refusal in output.refused:
             if stream := self._streams.pop(refusal.id, None):
-                stream.put(
-                    refusal.id,
-                    QueueFullError(refusal.message) if refusal.busy else ConfigError(refusal.message),
-                )
+                kind = QueueFullError if refusal.busy else ConfigError
+                stream.fail(kind(refusal.message))
         for delta in output.deltas:
             if stream := self._streams.get(delta.request_id):
-                stream.put(delta.request_id, delta)
+                stream.put(delta)
 
     def stop(self, reason: str) -> None:
         """In the event loop: fail what still waits, and what comes later."""
         if self.stopped:
             return
         self.stopped = EngineError(reason)
-        for request_id, stream in self._streams.items():
-            stream.put(request_id, self.stopped)
+        for stream in self._streams.values():
+            stream.fail(self.stopped)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(self.stopped)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -117,6 +118,8 @@ def serve(spec: Spec) -> None:
     if spec.name == "api-0":
         logger.info("routes: %s", ", ".join(routes_of(app)))
     server = HttpServer(app, service, spec.alive)
+    gc.collect()
+    gc.freeze()  # the imported modules' objects live as long as the process
     server.run([socket.socket(fileno=spec.listener)])
 
 

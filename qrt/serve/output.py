@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from qrt.config import SamplingParams
 from qrt.engine.logprobs import Scores
@@ -55,8 +56,7 @@ class RequestOutput:
     num_cached_tokens: int
 
 
-@dataclass(frozen=True)
-class CompletionDelta:
+class CompletionDelta(NamedTuple):
     """What a step added to one completion; `abort` says that the engine must be told to end it."""
 
     index: int
@@ -172,7 +172,8 @@ class RequestCollector:
             reasons = completion.finish_reason, completion.stop_reason
             return CompletionDelta(index, "", (), None, *reasons, abort=False)
         self.error = self.error or delta.error
-        self._num_cached = max(self._num_cached, delta.num_cached)
+        if delta.num_cached > self._num_cached:
+            self._num_cached = delta.num_cached
         if delta.prompt_scores is not None:
             self._add_prompt(delta.prompt_scores)
         shown = delta.token_ids

@@ -106,18 +106,36 @@ def test_random_bytes_add_up(data, tmp_path_factory):
     assert "".join(pieces) + rest == tokenizer.decode(ids)
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(KINDS))
+def test_several_tokens_at_once_add_up(data, kind, tmp_path_factory):
+    """However they are cut, text and broken bytes mixed: the decoding of the whole, in a short window."""
+    tokenizer = load(kind, tmp_path_factory)
+    words = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
+    if kind == "byte_level":
+        words += [[token] * count for token in (100, 200, 255) for count in (1, 3, LONGEST_WINDOW)]
+    ids = [i for word in data.draw(st.lists(st.sampled_from(words), max_size=6)) for i in word]
+    text_stream, shown, start = TextStream(tokenizer, [], True), "", 0
+    while start < len(ids):
+        end = start + data.draw(st.integers(1, 2 * LONGEST_WINDOW))
+        shown += text_stream.feed(ids[start:end])
+        start = end
+        assert len(text_stream._window) <= LONGEST_WINDOW + 1
+    assert shown + text_stream.finish() == tokenizer.decode(ids)
+
+
 def test_invalid_bytes_do_not_wait_for_ever_and_stay_cheap(kind, tokenizer):
     if kind == "metaspace":
         pytest.skip("no bytes")
     bad = next(i for i in range(3, 300) if tokenizer.decode([i]) == "\ufffd")
     text_stream = TextStream(tokenizer, [], True)
-    shown = "".join(text_stream.feed(bad) for _ in range(1000))
+    shown = "".join(text_stream.feed([bad]) for _ in range(1000))
     assert len(shown) > 900 and len(text_stream._window) <= LONGEST_WINDOW + 1
     assert shown + text_stream.finish() == "\ufffd" * 1000
     after = TextStream(tokenizer, [], True)
     for _ in range(200):
-        after.feed(bad)
-    good = "".join(after.feed(i) for i in tokenizer.encode("ok 你好", add_special_tokens=False))
+        after.feed([bad])
+    good = "".join(after.feed([i]) for i in tokenizer.encode("ok 你好", add_special_tokens=False))
     assert good.lstrip("\ufffd ") + after.finish() == "ok 你好"
 
 
@@ -134,7 +152,7 @@ def test_a_long_stream_keeps_a_short_window(tokenizer):
     ids = tokenizer.encode(" ".join(TEXTS[:4]) * 10, add_special_tokens=False)
     text_stream, longest = TextStream(tokenizer, [], True), 0
     for token in ids:
-        text_stream.feed(token)
+        text_stream.feed([token])
         longest = max(longest, len(text_stream._window))
     assert longest <= LONGEST_WINDOW + 1 < len(ids)
 
