@@ -41,6 +41,7 @@ class Environment:
 ENV = Environment.read()
 
 POLICIES = ("fcfs", "priority")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")  # the first two are one: qrt reads nothing else
 ADMISSIONS = ("aggressive", "conservative")
 MAX_TOKENS_LISTED = 1024  # of logit_bias and allowed_token_ids; a request cannot ask for work without bound
 MAX_BAD_WORDS = 128
@@ -55,6 +56,8 @@ class EngineConfig:
     model                    checkpoint folder, or "tiny" for the bundled one
     kv                       KV format: "auto" (unquantized), "bf16", or a name in KV_FORMATS ("int8", "k8v4")
     kv_skip_layers           layers whose K and V are stored unquantized
+    load_format              "dummy": random weights of the sizes and schemes that the folder's config.json
+                             names, no tensor is read (to measure speed without a checkpoint)
     dtype                    activations: "auto" is the checkpoint's on a GPU; on a CPU float32, or bf16 for a
                              quantized checkpoint that is stored in it where the CPU multiplies it fast
     max_model_len            most tokens of one request, prompt and output together
@@ -77,6 +80,7 @@ class EngineConfig:
     tokenizer: str | None = None
     kv: str = "auto"
     kv_skip_layers: tuple[int, ...] = ()
+    load_format: str = "auto"
     dtype: str = "auto"
     device: str | None = None
     max_model_len: int | None = None
@@ -96,6 +100,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         _one_of("admission", self.admission, ADMISSIONS)
         for name in ("max_num_seqs", "max_num_batched_tokens"):

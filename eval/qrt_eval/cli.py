@@ -95,6 +95,9 @@ def _add_serve(command: ArgumentParser) -> None:
     )
     command.add_argument("--max-concurrency", type=int, metavar="C", help="most requests at once")
     command.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="that send and read (default: %(default)s)"
+    )
+    command.add_argument(
         "--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="(default: 99)"
     )
     command.add_argument(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import aiohttp
 import numpy as np
+
+from qrt.errors import QrtError
 
 TIMEOUT_S = 6 * 3600  # of a whole request: a queue may be long
 
@@ -62,29 +66,76 @@ def delays(count: int, rate: float, burstiness: float, seed: int) -> list[float]
     return list(times * (wanted / times[-1]) if times[-1] > 0 else times)
 
 
-async def send_all(
-    url: str,
-    prompts: Sequence[Prompt],
-    body: dict[str, Any],
-    at: Sequence[float],
-    most: int | None,
-    key: str | None,
-) -> tuple[list[Outcome], float]:
-    """Send every prompt at its time, at most `most` at once; outcomes in order, seconds of it all."""
-    gate = asyncio.Semaphore(most or len(prompts))
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+@dataclass(frozen=True)
+class Load:
+    """What is sent: prompts, each at its time in seconds after the start, at most `most` at once."""
+
+    url: str
+    prompts: Sequence[Prompt]
+    body: dict[str, Any]
+    at: Sequence[float]
+    most: int | None
+    key: str | None
+
+    def share(self, index: int, count: int) -> Load:
+        """Every `count`-th request, from `index` on, and its part of what may run at once."""
+        most = None if self.most is None else self.most // count + (index < self.most % count)
+        part = slice(index, None, count)
+        return Load(self.url, self.prompts[part], self.body, self.at[part], most, self.key)
+
+
+def send(load: Load, processes: int = 1) -> tuple[list[Outcome], float]:
+    """Send it from that many processes; outcomes in order, seconds of it all.
+
+    One process reads some ten thousand chunks a second; a server that is faster wants several.
+    """
+    if processes == 1:
+        return asyncio.run(_send(load, time.perf_counter()))
+    context = multiprocessing.get_context("spawn")
+    children = []
+    for index in range(processes):
+        here, there = context.Pipe()
+        child = context.Process(target=_child, args=(there, load.share(index, processes)), daemon=True)
+        child.start()
+        there.close()  # so that a child's death ends `recv`
+        children.append((here, child))
+    try:
+        for here, _ in children:
+            here.recv()  # it is ready
+        begin = time.perf_counter() + 0.01  # a clock that all processes share
+        for here, _ in children:
+            here.send(begin)
+        results = [here.recv() for here, _ in children]
+    except EOFError:
+        raise QrtError("a process that sends requests has died") from None
+    finally:
+        for _, child in children:
+            child.terminate()
+    outcomes = [Outcome(0)] * len(load.prompts)
+    for index, (some, _) in enumerate(results):
+        outcomes[index::processes] = some
+    return outcomes, max(seconds for _, seconds in results)
+
+
+def _child(pipe: Connection, load: Load) -> None:
+    pipe.send(None)
+    pipe.send(asyncio.run(_send(load, pipe.recv())))
+
+
+async def _send(load: Load, begin: float) -> tuple[list[Outcome], float]:
+    gate = asyncio.Semaphore(load.most or len(load.prompts))
+    headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
-        started = time.perf_counter()
 
         async def one(prompt: Prompt, delay: float) -> Outcome:
-            await asyncio.sleep(started + delay - time.perf_counter())
+            await asyncio.sleep(begin + delay - time.perf_counter())
             async with gate:
-                return await request(session, url, prompt, body)
+                return await request(session, load.url, prompt, load.body)
 
-        outcomes = await asyncio.gather(*(one(*pair) for pair in zip(prompts, at, strict=True)))
-        return outcomes, time.perf_counter() - started
+        outcomes = await asyncio.gather(*(one(*pair) for pair in zip(load.prompts, load.at, strict=True)))
+        return outcomes, time.perf_counter() - begin
 
 
 async def request(session: aiohttp.ClientSession, url: str, prompt: Prompt, body: dict[str, Any]) -> Outcome:
@@ -96,7 +147,7 @@ async def request(session: aiohttp.ClientSession, url: str, prompt: Prompt, body
             if response.status != 200:
                 outcome.error = f"HTTP {response.status}: {(await response.text())[:300]}"
                 return outcome
-            async for line in response.content:
+            async for line in lines(response.content):
                 event = parse(line)
                 if event is None:
                     continue
@@ -122,6 +173,16 @@ async def request(session: aiohttp.ClientSession, url: str, prompt: Prompt, body
     outcome.latency = last - outcome.started
     outcome.output_tokens = outcome.output_tokens or chunks  # a server that sends no usage
     return outcome
+
+
+async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a body as they come; StreamReader's own take a wait each."""
+    rest = b""
+    async for piece in content.iter_any():
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line
+    yield rest
 
 
 def payload(url: str, prompt: Prompt) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def kv_name(engine: Engine) -> str:
 def checkpoint_sha256(model: str) -> str:
     """Of config.json and, of each shard, its size, its header and its last MiB: tells checkpoints apart in
     milliseconds."""
-    digest, folder = hashlib.sha256(), Path(open_checkpoint(model).path)
+    digest, folder = hashlib.sha256(), Path(open_checkpoint(model, weights=False).path)
     digest.update((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size

@@ -6,7 +6,6 @@ tpot   (latency - ttft) / (output tokens - 1)     e2el   whole latency
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import urllib.error
@@ -24,7 +23,7 @@ from qrt.config import ENV
 from qrt.errors import ConfigError, QrtError
 from qrt.serve.tokenizer import Tokenizer
 from qrt_eval.console import show
-from qrt_eval.load import Outcome, Prompt, chunk_times, concurrency, delays, send_all
+from qrt_eval.load import Load, Outcome, Prompt, chunk_times, concurrency, delays, send
 from qrt_eval.results import command_facts, write_json
 from qrt_eval.throughput import read_prompts
 
@@ -47,11 +46,12 @@ def run(arguments: Namespace) -> None:
     if arguments.ignore_eos:
         body["ignore_eos"] = True
     print(f"{len(prompts)} requests to {url}, one to warm up", file=sys.stderr)
-    first, _ = asyncio.run(send_all(url, prompts[:1], body, [0.0], None, key))
+    first, _ = send(Load(url, prompts[:1], body, [0.0], None, key))
     if first[0].error:
         raise QrtError(f"{url}: the first request failed: {first[0].error}")
     at = delays(len(prompts), arguments.request_rate, arguments.burstiness, arguments.seed)
-    outcomes, seconds = asyncio.run(send_all(url, prompts, body, at, arguments.max_concurrency, key))
+    load = Load(url, prompts, body, at, arguments.max_concurrency, key)
+    outcomes, seconds = send(load, arguments.processes)
     result = summarize(outcomes, seconds, slos, arguments.metric_percentiles)
     about = {
         "backend": "openai-chat" if url.endswith("/chat/completions") else "openai",
@@ -76,6 +76,9 @@ def check(arguments: Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: wanted at least {low}")
+    slots = min(arguments.num_prompts, arguments.max_concurrency or arguments.num_prompts)
+    if not 1 <= arguments.processes <= slots:
+        raise ConfigError(f"--processes {arguments.processes}: wanted 1 to {slots}, one for each request")
     if arguments.request_rate <= 0 or arguments.burstiness <= 0:
         raise ConfigError("--request-rate and --burstiness: wanted above 0")
     if any(not 0 < p < 100 for p in arguments.metric_percentiles):

@@ -1,11 +1,22 @@
-"""Sizes of well-known models, as config.json entries, for runs on random weights."""
+"""Sizes of well-known models, as config.json entries, for runs on random weights.
+
+`python -m qrt_eval.shapes llama-3-8b w8a8 FOLDER` writes a folder that has everything but weights, for
+`qrt-serve FOLDER --load-format dummy`.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 from qrt.arch import ARCHS, ModelConfig
+from qrt.assets import model_path
 from qrt.errors import ConfigError
+from qrt.quant.checkpoint.compressed_tensors import quantization_config
+from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.registry import nearest
 
 _LLAMA_3 = {
@@ -117,8 +128,36 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def shape(name: str) -> ModelConfig:
     """The config of a known shape; ConfigError lists the known ones."""
+    architecture, config = _entry(name)
+    return ModelConfig.from_hf(config, ARCHS[architecture])
+
+
+def _entry(name: str) -> tuple[str, dict[str, Any]]:
     if name not in SHAPES:
         known = list(SHAPES)
         raise ConfigError(f"--shape {name}: unknown (known: {', '.join(known)}){nearest(name, known)}")
-    architecture, config = SHAPES[name]
-    return ModelConfig.from_hf(config, ARCHS[architecture])
+    return SHAPES[name]
+
+
+def write_folder(name: str, scheme: str, folder: Path) -> None:
+    """config.json of a known shape with its layers in `scheme`, and a tokenizer of its vocabulary: that of
+    the bundled model, filled up with words that no text has."""
+    architecture, config = _entry(name)
+    config = {"architectures": [architecture], "bos_token_id": 0, "eos_token_id": 1, **config}
+    spec = WEIGHT_SCHEMES[scheme].spec
+    if spec is not None:
+        config["quantization_config"] = quantization_config(scheme, spec, [ARCHS[architecture].head], {})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tiny = model_path("tiny")
+    assert tiny is not None
+    shutil.copy(tiny / "tokenizer_config.json", folder)
+    tokenizer = json.loads((tiny / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    taken = {*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    vocab |= {f"\u0120w{i:06}": i for i in range(config["vocab_size"]) if i not in taken}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+if __name__ == "__main__":
+    write_folder(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -27,7 +27,7 @@ from qrt.mem.manager import KVManager
 from qrt.mem.sizing import PoolSize, kv_budget_bytes, pool_size
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
-from qrt.model.loader import load_model
+from qrt.model.loader import dummy_model, load_model
 from qrt.model.smoothing import fit_smoothing
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.kv import KV_FORMATS, KVFormat
@@ -68,10 +68,12 @@ class Engine:
         format = _kv_format(config.kv)  # before anything slow
         self.generation = GenerationConfig()
         if model is None:
-            checkpoint = open_checkpoint(config.model)
+            dummy = config.load_format == "dummy"
+            checkpoint = open_checkpoint(config.model, weights=not dummy)
             self.generation = GenerationConfig.read(Path(checkpoint.path))
             device = _device(config)
-            model = load_model(checkpoint, device=device, dtype=_dtype(config, checkpoint, device))
+            load = dummy_model if dummy else load_model
+            model = load(checkpoint, device=device, dtype=_dtype(config, checkpoint, device))
         self.model = model
         limits = Limits(
             _max_model_len(config, model),

@@ -15,6 +15,7 @@ from qrt.errors import CheckpointError
 from qrt.layers.linear import Linear
 from qrt.model.build import LinearShape, build, layer_norms, layer_shapes
 from qrt.model.decoder import Decoder
+from qrt.model.random import RandomWeights
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.weight.base import fuse
 
@@ -22,6 +23,14 @@ logger = logging.getLogger(__name__)
 
 # Derived from the config (old checkpoints store them), or scales of another runtime's static KV cache.
 IGNORED = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale")
+
+
+def dummy_model(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Random weights of the sizes, schemes and grids in `checkpoint`'s config.json; no tensor is read."""
+    arch = _architecture(checkpoint)
+    config = _cap_to_window(ModelConfig.from_hf(checkpoint.config, arch))
+    logger.warning("%s: the weights are random, as load_format dummy asks for", checkpoint.path)
+    return build(config, arch, RandomWeights(checkpoint.grid, device, dtype), progress="Making weights")
 
 
 def load_model(source: str | Path | Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -36,38 +37,39 @@ def random_model(
     if spec is not None and symmetric is not None:
         spec = replace(spec, symmetric=symmetric)
     arch = ARCHS[config.architecture]
-    weights = RandomWeights(scheme, spec, arch.head, device, dtype, seed)
-    return build(config, arch, weights, progress="Making weights")
+
+    def grid(module: str) -> tuple[str, QuantSpec | None]:
+        return ("fp16", None) if module == arch.head else (scheme, spec)
+
+    return build(config, arch, RandomWeights(grid, device, dtype, seed), progress="Making weights")
 
 
 class RandomWeights:
-    """The WeightSource of `random_model`: uniform codes, and scales that give the weight variance 1/K."""
+    """A WeightSource: uniform codes, and scales that give the weight variance 1/K."""
 
     def __init__(
         self,
-        scheme: str,
-        spec: QuantSpec | None,
-        head: str,
+        grid: Callable[[str], tuple[str, QuantSpec | None]],
         device: torch.device,
         dtype: torch.dtype,
-        seed: int,
+        seed: int = 0,
     ) -> None:
-        self.scheme = scheme
-        self.spec = spec
-        self.head = head
+        """`grid` is the scheme and the grid (None: unquantized) of a Linear's name."""
+        self.grid = grid
         self.device = device
         self.dtype = dtype
         self.random = torch.Generator(device).manual_seed(seed)
 
     def linear(self, modules: tuple[str, ...], shape: LinearShape) -> Linear:
-        """One Linear of all parts; the head is unquantized, as checkpoints have it."""
+        """One Linear of all parts, on the grid of the first."""
         out, in_features = sum(shape.outs), shape.in_features
         bias = self._normal((out,), 0.1) if shape.bias else None
-        if self.spec is None or modules == (self.head,):
+        scheme, spec = self.grid(modules[0])
+        if spec is None:
             weight = WeightData(self._normal((out, in_features), in_features**-0.5), bias=bias)
-            return Linear.pack("fp16", weight, self.device, self.dtype)
-        weight = self._codes(out, in_features, self.spec, bias)
-        return Linear.pack(self.scheme, weight, self.device, self.dtype)
+        else:
+            weight = self._codes(out, in_features, spec, bias)
+        return Linear.pack(scheme, weight, self.device, self.dtype)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Norm weights of one; an embedding of unit variance."""

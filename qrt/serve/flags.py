@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from qrt.cli import ArgumentParser
-from qrt.config import ADMISSIONS, POLICIES, EngineConfig
+from qrt.config import ADMISSIONS, LOAD_FORMATS, POLICIES, EngineConfig
 from qrt.errors import ConfigError
 from qrt.registry import nearest
 from qrt.serve.settings import ServerConfig
@@ -21,7 +21,6 @@ SUFFIXES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**
 # Flags of the peers that have no equal here, and what to do instead.
 ELSEWHERE = {
     "--trust-remote-code": "qrt never runs a model's own code",
-    "--load-format": "qrt reads safetensors only",
     "--load-way": "qrt reads safetensors only",
     "--quantization": "the weight scheme comes from the checkpoint; make one with qrt-calibrate",
     "--quant-type": "the weight scheme comes from the checkpoint; make one with qrt-calibrate",
@@ -151,6 +150,12 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", "--model-dir", help="MODEL as a flag")
     group.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the model's)")
+    group.add_argument(
+        "--load-format",
+        default=ENGINE.load_format,
+        choices=LOAD_FORMATS,
+        help="dummy: random weights, of the sizes and schemes in config.json (default: %(default)s)",
+    )
     group.add_argument(
         "--dtype",
         "--data-type",

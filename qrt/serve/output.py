@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from qrt.config import SamplingParams
 from qrt.engine.logprobs import Scores
@@ -56,7 +55,8 @@ class RequestOutput:
     num_cached_tokens: int
 
 
-class CompletionDelta(NamedTuple):
+@dataclass(slots=True)  # not frozen: one is made for every token
+class CompletionDelta:
     """What a step added to one completion; `abort` says that the engine must be told to end it."""
 
     index: int

@@ -107,6 +107,20 @@ def test_chat_sends_text_and_concurrency_is_bounded():
     assert isinstance(body["messages"][0]["content"], str)
 
 
+def test_several_processes_send_one_load():
+    """Every request once, outcomes in the order of the prompts, the bound is that of all together."""
+    prompts = [load.Prompt([1] * size, size, 2) for size in range(1, 8)]
+    with Server() as server:
+        url = f"{server.url}/v1/completions"
+        sent = load.Load(url, prompts, {"stream": True}, [0.0] * 7, 4, "k")
+        outcomes, seconds = load.send(sent, processes=3)
+    assert [outcome.prompt_tokens for outcome in outcomes] == list(range(1, 8))
+    assert sorted(len(body["prompt"]) for _, body, _ in server.bodies) == list(range(1, 8))
+    assert server.most <= 4 and [sent.share(i, 3).most for i in range(3)] == [2, 1, 1]
+    assert all(outcome.output_tokens == 2 and not outcome.error for outcome in outcomes)
+    assert 0 < max(outcome.latency for outcome in outcomes) <= seconds
+
+
 def test_failed_requests_are_counted_and_left_out(tmp_path):
     def script(count):
         return {
@@ -138,6 +152,7 @@ def test_a_server_that_refuses_or_is_not_there(capsys):
         ("--goodput itl:5", "ttft, tpot, e2el"),
         ("--request-rate 0", "above 0"),
         ("--num-prompts 0", "--num-prompts 0"),
+        ("--max-concurrency 2 --processes 3", "--processes 3: wanted 1 to 2"),
         ("--metric-percentiles 100", "between 0 and 100"),
         ("--model nowhere", "'nowhere' is no folder"),
     ],

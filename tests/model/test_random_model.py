@@ -1,14 +1,19 @@
 """random_model: the sizes of a real checkpoint in every scheme, and activations that stay of order one."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from hand_steps import Requests
 
+from qrt import EngineConfig, SamplingParams
 from qrt.arch import ARCHS, ModelConfig
-from qrt.errors import ConfigError
+from qrt.assets import model_path
+from qrt.engine.engine import Engine
+from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.model.random import random_model
+from qrt.quant.checkpoint.compressed_tensors import quantization_config
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 CONFIG = ModelConfig.from_hf(
@@ -81,3 +86,32 @@ def test_biases_and_head_norms_of_other_architectures():
     assert model.head.tensors[0].data_ptr() == model.embed.weight.data_ptr()
     qwen3 = make("w8a16", config=replace(CONFIG, architecture="Qwen3ForCausalLM", qk_norm=True))
     assert Requests(qwen3).run([(0, [1, 2, 3])])[0].isfinite().all()
+
+
+def quantized_tiny(folder, entry):
+    """The bundled model's config.json with a quantization_config, and no weights."""
+    config = json.loads((model_path("tiny") / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("scheme", [name for name in WEIGHT_SCHEMES if name != "fp16"])
+def test_load_format_dummy_needs_no_weights(scheme, tmp_path):
+    spec = WEIGHT_SCHEMES[scheme].spec
+    folder = quantized_tiny(tmp_path / "m", quantization_config(scheme, spec, ["lm_head"], {}))
+    with pytest.raises(CheckpointError, match="safetensors"):
+        Engine(EngineConfig(folder))
+    engine = Engine(EngineConfig(folder, load_format="dummy"))
+    assert engine.model.schemes == {scheme: 4 * 6}
+    engine.add("a", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+    tokens = [token for _ in range(3) for delta in engine.step() for token in delta.token_ids]
+    assert len(tokens) == 3
+    with pytest.raises(ConfigError, match="load_format"):
+        EngineConfig(folder, load_format="dumy")
+
+
+def test_load_format_dummy_wants_a_config_that_says_all(tmp_path):
+    folder = quantized_tiny(tmp_path / "m", {"quant_method": "gptq", "bits": 4, "group_size": 128})
+    with pytest.raises(UnsupportedError, match="wanted a plain or a compressed-tensors config"):
+        Engine(EngineConfig(folder, load_format="dummy"))

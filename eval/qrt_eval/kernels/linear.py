@@ -64,7 +64,9 @@ def _product(
 
 def random_linear(scheme: str, k: int, n: int, device: torch.device) -> Linear:
     """A weight [N, K] of the scheme's default grid."""
-    weights = RandomWeights(scheme, WEIGHT_SCHEMES[scheme].spec, "", device, activation_dtype(device), seed=0)
+    weights = RandomWeights(
+        lambda module: (scheme, WEIGHT_SCHEMES[scheme].spec), device, activation_dtype(device)
+    )
     return weights.linear(("weight",), LinearShape((n,), k, bias=False))
 
 

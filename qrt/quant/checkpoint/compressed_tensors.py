@@ -119,13 +119,23 @@ class CompressedTensors(CheckpointFormat):
 
     def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:
         """Decode `module` as its group says; unquantized where it is ignored or no group targets it."""
-        group = None if match_rank(module, self._ignore) else self._group_of(module)
+        group = self._group_of(module)
         if group is None:
             return Plain().linear(tensors, module)
         return group.stored.scheme, group.stored.layout.decode(tensors, module, group.spec)
 
+    def grid(self, module: str) -> tuple[str, QuantSpec | None]:
+        """See CheckpointFormat; fp8 weights are plain ones once they are loaded."""
+        group = self._group_of(module)
+        if group is None or group.stored is FP8:
+            return "fp16", None
+        return group.stored.scheme, group.spec
+
     def _group_of(self, module: str) -> Group | None:
-        """The group that means `module` most exactly; of equals the first in the file."""
+        """The group that means `module` most exactly, of equals the first in the file; None where it is
+        ignored or no group targets it."""
+        if match_rank(module, self._ignore):
+            return None
         ranked = [(rank, group) for group in self._groups if (rank := match_rank(module, group.targets))]
         return max(ranked, key=lambda pair: pair[0])[1] if ranked else None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import TensorFolder
+from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -26,6 +27,13 @@ class CheckpointFormat(ABC):
         Raises CheckpointError when a tensor is absent or does not fit, UnsupportedError for a layout that
         qrt does not read.
         """
+
+    def grid(self, module: str) -> tuple[str, QuantSpec | None]:
+        """Scheme name and grid of `module` by the config alone; UnsupportedError where only tensors tell."""
+        raise UnsupportedError(
+            f"load_format dummy: {type(self).__name__} configs do not say all; "
+            "wanted a plain or a compressed-tensors config.json"
+        )
 
 
 def bias_of(tensors: TensorFolder, module: str, out_features: int) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.format import FLOATS, CheckpointFormat, bias_of
+from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
 
 
@@ -14,3 +15,7 @@ class Plain(CheckpointFormat):
         """("fp16", the weight in its stored dtype)."""
         weight = tensors.tensor(f"{module}.weight", "N K", FLOATS)
         return "fp16", WeightData(weight, bias=bias_of(tensors, module, weight.shape[0]))
+
+    def grid(self, module: str) -> tuple[str, QuantSpec | None]:
+        """See CheckpointFormat."""
+        return "fp16", None

@@ -11,6 +11,7 @@ from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import TensorFolder, read_json
 from qrt.quant.checkpoint.format import CheckpointFormat
 from qrt.quant.checkpoint.plain import Plain
+from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
 from qrt.registry import Registry
 
@@ -34,10 +35,11 @@ class Checkpoint(TensorFolder):
     quantization    its quantization_config, or the file in its place; empty in a plain checkpoint
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, weights: bool = True) -> None:
+        """Without `weights` no tensor is looked for."""
         self.config: dict[str, Any] = read_json(path / "config.json")
         self.quantization = _quantization(path, self.config)
-        super().__init__(path)
+        super().__init__(path, None if weights else {})
         method = self.quantization.get("quant_method")
         self._format = Plain() if method is None else FORMATS[method](self.quantization, self)
 
@@ -46,9 +48,15 @@ class Checkpoint(TensorFolder):
         "model.layers.0.self_attn.q_proj". Unquantized weights are mapped, codes are unpacked into memory."""
         return self._format.linear(self, module)
 
+    def grid(self, module: str) -> tuple[str, QuantSpec | None]:
+        """Scheme name and grid of a Linear (None: unquantized) by config.json alone; UnsupportedError for a
+        quant_method whose config does not tell."""
+        return self._format.grid(module)
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a folder (or the bundled "tiny"); checks what can be checked without reading weights.
+
+def open_checkpoint(path: str | Path, *, weights: bool = True) -> Checkpoint:
+    """Open a folder (or the bundled "tiny"); checks what can be checked without reading weights. Without
+    `weights` there need not be any.
 
     Raises CheckpointError: no such folder, no config.json, no safetensors (says so when only .bin files are
     there), an index that names a missing shard or a path outside the folder, a truncated shard;
@@ -64,7 +72,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path}: not a folder; give the checkpoint folder that holds config.json")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{path}: no config.json; wanted a Hugging Face checkpoint folder")
-    return Checkpoint(folder)
+    return Checkpoint(folder, weights=weights)
 
 
 def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any]:
