@@ -5,8 +5,9 @@ The figures are those of llama-perplexity's --kl-divergence, under plainer names
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +37,23 @@ class Positions:
     def __len__(self) -> int:
         return len(self.kl)
 
+    def to_json(self) -> dict[str, list[Any]]:
+        """The columns, exactly."""
+        return {field.name: getattr(self, field.name).tolist() for field in fields(self)}
+
+    @classmethod
+    def from_json(cls, columns: Mapping[str, list[Any]]) -> Positions:
+        """Back again."""
+        return cls(*(torch.tensor(columns[field.name], dtype=_dtype(field.name)) for field in fields(cls)))
+
     @classmethod
     def concat(cls, parts: Sequence[Positions]) -> Positions:
         """The positions of all parts, in order."""
         return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+
+def _dtype(column: str) -> torch.dtype:
+    return {"top": torch.int64, "base_top": torch.int64, "top_p_flip": torch.bool}.get(column, torch.float64)
 
 
 def compare(base_logits: Tensor, logits: Tensor, targets: Tensor, top_p: float) -> Positions:

@@ -23,6 +23,14 @@ def add_json(command: ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="write the result there")
 
 
+def _add_resumable_json(command: ArgumentParser) -> None:
+    command.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the result there; an interrupted run is taken up by the same command",
+    )
+
+
 def add_kv(command: ArgumentParser) -> None:
     """One KV format."""
     command.add_argument("--kv", default="auto", choices=KV_CHOICES, help="KV format (default: unquantized)")
@@ -62,11 +70,7 @@ def add_ppl(command: ArgumentParser) -> None:
     command.add_argument(
         "--batch-size", type=positive, default=8, metavar="N", help="windows at once (default: %(default)s)"
     )
-    command.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the result there; an interrupted run is taken up by the same command",
-    )
+    _add_resumable_json(command)
 
 
 def add_kld(command: ArgumentParser) -> None:
@@ -101,7 +105,7 @@ def add_kld(command: ArgumentParser) -> None:
     command.add_argument(
         "--worst", type=positive, default=10, metavar="N", help="positions to show (default: %(default)s)"
     )
-    add_json(command)
+    _add_resumable_json(command)
 
 
 def add_sweep(command: ArgumentParser) -> None:

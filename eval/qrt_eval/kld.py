@@ -2,7 +2,7 @@
 
 It ranks schemes and formats that a perplexity cannot tell apart. The baseline runs first and leaves its
 hidden states; then every model and KV format runs over the same windows. Logits of both exist for some rows
-at a time.
+at a time. An interrupted run with --json goes on with the windows it has not compared.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,11 @@ from qrt_eval import divergence, reference
 from qrt_eval.console import show
 from qrt_eval.divergence import Positions
 from qrt_eval.forward import PromptReader, scored_states
+from qrt_eval.partial import UNKEPT, PartialResult, cut_of
 from qrt_eval.ppl import same_tokenizer
 from qrt_eval.protocol import PROTOCOLS, Loss, Window, cut
 from qrt_eval.reference import Reference
-from qrt_eval.results import command_facts, model_facts, text_facts, write_json
+from qrt_eval.results import checkpoint_sha256, command_facts, model_facts, text_facts, write_json
 from qrt_eval.text import load_text
 
 LOGITS_BYTES = 1 << 26  # of one model's logits in float64
@@ -43,6 +44,7 @@ class Divergence:
 
     figures   `ppl` and `base_ppl` by the protocol, and those of `qrt_eval.divergence`
     worst     the positions with the largest KL, as they are printed
+    seconds   of all windows, those that an interrupted run compared included
     """
 
     facts: dict[str, Any]
@@ -56,21 +58,28 @@ def run(arguments: Namespace) -> None:
     """`qrt-eval kld`: the baseline, then each model in each KV format; a table, the JSON."""
     if not 0 < arguments.top_p <= 1:
         raise ConfigError(f"--top-p {arguments.top_p}: wanted above 0 and at most 1")
-    base = base_reference(arguments)
+    partial = PartialResult(arguments.json)
+    base = base_reference(arguments, partial)
     if arguments.save_base:
         base.save(arguments.save_base)
         print(f"baseline written to {arguments.save_base}", file=sys.stderr)
-    pairs = [(model, kv) for model in arguments.model for kv in arguments.kv]
     results = []
-    for model, kv in pairs:
+    for model, kv in _pairs(arguments):
         llm = reader_model(model, kv, arguments.dtype, base.longest)
-        results.append(diverge(llm, base, arguments.top_p, arguments.worst, arguments.chunk))
+        key = _key(arguments, base.facts, base.windows, model, kv)
+        results.append(diverge(llm, base, arguments.top_p, arguments.worst, arguments.chunk, partial, key))
         del llm
         release()
     print_tables(base, results, arguments.top_p)
     if arguments.json:
         runs = [
-            {**r.facts, **r.figures, "tokens": r.tokens, "seconds": r.seconds, "worst": r.worst}
+            {
+                **r.facts,
+                **r.figures,
+                "tokens": r.tokens,
+                "seconds": r.seconds,
+                "worst": r.worst,
+            }
             for r in results
         ]
         facts = {
@@ -83,7 +92,21 @@ def run(arguments: Namespace) -> None:
             "top_p": arguments.top_p,
         }
         write_json(arguments.json, {**facts, "baseline": base.facts["run"], "runs": runs})
+        partial.remove()
         print(f"result written to {arguments.json}", file=sys.stderr)
+
+
+def _pairs(arguments: Namespace) -> list[tuple[str, str]]:
+    return [(model, kv) for model in arguments.model for kv in arguments.kv]
+
+
+def _key(
+    arguments: Namespace, base: Mapping[str, Any], windows: Sequence[Window], model: str, kv: str
+) -> dict[str, Any]:
+    """All that the comparison of one pair with the baseline depends on."""
+    settings = {name: getattr(arguments, name) for name in ("dtype", "chunk", "top_p")}
+    about = {"model": checkpoint_sha256(model), "kv": kv, "cuda": torch.cuda.is_available()}
+    return {**settings, **about, "base": dict(base), "cut": cut_of(windows)}
 
 
 def reader_model(model: str, kv: str, dtype: str, longest: int | None) -> LLM:
@@ -95,9 +118,9 @@ def reader_model(model: str, kv: str, dtype: str, longest: int | None) -> LLM:
     return LLM(model, kv=kv, dtype=dtype, max_model_len=longest, **settings)
 
 
-def base_reference(arguments: Namespace) -> Reference:
+def base_reference(arguments: Namespace, partial: PartialResult) -> Reference:
     """The baseline's distributions: read from --base-file, or computed from --baseline (default: the first
-    model) with --baseline-kv."""
+    model) with --baseline-kv; of the windows that `partial` lacks, unless they are to be saved."""
     if arguments.base_file:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return reference.load(arguments.base_file, device)
@@ -108,23 +131,44 @@ def base_reference(arguments: Namespace) -> Reference:
     longest = arguments.seqlen and arguments.seqlen + PROTOCOLS[arguments.protocol].extra_tokens
     llm = reader_model(model, arguments.baseline_kv, arguments.dtype, longest)
     windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
-    facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen}
-    base = compute_reference(llm, windows, facts, arguments.chunk)
+    facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen, "run": model_facts(llm)}
+    needed = None
+    if not arguments.save_base:
+        kept = [partial.load(_key(arguments, facts, windows, *pair)) for pair in _pairs(arguments)]
+        needed = {i for i in range(len(windows)) if any(i not in done for done in kept)}
+    base = compute_reference(llm, windows, facts, arguments.chunk, needed)
     del llm
     release()
     return base
 
 
-def compute_reference(llm: LLM, windows: Sequence[Window], facts: dict[str, Any], chunk: int) -> Reference:
-    """Run a baseline over `windows`; keeps its head and its hidden states."""
+def compute_reference(
+    llm: LLM,
+    windows: Sequence[Window],
+    facts: dict[str, Any],
+    chunk: int,
+    needed: Container[int] | None = None,
+) -> Reference:
+    """Run a baseline over `windows`, or those of them that are `needed`; keeps its head and hidden states."""
     head, reader = reference.head_of(llm), PromptReader(llm, chunk)
-    bar = tqdm(windows, unit="window", desc="Baseline")
-    hidden = [scored_states(reader, window.ids, window.first) for window in bar]
-    return Reference({**facts, "run": model_facts(llm)}, windows, hidden, head)
+    bar = tqdm(enumerate(windows), total=len(windows), unit="window", desc="Baseline")
+    hidden = [
+        scored_states(reader, w.ids, w.first) if needed is None or i in needed else None for i, w in bar
+    ]
+    return Reference(facts, windows, hidden, head)
 
 
-def diverge(llm: LLM, base: Reference, top_p: float, worst: int, chunk: int) -> Divergence:
-    """Compare a model with the baseline at every scored position; ConfigError when it reads other tokens."""
+def diverge(
+    llm: LLM,
+    base: Reference,
+    top_p: float,
+    worst: int,
+    chunk: int,
+    partial: PartialResult = UNKEPT,
+    key: Mapping[str, Any] | None = None,
+) -> Divergence:
+    """Compare a model with the baseline at every scored position, from where an interrupted run called `key`
+    left off; ConfigError when it reads other tokens."""
     facts = model_facts(llm)
     if not same_tokenizer(facts, base.facts["run"]):
         raise ConfigError(
@@ -134,17 +178,30 @@ def diverge(llm: LLM, base: Reference, top_p: float, worst: int, chunk: int) -> 
     vocab, other = llm.engine.model.config.vocab_size, len(base.head)
     if vocab != other:
         raise ConfigError(f"{facts['model']}: a vocabulary of {vocab} tokens, the baseline's has {other}")
-    reader, started, parts = PromptReader(llm, chunk), time.perf_counter(), []
+    reader, key = PromptReader(llm, chunk), key or {}
+    kept = {i: value for i, value in partial.load(key).items() if i < len(base.windows)}
+    if kept:
+        done = f"{len(kept)} of {len(base.windows)} windows are done"
+        print(f"taking up an interrupted run, KV {facts['kv']}: {done}", file=sys.stderr)
     bar = tqdm(zip(base.windows, base.hidden, strict=True), total=len(base.windows), unit="window", desc="KL")
-    total = 0.0
-    for window, states in bar:
-        parts.append(window_positions(reader, base, window, states, top_p))
+    parts: list[Positions] = []
+    total = seconds = 0.0
+    for i, (window, states) in enumerate(bar):
+        if (value := kept.get(i)) is not None:
+            parts.append(Positions.from_json(value))
+        else:
+            assert states is not None
+            started = time.perf_counter()
+            parts.append(window_positions(reader, base, window, states, top_p))
+            value = {"seconds": time.perf_counter() - started, **parts[-1].to_json()}
+            partial.add(key, {i: value})
+        seconds += value["seconds"]
         total += float(parts[-1].kl.sum())
         bar.set_postfix(kl=f"{total / sum(map(len, parts)):.3g}")
     positions = Positions.concat(parts)
-    found = _perplexities(base, parts) | divergence.figures(positions)
+    figures = _perplexities(base, parts) | divergence.figures(positions)
     rows = worst_positions(llm, base, positions, worst)
-    return Divergence(facts, found, rows, len(positions), round(time.perf_counter() - started, 3))
+    return Divergence(facts, figures, rows, len(positions), round(seconds, 3))
 
 
 def window_positions(

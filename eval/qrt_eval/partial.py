@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from qrt_eval.protocol import Window
 
 SUFFIX = ".partial"
 
@@ -52,6 +54,14 @@ class PartialResult:
         """The result is written: nothing is left to take up."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+
+
+UNKEPT = PartialResult(None)
+
+
+def cut_of(windows: Sequence[Window]) -> list[tuple[int, int]]:
+    """How a text was cut, for the key of a run: tokens and first scored of two windows set the rest."""
+    return [(len(window.ids), window.first) for window in windows[:2]]
 
 
 def _key(run: Mapping[str, Any]) -> str:

@@ -15,13 +15,12 @@ from tqdm import tqdm
 
 from qrt.llm import LLM
 from qrt_eval.console import show
-from qrt_eval.partial import PartialResult
+from qrt_eval.partial import UNKEPT, PartialResult, cut_of
 from qrt_eval.protocol import PROTOCOLS, Loss, Window, cut
 from qrt_eval.results import command_facts, model_facts, text_facts, write_json
 from qrt_eval.text import EvalText, load_text
 
 WINDOWS_PER_BATCH = 8
-UNKEPT = PartialResult(None)
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def perplexity(
     The value depends neither on the batch nor on how the engine cuts prompts into chunks.
     """
     facts = model_facts(llm)
-    run = {**facts, "protocol": protocol, "seqlen": seqlen, "text": text.sha256}
+    run = {**facts, "protocol": protocol, "cut": cut_of(windows), "text": text.sha256}
     losses = {i: Loss(**kept) for i, kept in partial.load(run).items() if i < len(windows)}
     left, resumed, started = (
         [i for i in range(len(windows)) if i not in losses],

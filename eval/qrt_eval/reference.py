@@ -34,13 +34,13 @@ class Reference:
     """Distributions of one model over `windows`.
 
     facts     what it is: of the model, the text and the protocol
-    hidden    [n, H] a window, of its scored positions, in host memory
+    hidden    [n, H] a window, of its scored positions, in host memory; None where it is not needed
     head      [V, H] where the comparison runs
     """
 
     facts: Mapping[str, Any]
     windows: Sequence[Window]
-    hidden: Sequence[Tensor]
+    hidden: Sequence[Tensor | None]
     head: Tensor
 
     @property
@@ -53,12 +53,13 @@ class Reference:
         return F.linear(states.to(self.head.device), self.head)
 
     def save(self, path: str | Path) -> None:
-        """Write the file; folders are made as needed."""
+        """Write the file, of a reference that has all states; folders are made as needed."""
+        assert all(states is not None for states in self.hidden)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         sizes = [(len(w.ids), w.first, w.num_bytes) for w in self.windows]
         tensors = {
-            "hidden": torch.cat(list(self.hidden)),
+            "hidden": torch.cat([states for states in self.hidden if states is not None]),
             "head": self.head.cpu().contiguous(),
             "ids": torch.tensor([token for w in self.windows for token in w.ids], dtype=torch.int32),
             "windows": torch.tensor(sizes, dtype=torch.int32),

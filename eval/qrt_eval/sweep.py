@@ -38,6 +38,7 @@ from qrt_eval.results import (
     command_facts,
     engine_facts,
     environment,
+    model_facts,
     text_facts,
     write_json,
 )
@@ -165,6 +166,7 @@ def baseline(sweep: Sweep, text: EvalText) -> Reference:
     llm = kld.reader_model(arguments.model, PLAIN, arguments.dtype, longest)
     windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
     facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen}
+    facts["run"] = model_facts(llm)
     base = kld.compute_reference(llm, windows, facts, kld.CHUNK_TOKENS)
     del llm
     kld.release()

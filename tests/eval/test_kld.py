@@ -135,6 +135,47 @@ def test_a_saved_baseline_gives_the_same(changed, tmp_path, capsys):
 
 
 @pytest.mark.model
+def test_an_interrupted_run_is_taken_up(tmp_path, capsys, monkeypatch):
+    """In the second format: of the first nothing is computed again, and the baseline only where needed."""
+    out = tmp_path / "k.json"
+    words = f"kld pydoc --model tiny --kv int8 int4 --seqlen 64 --limit 4 --json {out}".split()
+    states, compare, compared = kld.scored_states, kld.window_positions, []
+
+    def interrupted(*arguments):
+        if len(compared) == 6:
+            raise KeyboardInterrupt
+        compared.append(arguments)
+        return compare(*arguments)
+
+    monkeypatch.setattr(kld, "window_positions", interrupted)
+    assert main(words) == 130 and not out.exists()
+    partial = tmp_path / "k.json.partial"
+    partial.write_text(partial.read_text() + '{"run": "cut o')  # and the line that was being written
+    compared.clear()
+    read = []
+    monkeypatch.setattr(kld, "scored_states", lambda *a: read.append(a) or states(*a))
+    assert main([*words, "--top-p", "0.5", "--limit", "1"]) == 0, "another run takes up nothing of it"
+    assert len(compared) == 2 and not partial.exists()
+
+    compared.clear()
+    monkeypatch.setattr(kld, "window_positions", interrupted)
+    assert main(words) == 130
+    compared.clear(), read.clear()
+    capsys.readouterr()
+    assert main(words) == 0
+    assert len(compared) == 2 and len(read) == 4, "two windows of the baseline, and of int4"
+    said = capsys.readouterr().err
+    assert "KV int8: 4 of 4 windows" in said and "KV int4: 2 of 4 windows" in said
+    resumed = checked(out)["runs"]
+    assert not partial.exists()
+    monkeypatch.setattr(kld, "window_positions", compare)
+    assert main([*words[:-1], str(tmp_path / "whole.json")]) == 0
+    whole = json.loads((tmp_path / "whole.json").read_text())["runs"]
+    for one, other in zip(resumed, whole, strict=True):
+        assert one | {"seconds": 0} == other | {"seconds": 0}
+
+
+@pytest.mark.model
 def test_logits_are_bounded(monkeypatch):
     """However long the window, no more rows than LOGITS_BYTES allows are compared at once."""
     rows, compare = [], divergence.compare
