@@ -6,9 +6,11 @@ import asyncio
 import json
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 import aiohttp
@@ -74,28 +76,26 @@ class Load:
     prompts: Sequence[Prompt]
     body: dict[str, Any]
     at: Sequence[float]
-    most: int | None
+    most: int
     key: str | None
-
-    def share(self, index: int, count: int) -> Load:
-        """Every `count`-th request, from `index` on, and its part of what may run at once."""
-        most = None if self.most is None else self.most // count + (index < self.most % count)
-        part = slice(index, None, count)
-        return Load(self.url, self.prompts[part], self.body, self.at[part], most, self.key)
 
 
 def send(load: Load, processes: int = 1) -> tuple[list[Outcome], float]:
     """Send it from that many processes; outcomes in order, seconds of it all.
 
-    One process reads some ten thousand chunks a second; a server that is faster wants several.
+    One process reads some ten thousand chunks a second; a server that is faster wants several. Each has its
+    part of what may run at once, and takes the next prompt of all whenever a request of its own has ended.
     """
     if processes == 1:
-        return asyncio.run(_send(load, time.perf_counter()))
+        found, seconds = asyncio.run(_send(load, load.most, count().__next__, time.perf_counter()))
+        return [found[i] for i in range(len(load.prompts))], seconds
     context = multiprocessing.get_context("spawn")
+    taken = context.Value("q", 0)
     children = []
     for index in range(processes):
         here, there = context.Pipe()
-        child = context.Process(target=_child, args=(there, load.share(index, processes)), daemon=True)
+        streams = load.most // processes + (index < load.most % processes)
+        child = context.Process(target=_child, args=(there, load, streams, taken), daemon=True)
         child.start()
         there.close()  # so that a child's death ends `recv`
         children.append((here, child))
@@ -111,30 +111,36 @@ def send(load: Load, processes: int = 1) -> tuple[list[Outcome], float]:
     finally:
         for _, child in children:
             child.terminate()
-    outcomes = [Outcome(0)] * len(load.prompts)
-    for index, (some, _) in enumerate(results):
-        outcomes[index::processes] = some
-    return outcomes, max(seconds for _, seconds in results)
+    found = {i: outcome for some, _ in results for i, outcome in some.items()}
+    return [found[i] for i in range(len(load.prompts))], max(seconds for _, seconds in results)
 
 
-def _child(pipe: Connection, load: Load) -> None:
+def _child(pipe: Connection, load: Load, streams: int, taken: Synchronized[int]) -> None:
+    def take() -> int:
+        with taken.get_lock():
+            taken.value += 1
+            return taken.value - 1
+
     pipe.send(None)
-    pipe.send(asyncio.run(_send(load, pipe.recv())))
+    pipe.send(asyncio.run(_send(load, streams, take, pipe.recv())))
 
 
-async def _send(load: Load, begin: float) -> tuple[list[Outcome], float]:
-    gate = asyncio.Semaphore(load.most or len(load.prompts))
+async def _send(
+    load: Load, streams: int, take: Callable[[], int], begin: float
+) -> tuple[dict[int, Outcome], float]:
+    """Send the prompts whose numbers `take` gives, `streams` at once; outcomes by number."""
     headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
+    outcomes: dict[int, Outcome] = {}
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
 
-        async def one(prompt: Prompt, delay: float) -> Outcome:
-            await asyncio.sleep(begin + delay - time.perf_counter())
-            async with gate:
-                return await request(session, load.url, prompt, load.body)
+        async def stream() -> None:
+            while (number := take()) < len(load.prompts):
+                await asyncio.sleep(begin + load.at[number] - time.perf_counter())
+                outcomes[number] = await request(session, load.url, load.prompts[number], load.body)
 
-        outcomes = await asyncio.gather(*(one(*pair) for pair in zip(load.prompts, load.at, strict=True)))
+        await asyncio.gather(*(stream() for _ in range(streams)))
         return outcomes, time.perf_counter() - begin
 
 

@@ -46,11 +46,11 @@ def run(arguments: Namespace) -> None:
     if arguments.ignore_eos:
         body["ignore_eos"] = True
     print(f"{len(prompts)} requests to {url}, one to warm up", file=sys.stderr)
-    first, _ = send(Load(url, prompts[:1], body, [0.0], None, key))
+    first, _ = send(Load(url, prompts[:1], body, [0.0], 1, key))
     if first[0].error:
         raise QrtError(f"{url}: the first request failed: {first[0].error}")
     at = delays(len(prompts), arguments.request_rate, arguments.burstiness, arguments.seed)
-    load = Load(url, prompts, body, at, arguments.max_concurrency, key)
+    load = Load(url, prompts, body, at, streams(arguments), key)
     outcomes, seconds = send(load, arguments.processes)
     result = summarize(outcomes, seconds, slos, arguments.metric_percentiles)
     about = {
@@ -76,13 +76,19 @@ def check(arguments: Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: wanted at least {low}")
-    slots = min(arguments.num_prompts, arguments.max_concurrency or arguments.num_prompts)
-    if not 1 <= arguments.processes <= slots:
-        raise ConfigError(f"--processes {arguments.processes}: wanted 1 to {slots}, one for each request")
+    if not 1 <= arguments.processes <= (most := streams(arguments)):
+        raise ConfigError(
+            f"--processes {arguments.processes}: wanted 1 to {most}, as many as requests at once"
+        )
     if arguments.request_rate <= 0 or arguments.burstiness <= 0:
         raise ConfigError("--request-rate and --burstiness: wanted above 0")
     if any(not 0 < p < 100 for p in arguments.metric_percentiles):
         raise ConfigError("--metric-percentiles: wanted numbers between 0 and 100")
+
+
+def streams(arguments: Namespace) -> int:
+    """Most requests at once."""
+    return min(arguments.num_prompts, arguments.max_concurrency or arguments.num_prompts)
 
 
 def served_model(base: str, key: str | None) -> str:
