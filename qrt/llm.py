@@ -146,7 +146,8 @@ class LLM:
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probability (natural) of every token after the first, given those before it: for each list of
-        n ids fp32 [n - 1], on the CPU. Lists may be as long as `max_model_len`."""
+        n ids fp32 [n - 1], on the CPU. Lists may have a token more than `max_model_len`: nothing reads the
+        last."""
         return [scores.logprobs for scores in self.score_ranked(token_ids)]
 
     def score_ranked(self, token_ids: Sequence[Sequence[int]]) -> list[Scores]:

@@ -156,14 +156,14 @@ def test_logprobs_are_those_of_transformers(llm, reference):
 def test_score_is_the_log_probability_of_every_token(folder, reference, settings):
     llm = make(folder, **settings)
     rng = np.random.default_rng(0)
-    windows = [rng.integers(3, 400, n).tolist() for n in (512, 40, 1, 2, 300)]
+    windows = [rng.integers(3, 400, n).tolist() for n in (513, 40, 1, 2, 300)]
     windows.append(windows[1][:20] + windows[4][:7])  # a prefix in common
     for window, scores in zip(windows, llm.score(windows), strict=True):
         assert scores.dtype == torch.float32 and len(scores) == len(window) - 1
         truth = truth_logprobs(reference, window)[:-1].gather(1, torch.tensor(window)[1:, None])[:, 0]
         torch.testing.assert_close(scores.double(), truth, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ConfigError, match="got 513 tokens, wanted at most 512"):
-        llm.score([windows[0], [5] * 513])
+    with pytest.raises(ConfigError, match="got 514 tokens, wanted at most 513"):
+        llm.score([windows[0], [5] * 514])
     assert not llm.engine.has_work
 
 

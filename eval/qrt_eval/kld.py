@@ -128,8 +128,7 @@ def base_reference(arguments: Namespace, partial: PartialResult) -> Reference:
         raise ConfigError("kld: wanted a text (wikitext, pydoc, a file or folder) or --base-file")
     text = load_text(arguments.dataset, arguments.data_file)
     model = arguments.baseline or arguments.model[0]
-    longest = arguments.seqlen and arguments.seqlen + PROTOCOLS[arguments.protocol].extra_tokens
-    llm = reader_model(model, arguments.baseline_kv, arguments.dtype, longest)
+    llm = reader_model(model, arguments.baseline_kv, arguments.dtype, arguments.seqlen)
     windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
     facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen, "run": model_facts(llm)}
     needed = None

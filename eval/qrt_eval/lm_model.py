@@ -1,7 +1,6 @@
 """The model class `qrt` of lm-evaluation-harness: requests go to the engine all at once, which batches them.
 
-K and V are read back from the cache, so that log-likelihoods see the KV format. `max_length` is one less than
-the model's context: a window's last token is scored, and the engine wants room for it.
+K and V are read back from the cache, so that log-likelihoods see the KV format.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class QRTLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """Most tokens that predict others."""
-        return self.llm.max_model_len - 1
+        return self.llm.max_model_len
 
     @property
     def tokenizer_name(self) -> str:

@@ -56,7 +56,6 @@ class Protocol(ABC):
 
     name: ClassVar[str]
     default_seqlen: ClassVar[int] = 2048
-    extra_tokens: ClassVar[int] = 0  # that a window has beyond seqlen
 
     @abstractmethod
     def windows(
@@ -136,12 +135,11 @@ class LmEval(Protocol):
     and the last, short one keeps a whole window of context. `word_perplexity` divides by the words, and
     `bits_per_byte` by the bytes, of the original documents.
 
-    Equals lm-eval with max_length=seqlen. A window has one token more than its model reads, which is why
-    `seqlen` stays below the context here.
+    Equals lm-eval with max_length=seqlen, whose default is the model's context; a window has one token more
+    than its model reads.
     """
 
     name = "lmeval"
-    extra_tokens = 1
 
     def windows(
         self, text: EvalText, tokenizer: Tokenizer, seqlen: int, stride: int | None, limit: int | None
@@ -273,10 +271,9 @@ def cut(
     ConfigError when a window does not fit the model's context.
     """
     chosen = protocol(name)
-    longest = max_model_len - chosen.extra_tokens
-    seqlen = settings.seqlen or min(chosen.default_seqlen, longest)
-    if not 2 <= seqlen <= longest:
-        raise ConfigError(f"--seqlen {seqlen}: wanted 2 to {longest}, what the model's context holds")
+    seqlen = settings.seqlen or min(chosen.default_seqlen, max_model_len)
+    if not 2 <= seqlen <= max_model_len:
+        raise ConfigError(f"--seqlen {seqlen}: wanted 2 to {max_model_len}, what the model's context holds")
     if settings.stride is not None and name != Sliding.name:
         raise ConfigError(f"--stride goes with --protocol sliding, not with {name}")
     if settings.limit is not None and settings.limit < 1:

@@ -45,8 +45,8 @@ class Reference:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest window."""
-        return max(len(window.ids) for window in self.windows)
+        """Tokens that a model reads of the longest window: all but the last."""
+        return max(len(window.ids) for window in self.windows) - 1
 
     def logits(self, states: Tensor) -> Tensor:
         """Some rows of `hidden` -> [n, V], as the model's own head computes them."""

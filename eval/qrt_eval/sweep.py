@@ -162,8 +162,7 @@ def checkpoint_of(sweep: Sweep, weights: str) -> str:
 def baseline(sweep: Sweep, text: EvalText) -> Reference:
     """The unquantized model's distributions over the windows."""
     arguments = sweep.arguments
-    longest = arguments.seqlen + PROTOCOLS[arguments.protocol].extra_tokens
-    llm = kld.reader_model(arguments.model, PLAIN, arguments.dtype, longest)
+    llm = kld.reader_model(arguments.model, PLAIN, arguments.dtype, arguments.seqlen)
     windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
     facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen}
     facts["run"] = model_facts(llm)

@@ -101,16 +101,19 @@ class Scheduler:
         return bool(self._requests)
 
     def max_len(self, prompt_len: int, max_tokens: int | None) -> int:
-        """Tokens at which the request ends. Raises ConfigError when even one output would not fit."""
+        """Tokens at which the request ends. Raises ConfigError when even one output would not fit, or, of a
+        prompt that is only scored, when what predicts its last token would not."""
         if not prompt_len:
             raise ConfigError("prompt: got no tokens, wanted at least one")
-        first = 0 if max_tokens == 0 else 1
+        first = -1 if max_tokens == 0 else 1
         for name, limit in (("max_model_len", self.limits.max_model_len), ("KV pool", self.kv.num_slots)):
             if prompt_len + first > limit:
                 raise ConfigError(
                     f"prompt: got {prompt_len} tokens, wanted at most {limit - first} ({name} {limit}"
-                    f"{', one for the output' if first else ''}); shorten the prompt or raise the {name}"
+                    f"{', one for the output' if first > 0 else ''}); shorten the prompt or raise the {name}"
                 )
+        if max_tokens == 0:
+            return prompt_len
         return self._max_len if max_tokens is None else min(prompt_len + max_tokens, self._max_len)
 
     def add(
@@ -299,6 +302,8 @@ class Scheduler:
             return None
         request = self.waiting[0]
         ids, reuse = request.ids, not request.scoring
+        if not request.generates and len(ids) > 1:
+            ids = ids[:-1]  # it is predicted, and predicts nothing
         cached = self.kv.cached(ids, request.cache_salt) if reuse else 0
         if reuse and self._shares_soon(request, ids, cached):
             return None

@@ -118,9 +118,9 @@ def test_refused_requests_name_the_lengths():
     scheduler.add("x", ids(1), LONG)
     with pytest.raises(ConfigError, match="'x': already in use"):
         scheduler.add("x", ids(1), LONG)
-    scheduler.add("whole", np.zeros(96, np.int32), LONG, generate=False)
-    with pytest.raises(ConfigError, match="got 97 tokens, wanted at most 96"):
-        scheduler.add("more", np.zeros(97, np.int32), LONG, generate=False)
+    scheduler.add("whole", np.zeros(97, np.int32), LONG, generate=False)  # the last token takes no slot
+    with pytest.raises(ConfigError, match="got 98 tokens, wanted at most 97"):
+        scheduler.add("more", np.zeros(98, np.int32), LONG, generate=False)
     assert not scheduler.running and len(scheduler.waiting) == 2
 
 

@@ -85,7 +85,7 @@ def test_equals_lm_evals_class_for_transformers():
     from qrt_eval.lm_model import QRTLM
     from qrt_eval.text import load_text
 
-    theirs = HFLM(str(model_path("tiny")), device="cpu", dtype="float32", max_length=127, batch_size=2)
+    theirs = HFLM(str(model_path("tiny")), device="cpu", dtype="float32", max_length=128, batch_size=2)
     ours = QRTLM("tiny", dtype="float32", max_model_len=128)
     assert ours.max_length == theirs.max_length and ours.prefix_token_id == theirs.prefix_token_id
 

@@ -107,8 +107,9 @@ def test_sliding_scores_every_token_once_with_context(hf, tokenizer, llm, text):
 
 
 @pytest.mark.model
-def test_lmeval_from_its_definition(hf, tokenizer, llm, text):
-    """Every token of every document once; the last window of a document looks back a whole length."""
+def test_lmeval_from_its_definition(hf, tokenizer, text):
+    """Every token of every document once; the last window of a document looks back a whole length. The window
+    is the model's whole context, as lm-eval's is unless told otherwise."""
     seqlen, total, words, size = 128, 0.0, 0, 0
     for document in text.documents:
         ids = [tokenizer.bos_token_id, *tokenizer.encode(document.text)]
@@ -119,6 +120,7 @@ def test_lmeval_from_its_definition(hf, tokenizer, llm, text):
         words += len(document.original.split()) + document.original[0].isspace()
         words += document.original[-1].isspace()
         size += len(document.original.encode())
+    llm = scorer("tiny", "fp16", max_model_len=seqlen)
     ours = measure(llm, "lmeval", text, seqlen)
     assert ours.figures["word_perplexity"] == pytest.approx(math.exp(-total / words), rel=1e-4)
     assert ours.figures["bits_per_byte"] == pytest.approx(-total / size / math.log(2), rel=1e-5)

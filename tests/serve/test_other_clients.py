@@ -127,7 +127,8 @@ def test_lm_eval_over_http_equals_qrt_eval_ppl(tmp_path):
     (tmp_path / "page.txt").write_text(text)
     (tmp_path / "pages.json").write_text(json.dumps({"page": text}))
     (tmp_path / "task.yaml").write_text(
-        f"task: local_text\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/pages.json}}}}\n"
+        "task: local_text\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/pages.json}}}}\n"
         'test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{page}}"\n'
         "metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]\n"
     )
