@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# What the tests use of lm-eval; `pip install qrt[lm]` brings all of its needs, some 300 MB.
+LM_EVAL := lm-eval accelerate colorama lxml portalocker psutil sacrebleu tabulate
+
 .PHONY: demo test lint
 
 demo: .venv/installed
@@ -19,4 +22,5 @@ lint: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[serve,plot,test]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $(LM_EVAL)
 	touch $@

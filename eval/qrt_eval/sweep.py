@@ -31,7 +31,7 @@ from qrt_eval.console import show
 from qrt_eval.latency import random_decoder
 from qrt_eval.page import write_page
 from qrt_eval.partial import PartialResult
-from qrt_eval.protocol import PROTOCOLS, cut
+from qrt_eval.protocol import cut
 from qrt_eval.reference import Reference
 from qrt_eval.results import (
     checkpoint_sha256,

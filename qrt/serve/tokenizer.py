@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from qrt.assets import model_path
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.serve.chat_template import ChatTemplate, Message
+
+PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that tokenizer.json says all about
 
 
 class Tokenizer:
@@ -22,15 +25,11 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         """CheckpointError when there is no such folder or no readable tokenizer in it, UnsupportedError for
         one without a fast backend."""
-        from transformers import AutoTokenizer  # here, because it imports Triton
-
         folder = model_path(str(path)) or Path(path)
         if not folder.is_dir():
             raise CheckpointError(f"{path}: no such folder; give a folder with tokenizer.json (--tokenizer)")
         try:
-            self.hf: Any = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            self.hf: Any = _load(folder)
         except Exception as error:  # the Rust side raises bare Exceptions for a damaged file
             lines = str(error).strip().splitlines() or [""]
             raise CheckpointError(
@@ -91,3 +90,15 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of `render_chat`: the template writes BOS itself, so none is added."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+
+def _load(folder: Path) -> Any:
+    """The transformers tokenizer. One without a class of its own is loaded as such: AutoTokenizer finds it
+    too, but first imports the code of all models, which takes each process of a server seconds."""
+    import transformers  # here, because it imports Triton
+
+    file = folder / "tokenizer_config.json"
+    named = json.loads(file.read_bytes()).get("tokenizer_class") if file.is_file() else None
+    plain = named in PLAIN and (folder / "tokenizer.json").is_file()
+    loader = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
+    return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -21,6 +21,7 @@ LONG = {
     "ignore_eos": True,
     "temperature": 0,
 }
+PATIENCE = 120.0  # seconds: ends a wait for what will never come, however busy the machine is
 
 
 class Processes:
@@ -38,14 +39,14 @@ class Processes:
         self.process = subprocess.Popen([*command, *flags], stderr=self.log.open("wb"), env=environment)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=20)
+        return httpx.get(self.url + path, timeout=PATIENCE)
 
     def wait_ready(self) -> None:
-        self.wait(lambda: self.get("/readiness").status_code == 200, 120)
+        self.wait(lambda: self.get("/readiness").status_code == 200)
 
-    def wait(self, condition, seconds: float = 30) -> None:
+    def wait(self, condition) -> None:
         """Until it holds; a refused connection is no."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             try:
                 if condition():
@@ -53,7 +54,7 @@ class Processes:
             except httpx.TransportError:
                 pass
             time.sleep(0.05)
-        pytest.fail(f"waited {seconds} s for nothing; the log: {self.log.read_text()[-3000:]}")
+        pytest.fail(f"waited {PATIENCE} s for nothing; the log: {self.log.read_text()[-3000:]}")
 
     def children(self, module: str) -> list[int]:
         """Processes of that module that the server has started, oldest first."""
@@ -88,7 +89,7 @@ class Request(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self.url, json=self.body, timeout=120) as reply:
+            with httpx.stream("POST", self.url, json=self.body, timeout=PATIENCE) as reply:
                 text = ""
                 for part in reply.iter_text():
                     text += part
@@ -128,34 +129,34 @@ def test_deaths(start, tmp_path):
     requests = [Request(server, stream=True) for _ in range(8)]
     for request in requests:
         request.start()
-    assert all(request.began.wait(60) for request in requests)
+    assert all(request.began.wait(PATIENCE) for request in requests)
     for pid in apis:
         os.kill(pid, signal.SIGKILL)
     for request in requests:
-        request.join(20)
+        request.join(PATIENCE)
         assert isinstance(request.reply, Exception)
-    server.wait(lambda: len(server.children("httpserver")) == 2, 60)
+    server.wait(lambda: len(server.children("httpserver")) == 2)
     assert not set(apis) & set(server.children("httpserver"))
-    server.wait(server.idle, 60)
-    reply = httpx.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 4}, timeout=60)
+    server.wait(server.idle)
+    reply = httpx.post(f"{server.url}/v1/completions", json={**LONG, "max_tokens": 4}, timeout=PATIENCE)
     assert reply.json()["usage"]["completion_tokens"] == 4
 
     stream, whole = Request(server, stream=True), Request(server, stream=False)
     stream.start()
     whole.start()
-    assert stream.began.wait(60)
+    assert stream.began.wait(PATIENCE)
     server.wait(lambda: server.get("/load").json()["running"] == 2)
     os.kill(engine, signal.SIGKILL)
-    server.wait(lambda: server.get("/health").status_code == 503, 5)
-    stream.join(20)
-    whole.join(20)
+    server.wait(lambda: server.get("/health").status_code == 503)
+    stream.join(PATIENCE)
+    whole.join(PATIENCE)
     code, text = whole.reply
     assert code == 500 and json.loads(text)["error"]["type"] == "InternalServerError"
     code, text = stream.reply
     *_, error, done, rest = text.split("\n\n")
     assert code == 200 and json.loads(error.removeprefix("data: "))["error"]["code"] == 500
     assert (done, rest) == ("data: [DONE]", "")
-    assert server.process.wait(30) == 1
+    assert server.process.wait(PATIENCE) == 1
     assert "the engine process has died (SIGKILL)" in server.log.read_text()
     assert not list(tmp_path.glob("qrt-*")), "the folder of the sockets stays behind"
 
@@ -163,18 +164,18 @@ def test_deaths(start, tmp_path):
 def test_sigterm_drains(start):
     """What runs is answered, what is new is refused, the exit code is 0."""
     server = start()
-    running = Request(server, stream=False, max_tokens=300)
+    running = Request(server, stream=False, max_tokens=800)
     running.start()
     server.wait(lambda: server.get("/load").json()["running"] == 1)
     server.process.terminate()
-    server.wait(lambda: server.get("/readiness").status_code == 503, 10)
-    refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
+    server.wait(lambda: server.get("/readiness").status_code == 503)
+    refused = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE)
     assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
     assert refused.json()["error"]["type"] == "ServiceUnavailableError"
-    running.join(60)
+    running.join(PATIENCE)
     code, text = running.reply
-    assert code == 200 and json.loads(text)["usage"]["completion_tokens"] == 300
-    assert server.process.wait(20) == 0
+    assert code == 200 and json.loads(text)["usage"]["completion_tokens"] == 800
+    assert server.process.wait(PATIENCE) == 0
 
 
 def test_a_killed_supervisor_leaves_no_process(tmp_path):
@@ -183,4 +184,4 @@ def test_a_killed_supervisor_leaves_no_process(tmp_path):
     children = server.children("router") + server.children("httpserver")
     server.process.kill()
     server.process.wait()
-    server.wait(lambda: all(map(gone, children)), 60)
+    server.wait(lambda: all(map(gone, children)))
