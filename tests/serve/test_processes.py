@@ -27,7 +27,8 @@ PATIENCE = 120.0  # seconds: ends a wait for what will never come, however busy 
 class Processes:
     """`qrt-serve tiny` as a user starts it."""
 
-    def __init__(self, tmp_path: Path, *flags: str) -> None:
+    def __init__(self, tmp_path: Path, *flags: str, log: int | None = None) -> None:
+        """`log` is a file descriptor instead of a file."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -36,7 +37,9 @@ class Processes:
         command = [sys.executable, "-c", "import sys; from qrt.serve.cli import main; sys.exit(main())"]
         flags = ("tiny", "--port", str(self.port), "--kv-cache-memory-bytes", "64M", *flags)
         environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([*command, *flags], stderr=self.log.open("wb"), env=environment)
+        with self.log.open("wb") as file:
+            to = file if log is None else log
+            self.process = subprocess.Popen([*command, *flags], stderr=to, env=environment)
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=PATIENCE)
@@ -161,9 +164,21 @@ def test_deaths(start, tmp_path):
     assert not list(tmp_path.glob("qrt-*")), "the folder of the sockets stays behind"
 
 
-def test_sigterm_drains(start):
-    """What runs is answered, what is new is refused, the exit code is 0."""
-    server = start()
+def test_sigterm_drains_though_no_line_can_be_logged(tmp_path):
+    """What runs is answered, what is new is refused, the exit code is 0; with a disk that has become full, or
+    whatever else makes every write to the log fail."""
+    reader, log = os.pipe()
+    server = Processes(tmp_path, "--enable-log-requests", log=log)
+    os.close(log)
+    try:
+        server.wait_ready()
+        os.close(reader)
+        drain(server)
+    finally:
+        server.stop()
+
+
+def drain(server: Processes) -> None:
     running = Request(server, stream=False, max_tokens=800)
     running.start()
     server.wait(lambda: server.get("/load").json()["running"] == 1)

@@ -369,6 +369,27 @@ def test_a_request_has_its_time():
         wait_idle(server)
 
 
+def test_the_wall_clock_may_jump(monkeypatch):
+    """Times are those of the monotonic clock: a day forth and back ends no request, turns nothing red."""
+    now, jump = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: now() + jump[0])
+    with ThreadServer(kv="fp16", request_timeout=60) as server:
+        body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        with (
+            httpx.Client(base_url=server.url, headers=JSON, timeout=30) as client,
+            client.stream("POST", "/v1/completions", json=body) as reply,
+        ):
+            text = ""
+            for count, part in enumerate(reply.iter_text()):
+                jump[0] = (86400.0, -86400.0)[count % 2]
+                text += part
+                assert count or client.get("/health").status_code == 200
+        assert text.endswith("data: [DONE]\n\n") and "error" not in text and text.count("data: ") >= 2
+        wait_idle(server)
+        load = json.loads(httpx.get(f"{server.url}/load", headers=JSON).text)
+        assert load["generation_tokens"] == 60 and 0 <= load["generation_tokens_per_second"] < 1e5
+
+
 # Errors and logs
 
 
