@@ -186,6 +186,19 @@ def test_rolling_spans_score_every_token_once(count, seqlen):
     assert all(end - start == seqlen + 1 for start, _, end in spans[1:])
 
 
+@pytest.mark.parametrize("seqlen", [4, 2048])
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 11, 2047, 2048, 2049, 5000])
+def test_windows_are_lm_evals_token_for_token(count, seqlen):
+    utils = pytest.importorskip("lm_eval.utils", reason="pip install qrt[lm]")
+    ids = list(range(100, 100 + count))
+    theirs = map(utils.make_disjoint_window, utils.get_rolling_token_windows(ids, 7, seqlen, 1))
+    given = [7, *ids]  # the prefix token is at -1
+    ours = [
+        (given[start + 1 : first + 1], ids[first:end]) for start, first, end in rolling_spans(count, seqlen)
+    ]
+    assert ours == [(list(context), list(scored)) for context, scored in theirs]
+
+
 def test_tokens_are_the_tokenizers_and_know_their_bytes():
     tokenizer = Tokenizer("tiny")
     text = "naïve – 数 \N{GRINNING FACE} plain words, more of them\n\nand a tail"
