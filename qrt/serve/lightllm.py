@@ -149,7 +149,9 @@ class LightllmShape:
         return body
 
     def events(self, index: int, delta: CompletionDelta) -> Iterable[bytes]:
-        """One event a token; the text of a token that shows nothing yet comes with a later one."""
+        """One event a token; the text of a token that shows nothing yet comes with a later one, and that of
+        tokens that come together with the last of them."""
+        before = self._collector.num_output_tokens - len(delta.token_ids)
         for place, token in enumerate(delta.token_ids):
             last = place == len(delta.token_ids) - 1
             finish = delta.finish_reason if last else None
@@ -158,7 +160,8 @@ class LightllmShape:
                 {
                     "token": {
                         **self._token(token, row, delta.text if last else ""),
-                        **self._counts(),
+                        "count_output_tokens": before + place + 1,
+                        "prompt_tokens": len(self._collector.prompt_ids),
                     },
                     "generated_text": self._final_text(finish),
                     "finished": finish is not None,
@@ -169,12 +172,6 @@ class LightllmShape:
 
     def _event(self, data: dict[str, Any]) -> bytes:
         return self.data + event(data).removeprefix(b"data: ")
-
-    def _counts(self) -> dict[str, int]:
-        return {
-            "count_output_tokens": self._collector.num_output_tokens,
-            "prompt_tokens": len(self._collector.prompt_ids),
-        }
 
     def _final_text(self, finish: str | None) -> str | None:
         return None

@@ -156,7 +156,7 @@ def copy_with_fewer_merges(folder):
         ("ppl pydoc --model tiny --sqlen 3", 2, "did you mean '--seqlen'"),
         ("ppl pydoc --model tiny --protocol gtpq", 2, "gtpq"),
         ("ppl pydoc --model tiny --seqlen 9999", 1, "--seqlen 9999: wanted 2 to 2048"),
-        ("ppl pydoc --model tiny --protocol lmeval --seqlen 2048", 1, "wanted 2 to 2047"),
+        ("ppl pydoc --model tiny --protocol lmeval --seqlen 2049", 1, "wanted 2 to 2048"),
         ("ppl pydoc --model tiny --stride 5", 1, "--stride goes with --protocol sliding"),
         ("ppl pydoc --model tiny --limit 0", 1, "--limit 0"),
         ("ppl pydoc --model tiny --batch-size 0", 2, "at least 1"),

@@ -1,10 +1,18 @@
 """LightLLM's dialect and its TGI flavour, against the OpenAI endpoint of the same server."""
 
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from servers import ThreadServer, bearer
+
+from qrt.config import SamplingParams
+from qrt.engine.output import RequestDelta
+from qrt.engine.request import FinishReason
+from qrt.serve.lightllm import GenerateRequest, LightllmShape, Parameters
+from qrt.serve.output import RequestCollector
+from qrt.serve.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
 PROMPT = "The president of the"
@@ -72,6 +80,24 @@ def test_generate_stream(lightllm):
     assert [event["token"]["count_output_tokens"] for event in got] == list(range(1, 13))
     assert [event["finished"] for event in got] == [False] * 11 + [True]
     assert got[-1]["finish_reason"] == "length" and all(event["generated_text"] is None for event in got)
+
+
+def test_tokens_that_come_together_are_events_of_their_own():
+    tokenizer = Tokenizer("tiny")
+    prompt, *ids = tokenizer.encode("The president of the country", add_special_tokens=False)
+    collector = RequestCollector("r", None, [prompt], SamplingParams(max_tokens=len(ids)), tokenizer)
+    shape = LightllmShape(
+        SimpleNamespace(tokenizer=tokenizer),
+        GenerateRequest(inputs="The", parameters=Parameters()),
+        collector,
+    )
+    parts = [RequestDelta("r#0", tuple(ids[:3])), RequestDelta("r#0", tuple(ids[3:]), FinishReason.LENGTH)]
+    got = [event for part in parts for event in shape.events(0, collector.feed(part))]
+    got = [json.loads(event.removeprefix(b"data:")) for event in got]
+    assert [event["token"]["id"] for event in got] == ids
+    assert [event["token"]["count_output_tokens"] for event in got] == list(range(1, len(ids) + 1))
+    assert "".join(event["token"]["text"] for event in got) == tokenizer.decode(ids)
+    assert [event["finished"] for event in got] == [False] * (len(ids) - 1) + [True]
 
 
 def test_tgi(tgi):
