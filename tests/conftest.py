@@ -1,5 +1,6 @@
 """Shared test settings: Triton runs in its interpreter where there is no GPU; `gpu` tests skip there."""
 
+import logging
 import os
 
 import pytest
@@ -15,6 +16,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def root_logger():
+    """As it was: a command that sets up logging leaves a handler on this test's stderr, which is closed."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture
