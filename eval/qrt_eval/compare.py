@@ -212,6 +212,26 @@ def _lm(result: Result) -> dict[str, Metric]:
     }
 
 
+def _passkey(result: Result) -> dict[str, Metric]:
+    found = {}
+    for cell in result["cells"]:
+        name = f"KV {cell['kv']}, {cell['context_tokens']} tokens, depth {cell['depth']:g}"
+        for key in ("retrieved", "chosen"):
+            share = cell[key]
+            noise = math.sqrt(share * (1 - share) / cell["trials"])
+            found[f"{name}: {key}"] = Metric(share, noise, True)
+    return found
+
+
+def _kv_error(result: Result) -> dict[str, Metric]:
+    return {
+        f"KV {cell['kv']}, {cell['heads']}, {cell['context_tokens']} tokens: relative error": Metric(
+            cell["relative_error"], None, False
+        )
+        for cell in result["cells"]
+    }
+
+
 METRICS: dict[str, Callable[[Result], dict[str, Metric]]] = {
     "ppl": _ppl,
     "kld": _kld,
@@ -221,6 +241,8 @@ METRICS: dict[str, Callable[[Result], dict[str, Metric]]] = {
     "serve": _serve,
     "kernels": _kernels,
     "sweep": _sweep,
+    "passkey": _passkey,
+    "kv-error": _kv_error,
 }
 
 

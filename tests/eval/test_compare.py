@@ -43,6 +43,19 @@ def test_timings_are_compared_by_their_repeats():
     assert change.verdict == "worse"
 
 
+def test_found_keys_are_compared_by_their_number():
+    """Of 4 trials the standard error of a half is a quarter: 1 of 4 is no change, 4 of 4 from none is one."""
+
+    def cells(retrieved):
+        cell = {"kv": "int4", "context_tokens": 512, "depth": 0.5, "trials": 4, "retrieved": retrieved}
+        return {"command": "passkey", "cells": [{**cell, "chosen": 0.5}]}
+
+    found, chosen = compare(cells(0.5), cells(0.25), 2)
+    assert found.verdict == chosen.verdict == "same" and not found.assumed
+    assert found.noise == pytest.approx((1 / 16 + 3 / 64) ** 0.5)
+    assert [change.verdict for change in compare(cells(0.0), cells(1.0), 2)] == ["better", "same"]
+
+
 def test_other_settings_are_named():
     before = ppl(1, [], kv="int8", arguments={"kv": "int8", "limit": 3})
     after = ppl(1, [], kv="int4", arguments={"kv": "int4", "limit": 4})
