@@ -102,4 +102,4 @@ def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int = 0)
     before = probability.cumsum(-1) - probability
     most = top_p.masked_fill(top_p >= 1, _INF)  # off: not even what rounding puts beyond 1 is cut
     kept = ((before < most[:, None]) & ~beyond).sum(-1, keepdim=True)
-    return ordered.gather(-1, kept - 1)
+    return ordered.gather(-1, kept.clamp_(min=1) - 1)  # fp32 knows no top_p below 1e-45

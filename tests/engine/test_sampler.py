@@ -171,6 +171,11 @@ def test_top_p_of_one_cuts_nothing_even_where_rounding_exceeds_one():
     assert float(least[0]) == pytest.approx(-0.99999) and float(least[1]) == pytest.approx(-2e-5)
 
 
+def test_top_p_too_small_for_fp32_keeps_the_likeliest():
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    assert least_kept(logits, torch.tensor([0]), torch.tensor([1e-48])).item() == 3.0
+
+
 def test_a_seeded_request_draws_the_same_whatever_it_is_batched_with():
     rng = np.random.default_rng(0)
     samplings = [
