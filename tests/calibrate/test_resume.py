@@ -21,7 +21,9 @@ CODE = (
 
 @pytest.fixture(scope="module")
 def deep(make_checkpoint):
-    return make_checkpoint("LlamaForCausalLM", dtype=torch.bfloat16, num_hidden_layers=12)  # killed before the last
+    return make_checkpoint(
+        "LlamaForCausalLM", dtype=torch.bfloat16, num_hidden_layers=12
+    )  # killed before the last
 
 
 def command(model, calib, out):
