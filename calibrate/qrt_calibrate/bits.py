@@ -19,18 +19,16 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from qrt.errors import ConfigError
-from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.weight import WEIGHT_ONLY
 from qrt_calibrate.decoder import Decoder
 from qrt_calibrate.fold import linear
-from qrt_calibrate.plan import Job
+from qrt_calibrate.plan import Job, ReadLayer
 from qrt_calibrate.preflight import bits_of, output_bytes
 from qrt_calibrate.recipe import Grid, Override, grid_of
 from qrt_calibrate.rtn import round_weight
 
 WINDOWS = 4  # that measure; hidden states of all candidates are kept
 SIXTEEN = 16
-ReadLayer = Callable[[Checkpoint, str], dict[str, Tensor]]  # all tensors of a layer, by their names inside it
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qrt.quant.checkpoint import Checkpoint
 from qrt_calibrate.clip import search_clip
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
 from qrt_calibrate.gptq import Factor, round_columns
 from qrt_calibrate.method import Scales
-from qrt_calibrate.plan import Job
+from qrt_calibrate.plan import Job, ReadLayer
 from qrt_calibrate.recipe import Grid
 from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.search import GRID
 
 SLICE = 256  # columns that GPTQ rounds, and rows whose clipping is searched
 ORDER = 1024  # of the Hessian that is factorized
-ReadLayer = Callable[[Checkpoint, str], dict[str, Tensor]]  # all tensors of a layer, by their names inside it
 
 
 @torch.no_grad()

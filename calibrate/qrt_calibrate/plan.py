@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from qrt.arch import ARCHS, Arch, ModelConfig
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
@@ -14,6 +16,8 @@ from qrt_calibrate.method import Scales
 from qrt_calibrate.recipe import Grid, Recipe
 from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.selection import check_groups, select
+
+ReadLayer = Callable[[Checkpoint, str], dict[str, Tensor]]  # all tensors of a layer, by their names inside it
 
 
 @dataclass(frozen=True)
