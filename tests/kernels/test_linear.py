@@ -7,7 +7,7 @@ import triton.language as tl
 from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qrt.kernels.linear import hopper_kernel, int8_kernel, kernel, linear, linear_int8, ref
+from qrt.kernels.linear import hopper_kernel, int8_kernel, kernel, linear, linear_int8, ref, stream_kernel
 from qrt.quant import affine
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
@@ -132,7 +132,7 @@ def test_split_sums_repeat_bit_for_bit(device, bits, k):
 
 MEASURED = [  # T and what the launchers would find measured, of every kernel; never whole blocks
     (5, (3, 2, 4)), (19, (2, 4, 3)), (67, (64, 2, 3, 2, 3, 3)), (77, (128, 1, 2, 1, 3, 3)),
-    (257, (256, 2, 1, 1, 4, 3)), (131, (128, 1, 2, 2, 2, 4)), (71, ()),
+    (257, (256, 2, 1, 1, 4, 3)), (131, (128, 1, 2, 2, 2, 4)), (71, ()), (50, (2, 2, 8, 80, 2)),
 ]  # fmt: skip
 
 
@@ -183,6 +183,29 @@ def test_wide_kernel(bits, symmetric, dtype, scales, n, k, group, tokens, plan):
     for _ in range(3):
         hopper_kernel.wide_gemm(x, tiled, bias, again, layout, hopper_kernel.WidePlan(*plan))
         assert torch.equal(again, first)
+    assert not tiled.arrivals.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, k, group, tokens, plan", [
+    (200, 960, None, 1, (2, 3, 8, 80, 2)), (70, 960, 32, 33, (1, 2, 4, 80, 2)),
+    (17000, 64, 64, 64, (2, 4, 8, 128, 1)), (700, 4096, 128, 29, (1, 4, 4, 128, 1)),
+    (8500, 768, 256, 64, (2, 2, 8, 80, 2)),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype, scales", [(*HALF,), (HALF[1], HALF[1]), (HALF[0], torch.float32)], ids=str)
+@pytest.mark.parametrize("bits, symmetric", [(4, True), (4, False), (8, True), (8, False)])
+def test_stream_kernel(bits, symmetric, dtype, scales, n, k, group, tokens, plan):
+    """More and fewer units than programs, row blocks of one and of many, launches that overlap."""
+    device = torch.device("cuda")
+    weight = random_weight(n, k, bits, group, symmetric=symmetric, dtype=scales, device=device)
+    tiled = TiledWeight(*WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, device, dtype))
+    x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
+    layout = kernel._layout(tiled, bits, WEIGHT_SCHEMES[f"w{bits}a16"].unpacker())
+    several = torch.empty(4, tokens, n, device=device, dtype=dtype)
+    for y in several:
+        stream_kernel.stream_gemm(x, tiled, bias, y, layout, stream_kernel.StreamPlan(*plan))
+    assert relative(several[0], reference(x, weight, bias)) < 2 * UNIT[dtype]
+    assert (several == several[0]).all()
     assert not tiled.arrivals.any()
 
 

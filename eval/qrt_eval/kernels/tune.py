@@ -33,6 +33,7 @@ from qrt_eval.kernels.linear import cold_copies, products, random_linear
 from qrt_eval.kernels.timer import microseconds
 
 FUSED_WIDTHS = (8, 16, 32, 64)
+STREAM_WIDTHS = (64,)
 WIDE_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 INT8_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the largest unless given here
@@ -64,6 +65,8 @@ class Trial(NamedTuple):
             return self.scheme, int8_plan._replace(splits=min(int8_plan.splits, 2))
         if self.scheme == "w8a8":
             return self.scheme, self.config
+        if len(self.config) == len(tile_kernel.StreamPlan._fields):
+            return self.scheme, self.config
         if len(self.config) == len(tile_kernel.WidePlan._fields):
             plan = tile_kernel.WidePlan(*self.config)
             # whether K is split, and whether a divisor of the tiles is known
@@ -78,6 +81,8 @@ def trials(k: int, n: int) -> Iterator[Trial]:
         tiles = -(-k // inputs)
         for width in FUSED_WIDTHS:
             yield from (Trial(scheme, k, n, width, plan) for plan in _fused_plans(width, blocks, tiles))
+        for width in STREAM_WIDTHS:
+            yield from (Trial(scheme, k, n, width, plan) for plan in _stream_plans(1024 // inputs))
         for width in WIDE_WIDTHS:
             yield from (
                 Trial(scheme, k, n, width, plan) for plan in _wide_plans(width, blocks, tiles, 1024 // inputs)
@@ -91,6 +96,17 @@ def _fused_plans(width: int, blocks: int, tiles: int) -> Iterator[tuple[int, ...
     around = (usual // 2, usual, 2 * usual) if width <= 16 else (usual // 2, usual)
     splits = sorted({tile_kernel.even_splits(s, tiles) for s in around if s})
     yield from product(splits, (2, 4) if width <= 16 else (4,), (3, 4) if width <= 32 else (3,))
+
+
+# row blocks, stages at 4 bits (8 have half the tile), warps, registers, programs an SM
+STREAM_BLOCKS = ((1, 4, 4, 128, 1), (1, 2, 4, 80, 2), (2, 2, 8, 80, 2), (2, 4, 8, 128, 1))
+
+
+def _stream_plans(bits: int) -> Iterator[tuple[int, ...]]:
+    """Of `stream_kernel`."""
+    for blocks, stages, warps, registers, programs in STREAM_BLOCKS:
+        depth = stages + stages // 2 if bits == 8 else stages
+        yield tile_kernel.StreamPlan(blocks, depth, warps, registers, programs)
 
 
 # width -> tokens, row blocks, planes of x a stage, stages of x and of w at 4 bits (8 have half the tile)

@@ -4,8 +4,8 @@ Few tokens: one kernel reads every weight once and is bound by that read. It com
 unpacked weights are the register operand of the tensor core and never touch shared memory, keeps codes as
 exact small integers and applies scales to fp32 group sums. Where N / 64 programs would leave SMs idle, K is
 split; the last program of a row block to arrive adds the partial sums in split order, so results do not
-depend on timing. More tokens: `hopper_kernel`, or, where that does not fit, the weight is dequantized block
-by block to scratch and torch multiplies.
+depend on timing. More tokens: `stream_kernel` or `hopper_kernel` where one was measured to win or, beyond 64,
+fits; else the weight is dequantized block by block to scratch and torch multiplies.
 Layout: quant/weight/tiles.py. A format is its `unpack` device function.
 """
 
@@ -24,6 +24,7 @@ from qrt.kernels.gpu import overlaps, shared_bytes
 from qrt.kernels.linear.hopper_kernel import WidePlan, fits, wide_gemm, wide_plan
 from qrt.kernels.linear.int8_kernel import int8_gemm
 from qrt.kernels.linear.split_kernel import sum_splits
+from qrt.kernels.linear.stream_kernel import StreamPlan, stream_gemm
 from qrt.kernels.tuned import configs
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -188,6 +189,9 @@ def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, un
     if x.shape[0] == 0:
         return y
     chosen = _hopper_plan(x, weight, bits)
+    if isinstance(chosen, StreamPlan):
+        stream_gemm(x.contiguous(), weight, bias, y, layout, chosen)
+        return y
     if chosen is not None:
         wide_gemm(x.contiguous(), weight, bias, y, layout, chosen)
         return y
@@ -226,14 +230,15 @@ def _launch_fused(
     )  # fmt: skip
 
 
-def _hopper_plan(x: Tensor, weight: TiledWeight, bits: int) -> WidePlan | None:
+def _hopper_plan(x: Tensor, weight: TiledWeight, bits: int) -> StreamPlan | WidePlan | None:
     """None: `_fused` or `_dequantize`."""
     if not fits(x, weight):
         return None
     width = width_of(x.shape[0])
     measured = configs(x.device).get(tuning_key(x.shape[1], weight.out_features, bits, width))
     if measured is not None:
-        return WidePlan(*measured) if len(measured) == len(WidePlan._fields) else None
+        kinds: dict[int, Any] = {len(kind._fields): kind for kind in (StreamPlan, WidePlan)}
+        return kinds[len(measured)](*measured) if len(measured) in kinds else None
     return wide_plan(width, *weight.packed.shape[:2]) if FUSED_TOKENS[2] < width <= WIDE_TOKENS else None
 
 
