@@ -20,7 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 from qrt.errors import ConfigError
-from qrt.kernels.decode_attention import decode_attention, plan_splits
+from qrt.kernels.decode_attention import decode_attention
+from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.mem.storage import KVStorage
 from qrt.quant.kv import KV_FORMATS, smoothing
 from qrt_eval.console import show
@@ -126,10 +127,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, name: str) -> Tensor:
         fmt.encode_ref(fmt.to_basis(k[some]), fmt.to_basis(v[some]), buffers, some)
     rows = torch.zeros(len(q), dtype=torch.int32, device=device)
     kv_lens = torch.full_like(rows, length)
-    splits = plan_splits(kv_lens, k.shape[1], storage.programs_per_sm)
+    parts = plan_parts(rows, kv_lens, k.shape[1], storage.programs_per_sm)
     turned = fmt.to_basis(q).to(dtype)
     scale = q.shape[-1] ** -0.5
-    return decode_attention(turned, buffers, slots[None], rows, kv_lens, splits, name, scale).float()
+    return decode_attention(turned, buffers, slots[None], rows, kv_lens, parts, name, scale).float()
 
 
 def errors(found: Tensor, truth: Tensor) -> dict[str, float]:

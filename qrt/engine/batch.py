@@ -15,7 +15,7 @@ from qrt.engine.plan import Plan
 from qrt.engine.sampler import SampleMeta
 from qrt.engine.table import RequestTable
 from qrt.engine.transfer import to_device
-from qrt.kernels.decode_attention import PROGRAMS_PER_SM, plan_splits
+from qrt.kernels.decode_attention.plan import PROGRAMS_PER_SM, plan_parts
 from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
 
 
@@ -57,7 +57,7 @@ def build(
 ) -> Batch:
     """Describe the step, whose `admitted` and `placed` the table knows. Decodes come first, then the chunks.
 
-    `programs_per_sm` as in `plan_splits`.
+    `programs_per_sm` as in `plan_parts`.
     """
     arrays = {**_token_arrays(plan), **_sample_arrays(plan, adjustments)}
     cached = [chunk.end if attend_cache else chunk.start for chunk in plan.chunks]
@@ -72,7 +72,8 @@ def build(
         rows.append(decoding)
         tokens.append(table.last_token[decoding])
         positions.append(kv_lens - 1)
-        decode = DecodeMeta(decoding, kv_lens, plan_splits(kv_lens, num_kv_heads, programs_per_sm))
+        parts = plan_parts(decoding, kv_lens, num_kv_heads, programs_per_sm)
+        decode = DecodeMeta(decoding, kv_lens, parts)
     if plan.chunks:
         table.length[sent["chunk_rows"]] = sent["chunk_ends"]
         rows.append(sent["token_rows"])

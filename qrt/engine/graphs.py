@@ -170,7 +170,7 @@ class TokenSteps:
 
     def _forward(self, size: int) -> None:
         table, rows = self._table, self._tokens[0, :size]
-        ids, positions, slots, kv_lens, splits = token_inputs(
+        ids, positions, slots, kv_lens, parts = token_inputs(
             *self._tokens[:, :size],
             table.length,
             table.last_token,
@@ -179,7 +179,7 @@ class TokenSteps:
             self._kv.programs_per_sm,
         )
         none = slots.new_empty(0, dtype=torch.int64)
-        decode = DecodeMeta(rows, kv_lens, splits)
+        decode = DecodeMeta(rows, kv_lens, parts)
         step = StepMeta(ids, positions, slots, table.slot_table, none, decode, None)
         self._hidden[:size] = self._model.hidden(step, self._kv)
 

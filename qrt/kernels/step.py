@@ -15,14 +15,14 @@ from torch import Tensor
 class DecodeMeta:
     """The decoding requests, one query token each.
 
-    rows        [Bd] int32   each request's row of the slot table
-    kv_lens     [Bd] int32   tokens to attend, the new one included (0: a padding row, output unspecified)
-    num_splits  [Bd] int32   parts the KV is cut into, from `decode_attention.plan_splits`, once per step
+    rows     [Bd] int32     each request's row of the slot table
+    kv_lens  [Bd] int32     tokens to attend, the new one included (0: a padding row, output unspecified)
+    parts    [P, 8] int32   what the KV is cut into, from `decode_attention.plan`, once per step
     """
 
     rows: Tensor
     kv_lens: Tensor
-    num_splits: Tensor
+    parts: Tensor
 
 
 @dataclass(frozen=True)

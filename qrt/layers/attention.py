@@ -73,7 +73,7 @@ class Attention:
                     step.slot_table,
                     decode.rows,
                     decode.kv_lens,
-                    decode.num_splits,
+                    decode.parts,
                     kv.format,
                     self.scale,
                 )

@@ -63,7 +63,7 @@ def test_mixed_step():
     assert step.logit_rows.tolist() == [0, 1, 5, 8]
     assert step.num_decodes == 2
     assert step.decode.rows.tolist() == [3, 1] and step.decode.kv_lens.tolist() == [23, 21]
-    assert step.decode.num_splits.shape == (2,)
+    assert step.decode.parts[:2, :6].tolist() == [[0, 3, 0, 23, 0, 1], [1, 1, 0, 21, 0, 1]]
     assert step.prefill.rows.tolist() == [0, 2, 5] and step.prefill.kv_lens.tolist() == [13, 6, 5]
     assert step.prefill.query_start.tolist() == [0, 3, 4, 7]
     assert step.prefill.max_query_len == 3 and step.prefill.attend_cache

@@ -17,6 +17,7 @@ from qrt.quant.kv import KV_FORMATS
 
 index, table = torch.zeros(48, dtype=torch.int32), torch.zeros(4, 1024, dtype=torch.int32)
 BF16, FP16 = torch.bfloat16, torch.float16
+parts = torch.zeros(60, 8, dtype=torch.int32)
 for name, dtype, Hq, Hkv, D, attend_cache in (
     ("fp16", BF16, 32, 8, 128, False), ("int8", BF16, 32, 8, 128, False), ("int4", BF16, 32, 8, 128, False),
     ("k8v4", BF16, 32, 8, 128, False), ("int8", FP16, 14, 2, 64, True), ("int4", FP16, 6, 6, 80, True),
@@ -26,7 +27,7 @@ for name, dtype, Hq, Hkv, D, attend_cache in (
     kv = [spec.zeros("cpu") for spec in KV_FORMATS[name].buffers(1024, Hkv, D, dtype).values()]
     angles, smooth = torch.zeros(64, D // 2), torch.zeros(3, Hkv, D)
     kv_write(q, k, v, angles, angles, index, index, kv, smooth if name != "fp16" else None, name)
-    decode_attention(q, kv, table, index, index, index, name, 0.1)
+    decode_attention(q, kv, table, index, index, parts, name, 0.1)
     chunk = index[:4], index[:5], index[:5], 16, 64, 32, attend_cache
     prefill_attention(q, k, v, kv, table, *chunk, name, 0.1)
 for n in (1, 48):

@@ -8,8 +8,8 @@ import torch
 from attention_truth import DTYPES, GPU, Cache, attend, bound, cache, error, from_basis, queries
 from torch.nn import functional as F
 
-from qrt.kernels import decode_attention as package
-from qrt.kernels.decode_attention import decode_attention, kernel, max_splits, plan_splits, ref
+from qrt.kernels.decode_attention import decode_attention, kernel, plan, ref
+from qrt.kernels.decode_attention.plan import cut, max_cuts, max_parts, plan_parts
 from qrt.quant.kv import KV_FORMATS
 
 BOTH = pytest.mark.parametrize("attention", [ref.decode_attention, kernel.decode_attention],
@@ -27,9 +27,15 @@ def poisoned_memory():
 
 
 def run(attention, q, held: Cache, splits: int | list[int] = 1):
-    num_splits = torch.zeros_like(held.kv_lens) + torch.tensor(splits, dtype=torch.int32, device=q.device)
+    """Each request cut into so many parts, whatever their length; more entries than there are parts."""
+    splits = torch.tensor(splits, device=q.device).expand(len(q))
+    lengths = -(-held.kv_lens // splits)
+    return run_parts(attention, q, held, cut(held.rows, held.kv_lens, lengths, int(splits.sum()) + 2))
+
+
+def run_parts(attention, q, held: Cache, parts):
     return attention(
-        q, held.buffers, held.slot_table, held.rows, held.kv_lens, num_splits, held.name, q.shape[-1] ** -0.5
+        q, held.buffers, held.slot_table, held.rows, held.kv_lens, parts, held.name, q.shape[-1] ** -0.5
     )
 
 
@@ -87,11 +93,11 @@ def test_no_worse_than_torch_in_16_bits(device, name, dtype):
 
 @FORMATS
 def test_splits_do_not_change_the_result(device, name):
-    """Also more of them than there are tiles, than one program merges, or than fit the grid."""
-    held = cache(name, [20 * 32, 3], 1, 64, torch.float32, device)
+    """Also more of them than one program merges, than a group of groups, and parts of single tokens."""
+    held = cache(name, [4 * 32, 3], 1, 64, torch.float32, device)
     q = queries(2, 2, 64, torch.float32, device, name)
     whole = run(kernel.decode_attention, q, held)
-    for splits in (3, max_splits(2, 1, device), 1000):
+    for splits in (3, kernel.FAN_IN + 1, [plan.CUTS[1], 1]):
         out = run(kernel.decode_attention, q, held, splits)
         torch.testing.assert_close(out, whole, atol=1e-3, rtol=0)
         assert torch.equal(run(kernel.decode_attention, q, held, splits), out)  # whoever arrives last
@@ -159,31 +165,53 @@ def test_against_exact_attention(device, attention, name):
     ]
 
 
-def done_after(kv_lens, parts, heads, slots):
-    """Tokens' time until all parts are attended, when each goes to the first free of `slots` programs."""
+def done_after(lengths, heads, slots):
+    """Tokens' time until parts of these lengths are attended, each by the first free of `slots` programs."""
     free = [0.0] * slots
-    for length, n in zip(kv_lens, parts, strict=True):
-        for _ in range(n * heads):
-            heapq.heapreplace(free, free[0] + length / n + package.SPLIT_TOKENS)
+    for length in lengths:
+        for _ in range(heads):
+            heapq.heapreplace(free, free[0] + length + plan.STARTUP)
     return max(free)
 
 
+def cut_evenly(lens, cuts):
+    """Lengths of the parts if the longest request were cut into so many, the others alike."""
+    most = max(-(-max(lens) // cuts), 1)
+    return [min(most, n - start) for n in lens for start in range(0, max(n, 1), most)]
+
+
 def test_plan_fills_the_gpu_and_never_asks_for_more_than_the_grid(device, monkeypatch):
-    monkeypatch.setattr(package, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
     slots = 132 * PROGRAMS
     for lens in ([1], [4096], [32768], [131072] + [100] * 63, [4096] * 64, [0, 0, 5], [1024] * 256,
-                 [32768] * 16, list(range(64, 4160, 64))):  # fmt: skip
-        most = max_splits(len(lens), 8, device)
-        splits = plan_splits(torch.tensor(lens, dtype=torch.int32, device=device), 8, PROGRAMS)
-        assert splits.dtype == torch.int32 and splits.device.type == device.type
-        assert splits.min() >= 1 and splits.max() <= most
-        uniform = (
-            [max(1, -(-n // max(max(lens) // cuts, 1))) for n in lens] for cuts in (1, 2, 3, 4, 8, 16, 64)
-        )
-        best = min(done_after(lens, parts, 8, slots) for parts in uniform if max(parts) <= most)
-        assert done_after(lens, splits.tolist(), 8, slots) <= max(1.1 * best, package.MIN_SPLIT_TOKENS + 64)
-    assert plan_splits(torch.tensor([32768], device=device), 8, PROGRAMS) >= 100
-    assert plan_splits(torch.tensor([100], device=device), 8, PROGRAMS) == 1
+                 [32768] * 16, list(range(64, 4160, 64)), [150] * 512):  # fmt: skip
+        room = max_parts(len(lens), 8, PROGRAMS, device)
+        kv_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        parts = plan_parts(torch.arange(len(lens), device=device).int(), kv_lens, 8, PROGRAMS)
+        assert parts.dtype == torch.int32 and parts.device.type == device.type and len(parts) == room
+        assert_covers(parts, lens)
+        some = [cut_evenly(lens, cuts) for cuts in (1, 2, 3, 4, 8, 16, 64) if cuts <= max_cuts(len(lens))]
+        best = min(done_after(lengths, 8, slots) for lengths in some if len(lengths) <= room)
+        taken = done_after([e - s for r, _, s, e, *_ in parts.tolist() if r >= 0], 8, slots)
+        assert taken <= max(1.1 * best, plan.MIN_PART + plan.UNIT)
+    one = torch.zeros(1, dtype=torch.int32, device=device)
+    assert int(plan_parts(one, one + 32768, 8, PROGRAMS)[0, 5]) >= 100
+    assert int(plan_parts(one, one + 100, 8, PROGRAMS)[0, 5]) == 1
+
+
+def assert_covers(parts, lens):
+    """Every token of every request is in one part, in order; what follows the parts is empty."""
+    live = [part for part in parts.tolist() if part[0] >= 0]
+    want = [(request, n) for request, n in enumerate(lens)]
+    at = 0
+    for request, n in want:
+        end, count = 0, live[at][5]
+        for index in range(count):
+            assert live[at][:3] == [request, request, end] and live[at][4:6] == [index, count]
+            end = live[at][3]
+            at += 1
+        assert end == n
+    assert at == len(live) and not (parts[at:, 0] >= 0).any()
 
 
 def test_operator(device):
@@ -197,7 +225,7 @@ def test_operator(device):
         held.slot_table,
         held.rows,
         held.kv_lens,
-        plan_splits(held.kv_lens, 1, PROGRAMS),
+        plan_parts(held.rows, held.kv_lens, 1, PROGRAMS),
         "int4",
         0.125,
     )
@@ -233,7 +261,8 @@ def plain(name, lens, Hkv, D, dtype, device, extra=0) -> Cache:
 def test_sizes_of_users(device, name, lens, Hq, Hkv, D):
     dtype = torch.bfloat16
     held, q = plain(name, lens, Hkv, D, dtype, device), queries(len(lens), Hq, D, dtype, device, name)
-    out = run(kernel.decode_attention, q, held, plan_splits(held.kv_lens, Hkv, PROGRAMS).tolist())
+    parts = plan_parts(held.rows, held.kv_lens, Hkv, PROGRAMS)
+    out = run_parts(kernel.decode_attention, q, held, parts)
     assert out.isfinite().all()
     some = [i for i, n in enumerate(lens) if n][:4]
     want = torch.cat([
@@ -263,14 +292,14 @@ def test_pool_beyond_2_to_the_31_elements(device, name):
 def test_a_captured_graph_serves_other_lengths(device, name):
     held = plain(name, [5000, 5000], 2, 128, torch.bfloat16, device)
     q = queries(2, 8, 128, torch.bfloat16, device, name)
-    splits = plan_splits(held.kv_lens, 2, PROGRAMS)
-    args = (q, held.buffers, held.slot_table, held.rows, held.kv_lens, splits, name, 128**-0.5)
+    parts = plan_parts(held.rows, held.kv_lens, 2, PROGRAMS)
+    args = (q, held.buffers, held.slot_table, held.rows, held.kv_lens, parts, name, 128**-0.5)
     decode_attention(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = decode_attention(*args)
     for lens in ([5000, 1], [0, 63], [257, 4096]):
         held.kv_lens.copy_(torch.tensor(lens))
-        splits.copy_(plan_splits(held.kv_lens, 2, PROGRAMS))
+        parts.copy_(plan_parts(held.rows, held.kv_lens, 2, PROGRAMS))
         graph.replay()
         torch.testing.assert_close(out, decode_attention(*args), atol=0, rtol=0)

@@ -1,9 +1,9 @@
-"""A step's inputs: the tables' entries by plain indexing, the plan of splits as `plan_splits` makes it."""
+"""A step's inputs: the tables' entries by plain indexing, the plan of parts as `plan_parts` makes it."""
 
 import pytest
 import torch
 
-from qrt.kernels.decode_attention import plan_splits
+from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.token_inputs import kernel, ref
 
 BOTH = pytest.mark.parametrize("inputs", [ref.token_inputs, kernel.token_inputs], ids=["ref", "triton"])
@@ -12,7 +12,7 @@ BOTH = pytest.mark.parametrize("inputs", [ref.token_inputs, kernel.token_inputs]
 @BOTH
 @pytest.mark.parametrize("tokens", [1, 2, 7, 16, 33, 130, 300])
 @pytest.mark.parametrize("longest", [1, 150, 30_000])
-def test_tables_are_read_and_splits_planned(device, inputs, tokens, longest):
+def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
     gen = torch.Generator().manual_seed(tokens + longest)
 
     def draw(high, *shape, dtype=torch.int32):
@@ -23,14 +23,17 @@ def test_tables_are_read_and_splits_planned(device, inputs, tokens, longest):
     rows, position, ids = draw(9, tokens), draw(longest, tokens), draw(1000, tokens)
     given = torch.rand(tokens, generator=gen) < 0.5
     position, ids = torch.where(given, position, -1), torch.where(given, ids, -1)
-    each = (x.to(device) for x in (rows, position, ids, length, last, table))
+    each = tuple(x.to(device) for x in (rows, position, ids, length, last, table))
     got = inputs(*each, 8, 8)
     lens = [int(p) + 1 if p >= 0 else int(length[r]) for r, p in zip(rows, position, strict=True)]
     places = [max(n - 1, 0) for n in lens]
     assert got[0].tolist() == [int(i if i >= 0 else last[r]) for i, r in zip(ids, rows, strict=True)]
     assert got[1].tolist() == places and got[3].tolist() == lens
     assert got[2].tolist() == [int(table[r, p]) for r, p in zip(rows, places, strict=True)]
-    assert torch.equal(got[4], plan_splits(got[3], 8, 8))
+    parts = plan_parts(each[0], got[3], 8, 8)
+    assert got[4].shape == parts.shape
+    live = parts[:, 0] >= 0
+    assert torch.equal(got[4][:, 0], parts[:, 0]) and torch.equal(got[4][live, :6], parts[live, :6])
     assert [x.dtype for x in got] == [torch.int64] + [torch.int32] * 4
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from qrt.kernels.decode_attention import plan_splits
+from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
@@ -75,7 +75,8 @@ class Requests:
 
     def _decode(self, rows: list[int]) -> DecodeMeta:
         kv_lens = self._ints([self.lengths[row] for row in rows])
-        return DecodeMeta(self._ints(rows), kv_lens, plan_splits(kv_lens, self.model.config.num_kv_heads))
+        at = self._ints(rows)
+        return DecodeMeta(at, kv_lens, plan_parts(at, kv_lens, self.model.config.num_kv_heads))
 
     def _prefill(self, chunks: list[tuple[int, int]]) -> PrefillMeta:
         own = [length for _, length in chunks]

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from qrt.arch import ModelConfig
-from qrt.kernels.decode_attention import decode_attention, plan_splits
+from qrt.kernels.decode_attention import decode_attention
+from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
 from qrt.layers.rope import rope_tables
@@ -59,8 +60,8 @@ def decode_rows(
             fmt = KV_FORMATS[name]
             num_bytes = tokens * fmt.bytes_per_slot(config.num_kv_heads, dim, q.dtype)
             caches = [_cache(fmt, tokens, config, device) for _ in range(copies(num_bytes))]
-            splits = plan_splits(lens, config.num_kv_heads, fmt.decode_block.programs_per_sm)
-            operands = [(q, kv, table, index, lens, splits, name, scale) for kv in caches]
+            parts = plan_parts(index, lens, config.num_kv_heads, fmt.decode_block.programs_per_sm)
+            operands = [(q, kv, table, index, lens, parts, name, scale) for kv in caches]
             us = microseconds(decode_attention, operands)
             floor = rates.floor_us(num_bytes + 2 * q.nbytes, flops)
             yield Row("decode", name, f"{batch} x {context}", us, floor, num_bytes, flops)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from qrt.arch import ModelConfig
-from qrt.kernels.decode_attention import plan_splits
+from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.step import DecodeMeta, StepMeta
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
@@ -64,14 +64,14 @@ def _time(model: Decoder, kv: str, batch: int, context: int) -> float:
     table = torch.randperm(tokens, device=device).to(torch.int32).view(batch, context)
     index = torch.arange(batch, device=device, dtype=torch.int32)
     lens = torch.full_like(index, context)
-    splits = plan_splits(lens, config.num_kv_heads, storage.programs_per_sm)
+    parts = plan_parts(index, lens, config.num_kv_heads, storage.programs_per_sm)
     step = StepMeta(
         tokens=index.long() % VOCABULARY,
         positions=lens - 1,
         slots=table[:, -1].contiguous(),
         slot_table=table,
         logit_rows=index.long(),
-        decode=DecodeMeta(index, lens, splits),
+        decode=DecodeMeta(index, lens, parts),
         prefill=None,
     )
     return microseconds(model.hidden, [(step, storage)]) / config.num_layers

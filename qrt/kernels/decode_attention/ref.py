@@ -18,11 +18,11 @@ def decode_attention(
     slot_table: Tensor,
     rows: Tensor,
     kv_lens: Tensor,
-    num_splits: Tensor,
+    parts: Tensor,
     format: str,
     scale: float,
 ) -> Tensor:
-    """See the package's docstring; `num_splits` does not matter here."""
+    """See the package's docstring; `parts` do not matter here."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     longest = int(kv_lens.max()) if len(kv_lens) else 0
     many = max(1, GATHER_TOKENS // max(longest, 1))

@@ -2,12 +2,12 @@
 
 token_inputs(rows int32 [T], given int32 [T], tokens int32 [T], length int32 [R], last_token int64 [R],
              slot_table int32 [R, L], num_kv_heads, programs_per_sm)
--> ids int64 [T], positions, slots, kv_lens, num_splits int32 [T]
+-> ids int64 [T], positions, slots, kv_lens int32 [T], parts int32 [P, 8]
 
 Token t belongs to row rows[t] of tables of R requests. given[t] is its position and tokens[t] itself; where
 they are negative it is the last token of the request: position length - 1, id last_token. slots are those of
-the positions, kv_lens are positions + 1 (0 for a row without tokens, whose position is 0), num_splits is
-`plan_splits` of them. One launch where torch would take two dozen, in every step.
+the positions, kv_lens are positions + 1 (0 for a row without tokens, whose position is 0), parts are
+`plan_parts` of them. One launch where torch would take three dozen, in every step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qrt.kernels.decode_attention.plan import FIELDS, max_parts
 from qrt.kernels.op import define
 from qrt.kernels.token_inputs import ref
 
@@ -29,7 +30,9 @@ def _fake(
     num_kv_heads: int,
     programs_per_sm: int,
 ) -> tuple[Tensor, ...]:
-    return rows.new_empty(rows.shape, dtype=torch.int64), *(torch.empty_like(rows) for _ in range(4))
+    room = max_parts(len(rows), num_kv_heads, programs_per_sm, rows.device)
+    parts = rows.new_empty(room, FIELDS)
+    return rows.new_empty(rows.shape, dtype=torch.int64), *(torch.empty_like(rows) for _ in range(3)), parts
 
 
 token_inputs = define(

@@ -1,4 +1,4 @@
-"""`token_inputs` as one Triton program: the plan of the splits needs all lengths at once, and there are
+"""`token_inputs` as one Triton program: the plan of the parts needs all lengths at once, and there are
 few."""
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from qrt.checks import expect
-from qrt.kernels.decode_attention import MIN_SPLIT_TOKENS, SPLIT_TOKENS, at_once, max_splits
+from qrt.kernels.decode_attention.plan import FIELDS, MIN_PART, STARTUP, UNIT, at_once, max_cuts, max_parts
 
 MIN_TILE = 16
 
 
-@triton.jit(do_not_specialize=["tokens_in_step", "most", "programs"])
+@triton.jit(do_not_specialize=["tokens_in_step", "most", "programs", "room"])
 def _token_inputs(
-    rows, given, tokens, length, last_token, slot_table, stride_table, ids, positions, slots, kv_lens, splits,
-    tokens_in_step, most, programs,
-    T: tl.constexpr, CUTS: tl.constexpr, MIN_LENGTH: tl.constexpr, STARTUP: tl.constexpr,
+    rows, given, tokens, length, last_token, slot_table, stride_table, ids, positions, slots, kv_lens, parts,
+    tokens_in_step, most, programs, room,
+    T: tl.constexpr, CUTS: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr, UNIT: tl.constexpr,
+    MIN_PART: tl.constexpr, STARTUP: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     t = tl.arange(0, T)
     real = t < tokens_in_step
@@ -34,17 +35,39 @@ def _token_inputs(
     tl.store(slots + t, tl.load(slot_table + row * stride_table + position, mask=real, other=0), mask=real)
     tl.store(kv_lens + t, lens, mask=real)
 
-    cut = tl.arange(0, CUTS) + 1
-    longest = tl.full([CUTS], 0, tl.float32) + tl.max(lens, 0).to(tl.float32)
-    part = tl.maximum(tl.div_rn(longest, cut.to(tl.float32)), MIN_LENGTH)
-    known = tl.broadcast_to(lens.to(tl.float32)[None, :], [CUTS, T])
-    parts = tl.maximum(tl.ceil(tl.div_rn(known, tl.broadcast_to(part[:, None], [CUTS, T]))), 1.0)
-    every = tl.sum(tl.where(real[None, :], parts, 0.0), 1)
-    waves = tl.ceil(tl.div_rn(every, tl.full([CUTS], 0, tl.float32) + programs))
-    cost = tl.where(cut <= most, waves * (part + STARTUP), float("inf"))
-    best = tl.argmin(cost, 0)
-    chosen = tl.sum(tl.where((tl.arange(0, CUTS) == best)[:, None], parts, 0.0), 0)
-    tl.store(splits + t, chosen.to(tl.int32), mask=real)
+    cuts = tl.arange(0, CUTS) + 1
+    part = tl.maximum(tl.cdiv(tl.cdiv(tl.max(lens, 0), cuts), UNIT) * UNIT, MIN_PART)
+    counts = tl.maximum(tl.cdiv(lens[None, :], part[:, None]), 1)
+    every = tl.sum(tl.where(real[None, :], counts, 0), 1)
+    cost = tl.cdiv(every, programs) * (part + STARTUP)
+    cost = tl.where((cuts <= most) & ((every <= room) | (cuts == 1)), cost, 0x7FFFFFFF)
+    best = tl.argmin(cost, 0)  # of equals the fewest
+    length = tl.sum(tl.where(tl.arange(0, CUTS) == best, part, 0), 0)
+    _store_parts(parts, t, row.to(tl.int32), lens, real, length, room, T, ROOM, AT_ONCE, FIELDS)
+
+
+@triton.jit
+def _store_parts(
+    parts, request, row, lens, real, length, room,
+    T: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """`plan.cut`, AT_ONCE parts of every request at a time."""
+    counts = tl.where(real, tl.maximum(tl.cdiv(lens, length), 1), 0)
+    ends = tl.cumsum(counts, 0)
+    for first in range(0, tl.max(counts, 0), AT_ONCE):
+        index = first + tl.arange(0, AT_ONCE)[None, :]
+        at = parts + ((ends - counts)[:, None] + index) * FIELDS
+        there = index < counts[:, None]
+        start = index * length
+        tl.store(at, tl.broadcast_to(request[:, None], [T, AT_ONCE]), mask=there)
+        tl.store(at + 1, tl.broadcast_to(row[:, None], [T, AT_ONCE]), mask=there)
+        tl.store(at + 2, tl.broadcast_to(start, [T, AT_ONCE]), mask=there)
+        tl.store(at + 3, tl.minimum(start + length, lens[:, None]), mask=there)
+        tl.store(at + 4, tl.broadcast_to(index, [T, AT_ONCE]), mask=there)
+        tl.store(at + 5, tl.broadcast_to(counts[:, None], [T, AT_ONCE]), mask=there)
+    entry = tl.arange(0, ROOM)
+    none = (entry >= tl.sum(counts, 0)) & (entry < room)
+    tl.store(parts + entry * FIELDS, tl.full([ROOM], -1, tl.int32), mask=none)
 
 
 def token_inputs(
@@ -62,13 +85,16 @@ def token_inputs(
     for name, each in {"given": given, "tokens": tokens}.items():
         expect(each, "T", torch.int32, name, T=T)
     ids = torch.empty(T, dtype=torch.int64, device=rows.device)
-    positions, slots, kv_lens, splits = (torch.empty_like(rows) for _ in range(4))
-    most = max_splits(T, num_kv_heads, rows.device)
-    tile, cuts = max(MIN_TILE, triton.next_power_of_2(T)), triton.next_power_of_2(most)
+    positions, slots, kv_lens = (torch.empty_like(rows) for _ in range(3))
+    room = max_parts(T, num_kv_heads, programs_per_sm, rows.device)
+    parts = torch.empty(room, FIELDS, dtype=torch.int32, device=rows.device)
+    most, tile = max_cuts(T), max(MIN_TILE, triton.next_power_of_2(T))
+    cuts = triton.next_power_of_2(most)
     _token_inputs[(1,)](
         rows, given, tokens, length, last_token, slot_table, slot_table.stride(0), ids, positions, slots,
-        kv_lens, splits, T, most, at_once(num_kv_heads, programs_per_sm, rows.device),
-        T=tile, CUTS=cuts, MIN_LENGTH=MIN_SPLIT_TOKENS, STARTUP=SPLIT_TOKENS,
+        kv_lens, parts, T, most, at_once(num_kv_heads, programs_per_sm, rows.device), room,
+        T=tile, CUTS=cuts, ROOM=triton.next_power_of_2(room), AT_ONCE=max(1, min(16, 1024 // tile)),
+        UNIT=UNIT, MIN_PART=MIN_PART, STARTUP=STARTUP, FIELDS=FIELDS,
         num_warps=4 if tile * cuts <= 2048 else 8,
     )  # fmt: skip
-    return ids, positions, slots, kv_lens, splits
+    return ids, positions, slots, kv_lens, parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qrt.kernels.decode_attention import plan_splits
+from qrt.kernels.decode_attention.plan import plan_parts
 
 
 def token_inputs(
@@ -23,4 +23,5 @@ def token_inputs(
     positions = (kv_lens - 1).clamp(min=0)
     ids = torch.where(tokens < 0, last_token[rows], tokens.long())
     slots = slot_table[rows.long(), positions.long()]
-    return ids, positions, slots, kv_lens, plan_splits(kv_lens, num_kv_heads, programs_per_sm)
+    parts = plan_parts(rows, kv_lens, num_kv_heads, programs_per_sm)
+    return ids, positions, slots, kv_lens, parts
