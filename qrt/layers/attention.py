@@ -1,4 +1,4 @@
-"""Self-attention over the token-granular KV cache: project, store K and V, attend, project back.
+"""Self-attention over the token-granular KV cache: store K and V, attend.
 
 The only layer that touches the cache. Queries, and K and V on their way to the cache, are in the basis of
 the KV format from `kv_write` on; the attention operators return to the model's basis.
@@ -17,7 +17,6 @@ from qrt.layers.linear import Linear
 from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVLayer
-from qrt.quant.tokens import QuantizedTokens
 
 
 class Attention:
@@ -43,20 +42,21 @@ class Attention:
         self.o = o
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.heads = (num_heads, num_kv_heads, num_kv_heads)
+        self.num_heads = (num_heads, num_kv_heads, num_kv_heads)
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
 
-    def __call__(self, x: Tensor | QuantizedTokens, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
-        """x [T, H] -> [T, H]; writes this layer's K and V of the step's tokens into `kv`."""
-        q, k, v = self.project(x)
+    def __call__(self, qkv: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
+        """What `self.qkv` gave [T, (Hq + 2*Hkv)*D] -> what `self.o` takes [T, Hq*D]; writes K and V of the
+        step's tokens into `kv`."""
+        q, k, v = self.heads(qkv)
         cos, sin = rope
         kv_write(q, k, v, cos, sin, step.positions, step.slots, kv.buffers, kv.smoothing, kv.format)
-        return self.o(self._attend(q, k, v, step, kv).flatten(1))
+        return self._attend(q, k, v, step, kv).flatten(1)
 
-    def project(self, x: Tensor | QuantizedTokens) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, H] -> q [T, Hq, D], k and v [T, Hkv, D], q and k before RoPE."""
-        q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, Hq, D], k and v [T, Hkv, D], q and k before RoPE; without norms, views."""
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from qrt.arch import ModelConfig
+from qrt.kernels.one_token import fits, one_token
 from qrt.kernels.step import StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
@@ -17,7 +19,6 @@ from qrt.layers.mlp import MLP
 from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVLayer, KVStorage
-from qrt.quant.tokens import QuantizedTokens
 
 
 class DecoderLayer:
@@ -30,14 +31,37 @@ class DecoderLayer:
         self.mlp = mlp
 
     def __call__(
-        self, x: Tensor | QuantizedTokens, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
+        self, qkv: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
     ) -> Tensor:
-        """x [T, H] is `norm` of `residual`; adds the attention to `residual` [T, H] in place.
+        """qkv is `attention.qkv` of `norm` of `residual`; adds the attention to `residual` [T, H] in place.
 
         Returns the MLP's output [T, H], which the norm that follows the layer adds.
         """
-        y = self.attention(x, step, kv, rope)
-        return self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, y))
+        return self._rest(residual, self.attention(qkv, step, kv, rope))
+
+    def into(
+        self, following: DecoderLayer, qkv: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer,
+        rope: RopeTables,
+    ) -> Tensor:  # fmt: skip
+        """As a call, and the norm and `attention.qkv` of the layer that follows."""
+        y = self.attention(qkv, step, kv, rope)
+        if len(y) == 1 and self._fits(following, residual):
+            linears = (self.attention.o, self.mlp.gate_up, self.mlp.down, following.attention.qkv)
+            norms = self.mlp_norm.weight, following.norm.weight, self.mlp_norm.eps
+            return one_token(y, residual, *(x.tensors for x in linears), *norms, self.mlp.down.scheme)
+        reader = following.attention.qkv
+        return reader(following.norm.add_for(reader, residual, self._rest(residual, y)))
+
+    def _rest(self, residual: Tensor, y: Tensor) -> Tensor:
+        """From what the heads attended, y [T, Hq*D]."""
+        return self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o(y)))
+
+    def _fits(self, following: DecoderLayer, residual: Tensor) -> bool:
+        """Whether `one_token` takes what is between the attention of this layer and the next."""
+        linears = (self.attention.o, self.mlp.gate_up, self.mlp.down, following.attention.qkv)
+        if len({x.scheme for x in linears}) > 1 or self.mlp_norm.eps != following.norm.eps:
+            return False
+        return fits(residual, [x.tensors for x in linears], [x.bias for x in linears], linears[0].scheme)
 
 
 class Decoder:
@@ -65,11 +89,11 @@ class Decoder:
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step; the hidden states [T, H] after the final norm. K and V go into `kv`."""
         residual = self.embed(step.tokens)
-        first, *others = self.layers
-        y = first(first.norm(residual), residual, step, kv.layer(0), self.rope)
-        for i, layer in enumerate(others, 1):
-            x = layer.norm.add_for(layer.attention.qkv, residual, y)
-            y = layer(x, residual, step, kv.layer(i), self.rope)
+        first, last = self.layers[0], self.layers[-1]
+        qkv = first.attention.qkv(first.norm(residual))
+        for i, (layer, following) in enumerate(pairwise(self.layers)):
+            qkv = layer.into(following, qkv, residual, step, kv.layer(i), self.rope)
+        y = last(qkv, residual, step, kv.layer(len(self.layers) - 1), self.rope)
         return self.norm.add(residual, y)
 
     def blocks(self) -> Iterator[tuple[DecoderLayer, RMSNorm]]:

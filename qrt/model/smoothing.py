@@ -34,14 +34,15 @@ def fit_smoothing(model: Decoder, max_model_len: int) -> list[Tensor]:
     residual = model.embed(step.tokens)
     x = model.layers[0].norm(residual)
     for i, (layer, norm) in enumerate(model.blocks()):
-        q, k, _ = layer.attention.project(x)
+        qkv = layer.attention.qkv(x)
+        q, k, _ = layer.attention.heads(qkv)
         tables.append(fit(q, k, cos, sin))
         if not tables[-1].isfinite().all():
             raise QrtError(
                 f"layer {i}: q or k of random tokens is not finite in {model.dtype}; "
                 "try --dtype bfloat16, or --kv fp16, which needs no smoothing"
             )
-        x = norm.add(residual, layer(x, residual, step, kv, model.rope))
+        x = norm.add(residual, layer(qkv, residual, step, kv, model.rope))
     return tables
 
 

@@ -34,7 +34,7 @@ from qrt.quant.kv.device import KVDevice, all_tokens, no_sums, part_columns
 
 MIN_HEADS = 8  # columns of a tensor-core dot; unused ones cost nothing
 MIN_ROWS = 16  # rows of one
-FAN_IN = 8  # parts that one program merges; it merges as many groups as there can be
+FAN_IN = 16  # parts that one program merges; it merges as many groups as there can be
 MERGED_ROWS = 32  # heads times parts that are read at a time while merging
 
 
@@ -135,10 +135,10 @@ def _attend_kernel(
     request, table_row = tl.load(part), tl.load(part + 1).to(tl.int64)
     start, end = tl.load(part + 2), tl.load(part + 3)
     index, count = tl.load(part + 4), tl.load(part + 5)
-    if launch_pdl:
-        gdc_wait()
     if request < 0:
         return
+    if launch_pdl:
+        gdc_wait()
     row = tl.arange(0, M)
     live, head = row < G, kv_head * G + row
     dims, real = part_columns(D, FMT.parts, H)

@@ -138,6 +138,11 @@ class TiledScheme(WeightScheme):
         PLANE of code - 2^(bits-1) - zero in DTYPE, exact; zero is int32, broadcast to the words, or 0; ASM
         False asks for plain Triton."""
 
+    @abstractmethod
+    def raw(self) -> tuple[Any, float]:
+        """As `unpacker`, for bf16 and without the zero point, and how far its planes are above
+        code - 2^(bits-1): for a kernel that takes both away from the sums."""
+
     @property
     def bits(self) -> int:
         """Width of a code."""

@@ -36,3 +36,16 @@ def unpack(words, zero, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.conste
         )  # fmt: skip
     else:  # by way of fp32: the interpreter makes no bf16 of an integer
         return (((words.to(tl.int32) >> 4 * PLANE) & 15) - 8 - zero).to(tl.float32).to(DTYPE)
+
+
+RAW_OFFSET = 136.0  # what `raw` adds to code - 8
+
+
+@triton.jit
+def raw(words, zero, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """int16 words -> plane PLANE of 128 + code in bf16, exact: two instructions for two weights, and no zero
+    point taken away."""
+    return tl.inline_asm_elementwise(
+        f"""{{ .reg .b32 t; shr.b32 t, $1, {4 * PLANE}; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }}""",
+        "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip

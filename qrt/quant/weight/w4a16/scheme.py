@@ -22,5 +22,10 @@ class W4A16Scheme(TiledScheme):
 
         return unpack
 
+    def raw(self) -> tuple[Any, float]:
+        from qrt.quant.weight.w4a16.device import RAW_OFFSET, raw
+
+        return raw, RAW_OFFSET
+
 
 W4A16 = W4A16Scheme()

@@ -22,5 +22,8 @@ class W8A16Scheme(TiledScheme):
 
         return unpack
 
+    def raw(self) -> tuple[Any, float]:
+        return self.unpacker(), 0.0
+
 
 W8A16 = W8A16Scheme()

@@ -1,0 +1,368 @@
+"""`one_token` on Hopper, in Gluon: one persistent kernel, an SM a program, over a stream of weights.
+
+Alone, each product of one token loses 4 to 6 us to its start and end, and the weights of the next do not
+come meanwhile. Here one warp asks for the weights of all four products in order (TMA), as long as there is
+room: it waits for nothing else, so they keep coming while the programs wait for each other between products.
+The others multiply 16 rows at a time with `mma.sync`, each warp a tile of the inputs; their sums meet in
+shared memory when a product is done. Every program makes the product's input, norm included, by itself.
+
+The codes are multiplied as they leave the words, plus the format's offset; what offset and zero point add,
+their sum times the sum of the inputs, is taken away from each run's product, in fp32.
+Layout: quant/weight/tiles.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from qrt.kernels.gpu import multiprocessors
+from qrt.kernels.linear.hopper_kernel import DTYPES, of_weight
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.tiles import TiledScheme, TiledWeight
+
+WARPS = 8  # that multiply: a chunk is a tile each, of ROWS outputs
+STAGES = 4  # chunks on their way or waiting, 17 KB each; 6 and 8 were slower
+ROWS = 16  # of a unit of work
+REGISTERS = 96  # of a thread: programs of the kernels around it fit beside it
+BARRIERS = 3  # between the four products
+_PACKED = gl.NVMMASharedLayout(128, 16, 4)
+_BY_ROW = gl.NVMMASharedLayout(0, 32, 3)
+
+
+_VECTOR = gl.SwizzledSharedLayout(1, 1, 1, [0])
+_MATRIX = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+_CUBE = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+
+
+@gluon.jit
+def _one_token(
+    o, o_scale, o_zero, gate_up, gate_up_scale, gate_up_zero, down, down_scale, down_zero, qkv, qkv_scale,
+    qkv_zero, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
+    HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr, WIDTH: gl.constexpr,
+    LONGEST: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
+    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, OFFSET: gl.constexpr,
+    DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Grid (SMs,). o .. qkv_zero: descriptors, one by one as the launcher wants them. LONGEST: inputs that
+    there is room for; UNITS: of one product, at most, that a program has."""
+    words = gl.allocate_shared_memory(gl.int16, [STAGES, 1, WARPS, 16, 64], o.layout)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES, 1, WARPS, 16], o_scale.layout)
+    zeros = gl.allocate_shared_memory(gl.int32, [STAGES if ASYMMETRIC else 1, 1, WARPS, 16], o_scale.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    fence_async_shared()
+    ring = (words, scales, zeros, ready, empty)
+    gl.warp_specialize(
+        [
+            (_work, (
+                ring, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
+                HIDDEN, ATTENDED, INNER, WIDTH, LONGEST, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET,
+                DOT, WARPS, STAGES,
+            )),
+            (_fetch, (
+                ring, (o, o_scale, o_zero), (gate_up, gate_up_scale, gate_up_zero),
+                (down, down_scale, down_zero), (qkv, qkv_scale, qkv_zero), HIDDEN, ATTENDED, INNER, WIDTH,
+                PLANES, ASYMMETRIC, WARPS, STAGES,
+            )),
+        ],
+        [1], [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _fetch(
+    ring, o, gate_up, down, qkv, HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr,
+    WIDTH: gl.constexpr, PLANES: gl.constexpr, ASYMMETRIC: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Ask for this program's units of the four products, in the order in which they are multiplied."""
+    SPAN: gl.constexpr = PLANES * 64 * WARPS
+    first, programs = gl.program_id(0), gl.num_programs(0)
+    i = 0
+    for unit in range(first, HIDDEN // 16, programs):
+        i = _fetch_unit(ring, o, unit, i, (ATTENDED + SPAN - 1) // SPAN, ASYMMETRIC, WARPS, STAGES)
+    for unit in range(first, INNER // 16, programs):
+        CHUNKS: gl.constexpr = (HIDDEN + SPAN - 1) // SPAN
+        i = _fetch_unit(ring, gate_up, unit, i, CHUNKS, ASYMMETRIC, WARPS, STAGES)
+        i = _fetch_unit(ring, gate_up, unit + INNER // 16, i, CHUNKS, ASYMMETRIC, WARPS, STAGES)
+    for unit in range(first, HIDDEN // 16, programs):
+        i = _fetch_unit(ring, down, unit, i, (INNER + SPAN - 1) // SPAN, ASYMMETRIC, WARPS, STAGES)
+    for unit in range(first, WIDTH // 16, programs):
+        i = _fetch_unit(ring, qkv, unit, i, (HIDDEN + SPAN - 1) // SPAN, ASYMMETRIC, WARPS, STAGES)
+
+
+@gluon.jit
+def _fetch_unit(
+    ring, weight, unit, i, CHUNKS: gl.constexpr, ASYMMETRIC: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Tiles beyond the last input come as zeros, scale too."""
+    words, scales, zeros, ready, empty = ring
+    BYTES: gl.constexpr = WARPS * 16 * (128 + 4 + 4 * ASYMMETRIC)
+    block, row = unit // 4, unit % 4 * 16
+    for chunk in range(CHUNKS):
+        slot, tile = i % STAGES, chunk * WARPS
+        arrived = ready.index(slot)
+        mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1, pred=i >= STAGES)
+        mbarrier.expect(arrived, BYTES)
+        tma.async_copy_global_to_shared(weight[0], [block, tile, row, 0], arrived, words.index(slot))
+        tma.async_copy_global_to_shared(weight[1], [block, tile, row], arrived, scales.index(slot))
+        if ASYMMETRIC:
+            tma.async_copy_global_to_shared(weight[2], [block, tile, row], arrived, zeros.index(slot))
+        i += 1
+    return i
+
+
+@gluon.jit
+def _work(
+    ring, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
+    HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr, WIDTH: gl.constexpr,
+    LONGEST: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
+    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, OFFSET: gl.constexpr,
+    DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Multiply. The norms' sums and RESIDUAL's are each program's own; the first one writes what stays."""
+    SPAN: gl.constexpr = PLANES * 64 * WARPS
+    x = gl.allocate_shared_memory(DOT, [LONGEST // SPAN, WARPS, PLANES * 64], _MATRIX)
+    totals = gl.allocate_shared_memory(gl.float32, [LONGEST // SPAN * RUNS, WARPS], _VECTOR)
+    sums = gl.allocate_shared_memory(gl.float32, [2 * UNITS, WARPS, 16], _MATRIX)
+    operands = (x, totals, sums)
+    i = 0
+    gdc_wait()
+    _take(x, totals, X, ATTENDED, RUNS)
+    i = _product(O_OUT, ring, operands, i, HIDDEN, ATTENDED, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW,
+                 OFFSET, DOT, WARPS, STAGES)  # fmt: skip
+    _meet(ARRIVALS, 0)
+    _add_norm(x, totals, RESIDUAL, O_OUT, MLP_NORM, MIDDLE, eps, HIDDEN, RUNS)
+    CHUNKS: gl.constexpr = (HIDDEN + SPAN - 1) // SPAN
+    row = 0
+    for _ in range(gl.program_id(0), INNER // 16, gl.num_programs(0)):
+        gate, i = _unit(ring, x, totals, i, CHUNKS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET, DOT, WARPS,
+                        STAGES)  # fmt: skip
+        sums.index(row).store(gate)
+        up, i = _unit(ring, x, totals, i, CHUNKS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET, DOT, WARPS,
+                      STAGES)  # fmt: skip
+        sums.index(UNITS + row).store(up)
+        row += 1
+    gate, up = _rows(sums, 0, UNITS).to(DOT).to(gl.float32), _rows(sums, UNITS, UNITS).to(DOT).to(gl.float32)
+    silu = (gate / (1.0 + gl.exp(-gate))).to(DOT).to(gl.float32)
+    _store_rows(ACTIVE, silu * up, INNER)
+    _meet(ARRIVALS, 1)
+    _take(x, totals, ACTIVE, INNER, RUNS)
+    i = _product(DOWN_OUT, ring, operands, i, HIDDEN, INNER, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW,
+                 OFFSET, DOT, WARPS, STAGES)  # fmt: skip
+    _meet(ARRIVALS, 2)
+    _add_norm(x, totals, MIDDLE, DOWN_OUT, NORM, RESIDUAL, eps, HIDDEN, RUNS)
+    gdc_launch_dependents()
+    _product(OUT, ring, operands, i, WIDTH, HIDDEN, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET, DOT,
+             WARPS, STAGES)  # fmt: skip
+
+
+@gluon.jit
+def _meet(ARRIVALS, BARRIER: gl.constexpr):
+    """Every program has come here, and what each wrote before is visible to all. The barrier before this one
+    is made ready for the next launch: nobody waits there any more."""
+    tl.debug_barrier()
+    gl.atomic_add(ARRIVALS + BARRIER, 1, sem="acq_rel", scope="gpu")
+    while (
+        gl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ARRIVALS + BARRIER], dtype=gl.int32,
+            is_pure=False, pack=1,
+        ) < gl.num_programs(0)
+    ):  # fmt: skip
+        pass
+    if gl.program_id(0) == 0:
+        gl.store(ARRIVALS + (BARRIER + 2) % 3, 0)
+
+
+@gluon.jit
+def _inputs(COUNT: gl.constexpr, x):
+    """0 .. the power of two from COUNT, or what one chunk has, on, spread over the threads."""
+    LEAST: gl.constexpr = x.shape[1] * x.shape[2]
+    PADDED: gl.constexpr = triton.next_power_of_2(COUNT if COUNT > LEAST else LEAST)
+    return gl.arange(0, PADDED, layout=gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
+def _give(x, totals, values, RUNS: gl.constexpr):
+    """Store a product's input, and for every run of a tile the sum of its inputs."""
+    COUNT: gl.constexpr = values.shape[0]
+    RUN: gl.constexpr = x.shape[2] // RUNS
+    RUNS_IN_ALL: gl.constexpr = x.shape[0] * x.shape[1] * RUNS
+    BY_RUN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // RUN, RUN // 8], [gl.num_warps(), 1], [1, 0])
+    x._reinterpret(x.dtype, [RUNS_IN_ALL * RUN], _VECTOR).slice(0, COUNT).store(values)
+    runs = x._reinterpret(x.dtype, [RUNS_IN_ALL, RUN], _MATRIX).slice(0, COUNT // RUN, dim=0).load(BY_RUN)
+    total = gl.sum(runs.to(gl.float32), 1)
+    total = total.reshape([COUNT // RUN // RUNS // x.shape[1], x.shape[1], RUNS]).permute((0, 2, 1))
+    place = totals._reinterpret(gl.float32, [x.shape[0], RUNS, x.shape[1]], _CUBE)
+    place.slice(0, total.shape[0], dim=0).store(total)
+
+
+@gluon.jit
+def _take(x, totals, X, COUNT: gl.constexpr, RUNS: gl.constexpr):
+    """The input is X [COUNT], which other programs wrote."""
+    k = _inputs(COUNT, x)
+    _give(x, totals, gl.load(X + k, mask=k < COUNT, other=0.0, cache_modifier=".cg"), RUNS)
+
+
+@gluon.jit
+def _add_norm(
+    x, totals, RESIDUAL, Y, WEIGHT, SUM, eps, COUNT: gl.constexpr, RUNS: gl.constexpr
+):  # fmt: skip
+    """SUM = RESIDUAL + Y; the input is its RMSNorm, rounded as `add_rmsnorm` does."""
+    k = _inputs(COUNT, x)
+    real = k < COUNT
+    weight = gl.load(WEIGHT + k, mask=real, other=0.0).to(gl.float32)
+    residual = gl.load(RESIDUAL + k, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
+    total = residual + gl.load(Y + k, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
+    total = total.to(x.dtype)
+    if gl.program_id(0) == 0:
+        gl.store(SUM + k, total, mask=real)
+    wide = total.to(gl.float32)
+    normal = (wide * tl.rsqrt(gl.sum(wide * wide, 0) / COUNT + eps)).to(x.dtype).to(gl.float32)
+    _give(x, totals, (normal * weight).to(x.dtype), RUNS)
+
+
+@gluon.jit
+def _product(
+    OUT, ring, operands, i, N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr,
+    RUNS: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr,
+    OFFSET: gl.constexpr, DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """OUT [N] = W [N, K] x: this program's units of it."""
+    x, totals, sums = operands
+    CHUNKS: gl.constexpr = (K + PLANES * 64 * WARPS - 1) // (PLANES * 64 * WARPS)
+    row = 0
+    for _ in range(gl.program_id(0), N // 16, gl.num_programs(0)):
+        unit, i = _unit(ring, x, totals, i, CHUNKS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET, DOT, WARPS,
+                        STAGES)  # fmt: skip
+        sums.index(row).store(unit)
+        row += 1
+    _store_rows(OUT, _rows(sums, 0, UNITS), N)
+    return i
+
+
+@gluon.jit
+def _unit(
+    ring, x, totals, i, CHUNKS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr, SCALE: gl.constexpr,
+    ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, OFFSET: gl.constexpr, DOT: gl.constexpr,
+    WARPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The next CHUNKS of the stream, one unit of 16 outputs: each warp's share of their sums, [WARPS, 16]."""
+    words, scales, zeros, ready, empty = ring
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    INPUT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    BY_ROW: gl.constexpr = gl.SliceLayout(2, MMA)
+    acc = gl.zeros([WARPS, 16, 8], gl.float32, MMA)
+    for chunk in range(CHUNKS):
+        slot = i % STAGES
+        mbarrier.wait(ready.index(slot), i // STAGES & 1)
+        tile = words.index(slot).reshape([WARPS, 16, 64]).load(WEIGHT)
+        scale_words = scales.index(slot).reshape([WARPS, 16]).load(BY_ROW)
+        zero_words = scale_words
+        if ASYMMETRIC:
+            zero_words = zeros.index(slot).reshape([WARPS, 16]).load(BY_ROW)
+        for run in gl.static_range(RUNS):
+            part = gl.zeros([WARPS, 16, 8], gl.float32, MMA)
+            for p in gl.static_range(run * (PLANES // RUNS), (run + 1) * (PLANES // RUNS)):
+                plane = RAW(tile, 0, p, DOT, True)
+                tokens = x.index(chunk).slice(p * 64, 64, dim=1).load(gl.SliceLayout(2, INPUT))
+                # all 8 columns are the one token
+                part = mma_v2(plane, gl.expand_dims(tokens, 2).broadcast_to([WARPS, 64, 8]), part)
+            total = totals.index(chunk * RUNS + run).load(gl.SliceLayout(1, BY_ROW))
+            offset = gl.zeros([WARPS, 16], gl.float32, BY_ROW) + OFFSET
+            if ASYMMETRIC:
+                offset += ((zero_words << (24 - 8 * run)) >> 24).to(gl.float32)
+            scale = ((scale_words >> (16 * run)) & 0xFFFF).to(gl.int16).to(SCALE, bitcast=True).to(gl.float32)
+            above = offset * gl.expand_dims(total, 1)
+            acc += (part - gl.expand_dims(above, 2)) * gl.expand_dims(scale, 2)
+        mbarrier.arrive(empty.index(slot), count=1)
+        i += 1
+    return gl.max(acc, 2), i
+
+
+@gluon.jit
+def _rows(sums, FIRST: gl.constexpr, UNITS: gl.constexpr):
+    """Units FIRST .. FIRST + UNITS, summed over the warps: [UNITS, 16]."""
+    WARPS: gl.constexpr = sums.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, WARPS, 1], [2, 1, 16], [WARPS, 1, 1], [2, 1, 0])
+    cube = sums._reinterpret(gl.float32, sums.shape, _CUBE)
+    return gl.sum(cube.slice(FIRST, UNITS, dim=0).load(LAYOUT), 1)
+
+
+@gluon.jit
+def _store_rows(OUT, values, N: gl.constexpr):
+    """This program's units of OUT [N] from values [units, 16]."""
+    LAYOUT: gl.constexpr = values.type.layout
+    unit = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
+    first = (gl.program_id(0) + gl.num_programs(0) * unit) * 16
+    at = gl.expand_dims(first, 1) + gl.expand_dims(row, 0)
+    gl.store(OUT + at, values.to(OUT.dtype.element_ty), mask=at < N)
+
+
+@cache  # CUDA graphs hold its address
+def _arrivals(device: torch.device) -> Tensor:
+    return torch.zeros(BARRIERS, dtype=torch.int32, device=device)
+
+
+def _descriptors(weight: TiledWeight) -> tuple[Any, Any, Any]:
+    """TMA descriptors of a chunk: its words, its scales, its zeros."""
+    blocks, tiles, rows, words = weight.packed.shape
+    by_row = (blocks, tiles, rows), torch.int32, (1, WARPS, ROWS), _BY_ROW
+    packed = of_weight(
+        weight.packed, (blocks, tiles, rows, words), torch.int16, (1, WARPS, ROWS, words), _PACKED
+    )
+    scale = of_weight(weight.scale, *by_row)
+    return packed, scale, of_weight(weight.zero, *by_row) if weight.zero.numel() else scale
+
+
+def one_token(
+    x: Tensor,
+    residual: Tensor,
+    o: Sequence[Tensor],
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    qkv: Sequence[Tensor],
+    mlp_norm: Tensor,
+    norm: Tensor,
+    eps: float,
+    scheme: str,
+) -> Tensor:
+    """See the package's docstring."""
+    kind = WEIGHT_SCHEMES[scheme]
+    assert isinstance(kind, TiledScheme)
+    raw, offset = kind.raw()
+    weights = [TiledWeight(*tensors) for tensors in (o, gate_up, down, qkv)]
+    hidden, inner, width = weights[0].out_features, weights[1].out_features // 2, weights[3].out_features
+    programs, planes = multiprocessors(x.device), 16 // kind.bits
+    longest = max(triton.next_power_of_2(max(x.shape[1], hidden, inner)), planes * 64 * WARPS)
+    units = triton.next_power_of_2(triton.cdiv(max(hidden, inner, width), ROWS * programs))
+    middle, o_out, down_out = (torch.empty_like(residual) for _ in range(3))
+    active, out = x.new_empty(1, inner), x.new_empty(1, width)
+    _one_token[(programs,)](
+        *chain.from_iterable(map(_descriptors, weights)), x, residual, middle, mlp_norm, norm, o_out, active,
+        down_out, out, _arrivals(x.device), eps,
+        HIDDEN=hidden, ATTENDED=x.shape[1], INNER=inner, WIDTH=width, LONGEST=longest, UNITS=units,
+        PLANES=planes, RUNS=weights[0].runs, SCALE=DTYPES[weights[0].scale.dtype],
+        ASYMMETRIC=weights[0].zero.numel() > 0, RAW=raw, OFFSET=offset, DOT=DTYPES[x.dtype], WARPS=WARPS,
+        STAGES=STAGES, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
+    )  # fmt: skip
+    return out
