@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.adjustments import Adjustments
 from qrt.engine.generation import GenerationConfig
-from qrt.engine.graphs import PROMPT_SIZES, TokenSteps, default_sizes
+from qrt.engine.graphs import CHUNK_SIZES, PROMPT_SIZES, TokenSteps, default_sizes
 from qrt.engine.output import RequestDelta
 from qrt.engine.plan import Plan
 from qrt.engine.profile import peak_step_bytes
@@ -91,7 +91,7 @@ class Engine:
         table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
         steps = None
         if model.device.type == "cuda":  # a CPU gains nothing by padding
-            steps = TokenSteps(model, kv, table, *_capture_sizes(config))
+            steps = TokenSteps(model, kv, table, *_capture_sizes(config, limits.max_model_len))
             if not config.enforce_eager:
                 steps.record()
         manager = KVManager(self.pool.num_slots, prefix_caching=config.enable_prefix_caching)
@@ -228,12 +228,17 @@ class Engine:
         return self.scheduler.fail(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def _capture_sizes(config: EngineConfig) -> tuple[Sequence[int], Sequence[int]]:
-    """Sizes of recorded steps: rows that decode, and tokens of steps with prompts."""
+def _capture_sizes(
+    config: EngineConfig, max_model_len: int
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Sizes of recorded steps: rows that decode, tokens of steps with prompts, tokens of a chunk alone."""
     if config.cudagraph_capture_sizes:
-        return config.cudagraph_capture_sizes, ()
-    prompts = [size for size in PROMPT_SIZES if size <= config.max_num_batched_tokens]
-    return default_sizes(config.max_num_seqs), prompts
+        return config.cudagraph_capture_sizes, (), ()
+    most = config.max_num_batched_tokens
+    prompts = [size for size in PROMPT_SIZES if size <= most]
+    longest = min([size for size in CHUNK_SIZES if size >= max_model_len], default=CHUNK_SIZES[-1])
+    chunks = [size for size in CHUNK_SIZES if size <= min(most, longest) and not config.attend_cache]
+    return default_sizes(config.max_num_seqs), prompts, chunks
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -287,8 +292,8 @@ def _pool(
 ) -> PoolSize:
     """The pool that fits beside the weights and the largest step."""
     measured = model.device.type == "cuda" and config.kv_cache_memory_bytes is None
-    rows, prompts = _capture_sizes(config)
-    recorded = max(rows), max((*rows, *prompts))
+    rows, prompts, chunks = _capture_sizes(config, limits.max_model_len)
+    recorded = max(rows), max((*rows, *prompts)), max(chunks, default=0)
     budget = kv_budget_bytes(
         model.device,
         gpu_memory_utilization=config.gpu_memory_utilization,

@@ -1,10 +1,12 @@
-"""Graphs: steps of few tokens, padded to some sizes and recorded as CUDA graphs.
+"""Graphs: steps of few tokens, and chunks alone, padded to some sizes and recorded as CUDA graphs.
 
 In such a step every token attends through the cache, on its own: those that decode, and the few of a short
 prompt (or of a prompt's last piece), which would otherwise cost the host hundreds of launches. A recorded
 step costs it two, whatever the model: one graph from tokens to hidden states, and one that makes the logits
 of the rows that sample, draws and advances the request table. Steps of decodes alone find everything in the
-table; their rows travel when they are others than in the step before.
+table; their rows travel when they are others than in the step before. A chunk of some more tokens that comes
+alone is recorded too, with the kernels of prefill: up to 2,048 tokens the GPU is done before the host could
+launch them one by one.
 
 Rows that ask for more than greedy, temperature and seed are drawn outside, from the hidden states. Padding
 tokens are of the table's last row: they attend nothing and write the pad slot. Where nothing is recorded
@@ -25,13 +27,15 @@ from qrt.engine.plan import Plan
 from qrt.engine.table import RequestTable
 from qrt.engine.transfer import to_device
 from qrt.kernels.sample import sample as draw
-from qrt.kernels.step import DecodeMeta, StepMeta
+from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
 from qrt.kernels.token_inputs import token_inputs
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 
 LARGEST = 256  # rows that decode, by default
 PROMPT_SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)  # tokens of steps with prompts, by default
+CHUNK_SIZES = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)  # of a chunk alone, by default
+CHUNK_CACHED = 8192  # most tokens before it: there is room for all of them in its graph
 # Most tokens that a step's prompt tokens read together. Each reads its context alone: beyond this the kernels
 # of prefill, which read it once for all, are faster than the launches they cost.
 PROMPT_READS = 256 * 1024
@@ -49,6 +53,7 @@ class TokenSteps:
 
     rows     sizes of what samples: steps of that many decodes, and the rows drawn of any step
     tokens   sizes of whole steps, `rows` among them
+    chunks   sizes of chunks that are a step's only work, more tokens than those
     """
 
     def __init__(
@@ -58,13 +63,15 @@ class TokenSteps:
         table: RequestTable,
         rows: Sequence[int],
         prompts: Sequence[int] = (),
+        chunks: Sequence[int] = (),
     ) -> None:
         self._model = model
         self._kv = kv
         self._table = table
         self.rows = sorted(set(rows))
         self.tokens = sorted({*rows, *prompts})
-        device, most = table.device, self.tokens[-1]
+        self.chunks = sorted(size for size in chunks if size > self.tokens[-1])
+        device, most = table.device, [*self.tokens, *self.chunks][-1]
         # of each token: its row, its position and itself (TABLE: of the row); what is drawn: token, row
         self._tokens = torch.empty(3, most, dtype=torch.int32, device=device)
         self._draws = torch.empty(2, self.rows[-1], dtype=torch.int32, device=device)
@@ -79,7 +86,9 @@ class TokenSteps:
             return False
         if not plan.chunks:
             return len(plan.decodes) <= self.rows[-1]
-        tokens = len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks)
+        if self._is_chunk(plan):
+            return True
+        tokens = _count(plan)
         reads = sum(len(chunk.tokens) * chunk.end for chunk in plan.chunks)
         return tokens <= self.tokens[-1] and len(plan.sampled) <= self.rows[-1] and reads <= PROMPT_READS
 
@@ -88,9 +97,9 @@ class TokenSteps:
         """Record every size, the largest first: the others fit into its memory."""
         pool = torch.cuda.graph_pool_handle()
         self._pad()
-        sizes = [(True, size) for size in self.tokens[::-1]] + [(False, size) for size in self.rows[::-1]]
-        for forward, size in tqdm(sizes, desc="Recording CUDA graphs", unit="graph"):
-            body = self._forward if forward else self._draw
+        forwards = [(self._prefill, size) for size in self.chunks] + [(self._forward, n) for n in self.tokens]
+        bodies = [*forwards[::-1], *((self._draw, size) for size in self.rows[::-1])]
+        for body, size in tqdm(bodies, desc="Recording CUDA graphs", unit="graph"):
             body(size)  # compiles the kernels
             torch.cuda.synchronize(self._table.device)
             graph = torch.cuda.CUDAGraph()
@@ -103,8 +112,10 @@ class TokenSteps:
 
     @torch.inference_mode()
     def run_largest(self) -> None:
-        """The largest step, of padding, kernel by kernel: what memory it takes."""
+        """The largest steps, of padding, kernel by kernel: what memory they take."""
         self._pad()
+        for size in self.chunks[-1:]:
+            self._prefill(size)
         self._forward(self.tokens[-1])
         self._draw(self.rows[-1])
 
@@ -119,7 +130,7 @@ class TokenSteps:
             if chunk.samples:
                 ends.append(last - 1)
         drawn = [*range(len(rows)), *ends]
-        tokens = np.full((3, _holds(self.tokens, last)), TABLE, np.int32)
+        tokens = np.full((3, self._size(plan)), TABLE, np.int32)
         tokens[0] = self._table.pad_row
         tokens[0, : len(rows)] = rows
         at = len(rows)
@@ -141,13 +152,14 @@ class TokenSteps:
 
     def forward(self, plan: Plan) -> Tensor:
         """Hidden states [T, H] of the tokens that were sent, good until the next call."""
-        tokens = len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks)
-        size = _holds(self.tokens, tokens)
+        size = self._size(plan)
         if recorded := self._forwards.get(size):
             recorded.replay()
+        elif self._is_chunk(plan):
+            self._prefill(size)
         else:
             self._forward(size)
-        return self._hidden[:tokens]
+        return self._hidden[: _count(plan)]
 
     def draw(self, plan: Plan) -> Tensor:
         """Tokens int64 [S] of what `forward` gave, for each of `plan.sampled`: greedy, or by temperature and
@@ -159,6 +171,16 @@ class TokenSteps:
         else:
             tokens = self._draw(size)
         return tokens[: len(plan.sampled)]
+
+    def _is_chunk(self, plan: Plan) -> bool:
+        """Whether it is one chunk of a size that is here."""
+        if plan.decodes or len(plan.chunks) != 1 or plan.chunks[0].start > CHUNK_CACHED:
+            return False
+        return bool(self.chunks) and self.tokens[-1] < _count(plan) <= self.chunks[-1]
+
+    def _size(self, plan: Plan) -> int:
+        """To which it is padded."""
+        return _holds(self.chunks if self._is_chunk(plan) else self.tokens, _count(plan))
 
     def _pad(self) -> None:
         """Inputs of padding alone."""
@@ -183,6 +205,21 @@ class TokenSteps:
         step = StepMeta(ids, positions, slots, table.slot_table, none, decode, None)
         self._hidden[:size] = self._model.hidden(step, self._kv)
 
+    def _prefill(self, size: int) -> None:
+        """A chunk alone: padding is behind it, and attends nothing."""
+        table, (rows, positions, ids) = self._table, self._tokens[:, :size]
+        positions = positions.clamp(min=0)
+        count = (rows != table.pad_row).sum(dtype=torch.int32).view(1)
+        none, start = torch.zeros_like(count), positions[:1]
+        room = min(CHUNK_CACHED, table.slot_table.shape[1])
+        prefill = PrefillMeta(
+            rows[:1], start + count, torch.cat((none, count)), torch.cat((none, start)), size, room, room
+        )
+        slots = table.slots(rows, positions)
+        nothing = slots.new_empty(0, dtype=torch.int64)
+        step = StepMeta(ids.clamp(min=0).long(), positions, slots, table.slot_table, nothing, None, prefill)
+        self._hidden[:size] = self._model.hidden(step, self._kv)
+
     def _draw(self, size: int) -> Tensor:
         table, (index, rows) = self._table, self._draws[:, :size].long()
         logits = self._model.logits(self._hidden[index])
@@ -190,6 +227,11 @@ class TokenSteps:
         table.advance(rows, tokens)
         table.length[table.pad_row :].zero_()
         return tokens
+
+
+def _count(plan: Plan) -> int:
+    """Tokens of the step."""
+    return len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks)
 
 
 def _holds(sizes: Sequence[int], count: int) -> int:

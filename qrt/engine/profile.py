@@ -24,10 +24,10 @@ def peak_step_bytes(
     formats: Sequence[KVFormat],
     limits: Limits,
     smoothing: Sequence[Tensor] | None,
-    recorded: tuple[int, int],
+    recorded: tuple[int, int, int],
 ) -> int:
     """Bytes of GPU memory that a request table, the most expensive step and, in memory of its own, the
-    largest recorded step (rows drawn, tokens) take besides weights and K/V."""
+    largest recorded step (rows drawn, tokens, tokens of a chunk alone) take besides weights and K/V."""
     config, tokens = model.config, limits.max_num_batched_tokens
     heads, dim = config.num_kv_heads, config.head_dim
     kv = KVStorage(formats, tokens, heads, dim, model.dtype, model.device, smoothing)
@@ -39,7 +39,7 @@ def peak_step_bytes(
     largest = torch.cuda.max_memory_allocated(model.device) - before
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    steps = TokenSteps(model, kv, table, recorded[:1], recorded[1:])
+    steps = TokenSteps(model, kv, table, recorded[:1], recorded[1:2], recorded[2:])
     steps.run_largest()
     return largest + torch.cuda.max_memory_allocated(model.device) - before
 

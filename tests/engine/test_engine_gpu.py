@@ -74,6 +74,27 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(folder, kv):
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("kv", ["fp16", "int8"])
+def test_recorded_chunks_give_the_tokens_of_eager_ones(tmp_path, kv):
+    """Prompts that come alone, of more tokens than a step of single ones takes, also behind cached ones."""
+    folder = random_checkpoint(tmp_path, "LlamaForCausalLM", vocab_size=512, max_position_embeddings=4096)
+    results = []
+    for eager in (True, False):
+        config = EngineConfig(
+            str(folder), dtype="bfloat16", kv=kv, kv_cache_memory_bytes=256 << 20, enforce_eager=eager,
+            max_num_seqs=4, max_num_batched_tokens=2048,
+        )  # fmt: skip
+        engine, tokens = Engine(config), []
+        assert engine.runner.token_steps.chunks[0] == 640
+        for n in (600, 640, 641, 1500, 1700, 2500):
+            prompt = [5 + i % 300 if i < 100 else 5 + i * n % 490 for i in range(n)]
+            engine.add(str(n), prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+            while engine.has_work:
+                tokens += [token for delta in engine.step() for token in delta.token_ids]
+        results.append(tokens)
+    assert results[0] == results[1] and len(results[0]) == 36
+
+
 def test_the_same_batch_gives_the_same_tokens(folder):
     requests = {
         str(i): ([i + 3] * (7 * i + 1), SamplingParams(temperature=t, seed=i, max_tokens=40, ignore_eos=True))

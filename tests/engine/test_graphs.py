@@ -56,6 +56,36 @@ def test_padding_changes_no_token(folder, kv):
     assert tokens(folder, kv, [4, 12], [40, 100, 400]) == plain, "prompts too"
 
 
+@pytest.mark.parametrize("kv", ["fp16", "int4"])
+def test_a_chunk_alone_is_padded_and_answered_alike(folder, kv, monkeypatch):
+    """Also those whose first tokens are cached, or too many; one of 60 is asked twice."""
+    monkeypatch.setattr(graphs, "CHUNK_CACHED", 100)
+
+    def answers(chunks):
+        config = EngineConfig(
+            str(folder), kv=kv, device="cpu", kv_cache_memory_bytes=8 << 20, max_num_batched_tokens=70
+        )
+        engine, taken, out = Engine(config), [], []
+        runner = engine.runner
+        if chunks:
+            runner.token_steps = TokenSteps(runner.model, runner.kv, runner.table, [1, 2], (), chunks)
+            prefill = runner.token_steps._prefill
+            runner.token_steps._prefill = lambda size: (taken.append(size), prefill(size))
+        for n in (3, 29, 30, 31, 60, 60, 61, 250):
+            engine.add(
+                str(n), [7 + i * n % 400 for i in range(n)], SamplingParams(temperature=0, max_tokens=5)
+            )
+            while engine.has_work:
+                out += [t for delta in engine.step() for t in delta.token_ids]
+        return out, taken
+
+    plain, _ = answers(())
+    padded, taken = answers([30, 60, 70])
+    assert padded == plain and len(plain) == 8 * 5
+    # all begin with one token, which is cached from the second on; 250 are 4 chunks, behind 1, 71, 141, 211
+    assert taken == [30, 30, 30, 30, 60, 60, 70, 70]
+
+
 def plan_of(decodes, *chunks):
     sampling = Sampling(0.0, 0, 1.0, 0, None)
     return Plan(
