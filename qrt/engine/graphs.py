@@ -198,7 +198,7 @@ class TokenSteps:
             table.last_token,
             table.slot_table,
             self._model.config.num_kv_heads,
-            self._kv.programs_per_sm,
+            self._kv.programs_per_sm(size),
         )
         none = slots.new_empty(0, dtype=torch.int64)
         decode = DecodeMeta(rows, kv_lens, parts)

@@ -52,8 +52,7 @@ class KVStorage:
         QrtError when the memory cannot be had."""
         self.num_slots = self.pad_slot = num_slots
         # decode attention is planned once for all layers: for the format that most of them have
-        programs = Counter(format.decode_block.programs_per_sm for format in formats)
-        self.programs_per_sm = programs.most_common(1)[0][0]
+        self._usual = Counter(formats).most_common(1)[0][0]
         self._layers = []
         try:
             for i, format in enumerate(formats):
@@ -72,6 +71,10 @@ class KVStorage:
     def __len__(self) -> int:
         """Number of layers."""
         return len(self._layers)
+
+    def programs_per_sm(self, requests: int) -> int:
+        """Of decode attention, at once, as `plan_parts` wants to know it."""
+        return self._usual.block(requests).programs_per_sm
 
     def layer(self, index: int) -> KVLayer:
         """The format and tensors of layer `index`."""

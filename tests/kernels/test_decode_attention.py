@@ -51,7 +51,7 @@ def truth(q, held: Cache, attend=attend) -> torch.Tensor:
 @FORMATS
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lengths_around_a_tile(device, attention, name, dtype):
-    tile = kernel.block_of(KV_FORMATS[name].decode_block, 64, dtype).tokens
+    tile = kernel.block_of(KV_FORMATS[name].block(5), 64, dtype).tokens
     lens = [1, tile - 1, tile, tile + 1, 3 * tile + 5]
     held, q = cache(name, lens, 2, 64, dtype, device), queries(5, 4, 64, dtype, device, name)
     out = run(attention, q, held, [1, 2, 1, 2, 3])

@@ -197,7 +197,7 @@ def decode_attention(
         return out
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device()
-    block = block_of(fmt.decode_block, D, q.dtype)
+    block = block_of(fmt.block(B), D, q.dtype)
     partial = torch.empty(P, Hq, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(P, Hq, dtype=torch.float32, device=q.device)
     # a rotation by a dot wants its 16 rows

@@ -39,6 +39,11 @@ class KVFormat(ABC):
     bits: ClassVar[int]  # per value; 16 stands for the model dtype
     rotated: ClassVar[bool]
     decode_block: ClassVar[DecodeBlock]
+    lone_block: ClassVar[DecodeBlock | None] = None  # of one request alone, where another is faster
+
+    def block(self, requests: int) -> DecodeBlock:
+        """How decode attention goes through so many requests."""
+        return self.lone_block if requests == 1 and self.lone_block else self.decode_block
 
     @abstractmethod
     def buffers(
