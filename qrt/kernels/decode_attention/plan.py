@@ -8,7 +8,6 @@ part are few: starting a program that finds nothing to do takes an SM a quarter 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from qrt.kernels.gpu import multiprocessors
@@ -34,7 +33,7 @@ def max_parts(requests: int, num_kv_heads: int, programs_per_sm: int, device: to
 
 def max_cuts(requests: int) -> int:
     """Parts that one request may be cut into."""
-    return min(max(_CUTS_TIMES_REQUESTS // triton.next_power_of_2(max(requests, 1)), CUTS[0]), CUTS[1])
+    return min(max(_CUTS_TIMES_REQUESTS // (1 << (max(requests, 1) - 1).bit_length()), CUTS[0]), CUTS[1])
 
 
 def plan_parts(
