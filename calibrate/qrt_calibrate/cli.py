@@ -96,7 +96,11 @@ def _add_grid(parser: ArgumentParser) -> None:
 
 def _add_method(parser: ArgumentParser) -> None:
     method = parser.add_argument_group("method")
-    method.add_argument("--method", choices=METHODS, help="default: awq-gptq, for w8a8 smoothquant-gptq")
+    method.add_argument(
+        "--method",
+        choices=METHODS,
+        help="default: awq-yaqa for w4a16, awq-gptq for w8a16, smoothquant-gptq for w8a8; rtn needs no text",
+    )
     method.add_argument(
         "--calib", metavar="DATA",
         help="text file, folder, .jsonl (text or chat messages) or dataset, ORG/NAME[:CONFIG[:SPLIT]] "

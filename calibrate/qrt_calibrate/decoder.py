@@ -67,8 +67,40 @@ class Decoder:
         """Hidden states [B, T, H] -> the layer's output, fp32 on the device."""
         return layer(hidden.to(self._device), **self._arguments[index])
 
+    def backward(self, index: int, layer: nn.Module, hidden: Tensor, gradient: Tensor) -> Tensor:
+        """The loss's gradient at `hidden` [B, T, H], which layer `index` reads, from that at its output."""
+        with torch.enable_grad():
+            leaf = hidden.to(self._device).detach().requires_grad_()
+            self.run(index, layer, leaf).backward(gradient.to(self._device))
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def loss_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
+        """The gradient, [T, H] fp32, at the hidden states behind the last layer of the loss (a sum over
+        tokens) of next tokens that are drawn from the predictions themselves."""
+        with torch.enable_grad():
+            leaf = hidden.to(self._device).detach().requires_grad_()
+            norm, head = self._final()
+            normed = norm(leaf)
+            with torch.no_grad():
+                wrong = self.logits(hidden).softmax(-1)
+                drawn = torch.multinomial(wrong, 1, generator=generator)
+                wrong.scatter_add_(-1, drawn, wrong.new_full(drawn.shape, -1.0))
+                parts = zip(wrong.split(HEAD_ROWS, -1), head.split(HEAD_ROWS), strict=True)
+                pull = sum((part @ rows.float() for part, rows in parts), torch.zeros_like(normed))
+            normed.backward(pull)
+        assert leaf.grad is not None
+        return leaf.grad
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] behind the last layer -> logits [T, V], fp32 on the device."""
+        norm, head = self._final()
+        hidden = norm(hidden.to(self._device))
+        # the head in blocks: in fp32 and whole it would outweigh a layer
+        return torch.cat([nn.functional.linear(hidden, rows.float()) for rows in head.split(HEAD_ROWS)], -1)
+
+    def _final(self) -> tuple[nn.Module, Tensor]:
+        """The last norm, and the head's weight as stored."""
         if self._head is None:
             norm = copy.deepcopy(self._norm)
             weight = self._checkpoint.tensor(f"{self._arch.norm}.weight")
@@ -76,10 +108,7 @@ class Decoder:
             stored = self._checkpoint.has(f"{self._arch.head}.weight")
             head = self._checkpoint.tensor(f"{self._arch.head if stored else self._arch.embed}.weight")
             self._head = norm, head.to(self._device)
-        norm, head = self._head
-        hidden = norm(hidden.to(self._device))
-        # the head in blocks: in fp32 and whole it would outweigh a layer
-        return torch.cat([nn.functional.linear(hidden, rows.float()) for rows in head.split(HEAD_ROWS)], -1)
+        return self._head
 
 
 def _layer_arguments(model: Any, arch: Arch, seqlen: int, device: torch.device) -> list[dict[str, Any]]:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from qrt_calibrate.clip import search_clip
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
-from qrt_calibrate.gptq import Factor, round_columns
+from qrt_calibrate.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
 from qrt_calibrate.method import Scales
 from qrt_calibrate.plan import Job, ReadLayer
 from qrt_calibrate.recipe import Grid
 from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.search import GRID
+from qrt_calibrate.sensitivity import block_sizes, gradient_windows
 
 SLICE = 256  # columns that GPTQ rounds, and rows whose clipping is searched
 ORDER = 1024  # of the Hessian that is factorized
@@ -55,16 +56,17 @@ def _rounding(job: Job, grid: Grid, weight: Tensor) -> float:
         found = _seconds(lambda: search_clip(few, cost, spec, dtype), few)
         seconds += found * rows / len(few)
     if steps.gptq:
-        seconds += _gptq(weight, grid, dtype)
+        seconds += _gptq(weight, grid, dtype, steps.rows)
     return seconds
 
 
-def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype) -> float:
-    """Factorizing a Hessian, and the walk over the columns with what each block sends to those behind."""
+def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool) -> float:
+    """Factorizing a Hessian, and the walk over the columns with what each block sends to those behind; with
+    `coupled` rows their moments are factorized too, the walk is longer and errors are sent on by rows."""
     rows, columns = weight.shape
     order = min(columns, ORDER)
     hessian = torch.eye(order, device=weight.device)
-    factorized = _seconds(lambda: Factor.of(hessian, 0.01), weight) * (columns / order) ** 3
+    factorized = _seconds(lambda: Factor.of(hessian, 0.01), weight) / order**3
     width = min(columns, max(SLICE, grid.spec.group_of(columns)))
     part = weight[:, :width]
     plain = round_weight(part, grid.spec, dtype)
@@ -73,7 +75,12 @@ def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype) -> float:
     eye = Factor(torch.arange(width, device=weight.device), torch.eye(width, device=weight.device), 0.0)
     walked = _seconds(lambda: round_columns(part, eye, scale, zero, grid.spec), part)
     spread = _seconds(lambda: part @ part.T[:, :SLICE], part) / (2 * rows * width * min(SLICE, rows))
-    return factorized + walked * columns / width + spread * rows * columns**2
+    cubes, steps, sent = columns**3, columns, rows * columns**2
+    if coupled:
+        cubes += sum(size**3 for size in block_sizes(rows))
+        steps += (ROW_BLOCKS - 1) * BLOCK
+        sent += sum(size**2 for size in block_sizes(rows)) * columns
+    return factorized * cubes + walked * steps / width + spread * sent
 
 
 def _reading(job: Job, tensors: Mapping[str, Tensor]) -> float:
@@ -86,6 +93,9 @@ def _reading(job: Job, tensors: Mapping[str, Tensor]) -> float:
     hidden = torch.randn(batch, seqlen, job.config.hidden_size, device=device)
     forward = _seconds(lambda: decoder.run(0, layer, hidden), hidden) / batch
     seconds = 2 * forward * (calibrating + evaluating)  # exact and rounded, to the next layer
+    if felt := gradient_windows(job):  # once forth, twice forth and back
+        back = _seconds(lambda: decoder.backward(0, layer, hidden, hidden), hidden) / batch
+        seconds += (forward + 2 * back) * felt
     weights = {name: tensors[f"{name}.weight"] for name in job.arch.projections}
     total, before = sum(weight.numel() for weight in weights.values()), 0
     for _, parts in job.arch.fuse:

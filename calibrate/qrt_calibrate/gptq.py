@@ -6,6 +6,10 @@ before, groups stay where they are, and nothing of the order is left in the file
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -14,6 +18,7 @@ from qrt.quant.spec import QuantSpec
 from qrt.quant.weight import WeightData
 
 BLOCK = 128  # columns whose errors are spread one by one; beyond the block they are spread together
+ROW_BLOCKS = 16  # in which rows are rounded where they feel each other
 DAMPING_STEPS = 3  # each ten times the one before
 
 
@@ -64,38 +69,122 @@ class Factor:
 
 
 def round_columns(
-    weight: Tensor, factor: Factor, scale: Tensor, zero: Tensor | None, spec: QuantSpec
+    weight: Tensor,
+    factor: Factor,
+    scale: Tensor,
+    zero: Tensor | None,
+    spec: QuantSpec,
+    rows: Sequence[Factor] = (),
 ) -> WeightData:
-    """`weight` [N, K] on the grid of `scale` and `zero` [N, K/G], column by column along `factor`."""
-    k = weight.shape[1]
-    group = torch.arange(k, device=weight.device)[factor.order] // (k // scale.shape[1])
-    scales = scale.float()[:, group].T.contiguous()  # columns as rows: each is read in one piece
-    offset = None if zero is None else zero.float()[:, group].T.contiguous()
-    left = weight.T[factor.order]
-    codes = []
-    for begin in range(0, k, BLOCK):
-        at = slice(begin, min(begin + BLOCK, k))
-        zeros = None if offset is None else offset[at]
-        rounded, errors = _round_block(left[at], scales[at], zeros, factor.upper[at, at], spec)
-        codes.append(rounded)
-        left[at.stop :] -= factor.upper[at, at.stop :].T @ errors
-    values = torch.empty(weight.T.shape, dtype=torch.uint8, device=weight.device)
-    values[factor.order] = torch.cat(codes)
-    return WeightData(values.T.contiguous(), scale, zero, bits=spec.bits)
+    """`weight` [N, K] on the grid of `scale` and `zero` [N, K/G], column by column along `factor`.
+
+    With `rows`, factors of E[g g^T] of the outputs' gradients, one for each run of successive rows, rows make
+    good for the errors of rows before them too (YAQA, arXiv:2505.22988, on scalar grids): those with the
+    largest gradients come first, and those of one row block do not feel each other.
+    """
+    return _Walk(weight, factor, scale, zero, spec, rows).run()
+
+
+class _Walk:
+    """Blocks of rows by blocks of columns. A block waits for those before it in its row and in its column, so
+    whole antidiagonals are rounded together: the steps are hardly more than the columns.
+
+    members   [R, N/R] the rows of each row block
+    target    [R, K, N/R] weights that errors of earlier rows have moved; columns in the order of the walk
+    moved     [R, K, N/R] how errors of earlier columns have moved them further
+    spread    for each row block and run of rows: what its error is to later rows of the run
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        factor: Factor,
+        scale: Tensor,
+        zero: Tensor | None,
+        spec: QuantSpec,
+        rows: Sequence[Factor],
+    ) -> None:
+        n, k = weight.shape
+        self._spec, self._factor, self._scale, self._zero = spec, factor, scale, zero
+        runs = [len(own.order) for own in rows]
+        self._count = gcd(ROW_BLOCKS, *runs) if runs else 1
+        self._width = gcd(BLOCK, k)
+        self._shares = [run // self._count for run in runs]  # of each run in a row block
+        orders = [own.order + begin for own, begin in zip(rows, accumulate([0, *runs]), strict=False)]
+        blocks = [order.view(self._count, -1) for order in orders]
+        self._members = torch.cat(blocks, 1) if blocks else torch.arange(n, device=weight.device)[None]
+        self._spread = [[_spread(own, block, self._count) for own in rows] for block in range(self._count)]
+        group = torch.arange(k, device=weight.device)[factor.order] // (k // scale.shape[1])
+        self._target = self._arranged(weight, factor.order)
+        self._scales = self._arranged(scale.float(), group)
+        self._zeros = None if zero is None else self._arranged(zero.float(), group)
+        self._moved = torch.zeros_like(self._target)
+        self._codes = torch.empty(self._target.shape, dtype=torch.uint8, device=weight.device)
+
+    def _arranged(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """[N, C] -> [R, columns, N/R]."""
+        return rows[self._members].transpose(1, 2)[:, columns].contiguous()
+
+    def run(self) -> WeightData:
+        """Round everything."""
+        k = self._target.shape[1]
+        waves = k // self._width + self._count - 1
+        for wave in range(waves):
+            first = max(0, wave - k // self._width + 1)
+            blocks = range(first, min(self._count, wave + 1))
+            at = [(b, slice((wave - b) * self._width, (wave - b + 1) * self._width)) for b in blocks]
+            self._round(at)
+        values = torch.empty(self._members.numel(), k, dtype=torch.uint8, device=self._codes.device)
+        ordered = self._codes.transpose(1, 2).flatten(0, 1)
+        values[self._members.flatten()[:, None], self._factor.order] = ordered
+        return WeightData(values, self._scale, self._zero, bits=self._spec.bits)
+
+    def _round(self, at: list[tuple[int, slice]]) -> None:
+        """Round the blocks `at` (row block, columns), and let those behind them know."""
+        target = torch.stack([self._target[b, span] for b, span in at])
+        block = target + torch.stack([self._moved[b, span] for b, span in at])
+        scales = torch.stack([self._scales[b, span] for b, span in at])
+        zeros: Tensor | int = self._spec.midpoint
+        if self._zeros is not None:
+            zeros = torch.stack([self._zeros[b, span] for b, span in at])
+        upper = torch.stack([self._factor.upper[span, span] for _, span in at])
+        codes, errors = _round_block(block, scales, zeros, upper, self._spec)
+        wrong = target.sub_((codes - zeros).mul_(scales))
+        for (b, span), own, error, left in zip(at, codes, errors, wrong, strict=True):
+            self._codes[b, span] = own.to(torch.uint8)
+            self._moved[b, span.stop :] -= self._factor.upper[span, span.stop :].T @ error
+            if self._shares and b + 1 < self._count:
+                self._pass_on(b, span, left)
+
+    def _pass_on(self, block: int, span: slice, wrong: Tensor) -> None:
+        """Move the later rows of columns `span` by the errors `wrong` [columns, N/R] of row block `block`."""
+        behind = self._target[block + 1 :, span].split(self._shares, -1)
+        for later, spread, own in zip(
+            behind, self._spread[block], wrong.split(self._shares, -1), strict=True
+        ):
+            later -= (own @ spread).unflatten(1, (len(later), -1)).transpose(0, 1)
+
+
+def _spread(rows: Factor, block: int, count: int) -> Tensor:
+    """[n, later rows]: what errors of row block `block` of `count` in a run are to the rows after it."""
+    n = len(rows.order) // count
+    span = slice(block * n, (block + 1) * n)
+    return torch.linalg.solve_triangular(rows.upper[span, span], rows.upper[span, span.stop :], upper=True)
 
 
 def _round_block(
-    block: Tensor, scales: Tensor, zeros: Tensor | None, upper: Tensor, spec: QuantSpec
+    block: Tensor, scales: Tensor, zeros: Tensor | int, upper: Tensor, spec: QuantSpec
 ) -> tuple[Tensor, Tensor]:
-    """Round the columns `block` [columns, N] in turn, spreading each error over the rest of them: their codes
-    uint8 and errors / U_ii, both [columns, N]. On a GPU the launches are the cost, so there are few."""
-    errors = torch.empty_like(block)
-    inverse = upper.diagonal().reciprocal()
-    codes = []
-    for i, (column, scale, share, error) in enumerate(zip(block, scales, inverse, errors, strict=True)):
-        zero = spec.midpoint if zeros is None else zeros[i]
+    """Round the columns of `block` [blocks, columns, rows] in turn, spreading each error over the rest of
+    them by `upper` [blocks, columns, columns]: their codes and errors / U_ii, both fp32 and of its shape. On
+    a GPU the launches are the cost, so there are few."""
+    errors, codes = torch.empty_like(block), torch.empty_like(block)
+    inverse = upper.diagonal(dim1=1, dim2=2).reciprocal()[..., None]
+    for i in range(block.shape[1]):
+        column, scale, error = block[:, i], scales[:, i], errors[:, i]
+        zero = zeros if isinstance(zeros, int) else zeros[:, i]
         code = affine.nearest(column, scale, zero, spec)
-        codes.append(code)
-        torch.mul(torch.addcmul(column, code - zero, scale, value=-1), share, out=error)
-        block[i + 1 :].addr_(upper[i, i + 1 :], error, alpha=-1)
-    return torch.stack(codes).to(torch.uint8), errors
+        codes[:, i] = code
+        torch.mul(torch.addcmul(column, code - zero, scale, value=-1), inverse[:, i], out=error)
+        block[:, i + 1 :].addcmul_(upper[:, i, i + 1 :, None], error[:, None], value=-1)
+    return codes, errors

@@ -36,11 +36,13 @@ from qrt_calibrate.search import (
     search,
     smooth_candidates,
 )
+from qrt_calibrate.sensitivity import OutputMoments, output_moments
 from qrt_calibrate.streams import Streams
 
 SEARCH_TOKENS = (
     4096  # tokens that judge a candidate of AWQ and SmoothQuant; the moments come from all of them
 )
+ROW_DAMPING = 0.02  # share of the gradients' moments' diagonal that is added to it
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,11 @@ class LayerResult:
 
 
 class LayerWork:
-    """Layer `index`, whose stored tensors are `tensors` (names relative to the layer)."""
+    """Layer `index`, whose stored tensors are `tensors` (names relative to the layer).
+
+    `gradients` [B, T, H] are the loss's at the layer's output on the first windows of `streams`, where the
+    method asks for them.
+    """
 
     def __init__(
         self,
@@ -67,9 +73,11 @@ class LayerWork:
         index: int,
         tensors: Mapping[str, Tensor],
         streams: Streams | None,
+        gradients: Tensor | None = None,
     ) -> None:
         self.job, self.name, self.grids = job, job.layer_name(index), job.layer_grids(index)
         self._decoder, self._index, self._tensors, self._streams = decoder, index, tensors, streams
+        self._gradients = gradients
         self._norms = {p.readers: p.source for p in job.arch.smooth if p.source not in job.arch.projections}
         self.done: dict[str, WeightData] = {}
         self.figures: dict[str, float] = {}
@@ -85,19 +93,23 @@ class LayerWork:
         windows = max(1, SEARCH_TOKENS // self._streams.rounded.shape[1])
         self._sample = self._streams.rounded[: self._streams.calibrating][:windows].to(self.job.device)
         self._wanted = self._run(self.exact)
+        felt = self._output_moments()
         norm = ""  # whose input the next closing Linear's output is added to
         for _, parts in self.job.arch.fuse:
             norm = self._norms.get(parts, norm)
             if parts[0] in self.grids:
-                self._quantize_stage(parts, None if parts in self._norms else norm)
+                self._quantize_stage(parts, None if parts in self._norms else norm, felt.pop(parts, None))
         errors = {"output error": self._output_error(self.rounded), "output error, rtn": self._rtn_error()}
         return LayerResult(self._finished(), self._remaining(), {**errors, **self.figures})
 
     # -- stages --------------------------------------------------------------------------------------------
 
-    def _quantize_stage(self, parts: tuple[str, ...], residual: str | None) -> None:
+    def _quantize_stage(
+        self, parts: tuple[str, ...], residual: str | None, felt: OutputMoments | None
+    ) -> None:
         """Round the Linears `parts`, which read one input; `residual` is the norm that reads what their
-        output is added to, None for Linears that end elsewhere."""
+        output is added to, None for Linears that end elsewhere; `felt` what the loss feels of the output,
+        None where rows are rounded each for itself."""
         grid = self.grids[parts[0]]
         moments = self._measure(parts, residual)
         gptq = self.job.recipe.steps.gptq
@@ -106,7 +118,7 @@ class LayerWork:
         if smooth is not None and self._fold(smooth, moments, factor, grid) and gptq:
             factor = Factor.of(moments.hessian, self.job.recipe.damping)  # of D^-1 H D^-1, in its own order
         weight = torch.cat([linear(self.rounded, part).weight for part in parts])
-        data = self._round(weight, moments, factor, grid)
+        data = self._round(weight, moments, factor, felt, grid)
         rows = [linear(self.rounded, part).out_features for part in parts]
         for part, own in zip(parts, split(data, rows), strict=True):
             self.done[part] = own
@@ -114,6 +126,18 @@ class LayerWork:
             if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
                 round_input(linear(self.rounded, part))
         self._note("damping", factor.damping if factor else 0.0)
+
+    def _output_moments(self) -> dict[tuple[str, ...], OutputMoments]:
+        """What the loss feels of each stage's output, where the method asks. Folds do not change it: those
+        that divide an output come after its stage."""
+        if self._gradients is None:
+            return {}
+        assert self._decoder is not None and self._streams is not None
+        stages = [parts for _, parts in self.job.arch.fuse if parts[0] in self.grids]
+        step = max(1, BATCH_TOKENS // self._gradients.shape[1])
+        exact = self._streams.exact[: len(self._gradients)]
+        windows = zip(exact.split(step), self._gradients.split(step), strict=True)
+        return output_moments(self._decoder, self._index, self.exact, stages, windows)
 
     def _measure(self, parts: tuple[str, ...], residual: str | None) -> Moments:
         """Moments of the input of `parts`, and of the residual stream, over the calibration windows."""
@@ -184,7 +208,14 @@ class LayerWork:
         assert divided is not None
         return torch.equal(divided.float() * scales[:, None], done.scale.float())
 
-    def _round(self, weight: Tensor, moments: Moments, factor: Factor | None, grid: Grid) -> WeightData:
+    def _round(
+        self,
+        weight: Tensor,
+        moments: Moments,
+        factor: Factor | None,
+        felt: OutputMoments | None,
+        grid: Grid,
+    ) -> WeightData:
         """The stacked weight [N, K] on its grid."""
         spec, dtype, steps = grid.spec, self.job.scale_dtype, self.job.recipe.steps
         if factor is None:
@@ -197,7 +228,12 @@ class LayerWork:
         shrink = search_clip(weight, factor.importance(), spec, dtype) if steps.clip else 1.0
         plain = round_weight(weight, spec, dtype, shrink)
         assert plain.scale is not None
-        return round_columns(weight, factor, plain.scale, plain.zero, spec)
+        rows = [Factor.of(block, ROW_DAMPING) for block in felt.blocks] if felt else []
+        known = [factor for factor in rows if factor is not None]
+        if not rows or len(known) < len(rows):
+            self._note("rows each for itself", float(bool(rows)))
+            return round_columns(weight, factor, plain.scale, plain.zero, spec)
+        return round_columns(weight, factor, plain.scale, plain.zero, spec, known)
 
     def _round_all(self) -> LayerResult:
         """Round to nearest, one weight after the other; no activations are looked at."""

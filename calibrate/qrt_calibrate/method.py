@@ -19,11 +19,13 @@ class Method:
     """scales   how channel scales are searched
     clip        whether a group's range is searched, or its extremes are kept
     gptq        whether columns make good for the errors of columns before them
+    rows        and rows for those of rows before them, as far as the model's loss feels both alike (YAQA)
     """
 
     scales: Scales
     clip: bool
     gptq: bool
+    rows: bool = False
 
     @property
     def needs_text(self) -> bool:
@@ -36,6 +38,7 @@ METHODS = {
     "awq": Method(Scales.AWQ, clip=True, gptq=False),
     "gptq": Method(Scales.NONE, clip=True, gptq=True),
     "awq-gptq": Method(Scales.AWQ, clip=True, gptq=True),
+    "awq-yaqa": Method(Scales.AWQ, clip=True, gptq=True, rows=True),
     "smoothquant": Method(Scales.SMOOTHQUANT, clip=False, gptq=False),
     "smoothquant-gptq": Method(Scales.SMOOTHQUANT, clip=False, gptq=True),
 }

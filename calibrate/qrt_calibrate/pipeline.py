@@ -29,6 +29,7 @@ from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe import Recipe
 from qrt_calibrate.report import LayerReport, Report, bits_per_weight
 from qrt_calibrate.search import round_input
+from qrt_calibrate.sensitivity import gradient_windows, loss_gradients
 from qrt_calibrate.streams import Streams
 from qrt_calibrate.text import Calibration, calibration
 
@@ -104,20 +105,32 @@ class Run:
         self._job, self._writer, self._text = job, writer, text
         self._decoder: Decoder | None = None
         self._streams: Streams | None = None
+        self._gradients: Tensor | None = None
         if text is not None:
             self._decoder = Decoder(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
             hidden = self._decoder.embed(text.windows)
             calibrating = job.recipe.windows[0]
             self._streams = Streams(hidden, calibrating, job.device, writer.working_folder)
+            self._gradients = self._measure_gradients(text.windows)
+
+    def _measure_gradients(self, windows: Tensor) -> Tensor | None:
+        """`loss_gradients`, if the method asks for them and a layer is still to quantize."""
+        job, count = self._job, gradient_windows(self._job)
+        done = all(_label(index) in self._writer.finished for index in range(job.config.num_layers))
+        if not count or done:
+            return None
+        assert self._decoder is not None
+        return loss_gradients(job, self._decoder, windows[:count], read_layer, self._writer.working_folder)
 
     def layer(self, index: int) -> LayerReport:
         """Quantize layer `index` and write it, or take it up as written; then run it, exact and rounded."""
         began = time.perf_counter()
         name = self._job.layer_name(index)
         tensors = read_layer(self._job.checkpoint, name)
-        label = f"layer-{index:05d}"
+        label = _label(index)
         if label not in self._writer.finished:
-            work = LayerWork(self._job, self._decoder, index, tensors, self._streams)
+            gradients = None if self._gradients is None else self._gradients[index]
+            work = LayerWork(self._job, self._decoder, index, tensors, self._streams, gradients)
             result = work.quantize()
             del work
             figures = dict(result.figures)
@@ -152,7 +165,7 @@ class Run:
 
     def _written(self, index: int, tensors: Mapping[str, Tensor]) -> LayerResult:
         """A layer as an earlier run has written it."""
-        label, prefix = f"layer-{index:05d}", self._job.layer_name(index)
+        label, prefix = _label(index), self._job.layer_name(index)
         linears = {
             name: self._writer.read_linear(label, f"{prefix}.{name}") for name in self._job.layer_grids(index)
         }
@@ -175,6 +188,11 @@ class Run:
         if self._decoder is None or self._streams is None or self._text is None:
             return None
         return measure_cost(self._decoder, self._streams, self._text.windows)
+
+
+def _label(index: int) -> str:
+    """The step that ends with layer `index` written."""
+    return f"layer-{index:05d}"
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from math import prod
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe import Grid
+from qrt_calibrate.sensitivity import block_sizes, gradient_windows
 from qrt_calibrate.streams import stream_bytes
 
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
@@ -20,14 +21,17 @@ SHAPE_BYTES = 16  # of the weight_shape that packed formats store
 class Preflight:
     """output_bytes     of the quantized checkpoint's tensors
     working_bytes       two fp32 copies of the largest layer, the moments of its widest input (the Hessian and
-                        two shares of the drift, and of the residual), and three matrices to factorize one
+                        two shares of the drift, and of the residual), and three matrices to factorize one;
+                        where rows feel each other, also the moments of a layer's outputs
     hidden_bytes        hidden states, exact and rounded; on disk where RAM is short
+    gradient_bytes      the loss's gradients at every layer's output, likewise
     findings            where the result will not load, and why
     """
 
     output_bytes: int
     working_bytes: int
     hidden_bytes: int
+    gradient_bytes: int
     findings: tuple[str, ...]
 
     def lines(self) -> list[str]:
@@ -36,6 +40,8 @@ class Preflight:
             f"output {_gigabytes(self.output_bytes)}, working memory {_gigabytes(self.working_bytes)} "
             f"and hidden states {_gigabytes(self.hidden_bytes)} (in files where RAM is short)"
         )
+        if self.gradient_bytes:
+            sizes += f", gradients {_gigabytes(self.gradient_bytes)} (likewise)"
         return [sizes, *(f"note: {finding}" for finding in self.findings)]
 
 
@@ -46,10 +52,23 @@ def preflight(job: Job) -> Preflight:
     moments = 4 * (6 * widest + 2 * job.config.hidden_size) * widest if job.recipe.steps.needs_text else 0
     return Preflight(
         output_bytes=output_bytes(job),
-        working_bytes=2 * 4 * max(layers) + moments,
-        hidden_bytes=stream_bytes(sum(job.recipe.windows), job.recipe.seqlen, job.config.hidden_size),
+        working_bytes=2 * 4 * max(layers) + moments + _output_moments(job),
+        hidden_bytes=2 * stream_bytes(sum(job.recipe.windows), job.recipe.seqlen, job.config.hidden_size),
+        gradient_bytes=job.config.num_layers
+        * stream_bytes(gradient_windows(job), job.recipe.seqlen, job.config.hidden_size),
         findings=tuple(_findings(job)),
     )
+
+
+def _output_moments(job: Job) -> int:
+    """Of the outputs of all Linears of a layer, where rows feel each other."""
+    if not job.recipe.steps.rows:
+        return 0
+    rows = 0
+    for _, parts in job.arch.fuse:
+        names = (f"{job.layer_name(0)}.{part}.weight" for part in parts)
+        rows += sum(size**2 for size in block_sizes(sum(job.checkpoint.spec(n).shape[0] for n in names)))
+    return 4 * rows
 
 
 def _layer_weights(job: Job, index: int) -> int:

@@ -156,5 +156,8 @@ def grid_of(scheme: str, group_size: int | None, symmetric: bool | None) -> Quan
 
 
 def default_method(scheme: str) -> str:
-    """AWQ's scales and GPTQ's rounding for weights alone; SmoothQuant's where activations are rounded too."""
-    return "smoothquant-gptq" if WEIGHT_SCHEMES[scheme].int8_tokens else "awq-gptq"
+    """AWQ's scales and GPTQ's rounding for weights alone, at 4 bits with YAQA's rows; SmoothQuant's scales
+    where activations are rounded too."""
+    if WEIGHT_SCHEMES[scheme].int8_tokens:
+        return "smoothquant-gptq"
+    return "awq-yaqa" if scheme == WEIGHT_ONLY[4] else "awq-gptq"

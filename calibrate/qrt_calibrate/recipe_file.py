@@ -2,7 +2,7 @@
 
 scheme: w4a16          # or bits: 4
 group_size: 128
-method: awq-gptq
+method: awq-yaqa
 ignore: [down_proj]
 override:              # of several that match the last counts
   - {match: "re:.*layers[.]0[.]", scheme: w8a16, group_size: 64}

@@ -25,8 +25,8 @@ class Streams:
 
     def __init__(self, hidden: Tensor, calibrating: int, device: torch.device, folder: Path) -> None:
         self.calibrating = calibrating
-        self.exact = _place(hidden, device, folder / "hidden-exact")
-        self.rounded = _place(hidden, device, folder / "hidden-rounded")
+        self.exact = place(hidden, device, folder / "hidden-exact")
+        self.rounded = place(hidden, device, folder / "hidden-rounded")
 
     def calibration(self, windows: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The windows that calibrate, `windows` at a time: (exact, rounded)."""
@@ -49,8 +49,8 @@ class Streams:
 
 
 def stream_bytes(windows: int, seqlen: int, hidden_size: int) -> int:
-    """What both streams take."""
-    return 2 * windows * seqlen * hidden_size * 4
+    """What one stream takes."""
+    return windows * seqlen * hidden_size * 4
 
 
 def available_ram() -> int:
@@ -63,7 +63,7 @@ def available_ram() -> int:
     return int(found[0][1]) * 1024 if found else 1 << 62
 
 
-def _place(hidden: Tensor, device: torch.device, path: Path) -> Tensor:
+def place(hidden: Tensor, device: torch.device, path: Path) -> Tensor:
     """A copy of `hidden` on the device, in RAM or in a mapped file."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -59,7 +59,7 @@ def test_default_output_and_summary(run, llama, calib, tmp_path):
     }
     text = {"text": "calib.txt", "sha256": hashlib.sha256(calib.read_bytes()).hexdigest()}
     calibration = {**text, "n_samples": 4, "seqlen": 64, "seed": 0}
-    recipe = {"version": qrt.__version__, "scheme": "w4a16", "method": "awq-gptq", "damping": 0.01}
+    recipe = {"version": qrt.__version__, "scheme": "w4a16", "method": "awq-yaqa", "damping": 0.01}
     assert config["qrt"] == {**recipe, "calibration": calibration}
     report = json.loads((out / "qrt_report.json").read_text())
     assert report["grids"] == {"w4a16 g128 asym": 7, "fp16": 7} and report["calibration"] == calibration

@@ -48,8 +48,9 @@ def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, mo
     windows = expected(method="rtn", eval_samples=3) - rounded
     # exact and rounded through both layers; what is measured of the four inputs belongs to no window then
     assert windows == pytest.approx(2 * 2 * 3)
-    gptq, awq = (expected(method=name, eval_samples=0) for name in ("gptq", "awq-gptq"))
+    gptq, awq, yaqa = (expected(method=name, eval_samples=0) for name in ("gptq", "awq-gptq", "awq-yaqa"))
     assert gptq > 2 * rounded and awq - gptq == pytest.approx(20 * rounded)
+    assert yaqa - awq > 2 * 3 * 4  # four windows through both layers: once forth, twice forth and back
     longer = make_checkpoint("LlamaForCausalLM", num_hidden_layers=4)
     assert expected(longer, eval_samples=1) == pytest.approx(2 * expected(eval_samples=1))
 
@@ -74,6 +75,10 @@ def test_memory_foreseen_is_of_a_layer_and_of_the_windows(llama):
     foreseen = preflight(job)
     assert foreseen.hidden_bytes == 2 * 8 * 64 * 128 * 4
     layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
-    assert foreseen.working_bytes == 2 * 4 * layer + 4 * (6 * 256**2 + 2 * 128 * 256)
+    moments, outputs = 6 * 256**2 + 2 * 128 * 256, 2 * (512**2 + 128**2)
+    assert foreseen.working_bytes == 2 * 4 * layer + 4 * (moments + outputs)
+    assert foreseen.gradient_bytes == 2 * 7 * 64 * 128 * 4
+    gptq = preflight(replace(job, recipe=replace(job.recipe, method="awq-gptq")))
+    assert (gptq.working_bytes, gptq.gradient_bytes) == (2 * 4 * layer + 4 * moments, 0)
     plain = replace(job, recipe=replace(job.recipe, method="rtn"))
     assert preflight(plain).working_bytes == 2 * 4 * layer

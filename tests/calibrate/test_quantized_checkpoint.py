@@ -134,9 +134,10 @@ def test_the_reported_cost_is_that_of_what_transformers_loads(hard, calib, tmp_p
 @torch.no_grad()
 def test_gptq_beats_rounding_and_scales_beat_gptq_on_outliers(hard, calib, tmp_path):
     kl = {}
-    for method in ("rtn", "awq", "gptq", "awq-gptq"):
+    for method in ("rtn", "awq", "gptq", "awq-gptq", "awq-yaqa"):
         kl[method] = calibrate(str(hard), recipe(calib, method=method), tmp_path / method, CPU).cost.kl
     assert kl["awq-gptq"] < kl["awq"] < kl["rtn"] and kl["awq-gptq"] < kl["gptq"] < kl["rtn"], kl
+    assert kl["awq-yaqa"] < kl["awq-gptq"], kl
 
 
 @torch.no_grad()

@@ -1,0 +1,110 @@
+"""What the model's loss feels of each output: second moments of its gradients, the row side of the curvature.
+
+The loss is that of tokens drawn from the exact model's own predictions, so the moments E[g g^T] are a block
+of the Fisher matrix, and half of tr(E[g g^T] D E[x x^T] D^T) is about the KL divergence that an error D of a
+Linear costs (YAQA, arXiv:2505.22988; the inputs' side is `observe.Moments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.fold import linear
+from qrt_calibrate.plan import Job, ReadLayer
+from qrt_calibrate.streams import place
+
+TOKENS = 32768  # that gradients are taken of: they say where errors hurt, not by how much to correct them
+COUPLED = 2048  # rows whose gradients are seen together: bounds the moments' memory
+
+
+def gradient_windows(job: Job) -> int:
+    """How many of the calibration windows gradients are taken of; 0 where the method takes none."""
+    if not job.recipe.steps.rows:
+        return 0
+    return min(job.recipe.n_samples, max(1, TOKENS // job.recipe.seqlen))
+
+
+def loss_gradients(job: Job, decoder: Decoder, windows: Tensor, read: ReadLayer, folder: Path) -> Tensor:
+    """[L, B, T, H] fp32: the gradient of the loss at every layer's output, of token ids `windows` [B, T].
+
+    The exact model is run forth and back one layer at a time, each read twice; on the way forth what will be
+    the gradient's place holds the layer's input. On the GPU or in RAM if it fits there, else in `folder`.
+    """
+    hidden = decoder.embed(windows)
+    layers, step = job.config.num_layers, max(1, BATCH_TOKENS // windows.shape[1])
+    gradients = place(hidden.expand(layers, *hidden.shape), job.device, folder / "gradients")
+    hidden = hidden.to(gradients.device, copy=True)
+    with torch.no_grad():
+        for index in range(layers):
+            gradients[index].copy_(hidden)
+            layer = decoder.load(index, read(job.checkpoint, job.layer_name(index)))
+            for part in hidden.split(step):
+                part.copy_(decoder.run(index, layer, part))
+    generator = torch.Generator(job.device).manual_seed(job.recipe.seed)
+    gradient = hidden
+    for window in gradient:
+        window.copy_(decoder.loss_gradient(window, generator))
+    for index in range(layers - 1, 0, -1):
+        layer = decoder.load(index, read(job.checkpoint, job.layer_name(index)))
+        inputs = gradients[index]
+        for x, own in zip(inputs.split(step), gradient.split(step), strict=True):
+            before = decoder.backward(index, layer, x, own)
+            x.copy_(own)
+            own.copy_(before)
+    gradients[0].copy_(gradient)
+    return gradients
+
+
+def block_sizes(rows: int) -> list[int]:
+    """How many successive rows are seen together, for each block of `rows`."""
+    return [min(COUPLED, rows - begin) for begin in range(0, rows, COUPLED)]
+
+
+class OutputMoments:
+    """Moments [N, N] of the gradients at the output of stacked Linears, in blocks of at most COUPLED rows."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.blocks = [torch.zeros(size, size, device=device) for size in block_sizes(rows)]
+
+    def add(self, gradient: Tensor) -> None:
+        """Count gradients [T, N]."""
+        for block, own in zip(self.blocks, gradient.split(COUPLED, dim=1), strict=True):
+            block.addmm_(own.T, own)
+
+
+def output_moments(
+    decoder: Decoder,
+    index: int,
+    layer: nn.Module,
+    stages: Sequence[tuple[str, ...]],
+    windows: Iterator[tuple[Tensor, Tensor]],
+) -> dict[tuple[str, ...], OutputMoments]:
+    """For each of `stages`, Linears that are stacked: the moments at their outputs, summed over all tokens.
+
+    `windows` are layer `index`'s inputs with the loss's gradients at its outputs, [B, T, H] each.
+    """
+    gradients: dict[str, Tensor] = {}
+
+    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
+        def seen(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            output.register_hook(lambda gradient: gradients.__setitem__(name, gradient.flatten(0, -2)))
+
+        return layer.get_submodule(name).register_forward_hook(seen)
+
+    handles = [watch(part) for parts in stages for part in parts]
+    found = {}
+    for parts in stages:
+        rows = sum(linear(layer, part).out_features for part in parts)
+        found[parts] = OutputMoments(rows, linear(layer, parts[0]).weight.device)
+    for hidden, gradient in windows:
+        decoder.backward(index, layer, hidden, gradient)
+        for parts, moments in found.items():
+            moments.add(torch.cat([gradients[part] for part in parts], 1))
+    for handle in handles:
+        handle.remove()
+    return found

@@ -1,0 +1,72 @@
+"""Gradients taken layer by layer are those of transformers' whole model."""
+
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from qrt.quant.checkpoint import open_checkpoint
+from qrt_calibrate import decoder as decoder_module
+from qrt_calibrate import sensitivity
+from qrt_calibrate.decoder import Decoder
+from qrt_calibrate.pipeline import read_layer
+from qrt_calibrate.plan import plan
+from qrt_calibrate.recipe_file import recipe_of
+from qrt_calibrate.sensitivity import gradient_windows, loss_gradients, output_moments
+
+CPU = torch.device("cpu")
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+DOWN = ("mlp.down_proj",)
+
+
+def whole_model(folder, windows, seed):
+    """Gradients at each layer's and some Linears' outputs, of tokens drawn from the model's predictions."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    names = [f"model.layers.{i}{part}" for i in range(2) for part in ("", *(f".{p}" for p in (*QKV, *DOWN)))]
+    outputs = {}
+
+    def keep(name):
+        def hook(module, arguments, output):
+            outputs[name] = output[0] if isinstance(output, tuple) else output
+            outputs[name].retain_grad()
+
+        return hook
+
+    for name in names:
+        model.get_submodule(name).register_forward_hook(keep(name))
+    logits = model(windows).logits
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.multinomial(own.detach().softmax(-1), 1, generator=generator) for own in logits]
+    F.cross_entropy(logits.flatten(0, 1), torch.cat(drawn)[:, 0], reduction="sum").backward()
+    return {name: output.grad for name, output in outputs.items()}
+
+
+def test_gradients_and_their_moments(make_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoder_module, "HEAD_ROWS", 200)
+    monkeypatch.setattr(sensitivity, "BATCH_TOKENS", 80)
+    monkeypatch.setattr(sensitivity, "COUPLED", 96)  # of q's 128 rows, k's 64 and v's 64
+    folder = make_checkpoint("LlamaForCausalLM", dtype=torch.float32)
+    job = plan(open_checkpoint(folder), recipe_of({"bits": 4, "group_size": 64, "seed": 5}), CPU)
+    windows = torch.randint(0, 512, (5, 40), generator=torch.Generator().manual_seed(0))
+    wanted = whole_model(folder, windows, 5)
+    decoder = Decoder(job.checkpoint, job.arch, 40, CPU)
+    gradients = loss_gradients(job, decoder, windows, read_layer, tmp_path)
+    for index in range(2):
+        layer_wanted = wanted[f"model.layers.{index}"]
+        torch.testing.assert_close(gradients[index], layer_wanted, rtol=1e-3, atol=1e-4)
+    layer = decoder.load(0, read_layer(job.checkpoint, "model.layers.0"))
+    pairs = zip(decoder.embed(windows).split(2), gradients[0].split(2), strict=True)
+    found = output_moments(decoder, 0, layer, [QKV, DOWN], pairs)
+    for parts, moments in found.items():
+        g = torch.cat([wanted[f"model.layers.0.{part}"].flatten(0, 1) for part in parts], 1)
+        blocks = [own.T @ own for own in g.split(96, 1)]
+        assert len(blocks) == len(moments.blocks)
+        for block, own in zip(blocks, moments.blocks, strict=True):
+            torch.testing.assert_close(own, block, rtol=1e-3, atol=1e-4 * float(block.abs().max()))
+
+
+def test_windows_are_as_many_as_the_tokens_allow(llama):
+    def windows(**entries):
+        return gradient_windows(plan(open_checkpoint(llama), recipe_of({"bits": 4, **entries}), CPU))
+
+    assert windows(n_samples=512, seqlen=512) == 64 and windows(n_samples=16, seqlen=512) == 16
+    assert windows(method="awq-gptq") == 0
