@@ -103,12 +103,23 @@ class Decoder:
         """The last norm, and the head's weight as stored."""
         if self._head is None:
             norm = copy.deepcopy(self._norm)
-            weight = self._checkpoint.tensor(f"{self._arch.norm}.weight")
+            weight = read(self._checkpoint, f"{self._arch.norm}.weight")
             norm.load_state_dict({"weight": weight.to(self._device, torch.float32)}, assign=True)
             stored = self._checkpoint.has(f"{self._arch.head}.weight")
-            head = self._checkpoint.tensor(f"{self._arch.head if stored else self._arch.embed}.weight")
+            head = read(self._checkpoint, f"{self._arch.head if stored else self._arch.embed}.weight")
             self._head = norm, head.to(self._device)
         return self._head
+
+
+def read(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor as stored; CheckpointError when a value is not finite."""
+    tensor = checkpoint.tensor(name)
+    blocks = tensor.flatten().split(1 << 24)  # the test makes copies: an lm_head's would outweigh a layer
+    if not all(torch.isfinite(block).all() for block in blocks):
+        raise CheckpointError(
+            f"{checkpoint.path}: {name} holds NaN or infinity; the checkpoint is damaged, download it again"
+        )
+    return tensor
 
 
 def _layer_arguments(model: Any, arch: Arch, seqlen: int, device: torch.device) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ class LayerWork:
             return {}
         assert self._decoder is not None and self._streams is not None
         stages = [parts for _, parts in self.job.arch.fuse if parts[0] in self.grids]
-        step = max(1, BATCH_TOKENS // self._gradients.shape[1])
+        step = min(max(1, BATCH_TOKENS // self._gradients.shape[1]), (len(self._gradients) + 1) // 2)
         exact = self._streams.exact[: len(self._gradients)]
         windows = zip(exact.split(step), self._gradients.split(step), strict=True)
         return output_moments(self._decoder, self._index, self.exact, stages, windows)
@@ -228,7 +228,7 @@ class LayerWork:
         shrink = search_clip(weight, factor.importance(), spec, dtype) if steps.clip else 1.0
         plain = round_weight(weight, spec, dtype, shrink)
         assert plain.scale is not None
-        rows = [Factor.of(block, ROW_DAMPING) for block in felt.blocks] if felt else []
+        rows = [Factor.of(block, ROW_DAMPING) for block in felt.trusted()] if felt else []
         known = [factor for factor in rows if factor is not None]
         if not rows or len(known) < len(rows):
             self._note("rows each for itself", float(bool(rows)))

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qrt.errors import CheckpointError, ConfigError
+from qrt.errors import ConfigError
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.bits import WINDOWS, Point, allocate
-from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read
 from qrt_calibrate.evaluate import Cost, measure_cost
 from qrt_calibrate.fold import linear
 from qrt_calibrate.layer import LayerResult, LayerWork
@@ -219,17 +219,6 @@ def _fingerprint(job: Job, text: Calibration | None) -> dict[str, Any]:
         "weights": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
         "text": text.metadata if text else None,
     }
-
-
-def read(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor as stored; CheckpointError when a value is not finite."""
-    tensor = checkpoint.tensor(name)
-    blocks = tensor.flatten().split(1 << 24)  # the test makes copies: an lm_head's would outweigh a layer
-    if not all(torch.isfinite(block).all() for block in blocks):
-        raise CheckpointError(
-            f"{checkpoint.path}: {name} holds NaN or infinity; the checkpoint is damaged, download it again"
-        )
-    return tensor
 
 
 def read_layer(checkpoint: Checkpoint, layer: str) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ def _output_moments(job: Job) -> int:
     for _, parts in job.arch.fuse:
         names = (f"{job.layer_name(0)}.{part}.weight" for part in parts)
         rows += sum(size**2 for size in block_sizes(sum(job.checkpoint.spec(n).shape[0] for n in names)))
-    return 4 * rows
+    return 2 * 4 * rows
 
 
 def _layer_weights(job: Job, index: int) -> int:

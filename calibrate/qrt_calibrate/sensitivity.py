@@ -66,15 +66,30 @@ def block_sizes(rows: int) -> list[int]:
 
 
 class OutputMoments:
-    """Moments [N, N] of the gradients at the output of stacked Linears, in blocks of at most COUPLED rows."""
+    """Moments [N, N] of the gradients at the output of stacked Linears, in blocks of at most COUPLED rows and
+    in two shares, each of its own windows: blocks of [2, n, n]."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.blocks = [torch.zeros(size, size, device=device) for size in block_sizes(rows)]
+        self.blocks = [torch.zeros(2, size, size, device=device) for size in block_sizes(rows)]
 
-    def add(self, gradient: Tensor) -> None:
-        """Count gradients [T, N]."""
+    def add(self, gradient: Tensor, half: int) -> None:
+        """Count gradients [T, N] in share `half`, 0 or 1."""
         for block, own in zip(self.blocks, gradient.split(COUPLED, dim=1), strict=True):
-            block.addmm_(own.T, own)
+            block[half].addmm_(own.T, own)
+
+    def trusted(self) -> Iterator[Tensor]:
+        """Each block [n, n] with what lies beside its diagonal shrunk as far as the shares do not agree on
+        it: they see the same with noise of their own, as in `Moments.correction`."""
+        for first, second in self.blocks:
+            whole = first + second
+            diagonal = whole.diagonal().clone()
+            weight = diagonal.clamp(min=torch.finfo(diagonal.dtype).tiny).rsqrt()
+            beside = [(own * weight * weight[:, None]).fill_diagonal_(0) for own in (first, second)]
+            agreed = 4 * float((beside[0] * beside[1]).sum())
+            size = float((beside[0] + beside[1]).square().sum())
+            trust = min(1.0, max(0.0, agreed / size)) if size > 0 else 0.0
+            whole.mul_(trust).diagonal().copy_(diagonal)
+            yield whole
 
 
 def output_moments(
@@ -101,10 +116,10 @@ def output_moments(
     for parts in stages:
         rows = sum(linear(layer, part).out_features for part in parts)
         found[parts] = OutputMoments(rows, linear(layer, parts[0]).weight.device)
-    for hidden, gradient in windows:
+    for number, (hidden, gradient) in enumerate(windows):
         decoder.backward(index, layer, hidden, gradient)
         for parts, moments in found.items():
-            moments.add(torch.cat([gradients[part] for part in parts], 1))
+            moments.add(torch.cat([gradients[part] for part in parts], 1), number % 2)
     for handle in handles:
         handle.remove()
     return found

@@ -254,7 +254,7 @@ def test_an_interrupt_leaves_the_finished_layers_and_the_same_command_goes_on(
     real = pipeline.read_layer
 
     def interrupted(checkpoint, layer):
-        if layer.endswith(".1"):
+        if layer.endswith(".1") and any(tmp_path.glob("out.partial/layer-*.json")):
             raise KeyboardInterrupt
         return real(checkpoint, layer)
 

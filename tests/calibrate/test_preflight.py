@@ -75,7 +75,7 @@ def test_memory_foreseen_is_of_a_layer_and_of_the_windows(llama):
     foreseen = preflight(job)
     assert foreseen.hidden_bytes == 2 * 8 * 64 * 128 * 4
     layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
-    moments, outputs = 6 * 256**2 + 2 * 128 * 256, 2 * (512**2 + 128**2)
+    moments, outputs = 6 * 256**2 + 2 * 128 * 256, 2 * 2 * (512**2 + 128**2)
     assert foreseen.working_bytes == 2 * 4 * layer + 4 * (moments + outputs)
     assert foreseen.gradient_bytes == 2 * 7 * 64 * 128 * 4
     gptq = preflight(replace(job, recipe=replace(job.recipe, method="awq-gptq")))
