@@ -228,7 +228,7 @@ class LayerWork:
         shrink = search_clip(weight, factor.importance(), spec, dtype) if steps.clip else 1.0
         plain = round_weight(weight, spec, dtype, shrink)
         assert plain.scale is not None
-        rows = [Factor.of(block, ROW_DAMPING) for block in felt.trusted()] if felt else []
+        rows = [Factor.of(block, ROW_DAMPING) for block in felt.trusted((weight != 0).any(1))] if felt else []
         known = [factor for factor in rows if factor is not None]
         if not rows or len(known) < len(rows):
             self._note("rows each for itself", float(bool(rows)))

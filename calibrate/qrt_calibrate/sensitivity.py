@@ -77,10 +77,11 @@ class OutputMoments:
         for block, own in zip(self.blocks, gradient.split(COUPLED, dim=1), strict=True):
             block[half].addmm_(own.T, own)
 
-    def trusted(self) -> Iterator[Tensor]:
+    def trusted(self, alive: Tensor) -> Iterator[Tensor]:
         """Each block [n, n] with what lies beside its diagonal shrunk as far as the shares do not agree on
-        it: they see the same with noise of their own, as in `Moments.correction`."""
-        for first, second in self.blocks:
+        it: they see the same with noise of their own, as in `Moments.correction`. Rows that are not `alive`
+        [N] (bool) stand alone: weights of zero have no grid on which to make good for others."""
+        for (first, second), coupled in zip(self.blocks, alive.split(COUPLED), strict=True):
             whole = first + second
             diagonal = whole.diagonal().clone()
             weight = diagonal.clamp(min=torch.finfo(diagonal.dtype).tiny).rsqrt()
@@ -88,7 +89,7 @@ class OutputMoments:
             agreed = 4 * float((beside[0] * beside[1]).sum())
             size = float((beside[0] + beside[1]).square().sum())
             trust = min(1.0, max(0.0, agreed / size)) if size > 0 else 0.0
-            whole.mul_(trust).diagonal().copy_(diagonal)
+            whole.mul_(trust).mul_(coupled).mul_(coupled[:, None]).diagonal().copy_(diagonal)
             yield whole
 
 

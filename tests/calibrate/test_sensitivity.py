@@ -1,5 +1,6 @@
 """Gradients taken layer by layer are those of transformers' whole model."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -80,9 +81,22 @@ def test_moments_are_trusted_as_far_as_two_shares_agree():
         moments = sensitivity.OutputMoments(64, CPU)
         for half in (0, 1):
             moments.add(torch.randn(tokens, 64) @ mix, half)
-        plain, (trusted,) = moments.blocks[0].sum(0), moments.trusted()
+        plain, (trusted,) = moments.blocks[0].sum(0), moments.trusted(torch.ones(64, dtype=torch.bool))
         torch.testing.assert_close(trusted.diagonal(), plain.diagonal())
         beside = ~torch.eye(64, dtype=torch.bool)
         ratio = trusted[beside] / plain[beside]
         assert ratio.min() == ratio.max() or torch.allclose(ratio, ratio.mean().expand_as(ratio), atol=1e-5)
         assert low <= float(ratio.mean()) <= high
+
+
+def test_rows_that_are_not_alive_stand_alone():
+    moments = sensitivity.OutputMoments(8, CPU)
+    torch.manual_seed(0)
+    gradients = torch.randn(1000, 8) @ torch.randn(8, 8)
+    moments.add(gradients, 0)
+    moments.add(gradients, 1)
+    alive = torch.arange(8) != 3
+    (trusted,) = moments.trusted(alive)
+    assert trusted[3, alive].abs().max() == 0 and trusted[alive, 3].abs().max() == 0
+    torch.testing.assert_close(trusted[alive][:, alive], 2 * (gradients.T @ gradients)[alive][:, alive])
+    assert trusted[3, 3] == pytest.approx(float(2 * gradients[:, 3].square().sum()), rel=1e-5)
