@@ -1,6 +1,6 @@
 """`make demo`: the main job on the bundled model, on any machine, in a few minutes.
 
-Calibrates `tiny` to int4 with AWQ, compares bytes, perplexity and speed of bf16, int4, int4 + int8 KV and
+Calibrates `tiny` to int4, compares bytes, perplexity and speed of bf16, int4, int4 + int8 KV and
 int4 + int4 KV, and lets the quantized model write.
 """
 
