@@ -68,5 +68,5 @@ def test_the_dashboard_asks_for_metrics_that_are_there():
 
 def test_the_image_does_not_run_as_root():
     text = (DEPLOY / "Dockerfile").read_text()
-    assert re.search(r"^USER qrt$", text, re.MULTILINE) and "--user root" not in text
+    assert re.search(r"^USER 10001$", text, re.MULTILINE) and "--user root" not in text
     assert 'ENTRYPOINT ["qrt-serve"' in text and "STOPSIGNAL SIGTERM" in text
