@@ -42,6 +42,7 @@ ENV = Environment.read()
 
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")  # the first two are one: qrt reads nothing else
+GENERATION_CONFIGS = ("auto", "vllm")
 ADMISSIONS = ("aggressive", "conservative")
 MAX_TOKENS_LISTED = 1024  # of logit_bias and allowed_token_ids; a request cannot ask for work without bound
 MAX_BAD_WORDS = 128
@@ -58,12 +59,14 @@ class EngineConfig:
     kv_skip_layers           layers whose K and V are stored unquantized
     load_format              "dummy": random weights of the sizes and schemes that the folder's config.json
                              names, no tensor is read (to measure speed without a checkpoint)
+    generation_config        default sampling: "auto" the checkpoint's generation_config.json, "vllm" neutral
     dtype                    activations: "auto" is the checkpoint's on a GPU; on a CPU float32, or bf16 for a
                              quantized checkpoint that is stored in it where the CPU multiplies it fast
     max_model_len            most tokens of one request, prompt and output together
     max_num_seqs             most requests that run at once
     max_num_batched_tokens   most tokens of one step; longer prompts are prefilled in chunks
     max_num_queued_reqs      most requests that wait; more are refused (None: no limit)
+    max_num_queued_tokens    most tokens that wait in them; a prompt alone may always wait (None: no limit)
     scheduling_policy        "fcfs": in order of arrival; "priority": the smallest `priority` first
     admission                "aggressive" lets requests in by how long outputs are so far, and pauses one when
                              slots run out; "conservative" keeps room for all of `max_tokens`: no pauses
@@ -81,12 +84,14 @@ class EngineConfig:
     kv: str = "auto"
     kv_skip_layers: tuple[int, ...] = ()
     load_format: str = "auto"
+    generation_config: str = "auto"
     dtype: str = "auto"
     device: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
     scheduling_policy: str = "fcfs"
     admission: str = "aggressive"
     overlap: bool | None = None
@@ -101,13 +106,19 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         _one_of("admission", self.admission, ADMISSIONS)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
         for layer in self.kv_skip_layers:
             _at_least("kv_skip_layers", layer, 0)
-        for name in ("max_model_len", "kv_cache_memory_bytes", "max_num_queued_reqs"):
+        for name in (
+            "max_model_len",
+            "kv_cache_memory_bytes",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+        ):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         for size in self.cudagraph_capture_sizes or ():

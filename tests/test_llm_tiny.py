@@ -153,6 +153,7 @@ def test_quantized_kv_keeps_the_perplexity(llm, kv):
 
 def test_chat_and_defaults(llm):
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.9)
+    assert make(generation_config="vllm").get_default_sampling_params() == SamplingParams()
     output = llm.chat([{"role": "user", "content": "What is a list?"}], use_tqdm=False)[0]
     assert output.prompt_token_ids[0] == 0 and output.prompt_token_ids.count(0) == 1, "one BOS"
     assert output.prompt.endswith("<|assistant|>") and output.outputs[0].token_ids

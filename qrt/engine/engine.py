@@ -71,6 +71,8 @@ class Engine:
             dummy = config.load_format == "dummy"
             checkpoint = open_checkpoint(config.model, weights=not dummy)
             self.generation = GenerationConfig.read(Path(checkpoint.path))
+            if config.generation_config == "vllm":
+                self.generation = GenerationConfig(self.generation.eos_token_ids)
             device = _device(config)
             load = dummy_model if dummy else load_model
             model = load(checkpoint, device=device, dtype=_dtype(config, checkpoint, device))
@@ -80,6 +82,7 @@ class Engine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.max_num_queued_reqs,
+            config.max_num_queued_tokens,
         )
         self.formats = _layer_formats(config, format, model.config.num_layers)
         quantized = any(format.rotated for format in self.formats)
@@ -174,7 +177,7 @@ class Engine:
 
         The smallest `priority` runs first under that scheduling policy; a request finds cached prefixes only
         of requests with its `cache_salt`. Raises ConfigError as `validate` does, and when the id is in use;
-        QueueFullError when `max_num_queued_reqs` wait.
+        QueueFullError when as many requests or tokens wait as may.
         """
         ids = self.validate(prompt_ids, params, generate=generate)
         if any(isinstance(word, str) for word in params.bad_words):

@@ -58,6 +58,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
 
 
 class Scheduler:
@@ -134,11 +135,7 @@ class Scheduler:
         if request_id in self._requests:
             raise ConfigError(f"request id {request_id!r}: already in use; ids of live requests must differ")
         max_len = self.max_len(len(prompt), params.max_tokens if generate else 0)
-        most = self.limits.max_num_queued_reqs
-        if most is not None and len(self.waiting) >= most:
-            raise QueueFullError(
-                f"{len(self.waiting)} requests wait already, the most that may; try again later"
-            )
+        self._check_queue(len(prompt))
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         sampling = self._sampling(params, len(prompt))
         order = (priority if self._by_priority else 0, self._num_added)
@@ -218,6 +215,19 @@ class Scheduler:
                 self._stop(request, keep=False)
                 deltas.append(RequestDelta(request.id, finish_reason=FinishReason.ABORT, error=error))
         return deltas
+
+    def _check_queue(self, num_tokens: int) -> None:
+        """QueueFullError when as many requests, or tokens with so many more, wait as may."""
+        requests, tokens = self.limits.max_num_queued_reqs, self.limits.max_num_queued_tokens
+        if requests is not None and len(self.waiting) >= requests:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests wait already, the most that may; try again later"
+            )
+        queued = 0 if tokens is None else sum(map(len, self.waiting))
+        if tokens is not None and queued and queued + num_tokens > tokens:
+            raise QueueFullError(
+                f"{queued} tokens wait already, and {tokens} are the most that may; try again later"
+            )
 
     def _sampling(self, params: SamplingParams, prompt_len: int) -> Sampling:
         """The parameters settled; without a seed the request draws from the engine's, by order of arrival."""

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from qrt.cli import ArgumentParser
-from qrt.config import ADMISSIONS, LOAD_FORMATS, POLICIES, EngineConfig
+from qrt.config import ADMISSIONS, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, EngineConfig
 from qrt.errors import ConfigError
 from qrt.registry import nearest
 from qrt.serve.settings import ServerConfig
@@ -19,20 +19,40 @@ from qrt.serve.tool_calls import FORMATS
 LIGHTLLM_KV = {"None": "auto", "int8kv": "int8", "int4kv": "int4"}
 SUFFIXES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 # Flags of the peers that have no equal here, and what to do instead.
-ELSEWHERE = {
+_ELSEWHERE = {
     "--trust-remote-code": "qrt never runs a model's own code",
     "--load-way": "qrt reads safetensors only",
-    "--quantization": "the weight scheme comes from the checkpoint; make one with qrt-calibrate",
-    "--quant-type": "the weight scheme comes from the checkpoint; make one with qrt-calibrate",
-    "--tensor-parallel-size": "qrt runs on one GPU; run several servers behind a router",
-    "--tp": "qrt runs on one GPU; run several servers behind a router",
-    "--max-total-token-num": "give the pool in bytes with --kv-cache-memory-bytes",
+    "--quantization --quant-type --quant-cfg": "the weight scheme comes from the checkpoint; make one with "
+    "qrt-calibrate",
+    "--tensor-parallel-size --tp -tp --nnodes --node-rank --master-addr --master-port --nccl-host "
+    "--nccl-port": "qrt runs on one GPU; run several servers behind a router",
+    "--max-total-token-num --num-gpu-blocks-override": "give the pool in bytes with --kv-cache-memory-bytes",
     "--block-size": "KV memory is by the token, not by the block",
+    "--kv-group-size --llm-kv-quant-group-size": "each KV format has its groups: one scale a half head",
+    "--kv-scales --kv-quant-calibration-config-path": "no KV format needs calibration",
     "--tokenizer-mode": "qrt uses fast tokenizers only",
+    "--no-enable-chunked-prefill --disable-chunked-prefill --chunked-prefill-size "
+    "--long-prefill-token-threshold": "prompts are prefilled in chunks of what a step of "
+    "--max-num-batched-tokens has left",
+    "--router-max-wait-tokens --router-token-ratio": "see --admission",
+    "--graph-max-batch-size --graph-split-batch-size --graph-grow-step-size": "see --cudagraph-capture-sizes",
+    "--structured-outputs-backend --structured-outputs-config --output-constraint-mode": "grammars are not "
+    "run; requests that need one are refused",
+    "--speculative-config --spec-method --spec-model --spec-tokens --mtp-mode --mtp-draft-model-dir "
+    "--mtp-step": "there is no speculative decoding",
+    "--reasoning-parser": "reasoning is not told apart from the answer",
+    "--stream-interval": "a chunk holds what has come since the last one was sent",
+    "--health-monitor": "probe /health, which is red when the engine is stuck; --watchdog-timeout ends it",
+    "--metric-gateway": "let Prometheus read /metrics",
+    "--diverse-mode": "outputs of one prompt (n) always share it",
+    "--token-healing-mode": "there is no token healing",
+    "--log-config-file": "lines go to stderr; see --log-level",
 }
+ELSEWHERE = {flag: remedy for flags, remedy in _ELSEWHERE.items() for flag in flags.split()}
 SERVER = ServerConfig(model_names=("",))
 ENGINE = EngineConfig(model="")
 MAX_NUM_QUEUED_REQS = 1024
+MAX_NUM_QUEUED_TOKENS = 2**22  # about 160 MB of ids in an API process
 
 
 def parser() -> ArgumentParser:
@@ -60,7 +80,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     top = parser()
     for word in argv:
         flag = word.partition("=")[0].replace("_", "-")
-        if word.startswith("--") and flag in ELSEWHERE:
+        if flag in ELSEWHERE:
             top.error(f"{flag}: {ELSEWHERE[flag]}")
     arguments = top.parse_args(argv)
     if arguments.help is not None:
@@ -140,6 +160,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="requests that may wait; more get 429 (default: %(default)s)",
     )
     group.add_argument(
+        "--max-num-queued-tokens",
+        type=_number,
+        default=MAX_NUM_QUEUED_TOKENS,
+        metavar="TOKENS",
+        help="tokens that may wait in them; more get 429 (default: 4M)",
+    )
+    group.add_argument(
         "--max-logprobs", type=int, default=SERVER.max_logprobs, metavar="N", help="(default: %(default)s)"
     )
     group.add_argument(
@@ -169,6 +196,13 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         type=_number,
         metavar="TOKENS",
         help="prompt and output together, e.g. 32K (default: the model's)",
+    )
+    group.add_argument(
+        "--generation-config",
+        default=ENGINE.generation_config,
+        choices=GENERATION_CONFIGS,
+        help="sampling of requests that name none: the checkpoint's, or neutral as vLLM's (default: "
+        "%(default)s)",
     )
     group.add_argument("--seed", type=int, default=ENGINE.seed, help="of requests that bring none")
 
@@ -222,6 +256,9 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         help="of one step; longer prompts are prefilled in chunks (default: %(default)s)",
     )
     group.add_argument(
+        "--enable-chunked-prefill", action="store_true", help="always on; accepted for vLLM's sake"
+    )
+    group.add_argument(
         "--scheduling-policy",
         default=ENGINE.scheduling_policy,
         choices=POLICIES,
@@ -265,7 +302,10 @@ def _add_logs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log-level", default=SERVER.log_level, choices=("debug", "info", "warning", "error"))
     group.add_argument("--disable-log-stats", action="store_true", help="no line every 10 s")
     group.add_argument(
-        "--enable-log-requests", action="store_true", help="a line a request, without its text"
+        "--enable-log-requests",
+        "--detail-log",
+        action="store_true",
+        help="a line a request, without its text",
     )
 
 
@@ -310,6 +350,8 @@ def _file_words(top: ArgumentParser, path: Path) -> list[str]:
     words: list[str] = []
     for key, value in entries.items():
         flag = f"--{str(key).replace('_', '-')}"
+        if flag in ELSEWHERE:
+            raise ConfigError(f"{path}: {key}: {ELSEWHERE[flag]}")
         if flag not in known or flag in ("--config", "--help"):
             names = [name.removeprefix("--") for name in known if name.startswith("--")]
             raise ConfigError(f"{path}: unknown key {str(key)!r}{nearest(flag.removeprefix('--'), names)}")

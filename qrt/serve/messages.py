@@ -81,6 +81,7 @@ class EngineInfo(Message):
     max_model_len: int
     max_num_seqs: int
     max_num_queued_reqs: int | None
+    max_num_queued_tokens: int | None
     vocab_size: int
     sampling: dict[str, Any]
 

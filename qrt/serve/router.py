@@ -210,6 +210,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.config.max_num_seqs,
         max_num_queued_reqs=engine.config.max_num_queued_reqs,
+        max_num_queued_tokens=engine.config.max_num_queued_tokens,
         vocab_size=engine.model.config.vocab_size,
         sampling={name: value for name, value in given.items() if value != default[name]},
     )

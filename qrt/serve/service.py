@@ -95,10 +95,15 @@ class Service:
         return RequestCollector(new_id("req"), prompt, ids, params, self.tokenizer, **options)
 
     async def submit(self, collectors: Sequence[RequestCollector], arrived: float) -> RequestStream:
-        """See EngineClient; refuses more requests at once than may wait."""
-        count, most = sum(len(c.engine_ids) for c in collectors), self.client.info.max_num_queued_reqs
-        if most is not None and count > most:
-            raise ConfigError(f"prompts x n: got {count} requests in one, wanted at most {most}")
+        """See EngineClient; refuses more requests or tokens at once than may wait."""
+        info, count = self.client.info, sum(len(c.engine_ids) for c in collectors)
+        tokens = sum(len(c.engine_ids) * len(c.prompt_ids) for c in collectors)
+        for what, got, most in (
+            ("requests", count, info.max_num_queued_reqs),
+            ("tokens", tokens, info.max_num_queued_tokens),
+        ):
+            if most is not None and count > 1 and got > most:
+                raise ConfigError(f"prompts x n: got {got} {what} in one, wanted at most {most}")
         if self.config.enable_log_requests:
             for collector in collectors:
                 logger.info(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qrt.errors import ConfigError
 
-# Caps on every amplifier. Those with a flag are in ServerConfig.
+# Caps on every amplifier. Those with a flag are in ServerConfig and EngineConfig.
 MAX_BODY_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_HEADERS = 128

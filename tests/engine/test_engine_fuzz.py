@@ -321,3 +321,18 @@ def test_bad_words_never_come(overlap):
     assert got[:5] == wanted[:5] and got[5] != wanted[5]
     for word in words:
         assert not [i for i in range(30) if tuple(got[i : i + len(word)]) == word]
+
+
+def test_what_waits_is_bounded_in_tokens_too():
+    """Whatever it takes of the pool to come: prompts, and outputs of the paused. One alone always may."""
+    engine = fake_engine(max_num_seqs=1, max_num_queued_tokens=10, overlap=True)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    engine.add("0", [1] * 20, params)
+    engine.step()
+    engine.add("1", [1] * 7, params)
+    with pytest.raises(QueueFullError, match="7 tokens wait already, and 10 are the most"):
+        engine.add("2", [1] * 4, params)
+    engine.add("3", [1] * 3, params)
+    assert {name: len(tokens(own)) for name, own in run(engine).items()} == {"0": 3, "1": 3, "3": 3}
+    engine.add("4", [1] * 11, params)
+    assert len(tokens(run(engine)["4"])) == 3

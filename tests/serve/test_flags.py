@@ -10,6 +10,8 @@ from qrt.serve.cli import engine_config, main, server_config
 from qrt.serve.flags import parse, parser
 from qrt.serve.settings import ServerConfig
 
+QUEUE = {"max_num_queued_reqs": 1024, "max_num_queued_tokens": 2**22}  # the server's own defaults
+
 
 def configs(*words: str) -> tuple[EngineConfig, ServerConfig]:
     arguments = parse(["tiny", *words])
@@ -18,7 +20,7 @@ def configs(*words: str) -> tuple[EngineConfig, ServerConfig]:
 
 def test_defaults_are_the_configs_own():
     engine, server = configs()
-    assert engine == EngineConfig("tiny", max_num_queued_reqs=1024)
+    assert engine == EngineConfig("tiny", **QUEUE)
     assert server == ServerConfig(model_names=("tiny",))
     assert (server.host, server.port) == ("127.0.0.1", 8000), "nobody outside reaches a server by default"
 
@@ -40,11 +42,49 @@ def test_defaults_are_the_configs_own():
         ("--httpserver_workers 3", "--api-server-count 3"),
         ("--model_name a b", "--served-model-name a b"),
         ("--data_type bfloat16", "--dtype bfloat16"),
+        ("--detail_log", "--enable-log-requests"),
         ("--kv_cache_memory_bytes 2G", "--kv-cache-memory-bytes 2147483648"),
     ],
 )
 def test_aliases(theirs, ours):
     assert configs(*theirs.split()) == configs(*ours.split()) != configs()
+
+
+# research/engine.md 3.1: vLLM's, LightLLM's and qrt's names, row by row
+NAMES = """
+--model --model_dir --tokenizer --tokenizer-mode --served-model-name --model_name --host --port
+--uds --api-key --api-key-file --dtype --data_type --quantization --quant_type --quant_cfg --kv
+--kv-cache-dtype --llm_kv_type --kv-group-size --kv-scales --kv-skip-layers
+--kv-cache-dtype-skip-layers --llm_kv_quant_group_size --kv_quant_calibration_config_path
+--max-model-len --max_req_total_len --max-num-seqs --running_max_req_size --max-num-batched-tokens
+--batch_max_tokens --enable-chunked-prefill --no-enable-chunked-prefill
+--long-prefill-token-threshold --chunked_prefill_size --disable_chunked_prefill
+--gpu-memory-utilization --mem_fraction --kv-cache-memory-bytes --num-gpu-blocks-override
+--max_total_token_num --block-size --enable-prefix-caching --no-enable-prefix-caching
+--disable_dynamic_prompt_cache --scheduling-policy --disable_aggressive_schedule
+--router_max_wait_tokens --router_token_ratio --max-num-queued-reqs --enforce-eager
+--cudagraph-capture-sizes --disable_cudagraph --graph_max_batch_size --graph_split_batch_size
+--graph_grow_step_size --no-async-scheduling --no-overlap --tensor-parallel-size --tp --nnodes
+--node-rank --node_rank --master-addr --master-port --nccl_host --nccl_port --api-server-count
+--httpserver_workers --chat-template --tool-call-parser --enable-auto-tool-choice --reasoning-parser
+--structured-outputs-backend --structured-outputs-config --output_constraint_mode
+--speculative-config --spec-method --spec-model --spec-tokens --mtp_mode --mtp_draft_model_dir
+--mtp_step --max-logprobs --seed --generation-config --load-format --load_way --trust-remote-code
+--shutdown-timeout --stream-interval --allowed-origins --root-path --ssl-keyfile --ssl-certfile
+--enable-request-id-headers --use-tgi-api --use_tgi_api --health-monitor --metric-gateway
+--diverse-mode --token-healing-mode --config --log-level --disable-log-stats --enable-log-requests
+--detail_log --log-config-file
+"""
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_every_name_of_the_peers_is_a_flag_or_is_answered_by_name(name, capsys):
+    if name.replace("_", "-") in parser()._option_string_actions:
+        return
+    with pytest.raises(SystemExit):
+        parse(["tiny", name, "1"])
+    error = capsys.readouterr().err
+    assert name.replace("_", "-") in error and "unknown flag" not in error
 
 
 def test_every_setting_has_a_flag():
@@ -67,9 +107,7 @@ def test_the_file_and_the_command_line(tmp_path):
     assert (server.port, server.model_names) == (9001, ("a", "b")), "the command line wins"
     file.write_text("enable_prefix_caching: false\nuse_tgi_api: false\nmodel: tiny\n")
     arguments = parse(["--config", str(file)])
-    assert engine_config(arguments) == EngineConfig(
-        "tiny", max_num_queued_reqs=1024, enable_prefix_caching=False
-    )
+    assert engine_config(arguments) == EngineConfig("tiny", **QUEUE, enable_prefix_caching=False)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +118,7 @@ def test_the_file_and_the_command_line(tmp_path):
         ("port: true", "wanted a value that is not true or false"),
         ("log_level: loud", "invalid choice: 'loud'"),
         ("a: [", "expected"),
+        ("tensor_parallel_size: 2", "tensor_parallel_size: qrt runs on one GPU"),
         ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
     ],
 )
@@ -98,6 +137,7 @@ def test_what_a_file_cannot_say(text, message, tmp_path, capsys):
         ("--max-modellen 3", "unknown flag --max-modellen; did you mean '--max-model-len'?"),
         ("--trust_remote_code", "--trust-remote-code: qrt never runs a model's own code"),
         ("--tensor-parallel-size 2", "one GPU"),
+        ("-tp 2", "one GPU"),
         ("--max-model-len 4x", "wanted a number such as 4096, 32k or 32K"),
         ("--llm_kv_type fp8kv_sph", "wanted one of None, int8kv, int4kv"),
         ("--help=kvs", "no group 'kvs'; did you mean 'kv'?"),
