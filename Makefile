@@ -5,7 +5,7 @@ BIN := .venv/bin
 # What the tests use of lm-eval; `pip install qrt[lm]` brings all of its needs, some 300 MB.
 LM_EVAL := lm-eval accelerate colorama lxml portalocker psutil sacrebleu tabulate
 
-.PHONY: demo test lint
+.PHONY: demo test lint audit
 
 demo: .venv/installed
 	$(BIN)/python -m qrt_eval.demo
@@ -17,6 +17,15 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# A CycloneDX bill of what is installed (build/sbom.cdx.json), then every pinned version among the known
+# vulnerabilities: fails on one, and where the index has no advisories to ask (a mirror may not).
+audit: .venv/installed
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install --quiet cyclonedx-bom==7.5.0 pip-audit==2.10.1
+	build/audit/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible \
+	    --output-file build/sbom.cdx.json
+	build/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -9,6 +9,9 @@ from typing import Any
 
 from qrt.errors import CheckpointError, UnsupportedError
 
+# What a config.json may ask for, before anything is allocated for it.
+MAX_SIZE, MAX_LAYERS = 2**24, 2**12
+
 
 @dataclass(frozen=True)
 class Smooth:
@@ -109,7 +112,7 @@ class ModelConfig:
             vocab_size=_positive(config, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=_positive(config, "intermediate_size"),
-            num_layers=_positive(config, "num_hidden_layers"),
+            num_layers=_positive(config, "num_hidden_layers", most=MAX_LAYERS),
             num_heads=heads,
             num_kv_heads=_positive(config, "num_key_value_heads", heads),
             head_dim=_positive(config, "head_dim", hidden // heads),
@@ -138,11 +141,13 @@ class ModelConfig:
             )
 
 
-def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _positive(config: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"config.json: {key} is {value!r}, wanted a positive integer")
+    if value > most:
+        raise CheckpointError(f"config.json: {key} is {str(value)[:20]}, wanted at most {most:,}")
     return value
 
 

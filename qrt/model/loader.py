@@ -100,6 +100,8 @@ class CheckpointWeights:
 
 
 def _architecture(checkpoint: Checkpoint) -> Arch:
+    if checkpoint.config.get("auto_map"):
+        logger.warning("config.json names code of the model's own (auto_map); it is not run")
     names = checkpoint.config.get("architectures") or []
     if len(names) != 1:
         raise CheckpointError(

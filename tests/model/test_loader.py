@@ -168,6 +168,14 @@ def test_unknown_architecture(broken, name, error, text):
     refuses(broken(config={"architectures": name}), error, text)
 
 
+def test_a_models_own_code_is_not_run(broken, caplog):
+    folder = broken(config={"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}})
+    (folder / "modeling_own.py").write_text("raise SystemExit('this must not run')")
+    with caplog.at_level(logging.WARNING):
+        load(folder)
+    assert "auto_map" in caplog.text
+
+
 def test_context_is_capped_to_a_sliding_window_with_one_line(tmp_path, caplog):
     folder = random_checkpoint(tmp_path / "model", "MistralForCausalLM", sliding_window=96)
     with caplog.at_level(logging.WARNING):

@@ -2,10 +2,13 @@
 
 import json
 import re
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import qrt.serve
 from qrt.engine.engine import Engine
@@ -14,6 +17,7 @@ from qrt.serve.flags import parse
 from qrt.serve.metrics import HISTOGRAMS
 
 DEPLOY = Path(qrt.serve.__file__).parent / "deploy"
+ROOT = DEPLOY.parents[2]
 ROUTES = {"/readiness", "/health", "/metrics"}
 
 
@@ -36,6 +40,9 @@ def test_kubernetes(tmp_path):
         assert container[probe]["httpGet"]["path"] in ROUTES
     assert container["livenessProbe"]["httpGet"]["path"] == "/health", "red when the engine is stuck"
     assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    (models,) = (mount for mount in container["volumeMounts"] if mount["name"] == "models")
+    assert models["readOnly"] and container["args"][0].startswith(models["mountPath"])
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
 
 
@@ -43,9 +50,14 @@ def test_compose_and_prometheus(tmp_path):
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     command = [re.sub(r"\$\{MODEL.*\}", "tiny", word) for word in services["qrt"]["command"]]
     assert arguments(command, tmp_path).api_keys == ("k",)
+    server = services["qrt"]
+    assert "/models:/models:ro" in server["volumes"] and server["read_only"] and server["cap_drop"] == ["ALL"]
+    assert server["security_opt"] == ["no-new-privileges:true"] and "privileged" not in server, (
+        "seccomp stays"
+    )
     files = [volume.split(":")[0] for s in services.values() for volume in s["volumes"] if volume[0] == "."]
     assert files and all((DEPLOY / file).is_file() for file in files)
-    assert (DEPLOY.parents[2] / services["qrt"]["build"]["dockerfile"]).is_file()
+    assert (ROOT / server["build"]["dockerfile"]).is_file()
     (job,) = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"]
     assert job["metrics_path"] in ROUTES and job["static_configs"][0]["targets"] == ["qrt:8000"]
 
@@ -70,3 +82,37 @@ def test_the_image_does_not_run_as_root():
     text = (DEPLOY / "Dockerfile").read_text()
     assert re.search(r"^USER 10001$", text, re.MULTILINE) and "--user root" not in text
     assert 'ENTRYPOINT ["qrt-serve"' in text and "STOPSIGNAL SIGTERM" in text
+
+
+def test_the_image_is_built_from_the_source_alone():
+    """Of a checkout that may hold keys, results and builds, only what the Dockerfile copies is sent."""
+    ignored, *rules = (ROOT / ".dockerignore").read_text().splitlines()[1:]
+    allowed = {rule[1:] for rule in rules if rule.startswith("!")}
+    text = (DEPLOY / "Dockerfile").read_text()
+    copied = {
+        word for line in re.findall(r"^COPY (?!--)(.*) \S+$", text, re.MULTILINE) for word in line.split()
+    }
+    assert ignored == "*" and allowed == copied and all((ROOT / path).exists() for path in copied)
+    assert "qrt/serve/deploy" in rules and (DEPLOY / "keys.txt").parent == ROOT / "qrt/serve/deploy"
+
+
+def needs(name: str, extras: set[str], found: set[str]) -> set[str]:
+    """`found` and all that an installed distribution needs in turn."""
+    for line in distribution(name).requires or []:
+        need = Requirement(line)
+        wanted = need.marker is None or any(need.marker.evaluate({"extra": e}) for e in {"", *extras})
+        if wanted and canonicalize_name(need.name) not in found:
+            found.add(canonicalize_name(need.name))
+            try:
+                needs(need.name, need.extras, found)
+            except PackageNotFoundError:
+                pytest.fail(f"{need.name}, which {name} needs, is not installed")
+    return found
+
+
+def test_every_dependency_of_the_image_is_pinned():
+    pins = re.findall(r"^([\w.-]+)==[\w.]+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    wanted = needs("qrt", {"serve"}, set())
+    assert len(wanted) > 50 and not wanted - set(map(canonicalize_name, pins))
+    installs = re.findall(r"pip install (.*)", (DEPLOY / "Dockerfile").read_text())
+    assert len(installs) == 2 and all("--constraint constraints.txt" in line for line in installs)
