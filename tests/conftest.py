@@ -3,12 +3,14 @@
 import logging
 import os
 
+import hypothesis
 import pytest
 import torch
 
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel module is imported
+hypothesis.settings.register_profile("thorough", max_examples=10_000)
 torch.set_num_threads(1)  # two pytest workers share two cores
 
 

@@ -24,7 +24,7 @@ from qrt.engine.table import RequestTable
 from qrt.engine.timeline import Timeline
 from qrt.errors import ConfigError
 from qrt.mem.manager import KVManager
-from qrt.mem.sizing import PoolSize, kv_budget_bytes, pool_size
+from qrt.mem.sizing import GIB, PoolSize, kv_budget_bytes, pool_size
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.model.loader import dummy_model, load_model
@@ -297,10 +297,14 @@ def _pool(
     measured = model.device.type == "cuda" and config.kv_cache_memory_bytes is None
     rows, prompts, chunks = _capture_sizes(config, limits.max_model_len)
     recorded = max(rows), max((*rows, *prompts)), max(chunks, default=0)
+    reserve = peak_step_bytes(model, formats, limits, smoothing, recorded) if measured else 0
+    if measured:
+        tokens = limits.max_num_batched_tokens
+        logger.info("activations and graphs: %.2f GiB for steps of %d tokens", reserve / GIB, tokens)
     budget = kv_budget_bytes(
         model.device,
         gpu_memory_utilization=config.gpu_memory_utilization,
-        reserve_bytes=peak_step_bytes(model, formats, limits, smoothing, recorded) if measured else 0,
+        reserve_bytes=reserve,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
     )
     return pool_size(

@@ -86,8 +86,13 @@ class Supervisor:
         passed = (alive,) if module == ENGINE else (alive, listener)
         if module == ENGINE:
             spec = msgspec.structs.replace(spec, listener=-1)
+        # a progress bar is for eyes; and where a log's disk is full, it fails what it shows the progress of
+        bars = {} if sys.stderr.isatty() else {"TQDM_DISABLE": "1"}
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, stdin=asyncio.subprocess.PIPE, pass_fds=passed
+            *(sys.executable, "-m", module),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=passed,
+            env={**os.environ, **bars},
         )
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(spec))

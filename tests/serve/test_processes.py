@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -129,6 +131,10 @@ def test_deaths(start, tmp_path):
     server = start("--api-server-count", "2")
     (engine,), apis = server.children("router"), server.children("httpserver")
     assert len(apis) == 2
+    (folder,) = tmp_path.glob("qrt-*")
+    (engine_socket,) = folder.iterdir()
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, engine_socket)]
+    assert modes == [0o700, 0o600], "nobody else speaks to the engine"
     requests = [Request(server, stream=True) for _ in range(8)]
     for request in requests:
         request.start()
@@ -164,18 +170,34 @@ def test_deaths(start, tmp_path):
     assert not list(tmp_path.glob("qrt-*")), "the folder of the sockets stays behind"
 
 
-def test_sigterm_drains_though_no_line_can_be_logged(tmp_path):
-    """What runs is answered, what is new is refused, the exit code is 0; with a disk that has become full, or
-    whatever else makes every write to the log fail."""
-    reader, log = os.pipe()
-    server = Processes(tmp_path, "--enable-log-requests", log=log)
-    os.close(log)
+def test_sigterm_drains_though_the_disk_of_the_log_is_full(tmp_path):
+    """What runs is answered, what is new is refused, the exit code is 0; every write to the log fails."""
+    with open("/dev/full", "wb") as log:
+        server = Processes(tmp_path, "--enable-log-requests", log=log.fileno())
     try:
         server.wait_ready()
-        os.close(reader)
         drain(server)
     finally:
         server.stop()
+
+
+def test_what_a_server_says_when_it_starts(start):
+    """What users look for: the model and its weights, the KV format, memory, the pool in tokens and requests,
+    the routes, where to ask."""
+    server = start("--kv", "int8", "--max-model-len", "1024")
+    server.wait(lambda: "ready: serving" in server.log.read_text())
+    log = server.log.read_text()
+    tokens = 41_104  # of 64 MiB: 6 layers x 2 heads x (K and V of 64 bytes and 4 of scales)
+    for line in (
+        "model: tiny, weights fp16, 0.02 GiB, activations float32 on cpu",
+        "KV cache: int8, 1,632 bytes per token, 0.06 GiB",
+        f"KV pool: {tokens:,} tokens; maximum concurrency for 1,024 tokens per request: "
+        f"{tokens / 1024:.2f}x, at most 256 requests",
+        f"ready: serving tiny on http://127.0.0.1:{server.port}",
+    ):
+        assert line in log, log
+    (routes,) = re.findall(r"routes: (.*)", log)
+    assert {"/v1/completions", "/v1/chat/completions", "/generate", "/metrics"} < set(routes.split(", "))
 
 
 def drain(server: Processes) -> None:
