@@ -99,7 +99,11 @@ TEMPLATE = (
 @pytest.fixture(scope="module", params=["hermes", "mistral"])
 def client(request):
     with ThreadServer(kv="fp16", chat_template=TEMPLATE, tool_call_parser=request.param) as server:
-        answers = {"both": "Let me see. " + ANSWERS[request.param], "plain": "No tool is needed."}
+        answers = {
+            "both": "Let me see. " + ANSWERS[request.param],
+            "alone": ANSWERS[request.param],
+            "plain": "No tool is needed.",
+        }
         script(server.engine, server.tokenizer, answers)
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
@@ -121,6 +125,8 @@ def test_through_the_server(client):
     (call,) = choice.message.tool_calls
     assert call.type == "function" and call.function.name == "get_weather"
     assert isinstance(call.function.arguments, str) and json.loads(call.function.arguments) == ARGUMENTS
+    choice = ask(client, "alone").choices[0]
+    assert choice.message.content is None and len(choice.message.tool_calls) == 1
     choice = ask(client, "plain").choices[0]
     assert (choice.finish_reason, choice.message.content) == ("stop", "No tool is needed.")
     assert choice.message.tool_calls is None
