@@ -149,7 +149,8 @@ def _check_body(service: Service, body: Sampling) -> None:
         raise ConfigError("stream_options: wanted only with stream: true")
     if refused := body.unsupported():
         raise UnsupportedError(f"{', '.join(sorted(refused))}: not run by this server; leave it out")
-    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+    declared = type(body).model_fields
+    for name in declared.keys() & {"logprobs", "top_logprobs", "prompt_logprobs"}:
         if (wanted := int(body.given(name) or 0)) > service.config.max_logprobs:
             raise ConfigError(f"{name}: got {wanted}, wanted at most {service.config.max_logprobs}")
     if body.stream and body.prompt_logprobs is not None:

@@ -300,6 +300,8 @@ def test_unknown_fields_that_change_nothing_are_let_in(client):
     }
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
     assert client.post("/v1/chat/completions", json=body).status_code == 200
+    body = {"prompt": "x", "max_tokens": 2, "top_logprobs": ["of the other endpoint"]}
+    assert client.post("/v1/completions", json=body).status_code == 200
 
 
 VALUES = st.recursive(
