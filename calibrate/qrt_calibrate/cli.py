@@ -22,7 +22,7 @@ from qrt_calibrate.method import METHODS
 from qrt_calibrate.pipeline import calibrate, read_layer
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
-from qrt_calibrate.recipe import Recipe
+from qrt_calibrate.recipe import ROTATIONS, Recipe
 from qrt_calibrate.recipe_file import read_recipe, recipe_of
 
 
@@ -116,6 +116,11 @@ def _add_method(parser: ArgumentParser) -> None:
         method.add_argument(
             flag, type=kind, dest=field, help=f"{what} (default: {getattr(Recipe, field)})", metavar="N"
         )
+    method.add_argument(
+        "--rotations", nargs="+", choices=ROTATIONS, metavar="R",
+        help="turn Hadamard matrices into the weights first: R1 of the residual stream (unties the head), "
+        "R2 of the value heads (default: none)",
+    )  # fmt: skip
     method.add_argument(
         "--no-exact-fold", action="store_const", const=False, dest="exact_folds",
         help="scales that are no powers of two: folds round norms and biases",

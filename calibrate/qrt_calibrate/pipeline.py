@@ -28,6 +28,7 @@ from qrt_calibrate.plan import Job, plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe import Recipe
 from qrt_calibrate.report import LayerReport, Report, bits_per_weight
+from qrt_calibrate.rotate import Gate, RotatedCheckpoint
 from qrt_calibrate.search import round_input
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients
 from qrt_calibrate.streams import Streams
@@ -43,8 +44,7 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
     call goes on from there to the same bytes. Raises QrtError for whatever a user can put right.
     """
     start = time.perf_counter()
-    checkpoint = open_checkpoint(model)
-    job = plan(checkpoint, recipe, device)
+    job = plan(open_checkpoint(model), recipe, device)
     text = calibration(job) if any(recipe.windows) else None
     curve: tuple[Point, ...] = ()
     if recipe.has_budget:
@@ -55,7 +55,7 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
         _fast_matmuls(device),
         CheckpointWriter(
             out,
-            checkpoint,
+            job.checkpoint,
             scheme=recipe.scheme,
             spec=recipe.spec,
             overrides=grids,
@@ -106,6 +106,8 @@ class Run:
         self._decoder: Decoder | None = None
         self._streams: Streams | None = None
         self._gradients: Tensor | None = None
+        turned = job.checkpoint if isinstance(job.checkpoint, RotatedCheckpoint) else None
+        self._gate = None if turned is None else Gate(turned, job.arch, job.device)
         if text is not None:
             self._decoder = Decoder(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
             hidden = self._decoder.embed(text.windows)
@@ -129,6 +131,8 @@ class Run:
         tensors = read_layer(self._job.checkpoint, name)
         label = _label(index)
         if label not in self._writer.finished:
+            if self._gate is not None:
+                self._gate.check(index)
             gradients = None if self._gradients is None else self._gradients[index]
             work = LayerWork(self._job, self._decoder, index, tensors, self._streams, gradients)
             result = work.quantize()

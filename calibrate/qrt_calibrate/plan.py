@@ -14,6 +14,7 @@ from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.method import Scales
 from qrt_calibrate.recipe import Grid, Recipe
+from qrt_calibrate.rotate import RotatedCheckpoint
 from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.selection import check_groups, select
 
@@ -71,10 +72,17 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -> Job:
     if not isinstance(names, list) or not names:
         raise CheckpointError(f"{checkpoint.path}/config.json: architectures is {names!r}, wanted one name")
     arch = ARCHS[names[0]]
+    if isinstance(checkpoint, RotatedCheckpoint):  # a second plan of one job
+        checkpoint = checkpoint.base
     config = ModelConfig.from_hf(checkpoint.config, arch)
     if any(recipe.windows) and recipe.seqlen > config.max_position:
         raise ConfigError(f"--seqlen: got {recipe.seqlen}, the model holds {config.max_position} tokens")
-    job = Job(checkpoint, arch, config, recipe, device, select(arch, config.num_layers, recipe))
+    grids = select(arch, config.num_layers, recipe)
+    if recipe.rotations:
+        exact = frozenset(f"{name}.weight" for name, grid in grids.items() if grid is not None)
+        checkpoint = RotatedCheckpoint(checkpoint, arch, recipe.rotations, exact)
+        config = ModelConfig.from_hf(checkpoint.config, arch)
+    job = Job(checkpoint, arch, config, recipe, device, grids)
     if not isinstance(getattr(torch, config.dtype, None), torch.dtype):
         raise CheckpointError(f"{checkpoint.path}/config.json: dtype {config.dtype!r} is not a torch dtype")
     check_groups(checkpoint, job.grids)

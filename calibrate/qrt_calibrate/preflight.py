@@ -8,6 +8,7 @@ from math import prod
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe import Grid
+from qrt_calibrate.rotate import RotatedCheckpoint
 from qrt_calibrate.sensitivity import block_sizes, gradient_windows
 from qrt_calibrate.streams import stream_bytes
 
@@ -103,6 +104,9 @@ def _findings(job: Job) -> list[str]:
         found.append("vLLM runs 8-bit weights with zero points on Hopper only; --sym runs on all its GPUs")
     if any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in job.quantized.values()):
         found.append("transformers loads w8a8 and simulates it; its speed is vLLM's, SGLang's and qrt's")
+    if isinstance(job.checkpoint, RotatedCheckpoint) and job.checkpoint.adds_head:
+        head = job.checkpoint.spec(f"{job.arch.head}.weight").num_bytes
+        found.append(f"rotated, the head differs from the embedding: it is stored too, {_gigabytes(head)}")
     if job.config.tied_embeddings:
         found.append("the head is the embedding and stays unquantized")
     return found

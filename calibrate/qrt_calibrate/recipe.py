@@ -12,6 +12,7 @@ from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt_calibrate.method import METHODS, Method
 
 UNQUANTIZED = "fp16"
+ROTATIONS = ("R1", "R2")  # of the residual stream, of the value heads
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Recipe:
     n_samples     windows of `seqlen` tokens each, drawn with `seed`
     eval_samples  further windows of the text on which the result is compared with the original; 0: none
     damping       share of the Hessian's mean diagonal that GPTQ adds to it
+    rotations     of ("R1", "R2"): turned into the weights before anything else (`qrt_calibrate.rotate`)
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
     kv            KV format that the checkpoint recommends to qrt's server, or None
     target_bits   bits per weight on disk that Linears may take on average; each gets 4, 8 or 16 by
@@ -67,6 +69,7 @@ class Recipe:
     seed: int = 0
     damping: float = 0.01
     exact_folds: bool = True
+    rotations: tuple[str, ...] = ()
     kv: str | None = None
     target_bits: float | None = None
     max_size: float | None = None
@@ -88,6 +91,12 @@ class Recipe:
         if self.has_budget and self.scheme not in WEIGHT_ONLY.values():
             flag = "--max-size" if self.target_bits is None else "--target-bits"
             raise ConfigError(f"{flag}: chooses among weight-only widths, not {self.scheme}; use --bits 4")
+        for rotation in self.rotations:
+            if rotation not in ROTATIONS or self.rotations.count(rotation) > 1:
+                wanted = ", ".join(ROTATIONS)
+                raise ConfigError(
+                    f"--rotations: got {' '.join(self.rotations)}, wanted some of {wanted}, each once"
+                )
         if not 0 < self.damping <= 1:
             raise ConfigError(f"--damp: got {self.damping}, wanted above 0 and at most 1")
 
@@ -120,6 +129,8 @@ class Recipe:
             found["target_bits"] = self.target_bits
         if self.max_size is not None:
             found["max_size"] = self.max_size
+        if self.rotations:
+            found["rotations"] = list(self.rotations)
         if not self.exact_folds:
             found["exact_folds"] = False
         if self.kv is not None:

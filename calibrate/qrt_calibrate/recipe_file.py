@@ -29,7 +29,7 @@ PLAIN: dict[str, type | tuple[type, ...]] = {  # entries that go into the recipe
     "target_bits": (int, float), "max_size": (int, float),
 }  # fmt: skip
 GRID: dict[str, type | tuple[type, ...]] = {"bits": int, "scheme": str, "group_size": int, "symmetric": bool}
-LISTS = ("ignore", "override")
+LISTS = ("ignore", "override", "rotations")
 ALIASES = {"damp": "damping"}
 
 
@@ -58,7 +58,12 @@ def recipe_of(entries: Mapping[str, Any]) -> Recipe:
     plain.setdefault("method", default_method(scheme))
     overrides = tuple(_override(entry) for entry in entries.get("override", ()))
     return Recipe(
-        scheme=scheme, spec=spec, ignore=tuple(entries.get("ignore", ())), overrides=overrides, **plain
+        scheme=scheme,
+        spec=spec,
+        ignore=tuple(entries.get("ignore", ())),
+        overrides=overrides,
+        rotations=tuple(entries.get("rotations", ())),
+        **plain,
     )
 
 

@@ -73,6 +73,7 @@ class Report:
                 "method": recipe.method,
                 "damping": recipe.damping,
                 "exact_folds": recipe.exact_folds,
+                "rotations": list(recipe.rotations),
                 "seed": recipe.seed,
                 "ignore": list(recipe.ignore),
             },

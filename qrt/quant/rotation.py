@@ -16,18 +16,19 @@ import torch
 from torch import Tensor
 
 
-def _signs(n: int) -> Tensor:
+def signs(n: int) -> Tensor:
     """n fixed signs from a xorshift32 sequence: the same on every machine and version."""
-    state, signs = 0x9E3779B9, []
+    state, drawn = 0x9E3779B9, []
     for _ in range(n):
         state ^= (state << 13) & 0xFFFFFFFF
         state ^= state >> 17
         state ^= (state << 5) & 0xFFFFFFFF
-        signs.append(1.0 if state & 1 else -1.0)
-    return torch.tensor(signs)
+        drawn.append(1.0 if state & 1 else -1.0)
+    return torch.tensor(drawn)
 
 
-def _hadamard(n: int) -> Tensor:
+def hadamard(n: int) -> Tensor:
+    """Sylvester's matrix of +1 and -1 [n, n], n a power of two."""
     h = torch.ones(1, 1)
     while h.shape[0] < n:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
@@ -42,7 +43,7 @@ def matrix(head_dim: int) -> Tensor:
     """The orthogonal M [D/2, D/2], fp32 on CPU, shared by all layers and heads."""
     half = head_dim // 2
     block = half & -half
-    return _signs(half)[:, None] * torch.block_diag(*[_hadamard(block)] * (half // block)) * block**-0.5
+    return signs(half)[:, None] * torch.block_diag(*[hadamard(block)] * (half // block)) * block**-0.5
 
 
 def rotate(x: Tensor) -> Tensor:

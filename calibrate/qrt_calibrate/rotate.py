@@ -1,0 +1,221 @@
+"""Rotations that are folded into the weights: the model computes the same, its weights are spread evenly.
+
+R1 turns the residual stream: the embedding and what writes to the stream gets Q behind it, what reads from it
+Q^-1 before it. A norm commutes with Q when its gain is one, so gains go into their readers first (QuaRot,
+arXiv:2404.00456). R2 turns the value heads, and back in the output projection (SpinQuant, arXiv:2405.16406).
+Both are randomized Hadamard matrices. What a checkpoint's rotation leaves is a plain checkpoint again.
+
+Tensors are rotated when they are read, in fp64 and a block of rows at a time, so nothing but the tensor that
+is asked for is in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from qrt.arch import Arch, ModelConfig
+from qrt.errors import QrtError, UnsupportedError
+from qrt.quant.checkpoint import Checkpoint
+from qrt.quant.rotation import hadamard, signs
+from qrt.quant.spec import TensorSpec
+from qrt_calibrate.decoder import Decoder
+from qrt_calibrate.fold import TOLERANCE
+
+VALUE, OUTPUT = "self_attn.v_proj", "self_attn.o_proj"
+BLOCK = 1 << 22  # elements that are rotated at a time
+WIDEST_FACTOR = 64
+GATE_TOKENS = 64
+
+
+def turn(x: Tensor) -> Tensor:
+    """x [..., n] @ Q, Q the orthogonal matrix of size n: fp64 [..., n].
+
+    Q = diag(signs) (C ⊗ H ⊗ H ...): Hadamard matrices for the powers of two in n, the orthonormal cosines of
+    its odd part C. Applied factor by factor, Q itself is never there.
+    """
+    size = x.shape[-1]
+    factors = _factors(size)
+    turned = (x.double() * signs(size).to(x.device)).view(-1, *(len(factor) for factor in factors))
+    for factor in factors:  # each time the first axis goes, and comes back as the last
+        turned = torch.tensordot(turned, factor.to(x.device), ([1], [0]))
+    return turned.reshape(x.shape)
+
+
+@lru_cache(maxsize=8)
+def _factors(size: int) -> tuple[Tensor, ...]:
+    power = size & -size
+    factors = [_cosines(size // power)]
+    while power > 1:
+        width = min(power, WIDEST_FACTOR)
+        factors.append(hadamard(width).double() * width**-0.5)
+        power //= width
+    return tuple(factors)
+
+
+def _cosines(n: int) -> Tensor:
+    """The orthonormal DCT-II matrix [n, n]."""
+    positions = torch.arange(n, dtype=torch.float64)
+    matrix = torch.cos(torch.outer(positions + 0.5, positions) * math.pi / n) * math.sqrt(2 / n)
+    matrix[:, 0] = n**-0.5
+    return matrix
+
+
+class RotatedCheckpoint(Checkpoint):
+    """A checkpoint as its rotations make it: other values under the same names, all else as `base` has it.
+
+    A tied embedding is untied by R1, because the gain of the last norm goes into the head alone: there is a
+    head then, and config.json says so. Weights in `exact` are given in fp32; they are to be rounded anyway.
+    What else is rotated has its stored dtype.
+    """
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        arch: Arch,
+        rotations: tuple[str, ...],
+        exact: frozenset[str] = frozenset(),
+    ) -> None:
+        """UnsupportedError for a layer with a norm whose readers the architecture does not name."""
+        self.path, self.quantization, self.base = base.path, base.quantization, base
+        self.config = dict(base.config)
+        self._shard_of = dict(base._shard_of)
+        self._arch, self._exact = arch, exact
+        self._stream, self._heads = "R1" in rotations, "R2" in rotations
+        self._head_dim = ModelConfig.from_hf(base.config, arch).head_dim
+        pairs = [pair for pair in arch.smooth if pair.source not in arch.projections]
+        self._gain_of = {reader: pair.source for pair in pairs for reader in pair.readers}
+        if self._stream:
+            self._check_norms()
+            self._untie()
+
+    @property
+    def turns_stream(self) -> bool:
+        """Whether R1 is one of its rotations."""
+        return self._stream
+
+    @property
+    def adds_head(self) -> bool:
+        """Whether there is a head that `base` has not."""
+        return not self.base.has(f"{self._arch.head}.weight") and self._stream
+
+    def spec(self, name: str) -> TensorSpec:
+        """As stored: of the head that was the embedding, the embedding's."""
+        return self.base.spec(self._stored_name(name))
+
+    def tensor(self, name: str, *wanted: object, **sizes: object) -> Tensor:
+        """A tensor as rotated, in its stored dtype, or in fp32 if it is one of `exact`."""
+        dtype = torch.float32 if name in self._exact else self.spec(name).dtype
+        return self.rotated(name, dtype)
+
+    def rotated(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A tensor as rotated, in `dtype`."""
+        tensor = self.base.tensor(self._stored_name(name))
+        module, _, part = name.rpartition(".")
+        inside = f"{self._arch.layers}."
+        place = module.removeprefix(inside).partition(".")[2] if module.startswith(inside) else module
+        if place in {self._arch.norm, *self._gain_of.values()}:
+            return torch.ones_like(tensor, dtype=dtype) if self._stream else tensor.to(dtype)
+        if place == self._arch.embed and self._stream:
+            return _turn_rows(tensor, None, dtype)
+        if place == self._arch.head and self._stream:
+            return _turn_rows(tensor, self.base.tensor(f"{self._arch.norm}.weight"), dtype)
+        if place in self._arch.projections:
+            return self._projection(tensor, module.removesuffix(place), place, part).to(dtype)
+        return tensor.to(dtype)
+
+    def _projection(self, tensor: Tensor, layer: str, place: str, part: str) -> Tensor:
+        """A Linear of a layer, weight [N, K] or bias [N]: fp32 where anything is done."""
+        if part == "weight" and place == OUTPUT and self._heads:
+            tensor = _turn_rows(tensor.view(-1, self._head_dim), None, torch.float32).view(tensor.shape)
+        if self._stream and place in self._gain_of and part == "weight":
+            gain = self.base.tensor(f"{layer}{self._gain_of[place]}.weight")
+            tensor = _turn_rows(tensor, gain, torch.float32)
+        if self._stream and place not in self._gain_of:  # it writes to the stream
+            tensor = _turn_columns(tensor)
+        if place == VALUE and self._heads:
+            heads = tensor.view(-1, self._head_dim, *tensor.shape[1:])
+            tensor = torch.stack([_turn_columns(head) for head in heads]).view(tensor.shape)
+        return tensor
+
+    def _stored_name(self, name: str) -> str:
+        own = f"{self._arch.head}.weight"
+        return f"{self._arch.embed}.weight" if name == own and not self.base.has(own) else name
+
+    def _untie(self) -> None:
+        head, embedding = f"{self._arch.head}.weight", f"{self._arch.embed}.weight"
+        self._shard_of.setdefault(head, self._shard_of[embedding])
+        self.config["tie_word_embeddings"] = False
+
+    def _check_norms(self) -> None:
+        """Every norm over the stream has readers; those over heads are left alone."""
+        hidden = self.base.spec(f"{self._arch.norm}.weight").shape
+        for name in self.base.names():
+            layer, _, place = name.removeprefix(f"{self._arch.layers}.").partition(".")
+            norm = place.removesuffix(".weight")
+            inside = layer.isdigit() and place.endswith("norm.weight")
+            if inside and norm not in self._gain_of.values() and self.base.spec(name).shape == hidden:
+                raise UnsupportedError(
+                    f"--rotations R1: {name} is a norm whose readers {self._arch.name} does not name; "
+                    "leave R1 out"
+                )
+
+
+def _turn_rows(x: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [N, K] times `gain` [K], each row @ Q: `dtype` [N, K], block by block."""
+    out = torch.empty(x.shape, dtype=dtype)
+    for own, block in zip(out.split(_rows(x)), x.split(_rows(x)), strict=True):
+        own.copy_(turn(block if gain is None else block.double() * gain.double()))
+    return out
+
+
+def _turn_columns(x: Tensor) -> Tensor:
+    """Q^T @ x [N, K], or x [N] @ Q: fp32."""
+    return _turn_rows(x.view(len(x), -1).T, None, torch.float32).T.reshape(x.shape)
+
+
+def _rows(x: Tensor) -> int:
+    return max(1, BLOCK // x.shape[-1])
+
+
+class Gate:
+    """Runs layers as they were and as they are rotated, on random hidden states."""
+
+    def __init__(self, checkpoint: RotatedCheckpoint, arch: Arch, device: torch.device) -> None:
+        self._checkpoint, self._arch, self._device = checkpoint, arch, device
+        self._decoder = Decoder(checkpoint, arch, GATE_TOKENS, device)
+
+    @torch.no_grad()
+    def check(self, index: int) -> None:
+        """QrtError unless rotated layer `index` adds to the rotated stream what the layer adds to the stream,
+        in fp32."""
+        checkpoint, prefix = self._checkpoint, f"{self._arch.layers}.{index}."
+        names = [name for name in checkpoint.base.names() if name.startswith(prefix)]
+        width = checkpoint.spec(f"{self._arch.norm}.weight").shape[0]
+        hidden = torch.randn(1, GATE_TOKENS, width, generator=torch.Generator().manual_seed(index))
+        before = self._added(
+            index, {n.removeprefix(prefix): checkpoint.base.tensor(n) for n in names}, hidden
+        )
+        turned = {n.removeprefix(prefix): checkpoint.rotated(n, torch.float32) for n in names}
+        if checkpoint.turns_stream:
+            before, hidden = turn(before), turn(hidden).float()
+        after = self._added(index, turned, hidden)
+        change = float((after - before).norm() / before.norm())
+        if not change <= TOLERANCE:  # NaN is a change too
+            raise QrtError(
+                f"{prefix[:-1]}: rotating changed what the layer adds by {change:.1e} of it (at most "
+                f"{TOLERANCE:.0e}): {self._arch.name} does not keep its function; leave --rotations out"
+            )
+
+    def _added(self, index: int, tensors: dict[str, Tensor], hidden: Tensor) -> Tensor:
+        """fp64 on the CPU."""
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            layer = self._decoder.load(index, tensors)
+            return self._decoder.run(index, layer, hidden).cpu().double() - hidden
+        finally:
+            torch.set_float32_matmul_precision(precision)
