@@ -132,7 +132,7 @@ class Run:
         label = _label(index)
         if label not in self._writer.finished:
             if self._gate is not None:
-                self._gate.check(index)
+                self._gate.check(index, tensors)
             gradients = None if self._gradients is None else self._gradients[index]
             work = LayerWork(self._job, self._decoder, index, tensors, self._streams, gradients)
             result = work.quantize()

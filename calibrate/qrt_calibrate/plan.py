@@ -80,7 +80,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -> Job:
     grids = select(arch, config.num_layers, recipe)
     if recipe.rotations:
         exact = frozenset(f"{name}.weight" for name, grid in grids.items() if grid is not None)
-        checkpoint = RotatedCheckpoint(checkpoint, arch, recipe.rotations, exact)
+        checkpoint = RotatedCheckpoint(checkpoint, arch, recipe.rotations, exact, device)
         config = ModelConfig.from_hf(checkpoint.config, arch)
     job = Job(checkpoint, arch, config, recipe, device, grids)
     if not isinstance(getattr(torch, config.dtype, None), torch.dtype):

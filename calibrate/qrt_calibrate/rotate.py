@@ -12,7 +12,9 @@ is asked for is in memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,21 +36,25 @@ GATE_TOKENS = 64
 def turn(x: Tensor) -> Tensor:
     """x [..., n] @ Q, Q the orthogonal matrix of size n: fp64 [..., n].
 
-    Q = diag(signs) (C ⊗ H ⊗ H ...): Hadamard matrices for the powers of two in n, the orthonormal cosines of
-    its odd part C. Applied factor by factor, Q itself is never there.
+    Q = diag(signs) (C ⊗ H ⊗ H ...): Hadamard matrices for the powers of two in n, the orthonormal cosines C
+    for its odd part. Applied factor by factor, Q itself is never there.
     """
     size = x.shape[-1]
-    factors = _factors(size)
-    turned = (x.double() * signs(size).to(x.device)).view(-1, *(len(factor) for factor in factors))
-    for factor in factors:  # each time the first axis goes, and comes back as the last
-        turned = torch.tensordot(turned, factor.to(x.device), ([1], [0]))
+    turned, rest = x.double() * signs(size).to(x.device), size
+    for factor in _factors(size):
+        factor = factor.to(x.device)
+        rest //= len(factor)
+        if rest == 1:
+            turned = turned.reshape(-1, len(factor)) @ factor
+        else:
+            turned = factor.T @ turned.reshape(-1, len(factor), rest)
     return turned.reshape(x.shape)
 
 
 @lru_cache(maxsize=8)
 def _factors(size: int) -> tuple[Tensor, ...]:
     power = size & -size
-    factors = [_cosines(size // power)]
+    factors = [_cosines(size // power)] if size > power else []
     while power > 1:
         width = min(power, WIDEST_FACTOR)
         factors.append(hadamard(width).double() * width**-0.5)
@@ -69,7 +75,7 @@ class RotatedCheckpoint(Checkpoint):
 
     A tied embedding is untied by R1, because the gain of the last norm goes into the head alone: there is a
     head then, and config.json says so. Weights in `exact` are given in fp32; they are to be rounded anyway.
-    What else is rotated has its stored dtype.
+    What else is rotated has its stored dtype. `device` computes, tensors come on the CPU.
     """
 
     def __init__(
@@ -78,12 +84,13 @@ class RotatedCheckpoint(Checkpoint):
         arch: Arch,
         rotations: tuple[str, ...],
         exact: frozenset[str] = frozenset(),
+        device: torch.device | str = "cpu",
     ) -> None:
         """UnsupportedError for a layer with a norm whose readers the architecture does not name."""
         self.path, self.quantization, self.base = base.path, base.quantization, base
         self.config = dict(base.config)
         self._shard_of = dict(base._shard_of)
-        self._arch, self._exact = arch, exact
+        self._arch, self._exact, self._device = arch, exact, device
         self._stream, self._heads = "R1" in rotations, "R2" in rotations
         self._head_dim = ModelConfig.from_hf(base.config, arch).head_dim
         pairs = [pair for pair in arch.smooth if pair.source not in arch.projections]
@@ -106,8 +113,10 @@ class RotatedCheckpoint(Checkpoint):
         """As stored: of the head that was the embedding, the embedding's."""
         return self.base.spec(self._stored_name(name))
 
-    def tensor(self, name: str, *wanted: object, **sizes: object) -> Tensor:
-        """A tensor as rotated, in its stored dtype, or in fp32 if it is one of `exact`."""
+    def tensor(self, name: str, *wanted: Any, **sizes: int) -> Tensor:
+        """A tensor as rotated, in its stored dtype, or in fp32 if it is one of `exact`; `wanted` and `sizes`
+        are checked of what is stored."""
+        self.base.tensor(self._stored_name(name), *wanted, **sizes)
         dtype = torch.float32 if name in self._exact else self.spec(name).dtype
         return self.rotated(name, dtype)
 
@@ -120,9 +129,9 @@ class RotatedCheckpoint(Checkpoint):
         if place in {self._arch.norm, *self._gain_of.values()}:
             return torch.ones_like(tensor, dtype=dtype) if self._stream else tensor.to(dtype)
         if place == self._arch.embed and self._stream:
-            return _turn_rows(tensor, None, dtype)
+            return self._turn_rows(tensor, None, dtype)
         if place == self._arch.head and self._stream:
-            return _turn_rows(tensor, self.base.tensor(f"{self._arch.norm}.weight"), dtype)
+            return self._turn_rows(tensor, self.base.tensor(f"{self._arch.norm}.weight"), dtype)
         if place in self._arch.projections:
             return self._projection(tensor, module.removesuffix(place), place, part).to(dtype)
         return tensor.to(dtype)
@@ -130,16 +139,29 @@ class RotatedCheckpoint(Checkpoint):
     def _projection(self, tensor: Tensor, layer: str, place: str, part: str) -> Tensor:
         """A Linear of a layer, weight [N, K] or bias [N]: fp32 where anything is done."""
         if part == "weight" and place == OUTPUT and self._heads:
-            tensor = _turn_rows(tensor.view(-1, self._head_dim), None, torch.float32).view(tensor.shape)
+            tensor = self._turn_rows(tensor.view(-1, self._head_dim), None, torch.float32).view(tensor.shape)
         if self._stream and place in self._gain_of and part == "weight":
             gain = self.base.tensor(f"{layer}{self._gain_of[place]}.weight")
-            tensor = _turn_rows(tensor, gain, torch.float32)
+            tensor = self._turn_rows(tensor, gain, torch.float32)
         if self._stream and place not in self._gain_of:  # it writes to the stream
-            tensor = _turn_columns(tensor)
+            tensor = self._turn_columns(tensor)
         if place == VALUE and self._heads:
             heads = tensor.view(-1, self._head_dim, *tensor.shape[1:])
-            tensor = torch.stack([_turn_columns(head) for head in heads]).view(tensor.shape)
+            tensor = torch.stack([self._turn_columns(head) for head in heads]).view(tensor.shape)
         return tensor
+
+    def _turn_rows(self, x: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """x [N, K] times `gain` [K], each row @ Q: `dtype` [N, K] on the CPU, block by block."""
+        out = torch.empty(x.shape, dtype=dtype)
+        rows = max(1, BLOCK // x.shape[-1])
+        for own, block in zip(out.split(rows), x.split(rows), strict=True):
+            block = block.to(self._device, torch.float64)
+            own.copy_(turn(block if gain is None else block * gain.to(block)))
+        return out
+
+    def _turn_columns(self, x: Tensor) -> Tensor:
+        """Q^T @ x [N, K], or x [N] @ Q: fp32."""
+        return self._turn_rows(x.view(len(x), -1).T, None, torch.float32).T.reshape(x.shape)
 
     def _stored_name(self, name: str) -> str:
         own = f"{self._arch.head}.weight"
@@ -164,23 +186,6 @@ class RotatedCheckpoint(Checkpoint):
                 )
 
 
-def _turn_rows(x: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [N, K] times `gain` [K], each row @ Q: `dtype` [N, K], block by block."""
-    out = torch.empty(x.shape, dtype=dtype)
-    for own, block in zip(out.split(_rows(x)), x.split(_rows(x)), strict=True):
-        own.copy_(turn(block if gain is None else block.double() * gain.double()))
-    return out
-
-
-def _turn_columns(x: Tensor) -> Tensor:
-    """Q^T @ x [N, K], or x [N] @ Q: fp32."""
-    return _turn_rows(x.view(len(x), -1).T, None, torch.float32).T.reshape(x.shape)
-
-
-def _rows(x: Tensor) -> int:
-    return max(1, BLOCK // x.shape[-1])
-
-
 class Gate:
     """Runs layers as they were and as they are rotated, on random hidden states."""
 
@@ -189,17 +194,17 @@ class Gate:
         self._decoder = Decoder(checkpoint, arch, GATE_TOKENS, device)
 
     @torch.no_grad()
-    def check(self, index: int) -> None:
-        """QrtError unless rotated layer `index` adds to the rotated stream what the layer adds to the stream,
-        in fp32."""
+    def check(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        """QrtError unless rotated layer `index`, read as `tensors` (names inside it), adds to the rotated
+        stream what the layer adds to the stream, in fp32."""
         checkpoint, prefix = self._checkpoint, f"{self._arch.layers}.{index}."
-        names = [name for name in checkpoint.base.names() if name.startswith(prefix)]
         width = checkpoint.spec(f"{self._arch.norm}.weight").shape[0]
         hidden = torch.randn(1, GATE_TOKENS, width, generator=torch.Generator().manual_seed(index))
-        before = self._added(
-            index, {n.removeprefix(prefix): checkpoint.base.tensor(n) for n in names}, hidden
-        )
-        turned = {n.removeprefix(prefix): checkpoint.rotated(n, torch.float32) for n in names}
+        before = self._added(index, {n: checkpoint.base.tensor(f"{prefix}{n}") for n in tensors}, hidden)
+        turned = {
+            n: t if t.dtype == torch.float32 else checkpoint.rotated(f"{prefix}{n}", torch.float32)
+            for n, t in tensors.items()
+        }
         if checkpoint.turns_stream:
             before, hidden = turn(before), turn(hidden).float()
         after = self._added(index, turned, hidden)

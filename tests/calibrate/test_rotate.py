@@ -11,7 +11,7 @@ from qrt.arch import ARCHS
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
-from qrt_calibrate.pipeline import Run
+from qrt_calibrate.pipeline import Run, read_layer
 from qrt_calibrate.recipe_file import recipe_of
 from qrt_calibrate.rotate import Gate, RotatedCheckpoint, turn
 from tiny_models import random_checkpoint
@@ -67,7 +67,7 @@ def test_logits_stay(architecture, config, rotations, tmp_path):
     ]
     gate = Gate(checkpoint, ARCHS[architecture], torch.device("cpu"))
     for index in range(2):
-        gate.check(index)
+        gate.check(index, read_layer(checkpoint, f"model.layers.{index}"))
     kinds = {name.rpartition(".layers.")[2].partition(".")[2] for name in moved if ".layers." in name}
     assert {"self_attn.v_proj.weight", "self_attn.o_proj.weight"} <= kinds
     assert ("mlp.gate_proj.weight" in kinds) == ("model.norm.weight" in moved) == ("R1" in rotations)
@@ -97,9 +97,9 @@ def test_a_rotation_that_changes_the_function_is_caught(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RotatedCheckpoint, "rotated", forgetful)
     gate = Gate(checkpoint, ARCHS["LlamaForCausalLM"], torch.device("cpu"))
-    gate.check(0)
+    gate.check(0, read_layer(checkpoint, "model.layers.0"))
     with pytest.raises(QrtError, match=r"model\.layers\.1: rotating changed what the layer adds"):
-        gate.check(1)
+        gate.check(1, read_layer(checkpoint, "model.layers.1"))
 
 
 def test_refusals(llama, tmp_path, capsys):
