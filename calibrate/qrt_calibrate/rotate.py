@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,12 +112,17 @@ class RotatedCheckpoint(Checkpoint):
         """As stored: of the head that was the embedding, the embedding's."""
         return self.base.spec(self._stored_name(name))
 
-    def tensor(self, name: str, *wanted: Any, **sizes: int) -> Tensor:
-        """A tensor as rotated, in its stored dtype, or in fp32 if it is one of `exact`; `wanted` and `sizes`
-        are checked of what is stored."""
-        self.base.tensor(self._stored_name(name), *wanted, **sizes)
-        dtype = torch.float32 if name in self._exact else self.spec(name).dtype
-        return self.rotated(name, dtype)
+    def tensor(
+        self,
+        name: str,
+        shape: str | None = None,
+        dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+        **sizes: int,
+    ) -> Tensor:
+        """A tensor as rotated, in its stored dtype, or in fp32 if it is one of `exact`; see TensorFolder for
+        what is checked of the stored one."""
+        self.base.tensor(self._stored_name(name), shape, dtype, **sizes)
+        return self.rotated(name, torch.float32 if name in self._exact else self.spec(name).dtype)
 
     def rotated(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor as rotated, in `dtype`."""

@@ -16,8 +16,13 @@ def live_bytes():
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu"}.values())
 
 
-@pytest.mark.parametrize("method", ["awq-yaqa", "awq-gptq", "rtn"])
-def test_peak_does_not_grow_with_the_number_of_layers(method, make_checkpoint, calib, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "method, rotations",
+    [("awq-yaqa", []), ("awq-gptq", []), ("awq-gptq", ["--rotations", "R1", "R2"]), ("rtn", [])],
+)
+def test_peak_does_not_grow_with_the_number_of_layers(
+    method, rotations, make_checkpoint, calib, tmp_path, monkeypatch
+):
     peak = 0
 
     def sampled(function):
@@ -49,6 +54,7 @@ def test_peak_does_not_grow_with_the_number_of_layers(method, make_checkpoint, c
             calib,
             "--eval-samples",
             "1",
+            *rotations,
         ]
         gc.collect()
         peak, before = 0, live_bytes()
