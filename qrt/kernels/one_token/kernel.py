@@ -35,7 +35,6 @@ from qrt.quant.weight.tiles import TiledScheme, TiledWeight
 
 WARPS = 8  # that multiply: a chunk is a tile each, of ROWS outputs
 STAGES = 4  # chunks on their way or waiting, 17 KB each; 6 and 8 were slower
-AHEAD = 3  # units of gate_up that are brought into the L2 cache while attention runs
 ROWS = 16  # of a unit of work
 REGISTERS = 96  # of a thread: programs of the kernels around it fit beside it
 BARRIERS = 3  # between the four products
@@ -51,12 +50,11 @@ _CUBE = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
 @gluon.jit
 def _one_token(
     o, o_scale, o_zero, gate_up, gate_up_scale, gate_up_zero, down, down_scale, down_zero, qkv, qkv_scale,
-    qkv_zero, GATE_UP, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
+    qkv_zero, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
     HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr, WIDTH: gl.constexpr,
     LONGEST: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, OFFSET: gl.constexpr,
-    DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    num_warps: gl.constexpr,
+    DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (SMs,). o .. qkv_zero: descriptors, one by one as the launcher wants them. LONGEST: inputs that
     there is room for; UNITS: of one product, at most, that a program has."""
@@ -79,8 +77,8 @@ def _one_token(
             )),
             (_fetch, (
                 ring, (o, o_scale, o_zero), (gate_up, gate_up_scale, gate_up_zero),
-                (down, down_scale, down_zero), (qkv, qkv_scale, qkv_zero), GATE_UP, HIDDEN, ATTENDED, INNER,
-                WIDTH, PLANES, ASYMMETRIC, WARPS, STAGES, AHEAD,
+                (down, down_scale, down_zero), (qkv, qkv_scale, qkv_zero), HIDDEN, ATTENDED, INNER, WIDTH,
+                PLANES, ASYMMETRIC, WARPS, STAGES,
             )),
         ],
         [1], [24],
@@ -89,9 +87,9 @@ def _one_token(
 
 @gluon.jit
 def _fetch(
-    ring, o, gate_up, down, qkv, GATE_UP, HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr,
+    ring, o, gate_up, down, qkv, HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr,
     WIDTH: gl.constexpr, PLANES: gl.constexpr, ASYMMETRIC: gl.constexpr, WARPS: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Ask for this program's units of the four products, in the order in which they are multiplied."""
     SPAN: gl.constexpr = PLANES * 64 * WARPS
@@ -99,8 +97,6 @@ def _fetch(
     i = 0
     for unit in range(first, HIDDEN // 16, programs):
         i = _fetch_unit(ring, o, unit, i, (ATTENDED + SPAN - 1) // SPAN, ASYMMETRIC, WARPS, STAGES)
-    for unit in range(first, gl.minimum(first + AHEAD * programs, INNER // 16), programs):
-        _bring(GATE_UP, unit, unit + INNER // 16, (HIDDEN + PLANES * 64 - 1) // (PLANES * 64))
     for unit in range(first, INNER // 16, programs):
         CHUNKS: gl.constexpr = (HIDDEN + SPAN - 1) // SPAN
         i = _fetch_unit(ring, gate_up, unit, i, CHUNKS, ASYMMETRIC, WARPS, STAGES)
@@ -109,20 +105,6 @@ def _fetch(
         i = _fetch_unit(ring, down, unit, i, (INNER + SPAN - 1) // SPAN, ASYMMETRIC, WARPS, STAGES)
     for unit in range(first, WIDTH // 16, programs):
         i = _fetch_unit(ring, qkv, unit, i, (HIDDEN + SPAN - 1) // SPAN, ASYMMETRIC, WARPS, STAGES)
-
-
-@gluon.jit
-def _bring(WORDS, gate, up, TILES: gl.constexpr):
-    """Have the words of two units brought into the L2 cache, 2 KB of each tile."""
-    EACH: gl.constexpr = triton.next_power_of_2(TILES)
-    piece = gl.arange(0, 2 * EACH, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    unit, tile = gl.where(piece < EACH, gate, up), piece % EACH
-    place = WORDS + ((unit // 4 * TILES + tile).to(gl.int64) * 64 + unit % 4 * 16) * 64
-    gl.inline_asm_elementwise(
-        """{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], 2048; }""",
-        "=r,l,r", [place, (tile < TILES).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -376,11 +358,11 @@ def one_token(
     middle, o_out, down_out = (torch.empty_like(residual) for _ in range(3))
     active, out = x.new_empty(1, inner), x.new_empty(1, width)
     _one_token[(programs,)](
-        *chain.from_iterable(map(_descriptors, weights)), weights[1].packed, x, residual, middle, mlp_norm,
-        norm, o_out, active, down_out, out, _arrivals(x.device), eps,
+        *chain.from_iterable(map(_descriptors, weights)), x, residual, middle, mlp_norm, norm, o_out, active,
+        down_out, out, _arrivals(x.device), eps,
         HIDDEN=hidden, ATTENDED=x.shape[1], INNER=inner, WIDTH=width, LONGEST=longest, UNITS=units,
         PLANES=planes, RUNS=weights[0].runs, SCALE=DTYPES[weights[0].scale.dtype],
         ASYMMETRIC=weights[0].zero.numel() > 0, RAW=raw, OFFSET=offset, DOT=DTYPES[x.dtype], WARPS=WARPS,
-        STAGES=STAGES, AHEAD=AHEAD, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
+        STAGES=STAGES, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
     return out
