@@ -72,6 +72,11 @@ class Processes:
             if f"qrt.serve.{module}" in line
         ]
 
+    def running(self) -> int | None:
+        """Requests that run; None where a process that has just been started knows nothing yet."""
+        reply = self.get("/load")
+        return reply.json()["running"] if reply.status_code == 200 else None
+
     def idle(self) -> bool:
         reply = self.get("/load")  # 503 from a process that has just been started
         load = reply.json()
@@ -154,7 +159,7 @@ def test_deaths(start, tmp_path):
     stream.start()
     whole.start()
     assert stream.began.wait(PATIENCE)
-    server.wait(lambda: server.get("/load").json()["running"] == 2)
+    server.wait(lambda: server.running() == 2)
     os.kill(engine, signal.SIGKILL)
     server.wait(lambda: server.get("/health").status_code == 503)
     stream.join(PATIENCE)
@@ -201,7 +206,7 @@ def test_what_a_server_says_when_it_starts(start):
 def drain(server: Processes) -> None:
     running = Request(server, stream=False, max_tokens=800)
     running.start()
-    server.wait(lambda: server.get("/load").json()["running"] == 1)
+    server.wait(lambda: server.running() == 1)
     server.process.terminate()
     server.wait(lambda: server.get("/readiness").status_code == 503)
     refused = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE)
