@@ -5,6 +5,7 @@ come meanwhile. Here one warp asks for the weights of all four products in order
 room: it waits for nothing else, so they keep coming while the programs wait for each other between products.
 The others multiply 16 rows at a time with `mma.sync`, each warp a tile of the inputs; their sums meet in
 shared memory when a product is done. Every program makes the product's input, norm included, by itself.
+As they wait for each other, all must get an SM in the end: what else runs may be slow, but not wait for them.
 
 The codes are multiplied as they leave the words, plus the format's offset; what offset and zero point add,
 their sum times the sum of the inputs, is taken away from each run's product, in fp32.
@@ -40,8 +41,6 @@ REGISTERS = 96  # of a thread: programs of the kernels around it fit beside it
 BARRIERS = 3  # between the four products
 _PACKED = gl.NVMMASharedLayout(128, 16, 4)
 _BY_ROW = gl.NVMMASharedLayout(0, 32, 3)
-
-
 _VECTOR = gl.SwizzledSharedLayout(1, 1, 1, [0])
 _MATRIX = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 _CUBE = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
