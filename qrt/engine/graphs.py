@@ -210,14 +210,14 @@ class TokenSteps:
         table, (rows, positions, ids) = self._table, self._tokens[:, :size]
         positions = positions.clamp(min=0)
         count = (rows != table.pad_row).sum(dtype=torch.int32).view(1)
-        none, start = torch.zeros_like(count), positions[:1]
+        zero, start = torch.zeros_like(count), positions[:1]
         room = min(CHUNK_CACHED, table.slot_table.shape[1])
         prefill = PrefillMeta(
-            rows[:1], start + count, torch.cat((none, count)), torch.cat((none, start)), size, room, room
+            rows[:1], start + count, torch.cat((zero, count)), torch.cat((zero, start)), size, room, room
         )
         slots = table.slots(rows, positions)
-        nothing = slots.new_empty(0, dtype=torch.int64)
-        step = StepMeta(ids.clamp(min=0).long(), positions, slots, table.slot_table, nothing, None, prefill)
+        none = slots.new_empty(0, dtype=torch.int64)
+        step = StepMeta(ids.clamp(min=0).long(), positions, slots, table.slot_table, none, None, prefill)
         self._hidden[:size] = self._model.hidden(step, self._kv)
 
     def _draw(self, size: int) -> Tensor:
