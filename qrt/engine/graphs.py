@@ -74,7 +74,8 @@ class TokenSteps:
         device, most = table.device, [*self.tokens, *self.chunks][-1]
         # of each token: its row, its position and itself (TABLE: of the row); what is drawn: token, row
         self._tokens = torch.empty(3, most, dtype=torch.int32, device=device)
-        self._draws = torch.empty(2, self.rows[-1], dtype=torch.int32, device=device)
+        self._draws = torch.empty(2, self.rows[-1], dtype=torch.int64, device=device)
+        self._drawn = torch.empty(self.rows[-1], dtype=torch.int32, device=device)  # 1, and 0 of padding
         self._sent: list[int] | None = None  # the rows of a step of decodes alone that the device knows
         self._hidden = torch.zeros(most, model.config.hidden_size, dtype=model.dtype, device=device)
         self._forwards: dict[int, torch.cuda.CUDAGraph] = {}
@@ -138,14 +139,16 @@ class TokenSteps:
             own = slice(at, at := at + len(chunk.tokens))
             tokens[0, own], tokens[1, own] = chunk.row, np.arange(chunk.start, chunk.end)
             tokens[2, own] = chunk.tokens
-        draws = np.zeros((2, _holds(self.rows, len(drawn))), np.int32)
+        draws = np.zeros((3, _holds(self.rows, len(drawn))), np.int32)
         draws[1] = self._table.pad_row
         draws[0, : len(drawn)] = drawn
         draws[1, : len(drawn)] = [work.row for work in plan.sampled]
+        draws[2, : len(drawn)] = 1
         ends_of = np.array([(chunk.row, chunk.end) for chunk in plan.chunks], np.int32).reshape(-1, 2).T
         sent = to_device({"tokens": tokens, "draws": draws, "ends": ends_of}, self._table.device)
         self._tokens[:, : tokens.shape[1]].copy_(sent["tokens"])
-        self._draws[:, : draws.shape[1]].copy_(sent["draws"])
+        self._draws[:, : draws.shape[1]].copy_(sent["draws"][:2])
+        self._drawn[: draws.shape[1]].copy_(sent["draws"][2])
         if plan.chunks:
             self._table.length[sent["ends"][0]] = sent["ends"][1]
         self._sent = None if plan.chunks else rows
@@ -188,6 +191,7 @@ class TokenSteps:
         self._tokens[1:].fill_(TABLE)
         self._draws[0].zero_()
         self._draws[1].fill_(self._table.pad_row)
+        self._drawn.zero_()
         self._sent = None
 
     def _forward(self, size: int) -> None:
@@ -221,11 +225,10 @@ class TokenSteps:
         self._hidden[:size] = self._model.hidden(step, self._kv)
 
     def _draw(self, size: int) -> Tensor:
-        table, (index, rows) = self._table, self._draws[:, :size].long()
+        table, (index, rows) = self._table, self._draws[:, :size]
         logits = self._model.logits(self._hidden[index])
         tokens = draw(logits, rows, table.temperature, table.seed, table.length, None)
-        table.advance(rows, tokens)
-        table.length[table.pad_row :].zero_()
+        table.advance(rows, tokens, self._drawn[:size])
         return tokens
 
 

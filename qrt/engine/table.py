@@ -74,7 +74,7 @@ class RequestTable:
         """The slots int32 [n] of `positions` [n] in `rows` [n]."""
         return self.slot_table.view(-1)[rows.long() * self.slot_table.shape[1] + positions]
 
-    def advance(self, rows: Tensor, tokens: Tensor) -> None:
-        """Note the sampled `tokens` int64 [n] of `rows` int64 [n]."""
+    def advance(self, rows: Tensor, tokens: Tensor, drawn: Tensor | None = None) -> None:
+        """Note the sampled `tokens` int64 [n] of `rows` int64 [n]; drawn int32 [n]: 0 for rows of padding."""
         self.last_token.index_copy_(0, rows, tokens)
-        self.length.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32))
+        self.length.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32) if drawn is None else drawn)

@@ -4,6 +4,8 @@ A program attends one part (`plan`) of one request's tokens for the query heads 
 the columns of the dot. The last of up to `FAN_IN` parts to arrive merges them by their base-2 log-sum-exp,
 the last of the groups so merged merges those, and whoever holds the whole leaves the basis of the cache
 (research/kv.md section 2.5). Parts are added in their order, so results do not depend on timing.
+
+Until the kernel before it is done, a program asks for what it attends first to be brought into the L2 cache.
 """
 
 import math
@@ -17,12 +19,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.checks import expect
-from qrt.kernels.decode_attention.plan import CUTS, FIELDS
+from qrt.kernels.decode_attention.plan import FIELDS
 from qrt.kernels.device import (
     half_width,
+    leave_basis,
     load_halves,
     online_softmax,
-    out_of_basis,
     signs,
     store_halves,
     token_stride,
@@ -30,12 +32,12 @@ from qrt.kernels.device import (
 from qrt.kernels.gpu import overlaps
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.base import DecodeBlock
-from qrt.quant.kv.device import KVDevice, all_tokens, no_sums, part_columns
+from qrt.quant.kv.device import ASM, KVDevice, all_tokens, no_sums, part_columns
 
 MIN_HEADS = 8  # columns of a tensor-core dot; unused ones cost nothing
-MIN_ROWS = 16  # rows of one
-FAN_IN = 16  # parts that one program merges; it merges as many groups as there can be
-MERGED_ROWS = 32  # heads times parts that are read at a time while merging
+FAN_IN = 16  # parts that one program merges, and groups of parts; where there are more parts, half of them
+MERGED_ROWS = 16  # heads times parts that a warp reads at a time while merging
+LEAST = tl.constexpr(-1e30)  # below every log-sum-exp, and finite
 
 
 @cache  # CUDA graphs hold its address
@@ -62,64 +64,73 @@ def _is_last(arrivals, count):
 
 
 @triton.jit
-def _places(at, live, stride, begin, count, N: tl.constexpr):
-    """Where parts begin..begin+N of `_merged` are, [M, N], and which of them are there."""
-    part = begin + tl.arange(0, N)
-    return at[:, None] + (part * stride)[None, :], live[:, None] & (part < count)[None, :]
-
-
-@triton.jit
 def _merged(
     partial, lse, at, live, dims, real, stride, count,
-    D: tl.constexpr, H: tl.constexpr, M: tl.constexpr, N: tl.constexpr, FAN: tl.constexpr,
+    D: tl.constexpr, H: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What lies at `at` [M], at + stride, .. (`count` of them, at most FAN): the sum weighted by 2^lse,
-    [M, H] twice, and its lse [M]."""
-    places, there = _places(at, live, stride, 0, count, FAN)
-    known = tl.load(lse + places, mask=there, other=-float("inf"), cache_modifier=".cg")
-    m = tl.where(live, tl.max(known, 1), 0.0)  # no NaN in rows that are not there
-    total = m + tl.log2(tl.maximum(tl.sum(tl.exp2(known - m[:, None]), 1), 1.0))
+    """What lies at `at` [M], at + stride, .. (`count` of them): the sum weighted by 2^lse, [M, H] twice, and
+    its lse [M]."""
+    m, total = tl.full([M], LEAST, tl.float32), tl.zeros([M], tl.float32)
     lo, hi = tl.zeros([M, H], tl.float32), tl.zeros([M, H], tl.float32)
-    for begin in tl.range(0, count, N, num_stages=2):
-        place, inside = _places(at, live, stride, begin, count, N)
-        part_lse = tl.load(lse + place, mask=inside, other=-float("inf"), cache_modifier=".cg")
-        weight = tl.exp2(part_lse - total[:, None])[:, :, None]
+    for begin in tl.range(0, count, N, num_stages=1):
+        part = begin + tl.arange(0, N)
+        place = at[:, None] + (part * stride)[None, :]
+        there = live[:, None] & (part < count)[None, :]
         rows = partial + place[:, :, None] * D + dims[None, None, :]
-        mask = inside[:, :, None] & real[None, None, :]
-        lo += tl.sum(tl.load(rows, mask=mask, other=0.0, cache_modifier=".cg") * weight, 1)
-        hi += tl.sum(tl.load(rows + D // 2, mask=mask, other=0.0, cache_modifier=".cg") * weight, 1)
-    return lo, hi, total
+        mask = there[:, :, None] & real[None, None, :]
+        part_lse = tl.load(lse + place, mask=there, other=LEAST, cache_modifier=".cg")
+        part_lo = tl.load(rows, mask=mask, other=0.0, cache_modifier=".cg")
+        part_hi = tl.load(rows + D // 2, mask=mask, other=0.0, cache_modifier=".cg")
+        highest = tl.maximum(m, tl.max(part_lse, 1))
+        alpha, weight = tl.exp2(m - highest), tl.exp2(part_lse - highest[:, None])
+        total = total * alpha + tl.sum(weight, 1)
+        lo = lo * alpha[:, None] + tl.sum(part_lo * weight[:, :, None], 1)
+        hi = hi * alpha[:, None] + tl.sum(part_hi * weight[:, :, None], 1)
+        m = highest
+    inverse = (1.0 / total)[:, None]
+    return lo * inverse, hi * inverse, m + tl.log2(total)
 
 
 @triton.jit
 def _merge(
     lo, hi, own_lse, partial, lse, arrivals, at, live, dims, real, index, count,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, FAN: tl.constexpr, GROUPS: tl.constexpr,
+    N: tl.constexpr, FAN: tl.constexpr,
 ):  # fmt: skip
     """Part `index` of the `count` of a request -> the sum of all and whether this program holds it.
 
     `at` [M] is where the request's first part of each head is, `arrivals` the KV head's counter there: it
-    counts groups of FAN parts; those of the following parts count the parts of one group each.
+    counts groups of parts; those of the following parts count the parts of one group each.
     """
-    group = index // FAN
-    groups, first = tl.cdiv(count, FAN), at + group * FAN * HQ
-    store_halves(partial + (at + index * HQ) * D, lo, hi, live, dims, real, D)
-    tl.store(lse + at + index * HQ, own_lse, mask=live)
-    whole = False
-    members = tl.minimum(count - group * FAN, FAN)
-    if _is_last(arrivals + (1 + group) * HKV, members):
-        lo, hi, total = _merged(partial, lse, first, live, dims, real, HQ, members, D, H, M, N, FAN)
-        whole = groups == 1
-        if groups > 1:
-            store_halves(partial + first * D, lo, hi, live, dims, real, D)
-            tl.store(lse + first, total, mask=live)
-            if _is_last(arrivals, groups):
-                lo, hi, total = _merged(
-                    partial, lse, at, live, dims, real, FAN * HQ, groups, D, H, M, N, GROUPS
-                )  # fmt: skip
-                whole = True
+    fan = tl.where(count <= FAN, FAN, FAN // 2)
+    groups, group = tl.cdiv(count, fan), index // fan
+    own, first, stride = at + index * HQ, at + group * fan * HQ, HQ + 0 * count
+    counter, members = arrivals + (1 + group) * HKV, tl.minimum(count - group * fan, fan)
+    levels = tl.where(groups == 1, 1, 2)
+    level, whole = 0 * count, False
+    while level < levels:
+        store_halves(partial + own * D, lo, hi, live, dims, real, D)
+        tl.store(lse + own, own_lse, mask=live)
+        level += 1
+        if _is_last(counter, members):
+            lo, hi, own_lse = _merged(partial, lse, first, live, dims, real, stride, members, D, H, M, N)
+            whole = level == levels
+        else:
+            level = levels
+        own, first, stride, counter, members = first, at, fan * HQ, arrivals, groups
     return lo, hi, whole
+
+
+@triton.jit
+def _bring(buffers, slots, valid, head, HEADS: tl.constexpr, BYTES: tl.constexpr):
+    """Ask for a head's K and V of `slots` [N], BYTES of a token in each buffer, to come into the L2 cache."""
+    for i in tl.static_range(len(BYTES)):
+        start = buffers[i].to(tl.int64, bitcast=True) + (slots * HEADS + head) * BYTES[i]
+        for line in tl.static_range((BYTES[i] + 127) // 128):
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+                "=r,l,r", [start + line * 128, valid.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -127,7 +138,7 @@ def _attend_kernel(
     q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
-    MERGED: tl.constexpr, FAN: tl.constexpr, GROUPS: tl.constexpr, launch_pdl: tl.constexpr,
+    MERGED: tl.constexpr, FAN: tl.constexpr, BYTES: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """grid (Hkv, P). partial [P, Hq, D] and lse [P, Hq] take normalized parts."""
     kv_head, entry = tl.program_id(0), tl.program_id(1)
@@ -137,7 +148,11 @@ def _attend_kernel(
     index, count = tl.load(part + 4), tl.load(part + 5)
     if request < 0:
         return
+    table = slot_table + table_row * stride_table + start + tl.arange(0, TILE)
     if launch_pdl:
+        if ASM:
+            early = start + tl.arange(0, TILE) < end
+            _bring(buffers, tl.load(table, mask=early, other=0).to(tl.int64), early, kv_head, HKV, BYTES)
         gdc_wait()
     row = tl.arange(0, M)
     live, head = row < G, kv_head * G + row
@@ -151,7 +166,6 @@ def _attend_kernel(
     query = FMT.query(lo, hi, scale)
     m, l = tl.full([M], -float("inf"), tl.float32), no_sums(M, TILE)
     acc = FMT.empty(M, H, TILE)
-    table = slot_table + table_row * stride_table + start + tl.arange(0, TILE)
     for first in tl.range(start, end, TILE, num_stages=STAGES):
         valid = first + tl.arange(0, TILE) < end
         slots = tl.load(table, mask=valid, other=0).to(tl.int64)
@@ -162,17 +176,18 @@ def _attend_kernel(
         gdc_launch_dependents()
     lo, hi = FMT.finish(acc)
     sums = all_tokens(l)
-    lo, hi = lo / sums[:, None], hi / sums[:, None]
+    inverse = (1.0 / sums)[:, None]
+    lo, hi = lo * inverse, hi * inverse
     whole = count == 1
     if count > 1:
         at = (entry - index) * (HKV * G) + head
         lo, hi, whole = _merge(
             lo, hi, m + tl.log2(sums), partial, lse, arrivals + (entry - index) * HKV + kv_head, at, live,
-            dims, real, index, count, HKV * G, HKV, D, H, M, MERGED, FAN, GROUPS,
+            dims, real, index, count, HKV * G, HKV, D, H, M, MERGED, FAN,
         )  # fmt: skip
     if whole:
         if rotation is not None:
-            lo, hi = out_of_basis(lo, hi, rotation, dims, real, D)
+            lo, hi = leave_basis(lo, hi, rotation, dims, real, D)
         store_halves(result, lo, hi, live, dims, real, D)
 
 
@@ -200,16 +215,15 @@ def decode_attention(
     block = block_of(fmt.block(B), D, q.dtype)
     partial = torch.empty(P, Hq, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(P, Hq, dtype=torch.float32, device=q.device)
-    # a rotation by a dot wants its 16 rows
-    least = MIN_HEADS if half_width(D, 1) == D // 2 or not fmt.rotated else MIN_ROWS
-    heads = max(least, triton.next_power_of_2(Hq // Hkv))
+    heads = max(MIN_HEADS, triton.next_power_of_2(Hq // Hkv))
     _attend_kernel[(Hkv, P)](
         q, tuple(kv), slot_table, parts, partial, lse, _arrivals(triton.next_power_of_2(P * Hkv), q.device),
         signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e),
         token_stride(q, "q"), slot_table.stride(0),
         G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts), M=heads, TILE=block.tokens, FMT=device,
-        STAGES=block.stages, FIELDS=FIELDS, MERGED=min(FAN_IN, max(1, MERGED_ROWS // heads)), FAN=FAN_IN,
-        GROUPS=triton.cdiv(CUTS[1], FAN_IN), num_warps=block.warps, maxnreg=block.registers,
+        STAGES=block.stages, FIELDS=FIELDS, FAN=FAN_IN,
+        MERGED=min(FAN_IN, max(1, MERGED_ROWS * block.warps // heads)),
+        BYTES=tuple(x.shape[2] * x.itemsize for x in kv), num_warps=block.warps, maxnreg=block.registers,
         launch_pdl=overlaps(q.device),
     )  # fmt: skip
     return out

@@ -38,12 +38,11 @@ class KVFormat(ABC):
     name: ClassVar[str]
     bits: ClassVar[int]  # per value; 16 stands for the model dtype
     rotated: ClassVar[bool]
-    decode_block: ClassVar[DecodeBlock]
-    lone_block: ClassVar[DecodeBlock | None] = None  # of one request alone, where another is faster
+    decode_blocks: ClassVar[dict[int, DecodeBlock]]  # of so many requests and more
 
     def block(self, requests: int) -> DecodeBlock:
         """How decode attention goes through so many requests."""
-        return self.lone_block if requests == 1 and self.lone_block else self.decode_block
+        return self.decode_blocks[max(least for least in self.decode_blocks if least <= max(requests, 1))]
 
     @abstractmethod
     def buffers(

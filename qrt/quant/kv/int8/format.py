@@ -15,8 +15,10 @@ class Int8Format(PlaneFormat):
     name = "int8"
     bits = 8
     k = v = Grid(8, 128.0, affine.quantize_midtread8)
-    decode_block = DecodeBlock(tokens=64, stages=2, warps=2, registers=128)
-    lone_block = DecodeBlock(tokens=64, stages=2, warps=4, registers=128)
+    decode_blocks = {
+        1: DecodeBlock(tokens=128, stages=3, warps=4, registers=128),
+        2: DecodeBlock(tokens=64, stages=2, warps=2, registers=128),
+    }
 
     def device(self) -> Any:
         """See KVFormat."""

@@ -17,7 +17,7 @@ class K8V4Format(PlaneFormat):
     bits = 6
     k = INT8.k
     v = INT4.v
-    decode_block = DecodeBlock(tokens=64, stages=3, warps=2, registers=128)
+    decode_blocks = {1: DecodeBlock(tokens=64, stages=3, warps=2, registers=128)}
 
     def device(self) -> Any:
         """See KVFormat."""
