@@ -256,7 +256,7 @@ def plain(name, lens, Hkv, D, dtype, device, extra=0) -> Cache:
 @pytest.mark.parametrize("lens,Hq,Hkv,D", [
     ([4096] * 64, 32, 8, 128), ([131072], 32, 8, 128), ([131072] + [17] * 30, 8, 2, 128),
     ([1000, 31, 64, 65, 0, 4095], 28, 4, 128), ([3000] * 7, 16, 16, 64), ([2048] * 5, 16, 2, 256),
-    ([777] * 9, 20, 20, 80), ([778] * 9, 12, 4, 96),
+    ([777] * 9, 20, 20, 80), ([778] * 9, 12, 4, 96), ([17, 300, 1000] * 70, 32, 8, 128),
 ])  # fmt: skip
 def test_sizes_of_users(device, name, lens, Hq, Hkv, D):
     dtype = torch.bfloat16

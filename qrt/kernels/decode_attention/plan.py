@@ -16,7 +16,7 @@ FIELDS = 8  # int32 of a part: a sector of memory
 UNIT = 64  # tokens of which parts are made, the last of a request aside
 MIN_PART = 128  # tokens; a shorter part costs more to merge than it gains
 STARTUP = 64  # what starting and merging a part costs, in tokens it could have attended
-PROGRAMS_PER_SM = 12  # most that run at once, of any format
+PROGRAMS_PER_SM = 12  # that run at once, where no format says
 CUTS = (8, 128)  # most parts of a request: among many of them, and among few
 _CUTS_TIMES_REQUESTS = 1 << 13  # that one program can weigh
 

@@ -18,6 +18,7 @@ class Int8Format(PlaneFormat):
     decode_blocks = {
         1: DecodeBlock(tokens=128, stages=3, warps=4, registers=128),
         2: DecodeBlock(tokens=64, stages=2, warps=2, registers=128),
+        192: DecodeBlock(tokens=32, stages=2, warps=1, registers=128),
     }
 
     def device(self) -> Any:
