@@ -59,7 +59,7 @@ class Decoder:
                 raise CheckpointError(
                     f"{full}: shape {list(tensors[name].shape)}, but config.json says {list(wanted.shape)}"
                 )
-            filled[name] = tensors[name].to(self._device, torch.float32, copy=True)
+            filled[name] = tensors[name].to(self._device).to(torch.float32, copy=True)
         layer.load_state_dict(filled, assign=True)
         return layer
 

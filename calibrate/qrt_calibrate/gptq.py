@@ -19,6 +19,8 @@ from qrt.quant.weight import WeightData
 
 BLOCK = 128  # columns whose errors are spread one by one; beyond the block they are spread together
 ROW_BLOCKS = 16  # in which rows are rounded where they feel each other
+CACHED_ROWS = 4096  # that a CPU rounds at a time: a block's columns stay in its cache
+LEAF = 512  # of a matrix that is factorized whole on a CPU
 DAMPING_STEPS = 3  # each ten times the one before
 
 
@@ -45,14 +47,10 @@ class Factor:
             damped = damping * 10**step
             ordered = hessian[order][:, order]
             ordered.diagonal().mul_(1 + damped).add_(mean * (diagonal[order] == 0))
-            lower, failed = torch.linalg.cholesky_ex(ordered)
+            upper = _inverse_factor(ordered.flip(0, 1))
             del ordered
-            if not failed:
-                inverse = torch.cholesky_inverse(lower)
-                del lower
-                upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-                if not failed:
-                    return cls(order, upper, damped)
+            if upper is not None:
+                return cls(order, upper.flip(0, 1), damped)
         return None
 
     def importance(self) -> Tensor:
@@ -66,6 +64,32 @@ class Factor:
         solved = torch.empty_like(rows)
         solved[:, self.order] = rows[:, self.order] @ self.upper.T @ self.upper
         return solved
+
+
+def _inverse_factor(matrix: Tensor) -> Tensor | None:
+    """L^-1 [n, n] of `matrix` = L L^T; None where it is not positive definite.
+
+    Both rows and columns reversed, it is the U of `Factor`. By halves, so that on a CPU most of it is
+    products, which are several times faster there than LAPACK's factorizations.
+    """
+    n = len(matrix)
+    if n <= LEAF or matrix.is_cuda:
+        lower, failed = torch.linalg.cholesky_ex(matrix)
+        if failed:
+            return None
+        return torch.linalg.solve_triangular(lower, torch.eye(n, device=matrix.device), upper=False)
+    half = n // 2
+    first = _inverse_factor(matrix[:half, :half])
+    if first is None:
+        return None
+    beside = matrix[half:, :half] @ first.T
+    second = _inverse_factor(torch.addmm(matrix[half:, half:], beside, beside.T, alpha=-1))
+    if second is None:
+        return None
+    whole = torch.zeros_like(matrix)
+    whole[:half, :half], whole[half:, half:] = first, second
+    torch.mm(second, beside @ first, out=whole[half:, :half]).neg_()
+    return whole
 
 
 def round_columns(
@@ -91,7 +115,7 @@ class _Walk:
 
     members   [R, N/R] the rows of each row block
     target    [R, K, N/R] weights that errors of earlier rows have moved; columns in the order of the walk
-    moved     [R, K, N/R] how errors of earlier columns have moved them further
+    errors    [R, K, N/R] errors / U_ii of the columns rounded so far, which move those behind them
     spread    for each row block and run of rows: what its error is to later rows of the run
     """
 
@@ -118,7 +142,7 @@ class _Walk:
         self._target = self._arranged(weight, factor.order)
         self._scales = self._arranged(scale.float(), group)
         self._zeros = None if zero is None else self._arranged(zero.float(), group)
-        self._moved = torch.zeros_like(self._target)
+        self._errors = torch.empty_like(self._target)
         self._codes = torch.empty(self._target.shape, dtype=torch.uint8, device=weight.device)
 
     def _arranged(self, rows: Tensor, columns: Tensor) -> Tensor:
@@ -142,7 +166,7 @@ class _Walk:
     def _round(self, at: list[tuple[int, slice]]) -> None:
         """Round the blocks `at` (row block, columns), and let those behind them know."""
         target = torch.stack([self._target[b, span] for b, span in at])
-        block = target + torch.stack([self._moved[b, span] for b, span in at])
+        block = torch.stack([self._moved(b, span) for b, span in at])
         scales = torch.stack([self._scales[b, span] for b, span in at])
         zeros: Tensor | int = self._spec.midpoint
         if self._zeros is not None:
@@ -152,9 +176,17 @@ class _Walk:
         wrong = target.sub_((codes - zeros).mul_(scales))
         for (b, span), own, error, left in zip(at, codes, errors, wrong, strict=True):
             self._codes[b, span] = own.to(torch.uint8)
-            self._moved[b, span.stop :] -= self._factor.upper[span, span.stop :].T @ error
+            self._errors[b, span] = error
             if self._shares and b + 1 < self._count:
                 self._pass_on(b, span, left)
+
+    def _moved(self, block: int, span: slice) -> Tensor:
+        """The target of columns `span` of row block `block`, moved by the errors of the columns before."""
+        target = self._target[block, span]
+        if not span.start:
+            return target
+        upper = self._factor.upper[: span.start, span]
+        return torch.addmm(target, upper.T, self._errors[block, : span.start], alpha=-1)
 
     def _pass_on(self, block: int, span: slice, wrong: Tensor) -> None:
         """Move the later rows of columns `span` by the errors `wrong` [columns, N/R] of row block `block`."""
@@ -176,8 +208,20 @@ def _round_block(
     block: Tensor, scales: Tensor, zeros: Tensor | int, upper: Tensor, spec: QuantSpec
 ) -> tuple[Tensor, Tensor]:
     """Round the columns of `block` [blocks, columns, rows] in turn, spreading each error over the rest of
-    them by `upper` [blocks, columns, columns]: their codes and errors / U_ii, both fp32 and of its shape. On
-    a GPU the launches are the cost, so there are few."""
+    them by `upper` [blocks, columns, columns]: their codes and errors / U_ii, both fp32 and of its shape."""
+    if block.is_cuda:
+        from qrt_calibrate.gptq_kernel import round_block
+
+        known = None if isinstance(zeros, int) else zeros
+        return round_block(block, scales, known, upper, spec.midpoint, spec.levels)
+    if block.shape[2] > CACHED_ROWS:
+        split = [part.split(CACHED_ROWS, -1) for part in (block, scales)]
+        offsets = [zeros] * len(split[0]) if isinstance(zeros, int) else zeros.split(CACHED_ROWS, -1)
+        parts = [
+            _round_block(*(part.contiguous() for part in own), offset, upper, spec)
+            for *own, offset in zip(*split, offsets, strict=True)
+        ]
+        return torch.cat([codes for codes, _ in parts], -1), torch.cat([errors for _, errors in parts], -1)
     errors, codes = torch.empty_like(block), torch.empty_like(block)
     inverse = upper.diagonal(dim1=1, dim2=2).reciprocal()[..., None]
     for i in range(block.shape[1]):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+TRUST_ROWS = 512  # of a weight, at least, that tell how much of its correction to trust
+
 
 class _Reached(Exception):
     """Ends a layer's forward where its last wanted input is known."""
@@ -86,18 +88,25 @@ class Moments:
 
         With d what the output lacks, the correction is E[d x^T] H^-1. Each share of the windows estimates
         E[d x^T] on its own, with noise of its own: <one, other> is the square of what both see, <mean, mean>
-        that plus the noise of the mean, and their ratio the factor of least error (Wiener's).
+        that plus the noise of the mean, and their ratio the factor of least error (Wiener's). That is one
+        number, so TRUST_ROWS rows tell it. The shares are merged: this can be asked once.
         """
-        first, second = (self._pull(weight, half) for half in (0, 1))
+        rows = slice(None, None, max(1, len(weight) // TRUST_ROWS))
+        first, second = (self._pull(weight, half, rows) for half in (0, 1))
         agreed = float((solve(first) * second).sum())
-        correction = solve(first.add_(second))
-        size = float((correction * first).sum()) * self._shares[0] * self._shares[1]
+        self.drift[0].add_(self.drift[1])
+        if self.residual is None:  # such Linears have more outputs than inputs: H^-1 on the smaller side
+            correction = weight @ solve(self.drift[0])
+        else:
+            self.residual[0].add_(self.residual[1])
+            correction = solve(self._pull(weight, 0, slice(None)))
+        size = float((correction[rows] * first.add_(second)).sum()) * self._shares[0] * self._shares[1]
         return correction, min(1.0, max(0.0, agreed / size)) if size > 0 else 0.0
 
-    def _pull(self, weight: Tensor, half: int) -> Tensor:
-        """[N, K]: a share's part of E[d x^T]."""
-        pull = weight @ self.drift[half]
-        return pull if self.residual is None else pull.add_(self.residual[half])
+    def _pull(self, weight: Tensor, half: int, rows: slice) -> Tensor:
+        """[rows, K]: a share's part of E[d x^T], for some rows."""
+        pull = weight[rows] @ self.drift[half]
+        return pull if self.residual is None else pull.add_(self.residual[half][rows])
 
 
 @dataclass(frozen=True)

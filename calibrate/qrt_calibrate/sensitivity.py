@@ -19,6 +19,7 @@ from qrt_calibrate.plan import Job, ReadLayer
 from qrt_calibrate.streams import place
 
 TOKENS = 32768  # that gradients are taken of: they say where errors hurt, not by how much to correct them
+STORED = torch.bfloat16  # what gradients are kept in: their moments are trusted to far less
 COUPLED = 2048  # rows whose gradients are seen together: bounds the moments' memory
 
 
@@ -30,14 +31,14 @@ def gradient_windows(job: Job) -> int:
 
 
 def loss_gradients(job: Job, decoder: Decoder, windows: Tensor, read: ReadLayer, folder: Path) -> Tensor:
-    """[L, B, T, H] fp32: the gradient of the loss at every layer's output, of token ids `windows` [B, T].
+    """[L, B, T, H] in STORED: the gradient of the loss at every layer's output, of token ids `windows` [B, T].
 
     The exact model is run forth and back one layer at a time, each read twice; on the way forth what will be
     the gradient's place holds the layer's input. On the GPU or in RAM if it fits there, else in `folder`.
     """
     hidden = decoder.embed(windows)
     layers, step = job.config.num_layers, max(1, BATCH_TOKENS // windows.shape[1])
-    gradients = place(hidden.expand(layers, *hidden.shape), job.device, folder / "gradients")
+    gradients = place(hidden.to(STORED).expand(layers, *hidden.shape), job.device, folder / "gradients")
     hidden = hidden.to(gradients.device, copy=True)
     with torch.no_grad():
         for index in range(layers):
@@ -53,7 +54,7 @@ def loss_gradients(job: Job, decoder: Decoder, windows: Tensor, read: ReadLayer,
         layer = decoder.load(index, read(job.checkpoint, job.layer_name(index)))
         inputs = gradients[index]
         for x, own in zip(inputs.split(step), gradient.split(step), strict=True):
-            before = decoder.backward(index, layer, x, own)
+            before = decoder.backward(index, layer, x.float(), own)
             x.copy_(own)
             own.copy_(before)
     gradients[0].copy_(gradient)
@@ -118,7 +119,7 @@ def output_moments(
         rows = sum(linear(layer, part).out_features for part in parts)
         found[parts] = OutputMoments(rows, linear(layer, parts[0]).weight.device)
     for number, (hidden, gradient) in enumerate(windows):
-        decoder.backward(index, layer, hidden, gradient)
+        decoder.backward(index, layer, hidden, gradient.float())
         for parts, moments in found.items():
             moments.add(torch.cat([gradients[part] for part in parts], 1), number % 2)
     for handle in handles:
