@@ -32,8 +32,8 @@ def calibrate(
     """Quantize `model`, a checkpoint folder, "tiny" or a model in memory, into the new folder `out`.
 
     `settings` are a recipe's entries, as in a --recipe file: bits, scheme, group_size, symmetric, method,
-    calib, n_samples, seqlen, eval_samples, seed, damping, exact_folds, rotations, ignore, override, kv. A
-    model in memory needs its `tokenizer`, unless method is "rtn" and eval_samples 0. Raises QrtError as the
+    calib, n_samples, seqlen, eval_samples, seed, damping, exact_folds, rotations, tune, ignore, override, kv.
+    A model in memory needs its `tokenizer`, unless method is "rtn" and eval_samples 0. Raises QrtError as the
     command line does; an unknown entry is a ConfigError.
     """
     recipe = recipe_of(settings)

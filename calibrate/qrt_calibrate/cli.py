@@ -122,6 +122,11 @@ def _add_method(parser: ArgumentParser) -> None:
         "R2 of the value heads (default: none)",
     )  # fmt: skip
     method.add_argument(
+        "--tune", type=int, metavar="STEPS",
+        help="then train codes and scales of the whole model on text that the original writes; some hundred "
+        "steps, best on a GPU (default: 0)",
+    )  # fmt: skip
+    method.add_argument(
         "--no-exact-fold", action="store_const", const=False, dest="exact_folds",
         help="scales that are no powers of two: folds round norms and biases",
     )  # fmt: skip

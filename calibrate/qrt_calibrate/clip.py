@@ -9,9 +9,8 @@ from qrt.quant.spec import QuantSpec
 from qrt_calibrate.rtn import round_weight
 
 SHRINKS = tuple(1 - step / 40 for step in range(15))  # 1.00, 0.975, ... 0.65
-# Rows are independent: searched in blocks of so many elements, which bound the temporaries; on a CPU they
-# stay in its cache.
-_BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+_BLOCK_ELEMENTS = 1 << 19  # rows are independent: searched in blocks, which stay in a CPU's cache
+_GPU_BLOCK_ELEMENTS = 1 << 24  # where blocks only bound the temporaries
 
 
 def search_clip(weight: Tensor, importance: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
@@ -21,7 +20,8 @@ def search_clip(weight: Tensor, importance: Tensor, spec: QuantSpec, dtype: torc
     importance   [K]: what a squared error in a column costs, e.g. E[x^2], the diagonal of the Hessian
     dtype        of the stored scale
     """
-    rows = max(1, _BLOCK_ELEMENTS[weight.device.type] // weight.shape[1])
+    elements = _GPU_BLOCK_ELEMENTS if weight.is_cuda else _BLOCK_ELEMENTS
+    rows = max(1, elements // weight.shape[1])
     return torch.cat([_search_rows(block, importance, spec, dtype) for block in weight.split(rows)])
 
 

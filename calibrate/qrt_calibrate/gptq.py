@@ -215,11 +215,11 @@ def _round_block(
         known = None if isinstance(zeros, int) else zeros
         return round_block(block, scales, known, upper, spec.midpoint, spec.levels)
     if block.shape[2] > CACHED_ROWS:
-        split = [part.split(CACHED_ROWS, -1) for part in (block, scales)]
-        offsets = [zeros] * len(split[0]) if isinstance(zeros, int) else zeros.split(CACHED_ROWS, -1)
+        blocks = [part.contiguous() for part in block.split(CACHED_ROWS, -1)]
+        offsets = [zeros] * len(blocks) if isinstance(zeros, int) else zeros.split(CACHED_ROWS, -1)
         parts = [
-            _round_block(*(part.contiguous() for part in own), offset, upper, spec)
-            for *own, offset in zip(*split, offsets, strict=True)
+            _round_block(own, scale.contiguous(), zero, upper, spec)
+            for own, scale, zero in zip(blocks, scales.split(CACHED_ROWS, -1), offsets, strict=True)
         ]
         return torch.cat([codes for codes, _ in parts], -1), torch.cat([errors for _, errors in parts], -1)
     errors, codes = torch.empty_like(block), torch.empty_like(block)

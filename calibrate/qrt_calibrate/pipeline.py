@@ -18,7 +18,7 @@ from tqdm import tqdm
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
-from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.bits import WINDOWS, Point, allocate
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read
 from qrt_calibrate.evaluate import Cost, measure_cost
@@ -29,10 +29,14 @@ from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe import Recipe
 from qrt_calibrate.report import LayerReport, Report, bits_per_weight
 from qrt_calibrate.rotate import Gate, RotatedCheckpoint
+from qrt_calibrate.rtn import for_writer
 from qrt_calibrate.search import round_input
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients
 from qrt_calibrate.streams import Streams
 from qrt_calibrate.text import Calibration, calibration
+from qrt_calibrate.tune import check_room, tune
+
+TUNED = "tuned"  # the step that ends with trained codes and scales written
 
 
 def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device) -> Report:
@@ -65,6 +69,8 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
         ) as writer,
     ):
         print(*preflight(job).lines(), sep="\n", file=sys.stderr)
+        if recipe.tune:
+            check_room(job)
         run = Run(job, writer, text)
         layers = []
         with tqdm(total=job.config.num_layers, desc="Calibrating", unit="layer") as bar:
@@ -73,6 +79,11 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
                 bar.update()
         run.rest()
         cost = run.cost()
+        tuned = run.tune()
+        if tuned is not None:
+            if cost is not None:
+                tuned["kl_untuned"] = cost.kl
+            cost = run.cost()
         report = Report(
             job=job,
             out=out,
@@ -83,6 +94,7 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
             calibration=text.metadata["calibration"] if text else None,
             seconds=time.perf_counter() - start,
             curve=curve,
+            tuned=tuned,
         )
         for name, content in report.files().items():
             writer.add_file(name, content)
@@ -143,7 +155,7 @@ class Run:
             _write_layer(self._writer, name, result)
             self._writer.finish_step(label, figures)
         elif self._streams is not None:
-            self._advance(index, tensors, self._written(index, tensors))
+            self._advance(index, tensors, self._written(index))
         return LayerReport(name, dict(self._writer.notes(label)), time.perf_counter() - began)
 
     @torch.no_grad()
@@ -151,12 +163,7 @@ class Run:
         """Run the layer as it was read and as it is stored; how far apart the outputs are."""
         assert self._decoder is not None and self._streams is not None
         exact = self._decoder.load(index, tensors)
-        stored = dict(result.tensors)
-        for name, weight in result.linears.items():
-            stored[f"{name}.weight"] = weight.dequantize()
-            if weight.bias is not None:
-                stored[f"{name}.bias"] = weight.bias
-        rounded = self._decoder.load(index, stored)
+        rounded = self._decoder.load(index, _stored(result))
         for name, grid in self._job.layer_grids(index).items():
             if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
                 round_input(linear(rounded, name))
@@ -167,14 +174,20 @@ class Run:
             max(1, BATCH_TOKENS // self._job.recipe.seqlen),
         )
 
-    def _written(self, index: int, tensors: Mapping[str, Tensor]) -> LayerResult:
-        """A layer as an earlier run has written it."""
-        label, prefix = _label(index), self._job.layer_name(index)
+    def _written(self, index: int, step: str | None = None) -> LayerResult:
+        """A layer as an earlier run has written it, its Linears as `step` has if that is not the layer's."""
+        label, layer = _label(index), self._job.layer_name(index)
         linears = {
-            name: self._writer.read_linear(label, f"{prefix}.{name}") for name in self._job.layer_grids(index)
+            name: self._writer.read_linear(step or label, f"{layer}.{name}")
+            for name in self._job.layer_grids(index)
         }
-        parts = {f"{name}.{part}" for name in linears for part in ("weight", "bias")}
-        rest = {n: self._writer.read_tensor(label, f"{prefix}.{n}") for n in tensors if n not in parts}
+        parts = {f"{layer}.{name}.{part}" for name in linears for part in ("weight", "bias")}
+        inside = (name for name in self._job.checkpoint.names() if name.startswith(f"{layer}."))
+        rest = {
+            name.removeprefix(f"{layer}."): self._writer.read_tensor(label, name)
+            for name in inside
+            if name not in parts
+        }
         return LayerResult(linears, rest, {})
 
     def rest(self) -> None:
@@ -187,11 +200,59 @@ class Run:
                 self._writer.add_tensor(name, read(self._job.checkpoint, name))
         self._writer.finish_step("rest", {})
 
+    def tune(self) -> dict[str, float] | None:
+        """Train the written layers end to end, write them once more and run them: the figures; None where
+        that is not asked for. A run killed here begins again with the first step."""
+        if not self._job.recipe.tune:
+            return None
+        assert self._streams is not None and self._text is not None
+        if TUNED not in self._writer.finished:
+            linears, rest = self._model()
+            result = tune(self._job, linears, rest, self._text.windows[: self._streams.calibrating])
+            for name, weight in result.linears.items():
+                self._writer.add_linear(name, for_writer(weight, linears[name].bias), again=True)
+            self._writer.finish_step(TUNED, {"kl_first": result.kl_first, "kl_last": result.kl_last})
+        self._run_again()
+        return dict(self._writer.notes(TUNED))
+
+    def _model(self) -> tuple[dict[str, WeightData], dict[str, Tensor]]:
+        """All written layers: their Linears and their other tensors, by full names."""
+        linears: dict[str, WeightData] = {}
+        rest: dict[str, Tensor] = {}
+        for index in range(self._job.config.num_layers):
+            layer, name = self._written(index), self._job.layer_name(index)
+            linears |= {f"{name}.{part}": weight for part, weight in layer.linears.items()}
+            rest |= {f"{name}.{part}": tensor for part, tensor in layer.tensors.items()}
+        return linears, rest
+
+    @torch.no_grad()
+    def _run_again(self) -> None:
+        """Run the tuned layers on the windows that evaluate."""
+        assert self._decoder is not None and self._streams is not None and self._text is not None
+        hidden = self._streams.rounded[self._streams.calibrating :]
+        if not len(hidden):
+            return
+        hidden.copy_(self._decoder.embed(self._text.windows[self._streams.calibrating :]))
+        for index in range(self._job.config.num_layers):
+            layer = self._decoder.load(index, _stored(self._written(index, TUNED)))
+            for part in hidden.split(max(1, BATCH_TOKENS // self._job.recipe.seqlen)):
+                part.copy_(self._decoder.run(index, layer, part))
+
     def cost(self) -> Cost | None:
         """What the whole cost, on the windows kept apart for it."""
         if self._decoder is None or self._streams is None or self._text is None:
             return None
         return measure_cost(self._decoder, self._streams, self._text.windows)
+
+
+def _stored(layer: LayerResult) -> dict[str, Tensor]:
+    """A layer's tensors with its weights as their codes say."""
+    stored = dict(layer.tensors)
+    for name, weight in layer.linears.items():
+        stored[f"{name}.weight"] = weight.dequantize()
+        if weight.bias is not None:
+            stored[f"{name}.bias"] = weight.bias
+    return stored
 
 
 def _label(index: int) -> str:

@@ -88,6 +88,8 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -> Job:
     check_groups(checkpoint, job.grids)
     for grid in set(job.quantized.values()):
         _check_grid(grid, recipe, job.scale_dtype)
+        if recipe.tune and WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+            raise ConfigError(f"--tune: for weight-only schemes, not {grid.scheme}; leave it out")
     return job
 
 

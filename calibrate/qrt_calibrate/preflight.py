@@ -11,6 +11,7 @@ from qrt_calibrate.recipe import Grid
 from qrt_calibrate.rotate import RotatedCheckpoint
 from qrt_calibrate.sensitivity import block_sizes, gradient_windows
 from qrt_calibrate.streams import stream_bytes
+from qrt_calibrate.tune import tune_bytes
 
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
 SPLIT_BY_INPUT = ("self_attn.o_proj", "mlp.down_proj")  # the others are split by output
@@ -26,6 +27,7 @@ class Preflight:
                         where rows feel each other, also the moments of a layer's outputs
     hidden_bytes        hidden states, exact and rounded; on disk where RAM is short
     gradient_bytes      the loss's gradients at every layer's output, likewise
+    tune_bytes          what training the whole model takes
     findings            where the result will not load, and why
     """
 
@@ -33,6 +35,7 @@ class Preflight:
     working_bytes: int
     hidden_bytes: int
     gradient_bytes: int
+    tune_bytes: int
     findings: tuple[str, ...]
 
     def lines(self) -> list[str]:
@@ -43,6 +46,8 @@ class Preflight:
         )
         if self.gradient_bytes:
             sizes += f", gradients {_gigabytes(self.gradient_bytes)} (likewise)"
+        if self.tune_bytes:
+            sizes += f"; tuning, afterwards, {_gigabytes(self.tune_bytes)}"
         return [sizes, *(f"note: {finding}" for finding in self.findings)]
 
 
@@ -57,6 +62,7 @@ def preflight(job: Job) -> Preflight:
         hidden_bytes=2 * stream_bytes(sum(job.recipe.windows), job.recipe.seqlen, job.config.hidden_size),
         gradient_bytes=job.config.num_layers
         * stream_bytes(gradient_windows(job), job.recipe.seqlen, job.config.hidden_size),
+        tune_bytes=tune_bytes(job),
         findings=tuple(_findings(job)),
     )
 

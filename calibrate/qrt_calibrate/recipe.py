@@ -51,6 +51,7 @@ class Recipe:
     damping       share of the Hessian's mean diagonal that GPTQ adds to it
     rotations     of ("R1", "R2"): turned into the weights before anything else (`qrt_calibrate.rotate`)
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
+    tune          steps that train codes and scales end to end afterwards (`qrt_calibrate.tune`)
     kv            KV format that the checkpoint recommends to qrt's server, or None
     target_bits   bits per weight on disk that Linears may take on average; each gets 4, 8 or 16 by
                   what it costs. None: all are on the grid, unless max_size is given
@@ -70,6 +71,7 @@ class Recipe:
     damping: float = 0.01
     exact_folds: bool = True
     rotations: tuple[str, ...] = ()
+    tune: int = 0
     kv: str | None = None
     target_bits: float | None = None
     max_size: float | None = None
@@ -81,6 +83,7 @@ class Recipe:
             ("--n-samples", self.n_samples, 1),
             ("--seqlen", self.seqlen, 2),
             ("--eval-samples", self.eval_samples, 0),
+            ("--tune", self.tune, 0),
         ):
             if value < least:
                 raise ConfigError(f"{flag}: got {value}, wanted at least {least}")
@@ -97,6 +100,12 @@ class Recipe:
                 raise ConfigError(
                     f"--rotations: got {' '.join(self.rotations)}, wanted some of {wanted}, each once"
                 )
+        if self.tune and not self.steps.needs_text:
+            raise ConfigError(
+                f"--tune: goes on from calibration text, which --method {self.method} does not read"
+            )
+        if self.tune and self.rotations:
+            raise ConfigError("--tune: trains a model that is not rotated; leave out it or --rotations")
         if not 0 < self.damping <= 1:
             raise ConfigError(f"--damp: got {self.damping}, wanted above 0 and at most 1")
 
@@ -131,6 +140,8 @@ class Recipe:
             found["max_size"] = self.max_size
         if self.rotations:
             found["rotations"] = list(self.rotations)
+        if self.tune:
+            found["tune"] = self.tune
         if not self.exact_folds:
             found["exact_folds"] = False
         if self.kv is not None:

@@ -25,7 +25,7 @@ from qrt_calibrate.recipe import UNQUANTIZED, Grid, Override, Recipe, default_me
 
 PLAIN: dict[str, type | tuple[type, ...]] = {  # entries that go into the recipe as they are
     "method": str, "calib": str, "n_samples": int, "seqlen": int, "eval_samples": int, "seed": int,
-    "damping": (int, float), "exact_folds": bool, "kv": str,
+    "damping": (int, float), "exact_folds": bool, "kv": str, "tune": int,
     "target_bits": (int, float), "max_size": (int, float),
 }  # fmt: skip
 GRID: dict[str, type | tuple[type, ...]] = {"bits": int, "scheme": str, "group_size": int, "symmetric": bool}

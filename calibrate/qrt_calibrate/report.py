@@ -42,6 +42,8 @@ class Report:
     stored        the tensors written
     cost          what rounding costs on text kept apart, None where none was
     calibration   the text and how it was cut, None where none was read
+    tuned         of training end to end, None where it was not asked for: the KL on drawn text in its first
+                  and last steps, and on the text kept apart before it
     curve         bits against KL, where bits were chosen under a budget
     """
 
@@ -54,6 +56,7 @@ class Report:
     calibration: dict[str, Any] | None
     seconds: float
     curve: tuple[Point, ...] = ()
+    tuned: dict[str, float] | None = None
 
     @property
     def title(self) -> str:
@@ -74,6 +77,7 @@ class Report:
                 "damping": recipe.damping,
                 "exact_folds": recipe.exact_folds,
                 "rotations": list(recipe.rotations),
+                "tune": recipe.tune,
                 "seed": recipe.seed,
                 "ignore": list(recipe.ignore),
             },
@@ -83,6 +87,7 @@ class Report:
             "bits_per_weight": round(self.bits_per_weight, 4),
             "source_bytes": self.job.checkpoint.num_bytes,
             "stored_bytes": self.stored_bytes,
+            "tuned": self.tuned,
             "cost": asdict(self.cost) if self.cost else None,
             "layers": [{"name": layer.name, **layer.figures} for layer in self.layers],
             "curve": [asdict(point) for point in self.curve],
@@ -130,6 +135,11 @@ class Report:
                 f"perplexity {cost.exact_ppl:.4f} -> {cost.ppl:.4f} "
                 f"({100 * (cost.ppl / cost.exact_ppl - 1):+.2f} %), KL {cost.kl:.5f} nats, "
                 f"same likeliest token {100 * cost.agreement:.1f} % ({cost.tokens:,} tokens kept apart)",
+            )
+        if self.tuned is not None:
+            first, last = self.tuned["kl_first"], self.tuned["kl_last"]
+            lines.insert(
+                0, f"tuned in {self.job.recipe.tune} steps: KL {first:.5f} -> {last:.5f} on drawn text"
             )
         lines += [f"{point.bits:.3f} bits, KL {point.kl:.5f}: {point.change}" for point in self.curve]
         for line in lines:

@@ -31,7 +31,7 @@ def gradient_windows(job: Job) -> int:
 
 
 def loss_gradients(job: Job, decoder: Decoder, windows: Tensor, read: ReadLayer, folder: Path) -> Tensor:
-    """[L, B, T, H] in STORED: the gradient of the loss at every layer's output, of token ids `windows` [B, T].
+    """[L, B, T, H] in STORED: the loss's gradient at every layer's output, of token ids `windows` [B, T].
 
     The exact model is run forth and back one layer at a time, each read twice; on the way forth what will be
     the gradient's place holds the layer's input. On the GPU or in RAM if it fits there, else in `folder`.

@@ -132,8 +132,9 @@ class CheckpointWriter:
     def _grid_of(self, module: str) -> tuple[str, QuantSpec]:
         return self._overrides.get(module, self._default)
 
-    def add_linear(self, module: str, weight: WeightData) -> None:
-        """Add a quantized Linear, e.g. "model.layers.0.mlp.up_proj", on its grid, with its bias."""
+    def add_linear(self, module: str, weight: WeightData, again: bool = False) -> None:
+        """Add a quantized Linear, e.g. "model.layers.0.mlp.up_proj", on its grid, with its bias. With `again`
+        it stands for the one that an earlier step has added."""
         assert weight.scale is not None and weight.perm is None, f"{module}: not quantized, or permuted"
         scheme, spec = self._grid_of(module)
         grid = (weight.bits, weight.zero is None, weight.scale.shape[1])
@@ -147,7 +148,7 @@ class CheckpointWriter:
         tensors = stored_as(scheme).layout.encode(weight)
         if weight.bias is not None:
             tensors["bias"] = weight.bias
-        self._folder.add({f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
+        self._folder.add({f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}, again)
         self._linears.add(module)
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
@@ -195,10 +196,10 @@ class OutputFolder:
         """Names of the tensors on disk."""
         return self.parts.tensors().names()
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors, but for a head that repeats the embedding."""
+    def add(self, tensors: Mapping[str, Tensor], again: bool = False) -> None:
+        """Add tensors, but for a head that repeats the embedding; `again` in place of an earlier step's."""
         twice = tensors.keys() & self._added
-        assert not twice, f"added twice: {sorted(twice)}"
+        assert again or not twice, f"added twice: {sorted(twice)}"
         self._part |= {name: t.detach().cpu() for name, t in tensors.items() if name not in self._left_out}
         self._added |= tensors.keys()
         if sum(tensor.nbytes for tensor in self._part.values()) > PART_BYTES:

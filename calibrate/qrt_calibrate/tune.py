@@ -1,0 +1,205 @@
+"""After the last layer: codes and scales trained end to end, so that the whole predicts as the original.
+
+The text is the original's own, drawn at temperature 1 behind a few tokens of the calibration text, new
+windows for every step (LLM-QAT, arXiv:2305.17888): trained on few windows again and again, weights learn
+those. The loss is the KL divergence of the quantized model's predictions from the original's; rounding passes
+gradients straight through. What is stored keeps its format: codes on the same grid, scales in the same dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
+
+from qrt.errors import ConfigError
+from qrt.quant.weight import WeightData
+from qrt_calibrate.plan import Job
+from qrt_calibrate.streams import available_ram
+
+BATCH = 16  # windows a step
+WINDOW = 512  # tokens of a window, at most
+PROMPT = 8  # of them from the calibration text
+DRAWN = 128  # windows that are drawn together
+MICRO_TOKENS = 2048  # of a step that go through the model together
+CODE_RATE, SCALE_RATE = 1e-2, 1e-3  # largest steps: in codes, and relative to a scale
+BETAS, WARMUP = (0.9, 0.95), 10
+SMALL = 1 << 30  # weights up to which a GPU computes in fp32 too
+
+
+class TunedWeight:
+    """A Linear's weight in training.
+
+    place   [N, K] fp32: its codes before they are rounded
+    gain    [N, K/G] fp32: what its scales are multiplied by before they are rounded to their dtype
+    """
+
+    def __init__(self, data: WeightData, dtype: torch.dtype, device: torch.device) -> None:
+        assert data.scale is not None
+        self._data = replace(data, scale=data.scale.to(device), zero=_moved(data.zero, device), bias=None)
+        self.place = data.values.to(device, torch.float32)
+        self.gain = torch.ones(data.scale.shape, device=device)
+        self._moments = [
+            torch.zeros(2, *own.shape, dtype=dtype, device=device) for own in (self.place, self.gain)
+        ]
+
+    def data(self) -> WeightData:
+        """What would be stored now."""
+        scale = self._data.scale
+        assert scale is not None
+        stored = (scale.float() * self.gain).to(scale.dtype)
+        return replace(self._data, values=self.place.round().to(torch.uint8), scale=stored)
+
+    def follow(self, gradient: Tensor, step: int, rate: float) -> None:
+        """Adam's step number `step`, from 1, at `rate` times the largest step; `gradient` [N, K] is that of
+        the loss at the weight."""
+        data = self.data()
+        assert data.scale is not None
+        groups = gradient.float().unflatten(1, (data.scale.shape[1], -1))
+        scale = data.scale.float()[..., None]
+        steps = data.dequantize().view(groups.shape) / scale
+        gains = (groups * steps).sum(-1) * scale[..., 0]
+        pulls = ((self.place, (groups * scale).flatten(1), CODE_RATE), (self.gain, gains, SCALE_RATE))
+        for moments, (own, pull, largest) in zip(self._moments, pulls, strict=True):
+            own.sub_(_adam(moments, pull, step), alpha=rate * largest)
+        self.place.clamp_(0, (1 << data.bits) - 1)
+
+
+def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _adam(moments: Tensor, gradient: Tensor, step: int) -> Tensor:
+    """The direction of Adam (arXiv:1412.6980); `moments` [2, ...] are updated."""
+    found = []
+    for own, value, beta in zip(moments, (gradient, gradient.square()), BETAS, strict=True):
+        own.copy_(own.float().lerp_(value, 1 - beta))
+        found.append(own.float() / (1 - beta**step))
+    return found[0] / found[1].sqrt_().add_(1e-12)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The Linears by their full names, without biases, and the mean KL per token of the drawn text, in nats,
+    over the first and the last tenth of the steps."""
+
+    linears: dict[str, WeightData]
+    kl_first: float
+    kl_last: float
+
+
+def tune(job: Job, linears: Mapping[str, WeightData], rest: Mapping[str, Tensor], windows: Tensor) -> Tuned:
+    """`linears`, all of a quantized model by their full names, trained for `job.recipe.tune` steps.
+
+    rest      the layers' other tensors as they are stored beside them, by their full names
+    windows   [B, T] of calibration text, from which drawn text goes on
+    """
+    dtype, device = _dtype(job), job.device
+    path = job.checkpoint.path
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, trust_remote_code=False, local_files_only=True, attn_implementation="sdpa"
+    )
+    model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers' annotation
+    tuned = {name: TunedWeight(data, dtype, device) for name, data in linears.items()}
+    fixed = {name: tensor.to(device, dtype) for name, tensor in rest.items()}
+    biases = {f"{n}.bias": d.bias.to(device, dtype) for n, d in linears.items() if d.bias is not None}
+    steps, costs = job.recipe.tune, []
+    text = _drawn(model, windows.to(device), min(WINDOW, job.recipe.seqlen), job.recipe.seed)
+    for step in tqdm(range(1, steps + 1), desc="Tuning", unit="step"):
+        weights = {f"{n}.weight": own.data().dequantize().to(dtype) for n, own in tuned.items()}
+        for weight in weights.values():
+            weight.requires_grad_()
+        costs.append(_backward(model, {**fixed, **biases, **weights}, next(text)))
+        rate = min(1.0, step / WARMUP) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
+        for name, own in tuned.items():
+            gradient = weights.pop(f"{name}.weight").grad
+            assert gradient is not None
+            own.follow(gradient, step, rate)
+    few = max(1, steps // 10)
+    first, last = (sum(own) / few for own in (costs[:few], costs[-few:]))
+    return Tuned({name: own.data() for name, own in tuned.items()}, first, last)
+
+
+def _backward(model: PreTrainedModel, tensors: Mapping[str, Tensor], windows: Tensor) -> float:
+    """The mean KL to `model` per token of `windows` [B, T] when it runs with `tensors` in place of its own;
+    its gradients are added to theirs."""
+    total = 0.0
+    for part in windows.split(max(1, MICRO_TOKENS // windows.shape[1])):
+        with torch.no_grad():
+            wanted = F.log_softmax(model(part, use_cache=False).logits.float(), -1)
+        logits = functional_call(model, dict(tensors), (part,), {"use_cache": False}).logits
+        cost = F.kl_div(F.log_softmax(logits.float(), -1), wanted, reduction="sum", log_target=True)
+        cost = cost / windows.numel()
+        cost.backward()
+        total += float(cost.detach())
+    return total
+
+
+def _drawn(model: PreTrainedModel, windows: Tensor, length: int, seed: int) -> Iterator[Tensor]:
+    """Batches [BATCH, length] of text that `model` continues, without end and without repeats."""
+    generator = torch.Generator(windows.device).manual_seed(seed)
+    prompt = min(PROMPT, length - 1)
+    while True:
+        rows = _integers(len(windows), generator)
+        starts = _integers(windows.shape[1] - prompt, generator)
+        at = starts[:, None] + torch.arange(prompt, device=windows.device)
+        yield from _continued(model, windows[rows[:, None], at], length, generator).split(BATCH)
+
+
+def _integers(bound: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(bound, (DRAWN,), generator=generator, device=generator.device)
+
+
+@torch.no_grad()
+def _continued(model: PreTrainedModel, prompts: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """[B, length] from prompts [B, P], each next token drawn from the model's predictions."""
+    cache = StaticCache(model.config, max_cache_len=length)
+    found, ids = prompts, prompts
+    while found.shape[1] < length:
+        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        ids = torch.multinomial(logits.float().softmax(-1), 1, generator=generator)
+        found = torch.cat([found, ids], 1)
+    return found
+
+
+# -- before the work ---------------------------------------------------------------------------------------
+
+
+def _dtype(job: Job) -> torch.dtype:
+    """What is computed in, and what Adam's moments are kept in."""
+    small = job.device.type == "cpu" or job.checkpoint.num_bytes / job.scale_dtype.itemsize < SMALL
+    return torch.float32 if small else torch.bfloat16
+
+
+def tune_bytes(job: Job) -> int:
+    """Memory that `tune` takes: of each quantized weight the original, the rounded one, its gradient and two
+    moments, and its place in fp32; the rest of the model; what a step and the drawing of text hold."""
+    if not job.recipe.tune:
+        return 0
+    config, size = job.config, _dtype(job).itemsize
+    weights = sum(prod(job.checkpoint.spec(f"{name}.weight").shape) for name in job.quantized)
+    others = job.checkpoint.num_bytes // job.scale_dtype.itemsize - weights
+    length = min(WINDOW, job.recipe.seqlen)
+    cache = DRAWN * length * config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    inside = 12 * config.hidden_size + 5 * config.intermediate_size  # a token's activations in a layer
+    step = max(MICRO_TOKENS, length) * (config.num_layers * inside * size + 5 * config.vocab_size * 4)
+    return weights * (5 * size + 4) + others * size + max(cache * size, step)
+
+
+def check_room(job: Job) -> None:
+    """ConfigError where the whole model cannot be trained."""
+    wanted = tune_bytes(job)
+    free = torch.cuda.mem_get_info(job.device)[0] if job.device.type == "cuda" else available_ram()
+    if wanted > free:
+        raise ConfigError(
+            f"--tune: trains the whole model at once, which takes about {wanted / 1e9:.1f} GB; {job.device} "
+            f"has {free / 1e9:.1f} GB free. Leave it out, or use a larger --device"
+        )
