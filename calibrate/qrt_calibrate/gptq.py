@@ -16,6 +16,7 @@ from torch import Tensor
 from qrt.quant import affine
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight import WeightData
+from qrt_calibrate.precision import EXACT, products
 
 BLOCK = 128  # columns whose errors are spread one by one; beyond the block they are spread together
 ROW_BLOCKS = 16  # in which rows are rounded where they feel each other
@@ -47,7 +48,8 @@ class Factor:
             damped = damping * 10**step
             ordered = hessian[order][:, order]
             ordered.diagonal().mul_(1 + damped).add_(mean * (diagonal[order] == 0))
-            upper = _inverse_factor(ordered.flip(0, 1))
+            with products(EXACT):  # a damped Hessian of many inputs is too ill-conditioned for TF32
+                upper = _inverse_factor(ordered.flip(0, 1))
             del ordered
             if upper is not None:
                 return cls(order, upper.flip(0, 1), damped)
@@ -201,7 +203,10 @@ def _spread(rows: Factor, block: int, count: int) -> Tensor:
     """[n, later rows]: what errors of row block `block` of `count` in a run are to the rows after it."""
     n = len(rows.order) // count
     span = slice(block * n, (block + 1) * n)
-    return torch.linalg.solve_triangular(rows.upper[span, span], rows.upper[span, span.stop :], upper=True)
+    with products(EXACT):
+        return torch.linalg.solve_triangular(
+            rows.upper[span, span], rows.upper[span, span.stop :], upper=True
+        )
 
 
 def _round_block(

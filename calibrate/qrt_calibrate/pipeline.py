@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from qrt_calibrate.evaluate import Cost, measure_cost
 from qrt_calibrate.fold import linear
 from qrt_calibrate.layer import LayerResult, LayerWork
 from qrt_calibrate.plan import Job, plan
+from qrt_calibrate.precision import EXACT, TF32, products
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe import Recipe
 from qrt_calibrate.report import LayerReport, Report, bits_per_weight
@@ -56,7 +56,7 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
         recipe = job.recipe
     grids = {name: (grid.scheme, grid.spec) for name, grid in job.quantized.items() if grid != recipe.grid}
     with (
-        _fast_matmuls(device),
+        products(TF32 if device.type == "cuda" else EXACT),
         CheckpointWriter(
             out,
             job.checkpoint,
@@ -258,18 +258,6 @@ def _stored(layer: LayerResult) -> dict[str, Tensor]:
 def _label(index: int) -> str:
     """The step that ends with layer `index` written."""
     return f"layer-{index:05d}"
-
-
-@contextmanager
-def _fast_matmuls(device: torch.device) -> Iterator[None]:
-    """fp32 products on tensor cores (TF32: 10 bits of mantissa, more than the bf16 that models run in)."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _fingerprint(job: Job, text: Calibration | None) -> dict[str, Any]:

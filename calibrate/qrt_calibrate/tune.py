@@ -71,6 +71,7 @@ class TunedWeight:
         for moments, (own, pull, largest) in zip(self._moments, pulls, strict=True):
             own.sub_(_adam(moments, pull, step), alpha=rate * largest)
         self.place.clamp_(0, (1 << data.bits) - 1)
+        self.gain.clamp_(0.5, 2.0)  # far beyond where training goes: a scale stays positive
 
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:

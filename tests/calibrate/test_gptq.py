@@ -52,6 +52,47 @@ def test_codes_are_those_of_the_definition(symmetric, monkeypatch):
     assert torch.equal(got.scale, scale) and (got.zero is None) == symmetric
 
 
+def test_a_factor_by_halves_is_that_of_the_definition(monkeypatch):
+    monkeypatch.setattr(gptq, "LEAF", 5)
+    _, hessian = problem()
+    factor = Factor.of(hessian, 0.01)
+    ordered = hessian.double()[factor.order][:, factor.order]
+    ordered.diagonal().mul_(1.01)
+    wanted = torch.linalg.cholesky(torch.linalg.inv(ordered), upper=True)
+    torch.testing.assert_close(factor.upper.double(), wanted, rtol=1e-3, atol=1e-4)
+    assert Factor.of(torch.full((12, 12), -1.0), 0.01) is None
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rows_in_parts_are_the_same_rows(symmetric, monkeypatch):
+    spec = QuantSpec(4, symmetric, Granularity.GROUP, 16)
+    weight, hessian = problem(n=12)
+    scale, zero = choose_qparams(weight, spec, torch.bfloat16)
+    factor = Factor.of(hessian, 0.01)
+    whole = round_columns(weight, factor, scale, zero, spec)
+    monkeypatch.setattr(gptq, "CACHED_ROWS", 5)
+    assert torch.equal(round_columns(weight, factor, scale, zero, spec).values, whole.values)
+
+
+@pytest.mark.parametrize("columns, rows, symmetric", [(32, 40, True), (24, 70, False)])
+def test_the_kernel_rounds_as_the_loop_does(columns, rows, symmetric, device):
+    """One launch for two blocks: codes, and errors / U_ii."""
+    from qrt_calibrate.gptq_kernel import round_block
+
+    torch.manual_seed(0)
+    spec = QuantSpec(4, symmetric, Granularity.GROUP, 16)
+    block, scales = torch.randn(2, columns, rows), torch.rand(2, columns, rows) * 0.2 + 0.1
+    zeros = None if symmetric else torch.randint(0, 16, (2, columns, rows)).float()
+    upper = torch.triu(0.1 * torch.randn(2, columns, columns)) + torch.eye(columns)
+    offsets = spec.midpoint if zeros is None else zeros
+    wanted = gptq._round_block(block.clone(), scales, offsets, upper, spec)
+    operands = [None if own is None else own.to(device) for own in (block, scales, zeros, upper)]
+    found = round_block(*operands, spec.midpoint, spec.levels)
+    same = found[0].cpu() == wanted[0]
+    assert same.float().mean() > 0.999  # ties: a fused multiply-add may fall on the other side
+    assert (found[1].cpu() - wanted[1])[:, :, same.all(1).all(0)].abs().max() < 1e-4
+
+
 def test_near_the_best_of_all_roundings():
     """Four columns of 2 bits: every one of 256 code vectors is tried."""
     spec = QuantSpec(2, True, Granularity.CHANNEL)

@@ -44,6 +44,7 @@ def whole_model(folder, windows, seed):
 def test_gradients_and_their_moments(make_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(decoder_module, "HEAD_ROWS", 200)
     monkeypatch.setattr(sensitivity, "BATCH_TOKENS", 80)
+    monkeypatch.setattr(sensitivity, "STORED", torch.float32)
     monkeypatch.setattr(sensitivity, "COUPLED", 96)  # of q's 128 rows, k's 64 and v's 64
     folder = make_checkpoint("LlamaForCausalLM", dtype=torch.float32)
     job = plan(open_checkpoint(folder), recipe_of({"bits": 4, "group_size": 64, "seed": 5}), CPU)
@@ -63,6 +64,19 @@ def test_gradients_and_their_moments(make_checkpoint, tmp_path, monkeypatch):
         assert len(blocks) == len(moments.blocks)
         for block, own in zip(blocks, moments.blocks, strict=True):
             torch.testing.assert_close(own.sum(0), block, rtol=1e-3, atol=1e-4 * float(block.abs().max()))
+
+
+def test_gradients_are_kept_in_bf16(make_checkpoint, tmp_path):
+    """Of inputs and gradients so kept the moments are those of fp32 to a hundredth."""
+    folder = make_checkpoint("LlamaForCausalLM", dtype=torch.float32)
+    job = plan(open_checkpoint(folder), recipe_of({"bits": 4, "group_size": 64, "seed": 5}), CPU)
+    windows = torch.randint(0, 512, (5, 40), generator=torch.Generator().manual_seed(0))
+    wanted = whole_model(folder, windows, 5)
+    gradients = loss_gradients(job, Decoder(job.checkpoint, job.arch, 40, CPU), windows, read_layer, tmp_path)
+    assert gradients.dtype == torch.bfloat16
+    for index in range(2):
+        exact, kept = (g.flatten(0, 1).float() for g in (wanted[f"model.layers.{index}"], gradients[index]))
+        assert (kept.T @ kept - exact.T @ exact).norm() < 0.01 * (exact.T @ exact).norm()
 
 
 def test_windows_are_as_many_as_the_tokens_allow(llama):
