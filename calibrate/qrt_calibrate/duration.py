@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from qrt_calibrate import tune
 from qrt_calibrate.clip import search_clip
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
 from qrt_calibrate.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
@@ -96,6 +97,9 @@ def _reading(job: Job, tensors: Mapping[str, Tensor]) -> float:
     if felt := gradient_windows(job):  # once forth, twice forth and back
         back = _seconds(lambda: decoder.backward(0, layer, hidden, hidden), hidden) / batch
         seconds += (forward + 2 * back) * felt
+    if job.recipe.tune:  # text drawn, the original and the rounded model forth, and back
+        length = min(tune.WINDOW, seqlen)
+        seconds += (2 + 1 + 1 + 2) * forward * job.recipe.tune * tune.BATCH * length / seqlen
     weights = {name: tensors[f"{name}.weight"] for name in job.arch.projections}
     total, before = sum(weight.numel() for weight in weights.values()), 0
     for _, parts in job.arch.fuse:

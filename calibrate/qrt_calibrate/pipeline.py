@@ -206,6 +206,7 @@ class Run:
         if not self._job.recipe.tune:
             return None
         assert self._streams is not None and self._text is not None
+        self._gradients = None
         if TUNED not in self._writer.finished:
             linears, rest = self._model()
             result = tune(self._job, linears, rest, self._text.windows[: self._streams.calibrating])

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 from qrt.errors import ConfigError
 from qrt.quant.weight import WeightData
 from qrt_calibrate.plan import Job
-from qrt_calibrate.streams import available_ram
+from qrt_calibrate.streams import available_ram, stream_bytes
 
 BATCH = 16  # windows a step
 WINDOW = 512  # tokens of a window, at most
@@ -196,8 +196,9 @@ def tune_bytes(job: Job) -> int:
 
 
 def check_room(job: Job) -> None:
-    """ConfigError where the whole model cannot be trained."""
-    wanted = tune_bytes(job)
+    """ConfigError where the whole model cannot be trained beside the hidden states."""
+    states = 2 * stream_bytes(sum(job.recipe.windows), job.recipe.seqlen, job.config.hidden_size)
+    wanted = tune_bytes(job) + states
     free = torch.cuda.mem_get_info(job.device)[0] if job.device.type == "cuda" else available_ram()
     if wanted > free:
         raise ConfigError(

@@ -143,7 +143,9 @@ def write_folder(name: str, scheme: str, folder: Path) -> None:
     """config.json of a known shape with its layers in `scheme`, and a tokenizer of its vocabulary: that of
     the bundled model, filled up with words that no text has."""
     architecture, config = _entry(name)
-    config = {"architectures": [architecture], "bos_token_id": 0, "eos_token_id": 1, **config}
+    kind = architecture.removesuffix("ForCausalLM").lower()  # by which transformers knows it
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    config = {"architectures": [architecture], "model_type": kind, **ends, **config}
     spec = WEIGHT_SCHEMES[scheme].spec
     if spec is not None:
         config["quantization_config"] = quantization_config(scheme, spec, [ARCHS[architecture].head], {})

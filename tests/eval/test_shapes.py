@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from qrt.arch import ARCHS, ModelConfig
 from qrt.errors import ConfigError
@@ -18,6 +19,7 @@ def test_a_folder_has_sizes_grids_and_every_token(name, scheme, tmp_path):
     architecture = config["architectures"][0]
     sizes = ModelConfig.from_hf(config, ARCHS[architecture])
     assert sizes.num_layers == shape(name).num_layers and sizes.vocab_size == shape(name).vocab_size
+    assert AutoConfig.from_pretrained(tmp_path / "m").hidden_size == config["hidden_size"]  # by model_type
     checkpoint = open_checkpoint(tmp_path / "m", weights=False)
     assert checkpoint.grid("model.layers.0.mlp.down_proj")[0] == scheme
     assert checkpoint.grid("lm_head") == ("fp16", None)
