@@ -12,13 +12,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from qrt.errors import ConfigError
 from qrt.quant.weight import WeightData
@@ -162,13 +164,38 @@ def _integers(bound: int, generator: torch.Generator) -> Tensor:
 @torch.no_grad()
 def _continued(model: PreTrainedModel, prompts: Tensor, length: int, generator: torch.Generator) -> Tensor:
     """[B, length] from prompts [B, P], each next token drawn from the model's predictions."""
-    cache = StaticCache(model.config, max_cache_len=length)
+    cache = Cache(layers=[_Room(length) for _ in range(model.config.num_hidden_layers)])
     found, ids = prompts, prompts
     while found.shape[1] < length:
         logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         ids = torch.multinomial(logits.float().softmax(-1), 1, generator=generator)
         found = torch.cat([found, ids], 1)
     return found
+
+
+class _Room(DynamicLayer):
+    """A layer's keys and values with room for `length` tokens, so that one more copies none of the others."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        batch, heads, _, width = key_states.shape
+        self._room = key_states.new_empty(2, batch, heads, self._length, width)
+        self.keys, self.values = self._room[:, :, :, :0]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin = self.keys.shape[-2]
+        end = begin + key_states.shape[-2]
+        self._room[0, :, :, begin:end], self._room[1, :, :, begin:end] = key_states, value_states
+        self.keys, self.values = self._room[:, :, :, :end]
+        return self.keys, self.values
 
 
 # -- before the work ---------------------------------------------------------------------------------------
