@@ -209,7 +209,8 @@ class Run:
         self._gradients = None
         if TUNED not in self._writer.finished:
             linears, rest = self._model()
-            result = tune(self._job, linears, rest, self._text.windows[: self._streams.calibrating])
+            with products(EXACT):
+                result = tune(self._job, linears, rest, self._text.windows[: self._streams.calibrating])
             for name, weight in result.linears.items():
                 self._writer.add_linear(name, for_writer(weight, linears[name].bias), again=True)
             self._writer.finish_step(TUNED, {"kl_first": result.kl_first, "kl_last": result.kl_last})

@@ -112,7 +112,8 @@ def tune(job: Job, linears: Mapping[str, WeightData], rest: Mapping[str, Tensor]
     )
     model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers' annotation
     tuned = {name: TunedWeight(data, dtype, device) for name, data in linears.items()}
-    fixed = {name: tensor.to(device, dtype) for name, tensor in rest.items()}
+    known = model.state_dict().keys()  # files may hold more, such as RoPE tables
+    fixed = {name: tensor.to(device, dtype) for name, tensor in rest.items() if name in known}
     biases = {f"{n}.bias": d.bias.to(device, dtype) for n, d in linears.items() if d.bias is not None}
     steps, costs = job.recipe.tune, []
     text = _drawn(model, windows.to(device), min(WINDOW, job.recipe.seqlen), job.recipe.seed)
