@@ -192,11 +192,11 @@ class _Room(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        begin = self.keys.shape[-2]
+        begin = self.get_seq_length()
         end = begin + key_states.shape[-2]
         self._room[0, :, :, begin:end], self._room[1, :, :, begin:end] = key_states, value_states
-        self.keys, self.values = self._room[:, :, :, :end]
-        return self.keys, self.values
+        self.keys, self.values = keys, values = self._room[:, :, :, :end]
+        return keys, values
 
 
 # -- before the work ---------------------------------------------------------------------------------------
