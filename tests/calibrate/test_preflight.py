@@ -52,7 +52,7 @@ def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, mo
     assert gptq > 2 * rounded and awq - gptq == pytest.approx(20 * rounded)
     assert yaqa - awq > 2 * 3 * 4  # four windows through both layers: once forth, twice forth and back
     tuned = expected(method="awq-yaqa", eval_samples=0, tune=10)
-    assert tuned - yaqa == pytest.approx(2 * 6 * 10 * 16)
+    assert tuned - yaqa == pytest.approx(2 * 6 * 10 * 4)
     longer = make_checkpoint("LlamaForCausalLM", num_hidden_layers=4)
     assert expected(longer, eval_samples=1) == pytest.approx(2 * expected(eval_samples=1))
 
