@@ -85,5 +85,5 @@ def test_w8a8(cost):
 def test_w8a8_undoes_the_outliers_that_break_rounding(cost, hard):
     model = hard("w8a8-hard")
     assert cost(model, "--scheme", "w8a8", "--method", "rtn") > 0.15
-    # the outlier channels want more than 16 windows: those leave 0.0023, these 0.0011
-    assert abs(cost(model, "--scheme", "w8a8", samples=32)) < 0.002
+    # 16 to 64 windows leave 0.0013, give or take 0.0006 by the order of sums; README's table has 64
+    assert abs(cost(model, "--scheme", "w8a8", samples=64)) < 0.002
