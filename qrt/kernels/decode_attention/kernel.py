@@ -114,6 +114,7 @@ def _merge(
         level += 1
         if _is_last(counter, members):
             lo, hi, own_lse = _merged(partial, lse, first, live, dims, real, stride, members, D, H, M, N)
+            tl.debug_barrier()  # every thread has read the parts before their sum is stored over the first
             whole = level == levels
         else:
             level = levels
