@@ -3,10 +3,10 @@
 In such a step every token attends through the cache, on its own: those that decode, and the few of a short
 prompt (or of a prompt's last piece), which would otherwise cost the host hundreds of launches. A recorded
 step costs it two, whatever the model: one graph from tokens to hidden states, and one that makes the logits
-of the rows that sample, draws and advances the request table. Steps of decodes alone find everything in the
-table; their rows travel when they are others than in the step before. A chunk of some more tokens that comes
-alone is recorded too, with the kernels of prefill: up to 2,048 tokens the GPU is done before the host could
-launch them one by one.
+of the rows that sample, draws and advances the request table; for decodes alone both are one. Those find
+everything in the table; their rows travel when they are others than in the step before. A chunk of some more
+tokens that comes alone is recorded too, with the kernels of prefill: up to 2,048 tokens the GPU is done
+before the host could launch them one by one.
 
 Rows that ask for more than greedy, temperature and seed are drawn outside, from the hidden states. Padding
 tokens are of the table's last row: they attend nothing and write the pad slot. Where nothing is recorded
@@ -16,7 +16,7 @@ tokens are of the table's last row: they attend nothing and write the pad slot. 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -78,8 +78,7 @@ class TokenSteps:
         self._drawn = torch.empty(self.rows[-1], dtype=torch.int32, device=device)  # 1, and 0 of padding
         self._sent: list[int] | None = None  # the rows of a step of decodes alone that the device knows
         self._hidden = torch.zeros(most, model.config.hidden_size, dtype=model.dtype, device=device)
-        self._forwards: dict[int, torch.cuda.CUDAGraph] = {}
-        self._drawings: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._recorded: dict[tuple[Callable[[int], Tensor], int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def take(self, plan: Plan) -> bool:
         """Whether the plan is such a step."""
@@ -98,18 +97,18 @@ class TokenSteps:
         """Record every size, the largest first: the others fit into its memory."""
         pool = torch.cuda.graph_pool_handle()
         self._pad()
-        forwards = [(self._prefill, size) for size in self.chunks] + [(self._forward, n) for n in self.tokens]
-        bodies = [*forwards[::-1], *((self._draw, size) for size in self.rows[::-1])]
-        for body, size in tqdm(bodies, desc="Recording CUDA graphs", unit="graph"):
+        bodies = {
+            self._prefill: self.chunks, self._forward: self.tokens, self._draw: self.rows,
+            self._step: self.rows,
+        }  # fmt: skip
+        steps = [(body, size) for body, sizes in bodies.items() for size in sizes[::-1]]
+        for body, size in tqdm(steps, desc="Recording CUDA graphs", unit="graph"):
             body(size)  # compiles the kernels
             torch.cuda.synchronize(self._table.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                tokens = body(size)
-            if tokens is None:
-                self._forwards[size] = graph
-            else:
-                self._drawings[size] = graph, tokens
+                result = body(size)
+            self._recorded[body, size] = graph, result
 
     @torch.inference_mode()
     def run_largest(self) -> None:
@@ -155,25 +154,24 @@ class TokenSteps:
 
     def forward(self, plan: Plan) -> Tensor:
         """Hidden states [T, H] of the tokens that were sent, good until the next call."""
-        size = self._size(plan)
-        if recorded := self._forwards.get(size):
-            recorded.replay()
-        elif self._is_chunk(plan):
-            self._prefill(size)
-        else:
-            self._forward(size)
-        return self._hidden[: _count(plan)]
+        body = self._prefill if self._is_chunk(plan) else self._forward
+        return self._run(body, self._size(plan))[: _count(plan)]
 
     def draw(self, plan: Plan) -> Tensor:
-        """Tokens int64 [S] of what `forward` gave, for each of `plan.sampled`: greedy, or by temperature and
-        seed. The request table is advanced."""
-        size = _holds(self.rows, len(plan.sampled))
-        if recorded := self._drawings.get(size):
-            graph, tokens = recorded
+        """Tokens int64 [S] of what was sent, for each of `plan.sampled`: greedy, or by temperature and seed.
+        The request table is advanced."""
+        if not plan.chunks:
+            return self._run(self._step, self._size(plan))[: len(plan.sampled)]
+        self.forward(plan)
+        return self._run(self._draw, _holds(self.rows, len(plan.sampled)))[: len(plan.sampled)]
+
+    def _run(self, body: Callable[[int], Tensor], size: int) -> Tensor:
+        """As it was recorded, or kernel by kernel."""
+        if recorded := self._recorded.get((body, size)):
+            graph, result = recorded
             graph.replay()
-        else:
-            tokens = self._draw(size)
-        return tokens[: len(plan.sampled)]
+            return result
+        return body(size)
 
     def _is_chunk(self, plan: Plan) -> bool:
         """Whether it is one chunk of a size that is here."""
@@ -183,6 +181,8 @@ class TokenSteps:
 
     def _size(self, plan: Plan) -> int:
         """To which it is padded."""
+        if not plan.chunks:
+            return _holds(self.rows, len(plan.decodes))
         return _holds(self.chunks if self._is_chunk(plan) else self.tokens, _count(plan))
 
     def _pad(self) -> None:
@@ -194,7 +194,17 @@ class TokenSteps:
         self._drawn.zero_()
         self._sent = None
 
-    def _forward(self, size: int) -> None:
+    def _forward(self, size: int) -> Tensor:
+        return self._hidden[:size].copy_(self._decode(size))
+
+    def _step(self, size: int) -> Tensor:
+        return self._sample(self._decode(size), size)
+
+    def _draw(self, size: int) -> Tensor:
+        return self._sample(self._hidden[self._draws[0, :size]], size)
+
+    def _decode(self, size: int) -> Tensor:
+        """Hidden states [size, H]; each token attends on its own."""
         table, rows = self._table, self._tokens[0, :size]
         ids, positions, slots, kv_lens, parts = token_inputs(
             *self._tokens[:, :size],
@@ -207,9 +217,9 @@ class TokenSteps:
         none = slots.new_empty(0, dtype=torch.int64)
         decode = DecodeMeta(rows, kv_lens, parts)
         step = StepMeta(ids, positions, slots, table.slot_table, none, decode, None)
-        self._hidden[:size] = self._model.hidden(step, self._kv)
+        return self._model.hidden(step, self._kv)
 
-    def _prefill(self, size: int) -> None:
+    def _prefill(self, size: int) -> Tensor:
         """A chunk alone: padding is behind it, and attends nothing."""
         table, (rows, positions, ids) = self._table, self._tokens[:, :size]
         positions = positions.clamp(min=0)
@@ -222,12 +232,11 @@ class TokenSteps:
         slots = table.slots(rows, positions)
         none = slots.new_empty(0, dtype=torch.int64)
         step = StepMeta(ids.clamp(min=0).long(), positions, slots, table.slot_table, none, None, prefill)
-        self._hidden[:size] = self._model.hidden(step, self._kv)
+        return self._hidden[:size].copy_(self._model.hidden(step, self._kv))
 
-    def _draw(self, size: int) -> Tensor:
-        table, (index, rows) = self._table, self._draws[:, :size]
-        logits = self._model.logits(self._hidden[index])
-        tokens = draw(logits, rows, table.temperature, table.seed, table.length, None)
+    def _sample(self, hidden: Tensor, size: int) -> Tensor:
+        table, rows = self._table, self._draws[1, :size]
+        tokens = draw(self._model.logits(hidden), rows, table.temperature, table.seed, table.length, None)
         table.advance(rows, tokens, self._drawn[:size])
         return tokens
 

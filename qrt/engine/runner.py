@@ -101,14 +101,13 @@ class Runner:
         timeline = None if plan.chunks else self.timeline
         if timeline is not None:
             timeline.begin()
-        hidden = steps.forward(plan)
-        if not plan.sampled:
-            launched = Launched(fetch, None, {}, {})
-        elif drawn_plainly(plan):
+        if plan.sampled and drawn_plainly(plan):
             launched = Launched(fetch, fetch.take(steps.draw(plan)), {}, {})
         else:
-            drawn, rows = draws(plan, self.adjustments, self.table.device)
-            launched = self._sample(plan, drawn, hidden[rows], fetch, {})
+            launched, hidden = Launched(fetch, None, {}, {}), steps.forward(plan)
+            if plan.sampled:
+                drawn, rows = draws(plan, self.adjustments, self.table.device)
+                launched = self._sample(plan, drawn, hidden[rows], fetch, {})
         fetch.sent()
         if timeline is not None:
             timeline.end()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qrt.engine.plan import Admission, Placement
 from qrt.engine.transfer import to_device
+from qrt.kernels.token_inputs import advance
 
 ROW_MULTIPLE = 64  # rows of the slot table start on 256 bytes: wide loads, one Triton specialization
 
@@ -76,5 +77,4 @@ class RequestTable:
 
     def advance(self, rows: Tensor, tokens: Tensor, drawn: Tensor | None = None) -> None:
         """Note the sampled `tokens` int64 [n] of `rows` int64 [n]; drawn int32 [n]: 0 for rows of padding."""
-        self.last_token.index_copy_(0, rows, tokens)
-        self.length.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32) if drawn is None else drawn)
+        advance(rows, tokens, drawn, self.last_token, self.length)

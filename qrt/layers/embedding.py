@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional
+
+from qrt.kernels.rmsnorm import embed_rmsnorm
+from qrt.layers.norm import RMSNorm
 
 
 class Embedding:
@@ -12,6 +14,6 @@ class Embedding:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens [T] int64 -> [T, H], a new tensor."""
-        return functional.embedding(tokens, self.weight)
+    def __call__(self, tokens: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """tokens [T] int64 -> their rows [T, H], a new tensor, and `norm` of them."""
+        return embed_rmsnorm(tokens, self.weight, norm.weight, norm.eps)

@@ -88,9 +88,9 @@ class Decoder:
 
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step; the hidden states [T, H] after the final norm. K and V go into `kv`."""
-        residual = self.embed(step.tokens)
         first, last = self.layers[0], self.layers[-1]
-        qkv = first.attention.qkv(first.norm(residual))
+        residual, normal = self.embed(step.tokens, first.norm)
+        qkv = first.attention.qkv(normal)
         for i, (layer, following) in enumerate(pairwise(self.layers)):
             qkv = layer.into(following, qkv, residual, step, kv.layer(i), self.rope)
         y = last(qkv, residual, step, kv.layer(len(self.layers) - 1), self.rope)

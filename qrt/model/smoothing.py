@@ -31,8 +31,7 @@ def fit_smoothing(model: Decoder, max_model_len: int) -> list[Tensor]:
     step = _prefill(count, config.vocab_size, model.device)
     cos, sin = (table[:max_model_len] for table in model.rope)
     tables = []
-    residual = model.embed(step.tokens)
-    x = model.layers[0].norm(residual)
+    residual, x = model.embed(step.tokens, model.layers[0].norm)
     for i, (layer, norm) in enumerate(model.blocks()):
         qkv = layer.attention.qkv(x)
         q, k, _ = layer.attention.heads(qkv)

@@ -70,7 +70,7 @@ def test_a_chunk_alone_is_padded_and_answered_alike(folder, kv, monkeypatch):
         if chunks:
             runner.token_steps = TokenSteps(runner.model, runner.kv, runner.table, [1, 2], (), chunks)
             prefill = runner.token_steps._prefill
-            runner.token_steps._prefill = lambda size: (taken.append(size), prefill(size))
+            runner.token_steps._prefill = lambda size: taken.append(size) or prefill(size)
         for n in (3, 29, 30, 31, 60, 60, 61, 250):
             engine.add(
                 str(n), [7 + i * n % 400 for i in range(n)], SamplingParams(temperature=0, max_tokens=5)

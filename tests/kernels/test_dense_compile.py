@@ -11,7 +11,7 @@ from qrt.kernels import gpu
 gpu.overlaps = lambda device: True  # as on the GPU that is compiled for
 from random_weights import random_weight
 from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel, kernel, stream_kernel
-from qrt.kernels.rmsnorm.kernel import add_rmsnorm, rmsnorm
+from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -47,6 +47,7 @@ for plan in ((128, 256, 1, 4), (64, 128, 2, 6)):
     hopper_int8_kernel.hopper_int8_gemm(x, *weight, None, torch.empty(300, 128, dtype=BF16), plan)
 rmsnorm(torch.empty(9, 12, 128, dtype=BF16)[:, :8], torch.empty(128, dtype=BF16), 1e-5)
 add_rmsnorm(*torch.empty(2, 9, 8192, dtype=FP16), torch.empty(8192, dtype=FP16), 1e-5)
+embed_rmsnorm(torch.zeros(9, dtype=torch.int64), torch.empty(99, 4096, dtype=BF16), torch.empty(4096, dtype=BF16), 1e-5)
 silu_mul(torch.empty(9, 28672, dtype=BF16))
 """
 
@@ -56,5 +57,5 @@ silu_mul(torch.empty(9, 28672, dtype=BF16))
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
         "_fused": 3, "_wide": 3, "_stream": 3, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
-        "_hopper_int8": 2, "_rmsnorm": 2, "_silu_mul": 1,
+        "_hopper_int8": 2, "_rmsnorm": 3, "_silu_mul": 1,
     }  # fmt: skip

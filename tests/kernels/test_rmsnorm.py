@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, kernel, ref, rmsnorm
+from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, embed_rmsnorm, kernel, ref, rmsnorm
 from qrt.quant import affine
 
 GPU, CPU = torch.cuda.is_available(), torch.device("cpu")
@@ -57,6 +57,17 @@ def test_heads_of_a_fused_projection(device, implementation, dtype):
         check(implementation(part, weight, EPS), part, weight)
     apart = qkv[:, :768].view(9, 64, 12).transpose(1, 2)  # not even the rows are dense
     check(implementation(apart, weight, EPS), apart, weight)
+
+
+@pytest.mark.parametrize("implementation", [ref.embed_rmsnorm, kernel.embed_rmsnorm], ids=["ref", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, width", [(1, 4096), (33, 64), (13, 1000), (0, 64)])
+def test_rows_of_a_table(device, implementation, dtype, tokens, width):
+    table, weight = inputs((50, width), dtype, device)
+    ids = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(1)).to(device)
+    rows, y = implementation(ids, table, weight, EPS)
+    assert torch.equal(rows, table[ids]) and rows.is_contiguous()
+    check(y, rows, weight)
 
 
 @pytest.mark.parametrize("implementation", [ref.add_rmsnorm, kernel.add_rmsnorm], ids=["ref", "triton"])
@@ -119,6 +130,9 @@ def test_operators():
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(rmsnorm, (x, weight, EPS), test_utils=tests)
     torch.library.opcheck(rmsnorm, (torch.randn(3, 4, 64)[:, 1:3], weight, EPS), test_utils=tests)
+    torch.library.opcheck(
+        embed_rmsnorm, (torch.tensor([2, 0]), torch.randn(3, 64), weight, EPS), test_utils=tests
+    )
     torch.library.opcheck(
         add_rmsnorm, (torch.randn(3, 64), torch.randn(3, 64), weight, EPS), test_utils=tests
     )

@@ -37,9 +37,32 @@ def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
     assert [x.dtype for x in got] == [torch.int64] + [torch.int32] * 4
 
 
+@pytest.mark.parametrize("advance", [ref.advance, kernel.advance], ids=["ref", "triton"])
+@pytest.mark.parametrize("count", [0, 1, 40, 300])
+def test_tables_are_advanced(device, advance, count):
+    """All rows but the last, which stands for padding and comes often."""
+    gen = torch.Generator().manual_seed(count)
+    last, length = torch.randint(1000, (2, 310), generator=gen)
+    rows = torch.randperm(309, generator=gen)[:count]
+    tokens = torch.randint(1000, (count + 5,), generator=gen)
+    padded = torch.cat((rows, torch.full((5,), 309)))
+    drawn = torch.cat((torch.ones(count), torch.zeros(5))).int()
+    for own, new, given in ((padded, tokens, drawn.to(device)), (rows, tokens[:count], None)):
+        got = last.to(device), length.int().to(device)
+        advance(own.to(device), new.to(device), given, *got)
+        want_last, want_length = last.clone(), length.clone()
+        want_last[rows], want_length[rows] = tokens[:count], length[rows] + 1
+        assert torch.equal(got[0][:-1].cpu(), want_last[:-1])
+        assert torch.equal(got[1].cpu(), want_length.int())
+
+
 def test_the_operator_is_registered_as_it_behaves(device):
     args = [torch.zeros(3, dtype=torch.int32, device=device)] * 3
     args += [torch.ones(2, dtype=torch.int32, device=device), torch.ones(2, dtype=torch.int64, device=device)]
     args += [torch.zeros(2, 64, dtype=torch.int32, device=device), 2, 4]
     operator = torch.ops.qrt.token_inputs.default
+    torch.library.opcheck(operator, tuple(args), test_utils=("test_schema", "test_faketensor"))
+    args = [torch.arange(2, device=device), torch.ones(2, dtype=torch.int64, device=device), None]
+    args += [torch.ones(2, dtype=torch.int64, device=device), torch.ones(2, dtype=torch.int32, device=device)]
+    operator = torch.ops.qrt.advance.default
     torch.library.opcheck(operator, tuple(args), test_utils=("test_schema", "test_faketensor"))

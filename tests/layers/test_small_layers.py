@@ -105,5 +105,7 @@ def test_mlp_is_swiglu():
 
 def test_embedding_takes_rows():
     table = random(10, 4)
-    rows = Embedding(table)(torch.tensor([3, 3, 9]))
+    norm = RMSNorm(random(4, seed=1), 1e-5)
+    rows, normal = Embedding(table)(torch.tensor([3, 3, 9]), norm)
     assert torch.equal(rows, table[[3, 3, 9]]) and rows.data_ptr() != table.data_ptr()
+    assert torch.equal(normal, norm(rows))

@@ -179,13 +179,15 @@ def _meet(ARRIVALS, BARRIER: gl.constexpr):
     is made ready for the next launch: nobody waits there any more."""
     tl.debug_barrier()
     gl.atomic_add(ARRIVALS + BARRIER, 1, sem="acq_rel", scope="gpu")
-    while (
+    while (  # one thread asks: more of them would hold up the arrivals
         gl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ARRIVALS + BARRIER], dtype=gl.int32,
-            is_pure=False, pack=1,
+            """{ .reg .pred p; .reg .b32 t; mov.b32 t, %tid.x; setp.eq.b32 p, t, 0;
+            mov.b32 $0, 0x7fffffff; @p ld.acquire.gpu.global.b32 $0, [$1]; }""",
+            "=r,l", [ARRIVALS + BARRIER], dtype=gl.int32, is_pure=False, pack=1,
         ) < gl.num_programs(0)
     ):  # fmt: skip
         pass
+    tl.debug_barrier()
     if gl.program_id(0) == 0:
         gl.store(ARRIVALS + (BARRIER + 2) % 3, 0)
 
@@ -211,6 +213,7 @@ def _give(x, totals, values, RUNS: gl.constexpr):
     total = total.reshape([COUNT // RUN // RUNS // x.shape[1], x.shape[1], RUNS]).permute((0, 2, 1))
     place = totals._reinterpret(gl.float32, [x.shape[0], RUNS, x.shape[1]], _CUBE)
     place.slice(0, total.shape[0], dim=0).store(total)
+    tl.debug_barrier()  # or the compiler puts one into every turn of the loop that reads them
 
 
 @gluon.jit

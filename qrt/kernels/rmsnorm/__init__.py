@@ -1,6 +1,7 @@
 """RMSNorm: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467).
 
 rmsnorm(x [..., K], weight [K], eps) -> [..., K]     leading dimensions may be strided, as q and k in qkv are
+embed_rmsnorm(ids int64 [T], table [V, K], weight [K], eps) -> table[ids] [T, K], its norm [T, K]
 add_rmsnorm(residual [T, K], x [T, K], weight [K], eps) -> [T, K]     residual += x in place, its norm
 add_rmsnorm_int8(the same) -> codes int8 [T, K], scale fp32 [T]     `affine.quantize_tokens` of that norm
 
@@ -21,6 +22,11 @@ def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def _fake_embed(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rows = table.new_empty(len(ids), table.shape[1])
+    return rows, torch.empty_like(rows)
+
+
 def _fake_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _fake(x, weight, eps)
 
@@ -30,6 +36,13 @@ rmsnorm = define(
     ref=ref.rmsnorm,
     triton="qrt.kernels.rmsnorm.kernel:rmsnorm",
     fake=_fake,
+)
+
+embed_rmsnorm = define(
+    "embed_rmsnorm(Tensor ids, Tensor table, Tensor weight, float eps) -> (Tensor, Tensor)",
+    ref=ref.embed_rmsnorm,
+    triton="qrt.kernels.rmsnorm.kernel:embed_rmsnorm",
+    fake=_fake_embed,
 )
 
 add_rmsnorm = define(

@@ -19,21 +19,26 @@ _BLOCK_ELEMENTS = 2048  # rows shorter than this share a program
 
 @triton.jit(do_not_specialize=["ROWS"])
 def _rmsnorm(
-    X, RESIDUAL, WEIGHT, Y, SCALES, ROWS, HEADS, token_stride, head_stride, residual_stride, eps,
-    K: tl.constexpr, ADD: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
+    X, IDS, RESIDUAL, WEIGHT, Y, SCALES, ROWS, HEADS, token_stride, head_stride, residual_stride, eps,
+    K: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token r // HEADS. INT8: Y takes codes."""
+    """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token r // HEADS, which is X's row r // HEADS or
+    IDS of it. RESIDUAL gets X's row if there are IDS, and that is added otherwise. INT8: Y takes codes."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
     inside = (row < ROWS)[:, None] & (k < K)[None, :]
-    start = row // HEADS * token_stride + row % HEADS * head_stride
     weight = tl.load(WEIGHT + k, mask=k < K, other=0.0).to(tl.float32)
     after_previous(launch_pdl)
+    token = row // HEADS
+    if IDS is not None:
+        token = tl.load(IDS + token, mask=row < ROWS, other=0)
+    start = token * token_stride + row % HEADS * head_stride
     x = tl.load(X + start[:, None] + k[None, :], mask=inside, other=0.0)
-    if ADD:
+    if RESIDUAL is not None:
         residual = RESIDUAL + row[:, None] * residual_stride + k[None, :]
-        x = (x.to(tl.float32) + tl.load(residual, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        if IDS is None:
+            x = (x.to(tl.float32) + tl.load(residual, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(residual, x, mask=inside)
     wide = x.to(tl.float32)
     mean = tl.sum(wide * wide, 1) / K
@@ -48,18 +53,21 @@ def _rmsnorm(
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None
-) -> None:
-    """x [T, H, K] with dense rows -> dense y [T, H, K]; residual [T, K]. With scale fp32 [T*H] y is int8."""
-    (_, heads, k), rows = x.shape, x.shape[0] * x.shape[1]
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> None:  # fmt: skip
+    """x [T, H, K] with dense rows, or those of ids [T] -> dense y [T, H, K]; residual [T, K]. With scale fp32
+    [T*H] y is int8."""
+    tokens, heads, k = x.shape
+    rows = (tokens if ids is None else len(ids)) * heads
     if rows == 0:
         return
     block_k = triton.next_power_of_2(k)
     block_rows = max(1, min(_BLOCK_ELEMENTS // block_k, triton.next_power_of_2(rows)))
     _rmsnorm[(triton.cdiv(rows, block_rows),)](
-        x, residual, weight, y, scale, rows, heads, x.stride(0), x.stride(1),
+        x, ids, residual, weight, y, scale, rows, heads, x.stride(0), x.stride(1),
         0 if residual is None else residual.stride(0), eps,
-        K=k, ADD=residual is not None, INT8=scale is not None, ASM=not triton.knobs.runtime.interpret,
+        K=k, INT8=scale is not None, ASM=not triton.knobs.runtime.interpret,
         BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=min(16, max(1, block_rows * block_k // 256)),
         launch_pdl=overlaps(x.device),
     )  # fmt: skip
@@ -72,6 +80,15 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(rows, None, weight, eps, y)
     return y
+
+
+def embed_rmsnorm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`qrt::embed_rmsnorm` on CUDA tensors."""
+    rows, y = (
+        torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=table.device) for _ in range(2)
+    )
+    _launch(table.contiguous().unsqueeze(1), rows, weight, eps, y, ids=ids)
+    return rows, y
 
 
 def add_rmsnorm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""`rmsnorm`, `add_rmsnorm` and `add_rmsnorm_int8` in torch."""
+"""`rmsnorm`, and what comes with it, in torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normal.to(x.dtype).float() * weight.float()).to(x.dtype).contiguous()
+
+
+def embed_rmsnorm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """ids [T] -> the rows of table [V, K], and their norm."""
+    rows = table[ids]
+    return rows, rmsnorm(rows, weight, eps)
 
 
 def add_rmsnorm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:

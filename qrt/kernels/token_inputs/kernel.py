@@ -1,5 +1,5 @@
 """`token_inputs` as one Triton program: the plan of the parts needs all lengths at once, and there are
-few."""
+few. `advance` is small."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import Tensor
 
 from qrt.checks import expect
 from qrt.kernels.decode_attention.plan import FIELDS, MIN_PART, STARTUP, UNIT, at_once, max_cuts, max_parts
+from qrt.kernels.device import after_previous
+from qrt.kernels.gpu import overlaps
 
 MIN_TILE = 16
+_ROWS = 256  # of a program of `advance`
 
 
 @triton.jit(do_not_specialize=["tokens_in_step", "most", "programs", "room"])
@@ -98,3 +101,23 @@ def token_inputs(
         num_warps=4 if tile * cuts <= 2048 else 8,
     )  # fmt: skip
     return ids, positions, slots, kv_lens, parts
+
+
+@triton.jit(do_not_specialize=["S"])
+def _advance(rows, tokens, drawn, last_token, length, S, ROWS: tl.constexpr, launch_pdl: tl.constexpr):
+    """Grid (cdiv(S, ROWS),)."""
+    after_previous(launch_pdl)
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = at < S
+    row = tl.load(rows + at, mask=real, other=0)
+    more = 1 if drawn is None else tl.load(drawn + at, mask=real, other=0)
+    tl.store(last_token + row, tl.load(tokens + at, mask=real, other=0), mask=real)
+    tl.store(length + row, tl.load(length + row, mask=real, other=0) + more, mask=real)
+
+
+def advance(rows: Tensor, tokens: Tensor, drawn: Tensor | None, last_token: Tensor, length: Tensor) -> None:
+    """See the package's docstring."""
+    if S := len(rows):
+        _advance[(triton.cdiv(S, _ROWS),)](
+            rows, tokens, drawn, last_token, length, S, ROWS=_ROWS, launch_pdl=overlaps(rows.device)
+        )

@@ -1,4 +1,4 @@
-"""`token_inputs` in torch."""
+"""`token_inputs` and `advance` in torch."""
 
 from __future__ import annotations
 
@@ -25,3 +25,9 @@ def token_inputs(
     slots = slot_table[rows.long(), positions.long()]
     parts = plan_parts(rows, kv_lens, num_kv_heads, programs_per_sm)
     return ids, positions, slots, kv_lens, parts
+
+
+def advance(rows: Tensor, tokens: Tensor, drawn: Tensor | None, last_token: Tensor, length: Tensor) -> None:
+    """See the package's docstring."""
+    last_token.index_copy_(0, rows, tokens)
+    length.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32) if drawn is None else drawn)
