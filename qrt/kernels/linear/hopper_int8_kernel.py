@@ -1,9 +1,7 @@
 """The product of W8A8 on Hopper where the tensor cores are the bound, in Gluon.
 
 Y.T = B [N, K] @ A [M, K].T over int8 codes, both operands brought to shared memory by the copy engine (TMA)
-some stages ahead of the wgmma that reads them; exact int32 sums, scales and bias in fp32. One warp asks for
-the copies as long as there is room, and for weights before the previous kernel is done (programmatic
-dependent launch): asked for by those that multiply, every copy would be a barrier or two of theirs.
+some stages ahead of the wgmma that reads them; exact int32 sums, scales and bias in fp32.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from qrt.quant.tokens import QuantizedTokens
 SWIZZLED = gl.NVMMASharedLayout(128, 8, 2)
 INPUTS = 128  # of K a stage: one row of swizzled shared memory
 GROUP = 8  # token blocks that share a block of weights before the next one
-OTHER_REGISTERS = 40  # of a thread; the 4 warps of the copies give theirs away
 
 
 @gluon.jit(do_not_specialize=["M", "share"])
@@ -41,6 +38,7 @@ def _hopper_int8(
     SPLIT: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(M, BM) * cdiv(N, BN), splits): BN outputs by BM tokens, `share` steps of K."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 32])
     gdc_launch_dependents()
     token_blocks = gl.cdiv(M, BM)
     group_size = GROUP * gl.cdiv(N, BN)
@@ -55,62 +53,24 @@ def _hopper_int8(
     a_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BM, BK], a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BN, BK], b_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                a_smem, b_smem, ready, empty, TOKEN_SCALES, SCALES, BIAS, Y, PARTS, ARRIVALS, token, output,
-                steps, M, N, BIASED, BM, BN, SPLIT, STAGES, num_warps,
-            )),
-            (_fetch, (
-                a_desc, b_desc, a_smem, b_smem, ready, empty, token, output, first, steps, BK, STAGES,
-            )),
-        ],
-        [1], [24],
-    )  # fmt: skip
-
-
-@gluon.jit
-def _fetch(
-    a_desc, b_desc, a_smem, b_smem, ready, empty, token, output, first, steps, BK: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Ask for the steps in order: as many weights as fit, then, when they are there, the tokens."""
-    BYTES: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
-    for i in range(gl.minimum(steps, STAGES)):
-        mbarrier.expect(ready.index(i), BYTES)
-        tma.async_copy_global_to_shared(b_desc, [output, (first + i) * BK], ready.index(i), b_smem.index(i))
+    for s in gl.static_range(STAGES):
+        _fetch_weights(a_desc, b_desc, b_smem, ready, s, output, (first + s) * BK, s < steps)
     gdc_wait()
-    for i in range(gl.minimum(steps, STAGES)):
-        tma.async_copy_global_to_shared(a_desc, [token, (first + i) * BK], ready.index(i), a_smem.index(i))
-    for i in range(STAGES, steps):
-        slot, k = i % STAGES, (first + i) * BK
-        mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
-        mbarrier.expect(ready.index(slot), BYTES)
-        tma.async_copy_global_to_shared(b_desc, [output, k], ready.index(slot), b_smem.index(slot))
-        tma.async_copy_global_to_shared(a_desc, [token, k], ready.index(slot), a_smem.index(slot))
-
-
-@gluon.jit
-def _multiply(
-    a_smem, b_smem, ready, empty, TOKEN_SCALES, SCALES, BIAS, Y, PARTS, ARRIVALS, token, output, steps, M, N,
-    BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
-):  # fmt: skip
-    """Multiply the steps as they come; write the sum, if it is the whole one or the last part of it."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 32])
-    gdc_wait()  # asleep: a wait for the first slot would keep asking while the kernel before works
+    for s in gl.static_range(STAGES):
+        _fetch_tokens(a_desc, a_smem, ready, s, token, (first + s) * BK, s < steps)
     acc = gl.zeros([BN, BM], gl.int32, MMA)
     for i in range(steps):
         slot = i % STAGES
         mbarrier.wait(ready.index(slot), i // STAGES & 1)
         acc = warpgroup_mma(b_smem.index(slot), a_smem.index(slot).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])  # the step before this one is done
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        ahead = i - 1 + STAGES
+        wanted = (i > 0) & (ahead < steps)
+        _fetch_weights(a_desc, b_desc, b_smem, ready, ahead % STAGES, output, (first + ahead) * BK, wanted)
+        _fetch_tokens(a_desc, a_smem, ready, ahead % STAGES, token, (first + ahead) * BK, wanted)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
     last = True
@@ -125,6 +85,20 @@ def _multiply(
         if BIASED:
             y += gl.expand_dims(gl.load(BIAS + n, mask=n < N, other=0.0).to(gl.float32), 1)
         store_block(Y, y.to(Y.dtype.element_ty), output, token, M, N, num_warps)
+
+
+@gluon.jit
+def _fetch_weights(a_desc, b_desc, b_smem, ready, slot, output, k, wanted):
+    """Start the copy of one step's weights into a slot, which is ready when its tokens are there too."""
+    arrived = ready.index(slot)
+    mbarrier.expect(arrived, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=wanted)
+    tma.async_copy_global_to_shared(b_desc, [output, k], arrived, b_smem.index(slot), pred=wanted)
+
+
+@gluon.jit
+def _fetch_tokens(a_desc, a_smem, ready, slot, token, k, wanted):
+    """Start the copy of one step's tokens into a slot."""
+    tma.async_copy_global_to_shared(a_desc, [token, k], ready.index(slot), a_smem.index(slot), pred=wanted)
 
 
 class HopperPlan(NamedTuple):
@@ -163,13 +137,11 @@ def hopper_int8_gemm(
     share = triton.cdiv(steps, plan.splits)
     splits = triton.cdiv(steps, share)
     part = outputs * splits * plan.tokens * plan.outputs if splits > 1 else 0
-    warps = 4 if plan.outputs == 64 else 8
-    sums = plan.tokens * plan.outputs // (32 * warps)  # of a thread
     _hopper_int8[(outputs, splits)](
         of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED),
         of_weight(codes, (n, k), torch.int8, (plan.outputs, INPUTS), SWIZZLED),
         x.scale, scale, bias, y, torch.empty(part, dtype=torch.int32, device=codes.device), arrivals,
         tokens, n, steps, share, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS,
-        GROUP=GROUP, SPLIT=splits > 1, STAGES=plan.stages, num_warps=warps,
-        maxnreg=sums + OTHER_REGISTERS, launch_pdl=True,
+        GROUP=GROUP, SPLIT=splits > 1, STAGES=plan.stages, num_warps=4 if plan.outputs == 64 else 8,
+        launch_pdl=True,
     )  # fmt: skip

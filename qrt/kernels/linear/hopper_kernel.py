@@ -2,7 +2,8 @@
 
 There the tensor cores are the bound, and Triton waits for every wgmma whose operand is in registers. Here the
 weights of plane p+1 are unpacked while plane p multiplies: Y.T = W @ X.T with W as the register operand, X
-and the packed tiles brought by the bulk copy engine (TMA) some stages ahead. The scale goes into the weight,
+and the packed tiles brought by the bulk copy engine (TMA). A warp for each asks as long as there is room, and
+for tiles before the previous kernel is done (programmatic dependent launch). The scale goes into the weight,
 rounded to the dtype of the product as a dequantized weight is, and one accumulator takes all of K; where it
 is split, the last program of an output block to arrive adds the partial sums in order.
 Layout: quant/weight/tiles.py.
@@ -110,14 +111,7 @@ def _wide(
     A stage of x is XP planes of one tile, a stage of w one tile with its scales and zeros; XS and WS of them
     are in flight.
     """
-    ROWS: gl.constexpr = BN * 64
-    PARTS_OF_TILE: gl.constexpr = PLANES // XP
     WORDS: gl.constexpr = RUNS if SCALE == gl.float32 else (RUNS + 1) // 2
-    X_BYTES: gl.constexpr = XP * BM * J * 2
-    W_BYTES: gl.constexpr = ROWS * J * 2 + ROWS * 4 * WORDS + ROWS * 4 * ASYMMETRIC
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
     gdc_launch_dependents()
     token_blocks = gl.cdiv(M, BM)
     block = gl.program_id(0) // token_blocks * BN
@@ -129,24 +123,54 @@ def _wide(
     w_smem = gl.allocate_shared_memory(gl.int16, [WS, BN, 64, J], w_desc.layout)
     scale_smem = gl.allocate_shared_memory(gl.int32, [WS * WORDS, BN, 64], scale_desc.layout)
     zero_smem = gl.allocate_shared_memory(gl.int32, [WS if ASYMMETRIC else 1, BN, 64], scale_desc.layout)
-    x_ready = gl.allocate_shared_memory(gl.int64, [XS, 1], mbarrier.MBarrierLayout())
-    w_ready = gl.allocate_shared_memory(gl.int64, [WS, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(XS):
-        mbarrier.init(x_ready.index(s), count=1)
-    for s in gl.static_range(WS):
-        mbarrier.init(w_ready.index(s), count=1)
+    x_ready, x_empty = _signals(XS)
+    w_ready, w_empty = _signals(WS)
     fence_async_shared()
-    for s in gl.static_range(WS):
-        _fetch_w(
-            w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, w_ready, s, block, first + s,
-            s < steps, W_BYTES, WORDS, ASYMMETRIC,
-        )  # fmt: skip
-    gdc_wait()
-    for s in gl.static_range(XS):
-        _fetch_x(
-            x_desc, x_smem, x_ready, s, first * PLANES + s * XP, token, s < steps * PARTS_OF_TILE, X_BYTES
-        )
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty, BIAS, Y, PARTS,
+                ARRIVALS, block, token, steps, M, N, J, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT, BIASED,
+                BM, BN, SPLIT, XP, XS, WS, WORDS, num_warps,
+            )),
+            (_fetch_x, (
+                x_desc, x_smem, x_ready, x_empty, first * PLANES, token, steps * (PLANES // XP), J, BM, XP,
+                XS,
+            )),
+            (_fetch_w, (
+                w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, w_ready, w_empty, block, first,
+                steps, J, BN, WS, WORDS, ASYMMETRIC,
+            )),
+        ],
+        [1, 1], [24, 24],
+    )  # fmt: skip
 
+
+@gluon.jit
+def _signals(STAGES: gl.constexpr):
+    """What says of each stage that it is there, and that it may be overwritten."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    return ready, empty
+
+
+@gluon.jit
+def _multiply(
+    x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty, BIAS, Y, PARTS, ARRIVALS,
+    block, token, steps, M, N, J: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
+    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr,
+    BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, XP: gl.constexpr,
+    XS: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Multiply the tiles as they come; write the sum, if it is the whole one or the last part of it."""
+    ROWS: gl.constexpr = BN * 64
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
+    gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     mbarrier.wait(w_ready.index(0), 0)
     words = w_smem.index(0).reshape([ROWS, J]).load(OPERAND)
@@ -158,7 +182,7 @@ def _wide(
     before = weights
     for i in range(steps):
         for p in gl.static_range(PLANES):
-            stage = i * PARTS_OF_TILE + p // XP
+            stage = i * (PLANES // XP) + p // XP
             slot = stage % XS
             if p % XP == 0:
                 mbarrier.wait(x_ready.index(slot), stage // XS & 1)
@@ -166,16 +190,9 @@ def _wide(
             acc = warpgroup_mma(weights, x, acc, is_async=True)
             acc, before = warpgroup_mma_wait(1, deps=[acc, before])  # the plane before this one is done
             if p % XP == 0:
-                ahead = stage - 1 + XS
-                _fetch_x(
-                    x_desc, x_smem, x_ready, ahead % XS, first * PLANES + ahead * XP, token,
-                    (stage > 0) & (ahead < steps * PARTS_OF_TILE), X_BYTES,
-                )  # fmt: skip
+                mbarrier.arrive(x_empty.index((stage + XS - 1) % XS), count=1, pred=stage > 0)
             if p == 0:
-                _fetch_w(
-                    w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, w_ready, i % WS, block,
-                    first + i + WS, i + WS < steps, W_BYTES, WORDS, ASYMMETRIC,
-                )  # fmt: skip
+                mbarrier.arrive(w_empty.index(i % WS), count=1)
             before = weights
             if p + 1 == PLANES:
                 slot = (i + 1) % WS
@@ -212,30 +229,37 @@ def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_x(desc, smem, ready, slot, plane, token, wanted, BYTES: gl.constexpr):
-    """Start the copy of a stage of x, from plane `plane` of all of K, into a slot."""
-    mbarrier.expect(ready.index(slot), BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(desc, [plane, token, 0], ready.index(slot), smem.index(slot), pred=wanted)
+def _fetch_x(
+    desc, smem, ready, empty, plane, token, stages, J: gl.constexpr, BM: gl.constexpr, XP: gl.constexpr,
+    XS: gl.constexpr,
+):  # fmt: skip
+    """Ask for `stages` stages of x, from plane `plane` of all of K on, as long as there is room."""
+    gdc_wait()
+    for i in range(stages):
+        slot = i % XS
+        mbarrier.wait(empty.index(slot), (i // XS - 1) & 1, pred=i >= XS)
+        mbarrier.expect(ready.index(slot), XP * BM * J * 2)
+        tma.async_copy_global_to_shared(desc, [plane + i * XP, token, 0], ready.index(slot), smem.index(slot))
 
 
 @gluon.jit
 def _fetch_w(
-    w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready, slot, block, tile, wanted,
-    BYTES: gl.constexpr, WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
+    w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready, empty, block, first, steps,
+    J: gl.constexpr, BN: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of tile `tile` of BN row blocks, its scales and zeros into a slot."""
-    arrived = ready.index(slot)
-    mbarrier.expect(arrived, BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(w_desc, [block, tile * 64, 0], arrived, w_smem.index(slot), pred=wanted)
-    for w in gl.static_range(WORDS):
-        tma.async_copy_global_to_shared(
-            scale_desc, [block, (tile * WORDS + w) * 64], arrived, scale_smem.index(slot * WORDS + w),
-            pred=wanted,
-        )  # fmt: skip
-    if ASYMMETRIC:
-        tma.async_copy_global_to_shared(
-            zero_desc, [block, tile * 64], arrived, zero_smem.index(slot), pred=wanted
-        )
+    """Ask for `steps` tiles of BN row blocks, from tile `first` on, their scales and zeros, likewise."""
+    for i in range(steps):
+        slot, tile = i % WS, first + i
+        arrived = ready.index(slot)
+        mbarrier.wait(empty.index(slot), (i // WS - 1) & 1, pred=i >= WS)
+        mbarrier.expect(arrived, BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC))
+        tma.async_copy_global_to_shared(w_desc, [block, tile * 64, 0], arrived, w_smem.index(slot))
+        for w in gl.static_range(WORDS):
+            tma.async_copy_global_to_shared(
+                scale_desc, [block, (tile * WORDS + w) * 64], arrived, scale_smem.index(slot * WORDS + w)
+            )
+        if ASYMMETRIC:
+            tma.async_copy_global_to_shared(zero_desc, [block, tile * 64], arrived, zero_smem.index(slot))
 
 
 @gluon.jit
@@ -281,6 +305,11 @@ def wide_plan(width: int, blocks: int, tiles: int) -> WidePlan:
     return WidePlan(tokens, rows, triton.cdiv(tiles, triton.cdiv(tiles, splits)), x_planes, 3, 3)
 
 
+def registers(sums: int) -> int:
+    """Of a thread, where those that multiply hold so many sums; the 4 warps of the copies give theirs away."""
+    return min(sums + 48, 168)  # at most 12 warps
+
+
 def fits(x: Tensor, weight: TiledWeight) -> bool:
     """Whether `wide_gemm` multiplies x: 16-bit, K in whole planes, on a GPU with wgmma."""
     return is_hopper(x.device) and x.itemsize == 2 and x.shape[1] % weight.packed.shape[3] == 0
@@ -301,8 +330,8 @@ def wide_gemm(
         J=words, PLANES=layout["PLANES"], RUNS=layout["RUNS"], SCALE=layout["SCALE"],
         ASYMMETRIC=layout["ASYMMETRIC"], UNPACK=layout["UNPACK"], DOT=DTYPES[x.dtype],
         BIASED=bias is not None, BM=plan.tokens, BN=plan.blocks, SPLIT=splits > 1, XP=plan.x_planes,
-        XS=plan.x_stages, WS=plan.w_stages, num_warps=4 if plan.blocks == 1 else 8,
-        launch_pdl=True,
+        XS=plan.x_stages, WS=plan.w_stages, num_warps=4 * plan.blocks,
+        maxnreg=registers(plan.tokens // 2), launch_pdl=True,
     )  # fmt: skip
 
 
