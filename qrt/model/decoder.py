@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,28 +39,29 @@ class DecoderLayer:
         return self._rest(residual, self.attention(qkv, step, kv, rope))
 
     def into(
-        self, following: DecoderLayer, qkv: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer,
-        rope: RopeTables,
+        self, norm: RMSNorm, reader: Linear | None, qkv: Tensor, residual: Tensor, step: StepMeta,
+        kv: KVLayer, rope: RopeTables,
     ) -> Tensor:  # fmt: skip
-        """As a call, and the norm and `attention.qkv` of the layer that follows."""
+        """As a call, and the norm that follows with the one Linear that reads it, if that is not the head."""
         y = self.attention(qkv, step, kv, rope)
-        if len(y) == 1 and self._fits(following, residual):
-            linears = (self.attention.o, self.mlp.gate_up, self.mlp.down, following.attention.qkv)
-            norms = self.mlp_norm.weight, following.norm.weight, self.mlp_norm.eps
-            return one_token(y, residual, *(x.tensors for x in linears), *norms, self.mlp.down.scheme)
-        reader = following.attention.qkv
-        return reader(following.norm.add_for(reader, residual, self._rest(residual, y)))
+        linears = [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
+        if len(y) == 1 and self.mlp_norm.eps == norm.eps and _fits(linears, residual):
+            tensors = [x.tensors for x in linears] + ([] if reader else [[]])
+            norms = self.mlp_norm.weight, norm.weight, norm.eps
+            return one_token(y, residual, *tensors, *norms, self.mlp.down.scheme)
+        y = self._rest(residual, y)
+        return reader(norm.add_for(reader, residual, y)) if reader else norm.add(residual, y)
 
     def _rest(self, residual: Tensor, y: Tensor) -> Tensor:
         """From what the heads attended, y [T, Hq*D]."""
         return self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o(y)))
 
-    def _fits(self, following: DecoderLayer, residual: Tensor) -> bool:
-        """Whether `one_token` takes what is between the attention of this layer and the next."""
-        linears = (self.attention.o, self.mlp.gate_up, self.mlp.down, following.attention.qkv)
-        if len({x.scheme for x in linears}) > 1 or self.mlp_norm.eps != following.norm.eps:
-            return False
-        return fits(residual, [x.tensors for x in linears], [x.bias for x in linears], linears[0].scheme)
+
+def _fits(linears: Sequence[Linear], residual: Tensor) -> bool:
+    """Whether `one_token` takes what is between the attention of two layers."""
+    if len({x.scheme for x in linears}) > 1:
+        return False
+    return fits(residual, [x.tensors for x in linears], [x.bias for x in linears], linears[0].scheme)
 
 
 class Decoder:
@@ -88,13 +88,12 @@ class Decoder:
 
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step; the hidden states [T, H] after the final norm. K and V go into `kv`."""
-        first, last = self.layers[0], self.layers[-1]
-        residual, normal = self.embed(step.tokens, first.norm)
-        qkv = first.attention.qkv(normal)
-        for i, (layer, following) in enumerate(pairwise(self.layers)):
-            qkv = layer.into(following, qkv, residual, step, kv.layer(i), self.rope)
-        y = last(qkv, residual, step, kv.layer(len(self.layers) - 1), self.rope)
-        return self.norm.add(residual, y)
+        first, readers = self.layers[0], [layer.attention.qkv for layer in self.layers]
+        residual, x = self.embed(step.tokens, first.norm)
+        x = readers[0](x)
+        for i, ((layer, norm), reader) in enumerate(zip(self.blocks(), [*readers[1:], None], strict=True)):
+            x = layer.into(norm, reader, x, residual, step, kv.layer(i), self.rope)
+        return x
 
     def blocks(self) -> Iterator[tuple[DecoderLayer, RMSNorm]]:
         """Each layer with the norm that follows it, the final one last."""

@@ -69,6 +69,22 @@ def test_no_worse_than_the_operators(device, name, bits, symmetric):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", SIZES)
+def test_behind_the_last_layer(device, name):
+    """Without qkv: the norm, and the residual is the same bit for bit."""
+    weights = four(SIZES[name], 4, False, device)
+    x, residual, (*prepared, qkv), norms = operands(SIZES[name], weights, "w4a16", device)
+    assert fits(residual, prepared, [None] * 3, "w4a16")
+    ours, theirs = residual.clone(), residual.clone()
+    got = one_token(x, ours, *prepared, [], *norms, EPS, "w4a16")
+    one_token(x, theirs, *prepared, qkv, *norms, EPS, "w4a16")
+    assert torch.equal(ours, theirs)
+    want = ours.double()
+    want = want / (want.square().mean() + EPS).sqrt() * norms[1].double()
+    assert got.shape == want.shape and relative(got, want) < 2**-7
+
+
+@pytest.mark.gpu
 def test_layers_in_a_graph_give_the_same_bits_every_time(device):
     """Launches that follow each other share counters and slots, and start before the one before is done."""
     sizes, scheme = SIZES["8b"], "w4a16"
@@ -112,8 +128,8 @@ def test_what_fits(device, monkeypatch):
     assert not fits(residual, prepared, none, "w4a16")
 
 
-def test_operator(device):
-    sizes = (64, 32, 48, 96)
+def test_operator():
+    sizes, device = (64, 32, 48, 96), torch.device("cpu")  # fp32 is not the kernel's
     weights = [
         random_weight(n, k, 4, symmetric=False, device=device)
         for n, k in ((64, 32), (96, 64), (64, 48), (96, 64))
@@ -125,6 +141,13 @@ def test_operator(device):
     torch.library.opcheck(torch.ops.qrt.one_token.default, args, test_utils=names)
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
     got = ref.one_token(x, residual, *prepared, *norms, EPS, "w4a16")
+    assert relative(got, want) < 1e-5 and relative(residual, want_residual) < 1e-5
+    x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
+    args = (x, residual, *prepared[:3], [], *norms, EPS, "w4a16")
+    torch.library.opcheck(torch.ops.qrt.one_token.default, args, test_utils=names)
+    got = ref.one_token(*args)
+    want = residual.double()
+    want = want / (want.square().mean() + EPS).sqrt() * norms[1].double()
     assert relative(got, want) < 1e-5 and relative(residual, want_residual) < 1e-5
 
 
@@ -143,11 +166,13 @@ for bits, symmetric in ((4, False), (8, True)):
         weight = random_weight(n, k, bits, 128, symmetric=symmetric, dtype=BF16)
         weights.append(WEIGHT_SCHEMES[scheme].prepare(weight, CPU, BF16))
     norm = torch.empty(512, dtype=BF16)
-    kernel.one_token(torch.empty(1, 256, dtype=BF16), norm[None], *weights, norm, norm, 1e-5, scheme)
+    x = torch.empty(1, 256, dtype=BF16)
+    for qkv in weights[3], []:
+        kernel.one_token(x, norm[None], *weights[:3], qkv, norm, norm, 1e-5, scheme)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_kernel_compiles():
-    assert compiled(CODE) == {"_one_token": 2}
+    assert compiled(CODE) == {"_one_token": 4}

@@ -306,7 +306,7 @@ def wide_plan(width: int, blocks: int, tiles: int) -> WidePlan:
 
 
 def registers(sums: int) -> int:
-    """Of a thread, where those that multiply hold so many sums; the 4 warps of the copies give theirs away."""
+    """Of a thread, where one that multiplies holds so many sums; the 4 warps of the copies give theirs."""
     return min(sums + 48, 168)  # at most 12 warps
 
 

@@ -7,6 +7,7 @@ one_token(x [1, Hq*D], residual [1, H], o, gate_up, down, qkv: run-time tensors 
     residual += down(silu(gate) * up) of gate_up(RMSNorm(residual, mlp_norm))
     return qkv(RMSNorm(residual, norm))
 
+Behind the last layer there is no qkv (an empty list): the norm [1, H] is returned.
 residual is added to in place; everything is rounded to its dtype where the operators one by one would, so
 that only the order of the products' sums differs. One launch where they take seven. `fits` says where it may
 be called.
@@ -32,8 +33,8 @@ UNIT = 16  # rows
 def fits(
     residual: Tensor, weights: Sequence[Sequence[Tensor]], biases: Sequence[Tensor | None], scheme: str
 ) -> bool:
-    """Whether the kernel takes these four products: one token in bf16 on a Hopper GPU, weight-only integers
-    with 16-bit scales of 64 inputs or more, neither reordered nor biased."""
+    """Whether the kernel takes these products, those of o, gate_up and down first: one token in bf16 on a
+    Hopper GPU, weight-only integers with 16-bit scales of 64 inputs or more, neither reordered nor biased."""
     kind = WEIGHT_SCHEMES[scheme]
     if residual.shape[0] != 1 or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):
         return False
@@ -69,7 +70,7 @@ def _fake(
     eps: float,
     scheme: str,
 ) -> Tensor:
-    return x.new_empty(1, WEIGHT_SCHEMES[scheme].out_features(qkv))
+    return x.new_empty(1, WEIGHT_SCHEMES[scheme].out_features(qkv) if qkv else residual.shape[1])
 
 
 one_token = define(

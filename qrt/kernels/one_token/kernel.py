@@ -148,7 +148,7 @@ def _work(
     i = _product(O_OUT, ring, operands, i, HIDDEN, ATTENDED, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW,
                  OFFSET, DOT, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 0)
-    _add_norm(x, totals, RESIDUAL, O_OUT, MLP_NORM, MIDDLE, eps, HIDDEN, RUNS)
+    _give(x, totals, _add_norm(x, RESIDUAL, O_OUT, MLP_NORM, MIDDLE, eps, HIDDEN), RUNS)
     CHUNKS: gl.constexpr = (HIDDEN + SPAN - 1) // SPAN
     row = 0
     for _ in range(gl.program_id(0), INNER // 16, gl.num_programs(0)):
@@ -167,10 +167,15 @@ def _work(
     i = _product(DOWN_OUT, ring, operands, i, HIDDEN, INNER, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW,
                  OFFSET, DOT, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 2)
-    _add_norm(x, totals, MIDDLE, DOWN_OUT, NORM, RESIDUAL, eps, HIDDEN, RUNS)
+    normal = _add_norm(x, MIDDLE, DOWN_OUT, NORM, RESIDUAL, eps, HIDDEN)
     gdc_launch_dependents()
-    _product(OUT, ring, operands, i, WIDTH, HIDDEN, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET, DOT,
-             WARPS, STAGES)  # fmt: skip
+    if WIDTH:
+        _give(x, totals, normal, RUNS)
+        _product(OUT, ring, operands, i, WIDTH, HIDDEN, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET,
+                 DOT, WARPS, STAGES)  # fmt: skip
+    else:
+        k = _inputs(HIDDEN, x)
+        gl.store(OUT + k, normal, mask=(k < HIDDEN) & (gl.program_id(0) == 0))
 
 
 @gluon.jit
@@ -224,10 +229,8 @@ def _take(x, totals, X, COUNT: gl.constexpr, RUNS: gl.constexpr):
 
 
 @gluon.jit
-def _add_norm(
-    x, totals, RESIDUAL, Y, WEIGHT, SUM, eps, COUNT: gl.constexpr, RUNS: gl.constexpr
-):  # fmt: skip
-    """SUM = RESIDUAL + Y; the input is its RMSNorm, rounded as `add_rmsnorm` does."""
+def _add_norm(x, RESIDUAL, Y, WEIGHT, SUM, eps, COUNT: gl.constexpr):
+    """SUM = RESIDUAL + Y; its RMSNorm, rounded as `add_rmsnorm` does."""
     k = _inputs(COUNT, x)
     real = k < COUNT
     weight = gl.load(WEIGHT + k, mask=real, other=0.0).to(gl.float32)
@@ -238,7 +241,7 @@ def _add_norm(
         gl.store(SUM + k, total, mask=real)
     wide = total.to(gl.float32)
     normal = (wide * tl.rsqrt(gl.sum(wide * wide, 0) / COUNT + eps)).to(x.dtype).to(gl.float32)
-    _give(x, totals, (normal * weight).to(x.dtype), RUNS)
+    return (normal * weight).to(x.dtype)
 
 
 @gluon.jit
@@ -352,13 +355,14 @@ def one_token(
     kind = WEIGHT_SCHEMES[scheme]
     assert isinstance(kind, TiledScheme)
     raw, offset = kind.raw()
-    weights = [TiledWeight(*tensors) for tensors in (o, gate_up, down, qkv)]
-    hidden, inner, width = weights[0].out_features, weights[1].out_features // 2, weights[3].out_features
+    weights = [TiledWeight(*tensors) for tensors in (o, gate_up, down, qkv or down)]
+    hidden, inner = weights[0].out_features, weights[1].out_features // 2
+    width = weights[3].out_features if qkv else 0
     programs, planes = multiprocessors(x.device), 16 // kind.bits
     longest = max(triton.next_power_of_2(max(x.shape[1], hidden, inner)), planes * 64 * WARPS)
     units = triton.next_power_of_2(triton.cdiv(max(hidden, inner, width), ROWS * programs))
     middle, o_out, down_out = (torch.empty_like(residual) for _ in range(3))
-    active, out = x.new_empty(1, inner), x.new_empty(1, width)
+    active, out = x.new_empty(1, inner), x.new_empty(1, width or hidden)
     _one_token[(programs,)](
         *chain.from_iterable(map(_descriptors, weights)), x, residual, middle, mlp_norm, norm, o_out, active,
         down_out, out, _arrivals(x.device), eps,

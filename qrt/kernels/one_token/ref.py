@@ -26,4 +26,5 @@ def one_token(
     """See the package's docstring."""
     y = add_rmsnorm(residual, linear(x, o, None, scheme), mlp_norm, eps)
     y = linear(silu_mul(linear(y, gate_up, None, scheme)), down, None, scheme)
-    return linear(add_rmsnorm(residual, y, norm, eps), qkv, None, scheme)
+    y = add_rmsnorm(residual, y, norm, eps)
+    return linear(y, qkv, None, scheme) if qkv else y

@@ -23,8 +23,8 @@ def _rmsnorm(
     K: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token r // HEADS, which is X's row r // HEADS or
-    IDS of it. RESIDUAL gets X's row if there are IDS, and that is added otherwise. INT8: Y takes codes."""
+    """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token r // HEADS, whose place in X is that
+    or in IDS. With IDS RESIDUAL gets X's row, without them it is added. INT8: Y takes codes."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
     inside = (row < ROWS)[:, None] & (k < K)[None, :]
