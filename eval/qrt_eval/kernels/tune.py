@@ -132,6 +132,11 @@ def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterator[tupl
             yield tile_kernel.WidePlan(tokens, rows, splits, planes, x_stages, w_stages)
 
 
+# tokens, outputs, stages of `hopper_int8_kernel`
+HOPPER_INT8_BLOCKS = ((64, 64, 8), (64, 64, 12), (64, 128, 6), (128, 64, 8), (128, 128, 4), (128, 128, 6),
+                      (128, 256, 4))  # fmt: skip
+
+
 def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
     if width <= 64:
         depths = {128: (3, 4), 256: (4, 6)}
@@ -149,7 +154,7 @@ def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
         for splits in _splits(programs, steps // 2):  # no share of one step
             if splits <= 8:
                 yield tokens, outputs, inputs, splits, warps, stages
-    for tokens, outputs, stages in ((64, 128, 6), (128, 128, 4), (128, 256, 4)):
+    for tokens, outputs, stages in HOPPER_INT8_BLOCKS:
         programs = -(-n // outputs) * -(-width // tokens)
         for splits in _splits(programs, -(-k // 128)):
             if tokens <= width and splits <= max(1, k // 512):
