@@ -123,8 +123,8 @@ def _add_method(parser: ArgumentParser) -> None:
     )  # fmt: skip
     method.add_argument(
         "--tune", type=int, metavar="STEPS",
-        help="then train codes and scales of the whole model on text that the original writes; some hundred "
-        "steps, best on a GPU (default: 0)",
+        help="then train codes, scales and norms of the whole model on text that the original writes; "
+        "hundreds of steps, best on a GPU (default: 0)",
     )  # fmt: skip
     method.add_argument(
         "--no-exact-fold", action="store_const", const=False, dest="exact_folds",

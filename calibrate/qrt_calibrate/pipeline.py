@@ -34,7 +34,7 @@ from qrt_calibrate.search import round_input
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients
 from qrt_calibrate.streams import Streams
 from qrt_calibrate.text import Calibration, calibration
-from qrt_calibrate.tune import check_room, tune
+from qrt_calibrate.tune import check_room, is_tuned_norm, tune
 
 TUNED = "tuned"  # the step that ends with trained codes and scales written
 
@@ -175,7 +175,8 @@ class Run:
         )
 
     def _written(self, index: int, step: str | None = None) -> LayerResult:
-        """A layer as an earlier run has written it, its Linears as `step` has if that is not the layer's."""
+        """A layer as an earlier run has written it, its Linears and norms as `step` has if that is not the
+        layer's."""
         label, layer = _label(index), self._job.layer_name(index)
         linears = {
             name: self._writer.read_linear(step or label, f"{layer}.{name}")
@@ -184,7 +185,9 @@ class Run:
         parts = {f"{layer}.{name}.{part}" for name in linears for part in ("weight", "bias")}
         inside = (name for name in self._job.checkpoint.names() if name.startswith(f"{layer}."))
         rest = {
-            name.removeprefix(f"{layer}."): self._writer.read_tensor(label, name)
+            name.removeprefix(f"{layer}."): self._writer.read_tensor(
+                step if step and is_tuned_norm(name) else label, name
+            )
             for name in inside
             if name not in parts
         }
@@ -213,6 +216,8 @@ class Run:
                 result = tune(self._job, linears, rest, self._text.windows[: self._streams.calibrating])
             for name, weight in result.linears.items():
                 self._writer.add_linear(name, for_writer(weight, linears[name].bias), again=True)
+            for name, norm in result.norms.items():
+                self._writer.add_tensor(name, norm, again=True)
             self._writer.finish_step(TUNED, {"kl_first": result.kl_first, "kl_last": result.kl_last})
         self._run_again()
         return dict(self._writer.notes(TUNED))

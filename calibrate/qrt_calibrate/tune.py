@@ -1,9 +1,9 @@
-"""After the last layer: codes and scales trained end to end, so that the whole predicts as the original.
+"""After the last layer: codes, scales and norms trained end to end, to predict as the original does.
 
 The text is the original's own, drawn at temperature 1 behind a few tokens of the calibration text, new
 windows for every step (LLM-QAT, arXiv:2305.17888): trained on few windows again and again, weights learn
 those. The loss is the KL divergence of the quantized model's predictions from the original's; rounding passes
-gradients straight through. What is stored keeps its format: codes on the same grid, scales in the same dtype.
+gradients straight through. What is stored keeps its format: codes on their grid, the rest in its dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WINDOW = 512  # tokens of a window, at most
 PROMPT = 8  # of them from the calibration text
 DRAWN = 128  # windows that are drawn together
 MICRO_TOKENS = 2048  # of a step that go through the model together
-CODE_RATE, SCALE_RATE = 1e-2, 1e-3  # largest steps: in codes, and relative to a scale
+CODE_RATE, SCALE_RATE = 1e-2, 1e-3  # largest steps: in codes, and relative to a scale or a norm's weight
 BETAS, WARMUP = (0.9, 0.95), 10
 SMALL = 1 << 30  # weights up to which a GPU computes in fp32 too
 
@@ -76,6 +76,30 @@ class TunedWeight:
         self.gain.clamp_(0.5, 2.0)  # far beyond where training goes: a scale stays positive
 
 
+class TunedNorm:
+    """A norm's weight in training; gain [K] fp32 is what it is multiplied by before it is rounded to its
+    dtype."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        self._weight = weight.to(device)
+        self.gain = torch.ones(weight.shape, device=device)
+        self._moments = torch.zeros(2, *weight.shape, dtype=dtype, device=device)
+
+    def data(self) -> Tensor:
+        """What would be stored now."""
+        return (self._weight.float() * self.gain).to(self._weight.dtype)
+
+    def follow(self, gradient: Tensor, step: int, rate: float) -> None:
+        """As `TunedWeight.follow`; `gradient` [K]."""
+        pull = gradient.float() * self._weight.float()
+        self.gain.sub_(_adam(self._moments, pull, step), alpha=rate * SCALE_RATE)
+
+
+def is_tuned_norm(name: str) -> bool:
+    """Whether a layer's tensor beside its Linears is trained with them."""
+    return name.endswith("norm.weight")
+
+
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device)
 
@@ -91,10 +115,11 @@ def _adam(moments: Tensor, gradient: Tensor, step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The Linears by their full names, without biases, and the mean KL per token of the drawn text, in nats,
-    over the first and the last tenth of the steps."""
+    """The Linears by their full names, without biases, the norms by theirs, and the mean KL per token of the
+    drawn text, in nats, over the first and the last tenth of the steps."""
 
     linears: dict[str, WeightData]
+    norms: dict[str, Tensor]
     kl_first: float
     kl_last: float
 
@@ -112,6 +137,7 @@ def tune(job: Job, linears: Mapping[str, WeightData], rest: Mapping[str, Tensor]
     )
     model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers' annotation
     tuned = {name: TunedWeight(data, dtype, device) for name, data in linears.items()}
+    norms = {name: TunedNorm(rest[name], dtype, device) for name in rest if is_tuned_norm(name)}
     known = model.state_dict().keys()  # files may hold more, such as RoPE tables
     fixed = {name: tensor.to(device, dtype) for name, tensor in rest.items() if name in known}
     biases = {f"{n}.bias": d.bias.to(device, dtype) for n, d in linears.items() if d.bias is not None}
@@ -119,17 +145,19 @@ def tune(job: Job, linears: Mapping[str, WeightData], rest: Mapping[str, Tensor]
     text = _drawn(model, windows.to(device), min(WINDOW, job.recipe.seqlen), job.recipe.seed)
     for step in tqdm(range(1, steps + 1), desc="Tuning", unit="step"):
         weights = {f"{n}.weight": own.data().dequantize().to(dtype) for n, own in tuned.items()}
+        weights |= {name: norm.data().to(dtype) for name, norm in norms.items()}
         for weight in weights.values():
             weight.requires_grad_()
         costs.append(_backward(model, {**fixed, **biases, **weights}, next(text)))
         rate = min(1.0, step / WARMUP) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
-        for name, own in tuned.items():
-            gradient = weights.pop(f"{name}.weight").grad
+        for name, own in ({f"{n}.weight": own for n, own in tuned.items()} | norms).items():
+            gradient = weights.pop(name).grad
             assert gradient is not None
             own.follow(gradient, step, rate)
     few = max(1, steps // 10)
     first, last = (sum(own) / few for own in (costs[:few], costs[-few:]))
-    return Tuned({name: own.data() for name, own in tuned.items()}, first, last)
+    stored = {name: own.data() for name, own in tuned.items()}
+    return Tuned(stored, {name: norm.data() for name, norm in norms.items()}, first, last)
 
 
 def _backward(model: PreTrainedModel, tensors: Mapping[str, Tensor], windows: Tensor) -> float:

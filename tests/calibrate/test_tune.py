@@ -18,7 +18,7 @@ from qrt_calibrate import cli, pipeline, tune
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe_file import recipe_of
-from qrt_calibrate.tune import TunedWeight, check_room, tune_bytes
+from qrt_calibrate.tune import TunedNorm, TunedWeight, check_room, tune_bytes
 
 CPU = torch.device("cpu")
 FLAGS = ["--bits", "4", "--group-size", "64", "--n-samples", "4", "--seqlen", "64", "--eval-samples", "4"]
@@ -58,6 +58,20 @@ def test_a_step_is_that_of_adam_on_codes_that_are_not_rounded(symmetric):
             place.clamp_(0, 15)
         torch.testing.assert_close(tuned.gain, gain.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(tuned.place, place.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_s_step_is_that_of_adam():
+    weight = torch.randn(32).to(torch.bfloat16)
+    tuned, gain = TunedNorm(weight, torch.float32, CPU), torch.ones(32).requires_grad_()
+    adam = torch.optim.Adam([gain], lr=tune.SCALE_RATE, betas=tune.BETAS, eps=1e-12)
+    for step in (1, 2, 3):
+        gradient = torch.randn(32)
+        adam.zero_grad()
+        (weight.float() * gain * gradient).sum().backward()
+        adam.step()
+        tuned.follow(gradient, step, 1.0)
+        torch.testing.assert_close(tuned.gain, gain.detach(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(tuned.data(), (weight.float() * tuned.gain).to(torch.bfloat16))
 
 
 def test_what_is_stored_is_on_the_grid():
@@ -137,15 +151,17 @@ def test_a_tuned_checkpoint_is_nearer_to_the_original(calib, tmp_path, monkeypat
     # transformers reads what was measured
     exact, loaded = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (source, out))
     ids = torch.randint(0, 4096, (2, 64), generator=torch.Generator().manual_seed(5))
-    codes = open_checkpoint(out)
+    codes, moved = open_checkpoint(out), False
     with torch.no_grad():
         found = loaded(ids).logits
         for name in plan(open_checkpoint(source), recipe_of({"bits": 4}), CPU).quantized:
             exact.get_parameter(f"{name}.weight").copy_(codes.linear(name)[1].dequantize())
         for name, parameter in exact.named_parameters():
             if "norm" in name:
+                moved |= not torch.equal(parameter, codes.tensor(name).float())
                 parameter.copy_(codes.tensor(name))
         torch.testing.assert_close(found, exact(ids).logits, rtol=1e-4, atol=1e-4)
+    assert moved  # norms too
 
 
 def test_interrupted_runs_write_the_same_bytes(llama, calib, tmp_path, monkeypatch):

@@ -151,9 +151,10 @@ class CheckpointWriter:
         self._folder.add({f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}, again)
         self._linears.add(module)
 
-    def add_tensor(self, name: str, tensor: Tensor) -> None:
-        """Add an unquantized tensor; an lm_head that merely repeats its tied embedding is left out."""
-        self._folder.add({name: tensor})
+    def add_tensor(self, name: str, tensor: Tensor, again: bool = False) -> None:
+        """Add an unquantized tensor, `again` likewise; an lm_head that merely repeats its tied embedding is
+        left out."""
+        self._folder.add({name: tensor}, again)
 
     def add_file(self, name: str, content: str) -> None:
         """Add a text file to the folder."""
