@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qrt.errors import ConfigError
+from qrt_calibrate.devices import devices_of
 from qrt_calibrate.pipeline import calibrate as run
 from qrt_calibrate.recipe_file import recipe_of
 from qrt_calibrate.report import Report
@@ -33,18 +34,19 @@ def calibrate(
 
     `settings` are a recipe's entries, as in a --recipe file: bits, scheme, group_size, symmetric, method,
     calib, n_samples, seqlen, eval_samples, seed, damping, exact_folds, rotations, tune, ignore, override, kv.
+    `device` is as for --device: "cuda", or None where there is one, means all GPUs.
     A model in memory needs its `tokenizer`, unless method is "rtn" and eval_samples 0. Raises QrtError as the
     command line does; an unknown entry is a ConfigError.
     """
     recipe = recipe_of(settings)
-    target = _device(device)
+    devices = devices_of(device)
     if isinstance(model, str | Path):
         if tokenizer is not None:
             raise ConfigError("tokenizer: a checkpoint folder carries its own; leave it out")
-        return run(model, recipe, Path(out), target)
+        return run(model, recipe, Path(out), *devices)
     with tempfile.TemporaryDirectory() as folder:
         _save(model, tokenizer, Path(folder))
-        return run(folder, recipe, Path(out), target)
+        return run(folder, recipe, Path(out), *devices)
 
 
 def quantize(
@@ -69,9 +71,3 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, fol
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)

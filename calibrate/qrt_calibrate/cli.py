@@ -7,15 +7,14 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from qrt.cli import ArgumentParser, run_main
-from qrt.errors import ConfigError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt_calibrate import convert
+from qrt_calibrate.devices import devices_of
 from qrt_calibrate.duration import expected_seconds
 from qrt_calibrate.hub import push
 from qrt_calibrate.method import METHODS
@@ -46,7 +45,11 @@ def _parser() -> ArgumentParser:
     add("--model", required=True, help="checkpoint folder, or 'tiny' for the bundled model")
     add("--out", metavar="DIR", help="folder to make (default: the model's name with -w4, -w8 or -w8a8); an "
         "interrupted run goes on from DIR.partial")  # fmt: skip
-    add("--device", help="where to compute (default: cuda if there is one, else cpu)")
+    add(
+        "--device",
+        help="cpu, a GPU as cuda:1, or several that share the windows, as cuda:0,cuda:2 (default: cuda, "
+        "which is all GPUs, or else cpu)",
+    )
     add("--recipe", metavar="FILE", help="YAML file with flags' names as keys; flags win over it")
     add(
         "--dry-run",
@@ -140,28 +143,15 @@ def _run(arguments: Namespace) -> None:
     recipe = recipe_of({**entries, **given})
     name = Path(arguments.model).resolve().name
     out = Path(arguments.out or f"{name}-{recipe.scheme.removesuffix('a16')}")
-    device = device_of(arguments.device)
+    devices = devices_of(arguments.device)
     if arguments.dry_run:
-        job = plan(open_checkpoint(arguments.model), recipe, device)
+        job = plan(open_checkpoint(arguments.model), recipe, *devices)
         print(*preflight(job).lines(), sep="\n")
-        minutes = expected_seconds(job, read_layer) / 60
+        minutes, where = expected_seconds(job, read_layer) / 60, ", ".join(map(str, devices))
         print(
-            f"about {minutes:.2g} minutes on {device}, foreseen from parts of one layer timed there just now"
+            f"about {minutes:.2g} minutes on {where}, foreseen from parts of one layer timed there just now"
         )
         return
-    calibrate(arguments.model, recipe, out, device).print(Console())
+    calibrate(arguments.model, recipe, out, *devices).print(Console())
     if arguments.push_to_hub:
         push(out, arguments.push_to_hub)
-
-
-def device_of(name: str | None) -> torch.device:
-    """The device of --device; CUDA where there is one when it is left out."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"--device: got {name!r}, wanted e.g. cuda, cuda:1 or cpu") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device: got {name!r}, but there is no CUDA device; use --device cpu")
-    return device

@@ -22,7 +22,8 @@ HEAD_ROWS = 16384  # of the head that are multiplied at a time
 
 
 class Decoder:
-    """The decoder layers of one checkpoint, for windows of `seqlen` tokens, computed in fp32 on `device`."""
+    """The decoder layers of one checkpoint, for windows of `seqlen` tokens, computed in fp32 on `device`; a
+    layer that lies elsewhere runs there."""
 
     def __init__(self, checkpoint: Checkpoint, arch: Arch, seqlen: int, device: torch.device) -> None:
         config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
@@ -35,7 +36,7 @@ class Decoder:
         self._layers = model.get_submodule(arch.layers)
         self._norm = model.get_submodule(arch.norm)
         self._head: tuple[nn.Module, Tensor] | None = None
-        self._arguments = _layer_arguments(model, arch, seqlen, device)
+        self._arguments = {device: _layer_arguments(model, arch, seqlen, device)}
 
     def embed(self, windows: Tensor) -> Tensor:
         """Token ids [B, T] -> hidden states [B, T, H], fp32 on the CPU."""
@@ -64,14 +65,17 @@ class Decoder:
         return layer
 
     def run(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """Hidden states [B, T, H] -> the layer's output, fp32 on the device."""
-        return layer(hidden.to(self._device), **self._arguments[index])
+        """Hidden states [B, T, H] -> the layer's output, fp32 on the layer's device."""
+        device = _device(layer)
+        if device not in self._arguments:  # copies in every call would make the devices wait for each other
+            self._arguments[device] = _moved(self._arguments[self._device], device, {})
+        return layer(hidden.to(device), **self._arguments[device][index])
 
     def backward(self, index: int, layer: nn.Module, hidden: Tensor, gradient: Tensor) -> Tensor:
         """The loss's gradient at `hidden` [B, T, H], which layer `index` reads, from that at its output."""
         with torch.enable_grad():
-            leaf = hidden.to(self._device).detach().requires_grad_()
-            self.run(index, layer, leaf).backward(gradient.to(self._device))
+            leaf = hidden.to(_device(layer)).detach().requires_grad_()
+            self.run(index, layer, leaf).backward(gradient.to(leaf.device))
         assert leaf.grad is not None
         return leaf.grad
 
@@ -109,6 +113,21 @@ class Decoder:
             head = read(self._checkpoint, f"{self._arch.head if stored else self._arch.embed}.weight")
             self._head = norm, head.to(self._device)
         return self._head
+
+
+def _device(layer: nn.Module) -> torch.device:
+    return next(layer.parameters()).device
+
+
+def _moved(value: Any, device: torch.device, known: dict[int, Tensor]) -> Any:
+    """`value` with the tensors in its lists, tuples and dicts on `device`; what is shared stays shared."""
+    if isinstance(value, Tensor):
+        return known.setdefault(id(value), value.to(device))
+    if isinstance(value, dict):
+        return {key: _moved(own, device, known) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(own, device, known) for own in value)
+    return value
 
 
 def read(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -34,10 +34,10 @@ def measure_cost(decoder: Decoder, streams: Streams, windows: Tensor) -> Cost | 
     where there are none. Hidden states are those behind the last layer."""
     first = streams.calibrating
     totals = torch.zeros(4, dtype=torch.float64)  # losses, exact losses, KL, agreements
-    for ids, exact, rounded in zip(
-        windows[first:], streams.exact[first:], streams.rounded[first:], strict=True
-    ):
-        p, q = (F.log_softmax(decoder.logits(hidden[:-1]), -1).cpu() for hidden in (exact, rounded))
+    places = streams.in_order(first, len(windows))
+    for ids, (share, at) in zip(windows[first:], places, strict=True):
+        states = (share.exact[at], share.rounded[at])
+        p, q = (F.log_softmax(decoder.logits(hidden[:-1]), -1).cpu() for hidden in states)
         totals[0] += F.nll_loss(q, ids[1:], reduction="sum")
         totals[1] += F.nll_loss(p, ids[1:], reduction="sum")
         totals[2] += F.kl_div(q, p, reduction="sum", log_target=True)

@@ -55,8 +55,9 @@ def round_block(
     count, columns, rows = block.shape
     block, scales, upper = block.contiguous(), scales.contiguous(), upper.contiguous()
     codes, errors = torch.empty_like(block), torch.empty_like(block)
-    _round_block_kernel[(triton.cdiv(rows, ROWS), count)](
-        block, scales, zeros, upper, codes, errors, rows,
-        MIDPOINT=midpoint, LEVELS=levels, COLUMNS=columns, PADDED=triton.next_power_of_2(columns), ROWS=ROWS,
-    )  # fmt: skip
+    with torch.cuda.device_of(block):  # Triton launches on the current device
+        _round_block_kernel[(triton.cdiv(rows, ROWS), count)](
+            block, scales, zeros, upper, codes, errors, rows, MIDPOINT=midpoint, LEVELS=levels,
+            COLUMNS=columns, PADDED=triton.next_power_of_2(columns), ROWS=ROWS,
+        )  # fmt: skip
     return codes, errors

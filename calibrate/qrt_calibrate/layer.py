@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qrt.arch.base import Smooth
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.clip import search_clip
-from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.decoder import Decoder
 from qrt_calibrate.fold import Pair, check_unchanged, linear
 from qrt_calibrate.gptq import Factor, round_columns
 from qrt_calibrate.method import Scales
@@ -37,7 +37,7 @@ from qrt_calibrate.search import (
     smooth_candidates,
 )
 from qrt_calibrate.sensitivity import OutputMoments, output_moments
-from qrt_calibrate.streams import Streams
+from qrt_calibrate.streams import Share, Streams
 
 SEARCH_TOKENS = (
     4096  # tokens that judge a candidate of AWQ and SmoothQuant; the moments come from all of them
@@ -60,11 +60,7 @@ class LayerResult:
 
 
 class LayerWork:
-    """Layer `index`, whose stored tensors are `tensors` (names relative to the layer).
-
-    `gradients` [B, T, H] are the loss's at the layer's output on the first windows of `streams`, where the
-    method asks for them.
-    """
+    """Layer `index`, whose stored tensors are `tensors` (names relative to the layer)."""
 
     def __init__(
         self,
@@ -73,11 +69,9 @@ class LayerWork:
         index: int,
         tensors: Mapping[str, Tensor],
         streams: Streams | None,
-        gradients: Tensor | None = None,
     ) -> None:
         self.job, self.name, self.grids = job, job.layer_name(index), job.layer_grids(index)
         self._decoder, self._index, self._tensors, self._streams = decoder, index, tensors, streams
-        self._gradients = gradients
         self._norms = {p.readers: p.source for p in job.arch.smooth if p.source not in job.arch.projections}
         self.done: dict[str, WeightData] = {}
         self.figures: dict[str, float] = {}
@@ -90,8 +84,8 @@ class LayerWork:
         assert self._decoder is not None and self._streams is not None
         self.exact = self._decoder.load(self._index, self._tensors)
         self.rounded = copy.deepcopy(self.exact)
-        windows = max(1, SEARCH_TOKENS // self._streams.rounded.shape[1])
-        self._sample = self._streams.rounded[: self._streams.calibrating][:windows].to(self.job.device)
+        first, windows = self._streams.shares[0], max(1, SEARCH_TOKENS // self._streams.seqlen)
+        self._sample = first.rounded[: first.calibrating][:windows].to(self.job.device)
         self._wanted = self._run(self.exact)
         felt = self._output_moments()
         norm = ""  # whose input the next closing Linear's output is added to
@@ -130,30 +124,44 @@ class LayerWork:
     def _output_moments(self) -> dict[tuple[str, ...], OutputMoments]:
         """What the loss feels of each stage's output, where the method asks. Folds do not change it: those
         that divide an output come after its stage."""
-        if self._gradients is None:
-            return {}
         assert self._decoder is not None and self._streams is not None
+        decoder, index = self._decoder, self._index
         stages = [parts for _, parts in self.job.arch.fuse if parts[0] in self.grids]
-        step = min(max(1, BATCH_TOKENS // self._gradients.shape[1]), (len(self._gradients) + 1) // 2)
-        exact = self._streams.exact[: len(self._gradients)]
-        windows = zip(exact.split(step), self._gradients.split(step), strict=True)
-        return output_moments(self._decoder, self._index, self.exact, stages, windows)
+
+        def measure(share: Share, exact: nn.Module) -> dict[tuple[str, ...], OutputMoments]:
+            if share.gradients is None:
+                return {}
+            gradients = share.gradients[index]
+            windows = share.batches(share.exact[: len(gradients)], gradients)
+            return output_moments(decoder, index, exact, stages, windows)
+
+        found, *others = self._streams.each(measure, self.exact)
+        for other in others:
+            for parts, moments in found.items():
+                moments.join(other[parts])
+        return found
 
     def _measure(self, parts: tuple[str, ...], residual: str | None) -> Moments:
         """Moments of the input of `parts`, and of the residual stream, over the calibration windows."""
         assert self._streams is not None
         first = linear(self.rounded, parts[0])
-        moments = Moments(first.in_features, first.out_features if residual else None, self.job.device)
         names = [parts[0]] if residual is None else [residual, parts[0]]
-        seqlen = self._streams.rounded.shape[1]
-        total = self._streams.calibrating * seqlen
-        windows = min(max(1, BATCH_TOKENS // seqlen), (self._streams.calibrating + 1) // 2)
-        for number, (exact, rounded) in enumerate(self._streams.calibration(windows)):
-            *stream, x = self._inputs(self.rounded, names, rounded)
-            *exact_stream, exact_x = self._inputs(self.exact, names, exact)
-            moments.add(x, exact_x, total, number % 2)
-            for own, other in zip(stream, exact_stream, strict=True):
-                moments.add_residual(own, other, x, total, number % 2)
+        total = self._streams.calibrating * self._streams.seqlen
+
+        def measure(share: Share, exact: nn.Module, rounded: nn.Module) -> Moments:
+            moments = Moments(first.in_features, first.out_features if residual else None, share.device)
+            streams = (stream[: share.calibrating] for stream in (share.exact, share.rounded))
+            for half, exact_hidden, hidden in share.batches(*streams):
+                *stream, x = self._inputs(rounded, names, hidden)
+                *exact_stream, exact_x = self._inputs(exact, names, exact_hidden)
+                moments.add(x, exact_x, total, half)
+                for own, other in zip(stream, exact_stream, strict=True):
+                    moments.add_residual(own, other, x, total, half)
+            return moments
+
+        moments, *others = self._streams.each(measure, self.exact, self.rounded)
+        for other in others:
+            moments.join(other)
         return moments
 
     def _inputs(self, layer: nn.Module, names: list[str], hidden: Tensor) -> list[Tensor]:

@@ -74,6 +74,17 @@ class Moments:
         assert self.residual is not None
         self.residual[half].addmm_((exact - residual).T, x, alpha=1 / total)
 
+    def join(self, other: Moments) -> None:
+        """Count in what `other` has counted, on whatever device."""
+        device = self.hessian.device
+        self.mean_abs += other.mean_abs.to(device)
+        self.max_abs = torch.maximum(self.max_abs, other.max_abs.to(device))
+        self.hessian += other.hessian.to(device)
+        self.drift += other.drift.to(device)
+        if self.residual is not None and other.residual is not None:
+            self.residual += other.residual.to(device)
+        self._shares = [own + more for own, more in zip(self._shares, other._shares, strict=True)]
+
     def divide(self, scales: Tensor) -> None:
         """Follow a fold that divides the input by `scales` [K]: H becomes D^-1 H D^-1, no second pass."""
         for moment in (self.mean_abs, self.max_abs, self.hessian, self.drift, self.residual):

@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from qrt.errors import ConfigError
@@ -32,15 +33,16 @@ from qrt_calibrate.rotate import Gate, RotatedCheckpoint
 from qrt_calibrate.rtn import for_writer
 from qrt_calibrate.search import round_input
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients
-from qrt_calibrate.streams import Streams
+from qrt_calibrate.streams import Share, Streams
 from qrt_calibrate.text import Calibration, calibration
 from qrt_calibrate.tune import check_room, is_tuned_norm, tune
 
 TUNED = "tuned"  # the step that ends with trained codes and scales written
 
 
-def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device) -> Report:
-    """Quantize checkpoint `model` (a folder, or "tiny") into the new folder `out`.
+def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.device) -> Report:
+    """Quantize checkpoint `model` (a folder, or "tiny") into the new folder `out`, on one device or several
+    of one kind: they share the windows, and the first one does the rest.
 
     Memory: two copies of one decoder layer in fp32 with their temporaries and one Linear's input moments, and
     the hidden states of the windows, exact and rounded (each n_samples * seqlen * hidden size, fp32; in files
@@ -48,7 +50,7 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
     call goes on from there to the same bytes. Raises QrtError for whatever a user can put right.
     """
     start = time.perf_counter()
-    job = plan(open_checkpoint(model), recipe, device)
+    job = plan(open_checkpoint(model), recipe, *devices)
     text = calibration(job) if any(recipe.windows) else None
     curve: tuple[Point, ...] = ()
     if recipe.has_budget:
@@ -56,7 +58,7 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, device: torch.device
         recipe = job.recipe
     grids = {name: (grid.scheme, grid.spec) for name, grid in job.quantized.items() if grid != recipe.grid}
     with (
-        products(TF32 if device.type == "cuda" else EXACT),
+        products(TF32 if job.device.type == "cuda" else EXACT),
         CheckpointWriter(
             out,
             job.checkpoint,
@@ -107,7 +109,7 @@ def _with_bits(job: Job, text: Calibration | None) -> tuple[Job, tuple[Point, ..
         raise ConfigError("a budget of bits needs text to measure on; use a method that reads some")
     allocation = allocate(job, text.windows[:WINDOWS], read_layer)
     overrides = (*allocation.overrides, *job.recipe.overrides)
-    return plan(job.checkpoint, replace(job.recipe, overrides=overrides), job.device), allocation.curve
+    return plan(job.checkpoint, replace(job.recipe, overrides=overrides), *job.devices), allocation.curve
 
 
 class Run:
@@ -117,24 +119,22 @@ class Run:
         self._job, self._writer, self._text = job, writer, text
         self._decoder: Decoder | None = None
         self._streams: Streams | None = None
-        self._gradients: Tensor | None = None
         turned = job.checkpoint if isinstance(job.checkpoint, RotatedCheckpoint) else None
         self._gate = None if turned is None else Gate(turned, job.arch, job.device)
         if text is not None:
             self._decoder = Decoder(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
             hidden = self._decoder.embed(text.windows)
             calibrating = job.recipe.windows[0]
-            self._streams = Streams(hidden, calibrating, job.device, writer.working_folder)
-            self._gradients = self._measure_gradients(text.windows)
+            self._streams = Streams(hidden, calibrating, job.devices, writer.working_folder)
+            self._measure_gradients()
 
-    def _measure_gradients(self, windows: Tensor) -> Tensor | None:
+    def _measure_gradients(self) -> None:
         """`loss_gradients`, if the method asks for them and a layer is still to quantize."""
         job, count = self._job, gradient_windows(self._job)
         done = all(_label(index) in self._writer.finished for index in range(job.config.num_layers))
-        if not count or done:
-            return None
-        assert self._decoder is not None
-        return loss_gradients(job, self._decoder, windows[:count], read_layer, self._writer.working_folder)
+        assert self._decoder is not None and self._streams is not None
+        if count and not done:
+            loss_gradients(job, self._decoder, self._streams, count, read_layer, self._writer.working_folder)
 
     def layer(self, index: int) -> LayerReport:
         """Quantize layer `index` and write it, or take it up as written; then run it, exact and rounded."""
@@ -145,8 +145,7 @@ class Run:
         if label not in self._writer.finished:
             if self._gate is not None:
                 self._gate.check(index, tensors)
-            gradients = None if self._gradients is None else self._gradients[index]
-            work = LayerWork(self._job, self._decoder, index, tensors, self._streams, gradients)
+            work = LayerWork(self._job, self._decoder, index, tensors, self._streams)
             result = work.quantize()
             del work
             figures = dict(result.figures)
@@ -167,12 +166,13 @@ class Run:
         for name, grid in self._job.layer_grids(index).items():
             if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
                 round_input(linear(rounded, name))
-        run = self._decoder.run
-        return self._streams.advance(
-            lambda hidden: run(index, exact, hidden),
-            lambda hidden: run(index, rounded, hidden),
-            max(1, BATCH_TOKENS // self._job.recipe.seqlen),
-        )
+        run, step = self._decoder.run, max(1, BATCH_TOKENS // self._job.recipe.seqlen)
+
+        def advance(share: Share, exact: nn.Module, rounded: nn.Module) -> tuple[float, float]:
+            return share.advance(partial(run, index, exact), partial(run, index, rounded), step)
+
+        apart, size = (sum(own) for own in zip(*self._streams.each(advance, exact, rounded), strict=True))
+        return (apart / size) ** 0.5 if size else 0.0
 
     def _written(self, index: int, step: str | None = None) -> LayerResult:
         """A layer as an earlier run has written it, its Linears and norms as `step` has if that is not the
@@ -209,7 +209,8 @@ class Run:
         if not self._job.recipe.tune:
             return None
         assert self._streams is not None and self._text is not None
-        self._gradients = None
+        for share in self._streams.shares:
+            share.gradients = None
         if TUNED not in self._writer.finished:
             linears, rest = self._model()
             with products(EXACT):
@@ -236,14 +237,20 @@ class Run:
     def _run_again(self) -> None:
         """Run the tuned layers on the windows that evaluate."""
         assert self._decoder is not None and self._streams is not None and self._text is not None
-        hidden = self._streams.rounded[self._streams.calibrating :]
-        if not len(hidden):
+        run, step = self._decoder.run, max(1, BATCH_TOKENS // self._job.recipe.seqlen)
+        if not self._job.recipe.eval_samples:
             return
-        hidden.copy_(self._decoder.embed(self._text.windows[self._streams.calibrating :]))
+        hidden = {share: share.rounded[share.calibrating :] for share in self._streams.shares}
+        for share, own in hidden.items():
+            own.copy_(self._decoder.embed(self._text.windows[share.numbers[share.calibrating :]]))
+
+        def advance(share: Share, layer: nn.Module, index: int) -> None:
+            for part in hidden[share].split(step):
+                part.copy_(run(index, layer, part))
+
         for index in range(self._job.config.num_layers):
             layer = self._decoder.load(index, _stored(self._written(index, TUNED)))
-            for part in hidden.split(max(1, BATCH_TOKENS // self._job.recipe.seqlen)):
-                part.copy_(self._decoder.run(index, layer, part))
+            self._streams.each(partial(advance, index=index), layer)
 
     def cost(self) -> Cost | None:
         """What the whole cost, on the windows kept apart for it."""
@@ -273,7 +280,7 @@ def _fingerprint(job: Job, text: Calibration | None) -> dict[str, Any]:
     return {
         "recipe": repr(job.recipe),
         "versions": {"torch": torch.__version__},
-        "device": job.device.type,
+        "devices": [device.type for device in job.devices],
         "threads": torch.get_num_threads() if job.device.type == "cpu" else None,
         "config": hashlib.sha256(repr(sorted(job.checkpoint.config.items())).encode()).hexdigest(),
         "weights": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],

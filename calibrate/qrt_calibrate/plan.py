@@ -25,6 +25,7 @@ ReadLayer = Callable[[Checkpoint, str], dict[str, Tensor]]  # all tensors of a l
 class Job:
     """One calibration.
 
+    devices  where it is computed: the first one rounds, and all share the windows
     grids    full name of every Linear of the layers ("model.layers.0.self_attn.q_proj") -> what it becomes,
              None where it stays as it is
     """
@@ -33,8 +34,13 @@ class Job:
     arch: Arch
     config: ModelConfig
     recipe: Recipe
-    device: torch.device
+    devices: tuple[torch.device, ...]
     grids: dict[str, Grid | None]
+
+    @property
+    def device(self) -> torch.device:
+        """The first of its devices."""
+        return self.devices[0]
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -62,7 +68,7 @@ class Job:
         return {n.removeprefix(prefix): grid for n, grid in self.quantized.items() if n.startswith(prefix)}
 
 
-def plan(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -> Job:
+def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     """Check everything that can be checked without reading weights."""
     if checkpoint.quantization:
         raise UnsupportedError(
@@ -80,9 +86,9 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, device: torch.device) -> Job:
     grids = select(arch, config.num_layers, recipe)
     if recipe.rotations:
         exact = frozenset(f"{name}.weight" for name, grid in grids.items() if grid is not None)
-        checkpoint = RotatedCheckpoint(checkpoint, arch, recipe.rotations, exact, device)
+        checkpoint = RotatedCheckpoint(checkpoint, arch, recipe.rotations, exact, devices[0])
         config = ModelConfig.from_hf(checkpoint.config, arch)
-    job = Job(checkpoint, arch, config, recipe, device, grids)
+    job = Job(checkpoint, arch, config, recipe, devices, grids)
     if not isinstance(getattr(torch, config.dtype, None), torch.dtype):
         raise CheckpointError(f"{checkpoint.path}/config.json: dtype {config.dtype!r} is not a torch dtype")
     check_groups(checkpoint, job.grids)

@@ -7,7 +7,7 @@ Linear costs (YAQA, arXiv:2505.22988; the inputs' side is `observe.Moments`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
 from qrt_calibrate.fold import linear
 from qrt_calibrate.plan import Job, ReadLayer
-from qrt_calibrate.streams import place
+from qrt_calibrate.streams import Share, Streams, place
 
 TOKENS = 32768  # that gradients are taken of: they say where errors hurt, not by how much to correct them
 STORED = torch.bfloat16  # what gradients are kept in: their moments are trusted to far less
@@ -30,35 +30,50 @@ def gradient_windows(job: Job) -> int:
     return min(job.recipe.n_samples, max(1, TOKENS // job.recipe.seqlen))
 
 
-def loss_gradients(job: Job, decoder: Decoder, windows: Tensor, read: ReadLayer, folder: Path) -> Tensor:
-    """[L, B, T, H] in STORED: the loss's gradient at every layer's output, of token ids `windows` [B, T].
+def loss_gradients(
+    job: Job, decoder: Decoder, streams: Streams, windows: int, read: ReadLayer, folder: Path
+) -> None:
+    """Set the `gradients` of every share of `streams`, which hold the embedding: the loss's at every layer's
+    output, [L, b, T, H] in STORED, for those of its windows that are among the first `windows` of all.
 
     The exact model is run forth and back one layer at a time, each read twice; on the way forth what will be
     the gradient's place holds the layer's input. On the GPU or in RAM if it fits there, else in `folder`.
     """
-    hidden = decoder.embed(windows)
-    layers, step = job.config.num_layers, max(1, BATCH_TOKENS // windows.shape[1])
-    gradients = place(hidden.to(STORED).expand(layers, *hidden.shape), job.device, folder / "gradients")
-    hidden = hidden.to(gradients.device, copy=True)
-    with torch.no_grad():
-        for index in range(layers):
-            gradients[index].copy_(hidden)
-            layer = decoder.load(index, read(job.checkpoint, job.layer_name(index)))
-            for part in hidden.split(step):
-                part.copy_(decoder.run(index, layer, part))
-    generator = torch.Generator(job.device).manual_seed(job.recipe.seed)
-    gradient = hidden
-    for window in gradient:
-        window.copy_(decoder.loss_gradient(window, generator))
-    for index in range(layers - 1, 0, -1):
-        layer = decoder.load(index, read(job.checkpoint, job.layer_name(index)))
-        inputs = gradients[index]
-        for x, own in zip(inputs.split(step), gradient.split(step), strict=True):
+    layers, step = job.config.num_layers, max(1, BATCH_TOKENS // streams.seqlen)
+    states = {share: share.exact[: share.among(windows)].clone() for share in streams.shares}
+    for number, (share, own) in enumerate(states.items()):
+        room = own.to(STORED).expand(layers, *own.shape)
+        share.gradients = place(room, share.device, folder / f"gradients-{number}", len(states))
+
+    def forth(share: Share, layer: nn.Module, index: int) -> None:
+        assert share.gradients is not None
+        share.gradients[index].copy_(states[share])
+        for part in states[share].split(step):
+            part.copy_(decoder.run(index, layer, part))
+
+    def back(share: Share, layer: nn.Module, index: int) -> None:
+        assert share.gradients is not None
+        for x, own in zip(share.gradients[index].split(step), states[share].split(step), strict=True):
             before = decoder.backward(index, layer, x.float(), own)
             x.copy_(own)
             own.copy_(before)
-    gradients[0].copy_(gradient)
-    return gradients
+
+    def through(way: Callable[[Share, nn.Module, int], None], index: int) -> None:
+        layer = decoder.load(index, read(job.checkpoint, job.layer_name(index)))
+        streams.each(lambda share, own: way(share, own, index), layer)
+
+    with torch.no_grad():
+        for index in range(layers):
+            through(forth, index)
+    generator = torch.Generator(job.device).manual_seed(job.recipe.seed)
+    for share, at in streams.in_order(0, windows):
+        window = states[share][at]
+        window.copy_(decoder.loss_gradient(window, generator))
+    for index in range(layers - 1, 0, -1):
+        through(back, index)
+    for share, own in states.items():
+        assert share.gradients is not None
+        share.gradients[0].copy_(own)
 
 
 def block_sizes(rows: int) -> list[int]:
@@ -77,6 +92,11 @@ class OutputMoments:
         """Count gradients [T, N] in share `half`, 0 or 1."""
         for block, own in zip(self.blocks, gradient.split(COUPLED, dim=1), strict=True):
             block[half].addmm_(own.T, own)
+
+    def join(self, other: OutputMoments) -> None:
+        """Count in what `other` has counted, on whatever device."""
+        for own, more in zip(self.blocks, other.blocks, strict=True):
+            own += more.to(own.device)
 
     def trusted(self, alive: Tensor) -> Iterator[Tensor]:
         """Each block [n, n] with what lies beside its diagonal shrunk as far as the shares do not agree on
@@ -99,11 +119,12 @@ def output_moments(
     index: int,
     layer: nn.Module,
     stages: Sequence[tuple[str, ...]],
-    windows: Iterator[tuple[Tensor, Tensor]],
+    windows: Iterator[tuple[int, Tensor, Tensor]],
 ) -> dict[tuple[str, ...], OutputMoments]:
     """For each of `stages`, Linears that are stacked: the moments at their outputs, summed over all tokens.
 
-    `windows` are layer `index`'s inputs with the loss's gradients at its outputs, [B, T, H] each.
+    `windows` are layer `index`'s inputs with the loss's gradients at its outputs, [B, T, H] each, behind the
+    half that they count in.
     """
     gradients: dict[str, Tensor] = {}
 
@@ -118,10 +139,10 @@ def output_moments(
     for parts in stages:
         rows = sum(linear(layer, part).out_features for part in parts)
         found[parts] = OutputMoments(rows, linear(layer, parts[0]).weight.device)
-    for number, (hidden, gradient) in enumerate(windows):
+    for half, hidden, gradient in windows:
         decoder.backward(index, layer, hidden, gradient.float())
         for parts, moments in found.items():
-            moments.add(torch.cat([gradients[part] for part in parts], 1), number % 2)
+            moments.add(torch.cat([gradients[part] for part in parts], 1), half)
     for handle in handles:
         handle.remove()
     return found

@@ -2,40 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from qrt_calibrate.decoder import BATCH_TOKENS
+from qrt_calibrate.devices import at_once, replica
 
 SHARE_OF_GPU = 0.4  # of its free memory that both streams may take
 SHARE_OF_RAM = 0.4  # of what is available
 Run = Callable[[Tensor], Tensor]
+Result = TypeVar("Result")
 
 
-class Streams:
-    """Hidden states [B, T, H] fp32 of B windows, where the next layer begins.
+class Share:
+    """The windows that one device computes: hidden states [b, T, H] fp32 where the next layer begins.
 
-    exact      in the original model
-    rounded    in the model whose layers so far are rounded
-    calibrating    how many of the windows calibrate; the others only evaluate
-
-    They lie on the GPU if both fit there, else in RAM, else in files in `folder` (mapped).
+    exact, rounded    in the original model, and in the one whose layers so far are rounded
+    numbers           [b] int64, ascending: which of all windows they are
+    calibrating       how many of these calibrate, the first ones
+    gradients         [L, g, T, H] the loss's at every layer's output, of the first g of these; None until
+                      `loss_gradients` has set them
     """
 
-    def __init__(self, hidden: Tensor, calibrating: int, device: torch.device, folder: Path) -> None:
-        self.calibrating = calibrating
-        self.exact = place(hidden, device, folder / "hidden-exact")
-        self.rounded = place(hidden, device, folder / "hidden-rounded")
+    def __init__(
+        self,
+        exact: Tensor,
+        rounded: Tensor,
+        numbers: Tensor,
+        calibrating: int,
+        batch: int,
+        device: torch.device,
+    ) -> None:
+        self.exact, self.rounded, self.numbers, self.device = exact, rounded, numbers, device
+        self.calibrating = self.among(calibrating)
+        self.gradients: Tensor | None = None
+        self._batch = batch
 
-    def calibration(self, windows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The windows that calibrate, `windows` at a time: (exact, rounded)."""
-        parts = self.exact[: self.calibrating].split(windows), self.rounded[: self.calibrating].split(windows)
-        yield from zip(*parts, strict=True)
+    def among(self, first: int) -> int:
+        """How many of its windows are among the `first` of all."""
+        return int((self.numbers < first).sum())
 
-    def advance(self, exact: Run, rounded: Run, windows: int) -> float:
-        """Replace the hidden states by a layer's outputs; returns how far apart they are, relative to the
-        exact ones."""
+    def batches(self, *streams: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Its first windows as calibration takes them: (0 or 1, which share of the moments they count in, and
+        a batch of each of `streams` [b, T, H])."""
+        numbers = self.numbers[: len(streams[0])].split(self._batch)
+        for own, *parts in zip(numbers, *(stream.split(self._batch) for stream in streams), strict=True):
+            yield int(own[0]) // self._batch % 2, *parts
+
+    def advance(self, exact: Run, rounded: Run, windows: int) -> tuple[float, float]:
+        """Replace the hidden states by a layer's outputs, `windows` at a time; returns the squares of their
+        difference and of the exact ones, summed."""
         apart = size = 0.0
         for stream, run in ((self.exact, exact), (self.rounded, rounded)):
             for part in stream.split(windows):
@@ -45,7 +65,49 @@ class Streams:
         ):
             apart += float((rounded_part - exact_part).square().sum())
             size += float(exact_part.square().sum())
-        return (apart / size) ** 0.5 if size else 0.0
+        return apart, size
+
+
+class Streams:
+    """Hidden states of B windows [B, T, H], of which the first `calibrating` calibrate and the others only
+    evaluate. Batches of windows go round the devices, so that each has its share of both.
+
+    A share lies on its GPU if it fits there, else in RAM, else in files in `folder` (mapped).
+    """
+
+    def __init__(
+        self, hidden: Tensor, calibrating: int, devices: Sequence[torch.device], folder: Path
+    ) -> None:
+        count, self.seqlen, _ = hidden.shape
+        self.calibrating = calibrating
+        batch = max(1, min(BATCH_TOKENS // self.seqlen, (calibrating + 1) // 2))
+        batches = torch.arange(count).split(batch)
+        used = devices[: len(batches)]
+        self.shares = []
+        for begin, device in enumerate(used):
+            numbers = torch.cat(batches[begin :: len(used)])
+            own = hidden if len(used) == 1 else hidden[numbers]
+            exact, rounded = (
+                place(own, device, folder / f"hidden-{name}-{begin}", len(used))
+                for name in ("exact", "rounded")
+            )
+            self.shares.append(Share(exact, rounded, numbers, calibrating, batch, device))
+
+    def each(self, work: Callable[..., Result], *layers: nn.Module) -> list[Result]:
+        """`work(share, *layers)` for all shares at once, with the layers on the share's device: its results
+        in the shares' order. The first one has `layers` themselves, the others replicas."""
+        copies = [
+            (share, *(replica(own, share.device) if number else own for own in layers))
+            for number, share in enumerate(self.shares)
+        ]
+        return at_once(lambda arguments: work(*arguments), copies)
+
+    def in_order(self, begin: int, end: int) -> Iterator[tuple[Share, int]]:
+        """Windows `begin` to `end`: the share of each, and its place there."""
+        places = {
+            int(window): (share, place) for share in self.shares for place, window in enumerate(share.numbers)
+        }
+        yield from (places[window] for window in range(begin, end))
 
 
 def stream_bytes(windows: int, seqlen: int, hidden_size: int) -> int:
@@ -63,13 +125,13 @@ def available_ram() -> int:
     return int(found[0][1]) * 1024 if found else 1 << 62
 
 
-def place(hidden: Tensor, device: torch.device, path: Path) -> Tensor:
-    """A copy of `hidden` on the device, in RAM or in a mapped file."""
+def place(hidden: Tensor, device: torch.device, path: Path, shares: int = 1) -> Tensor:
+    """A copy of `hidden`, one of `shares` like it, on the device, in RAM or in a mapped file."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         if hidden.nbytes < SHARE_OF_GPU / 2 * free:
             return hidden.to(device, copy=True)
-    if hidden.nbytes < SHARE_OF_RAM / 2 * available_ram():
-        return hidden.clone()
+    if hidden.nbytes < SHARE_OF_RAM / 2 / shares * available_ram():
+        return hidden.to("cpu", copy=True)
     mapped = torch.from_file(str(path), shared=True, size=hidden.numel(), dtype=hidden.dtype)
     return mapped.view(hidden.shape).copy_(hidden)

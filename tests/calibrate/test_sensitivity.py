@@ -8,11 +8,13 @@ from transformers import AutoModelForCausalLM
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import decoder as decoder_module
 from qrt_calibrate import sensitivity
+from qrt_calibrate import streams as streams_module
 from qrt_calibrate.decoder import Decoder
 from qrt_calibrate.pipeline import read_layer
 from qrt_calibrate.plan import plan
 from qrt_calibrate.recipe_file import recipe_of
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients, output_moments
+from qrt_calibrate.streams import Streams
 
 CPU = torch.device("cpu")
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -41,9 +43,18 @@ def whole_model(folder, windows, seed):
     return {name: output.grad for name, output in outputs.items()}
 
 
-def test_gradients_and_their_moments(make_checkpoint, tmp_path, monkeypatch):
+def gradients_of(job, decoder, windows, folder, devices=(CPU,)):
+    """The streams of `windows`, all calibrating, with the loss's gradients."""
+    streams = Streams(decoder.embed(windows), len(windows), devices, folder)
+    loss_gradients(job, decoder, streams, len(windows), read_layer, folder)
+    return streams
+
+
+@pytest.mark.parametrize("devices", [(CPU,), (CPU, CPU), (CPU,) * 9])
+def test_gradients_and_their_moments(devices, make_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(decoder_module, "HEAD_ROWS", 200)
-    monkeypatch.setattr(sensitivity, "BATCH_TOKENS", 80)
+    for module in (sensitivity, streams_module):
+        monkeypatch.setattr(module, "BATCH_TOKENS", 80)
     monkeypatch.setattr(sensitivity, "STORED", torch.float32)
     monkeypatch.setattr(sensitivity, "COUPLED", 96)  # of q's 128 rows, k's 64 and v's 64
     folder = make_checkpoint("LlamaForCausalLM", dtype=torch.float32)
@@ -51,14 +62,26 @@ def test_gradients_and_their_moments(make_checkpoint, tmp_path, monkeypatch):
     windows = torch.randint(0, 512, (5, 40), generator=torch.Generator().manual_seed(0))
     wanted = whole_model(folder, windows, 5)
     decoder = Decoder(job.checkpoint, job.arch, 40, CPU)
-    gradients = loss_gradients(job, decoder, windows, read_layer, tmp_path)
-    for index in range(2):
-        layer_wanted = wanted[f"model.layers.{index}"]
-        torch.testing.assert_close(gradients[index], layer_wanted, rtol=1e-3, atol=1e-4)
+    streams = gradients_of(job, decoder, windows, tmp_path, devices)
+    assert [share.numbers.tolist() for share in streams.shares] == {
+        1: [[0, 1, 2, 3, 4]],
+        2: [[0, 1, 4], [2, 3]],
+        9: [[0, 1], [2, 3], [4]],
+    }[len(devices)]
+    for share in streams.shares:
+        for index in range(2):
+            layer_wanted = wanted[f"model.layers.{index}"][share.numbers]
+            torch.testing.assert_close(share.gradients[index], layer_wanted, rtol=1e-3, atol=1e-4)
     layer = decoder.load(0, read_layer(job.checkpoint, "model.layers.0"))
-    pairs = zip(decoder.embed(windows).split(2), gradients[0].split(2), strict=True)
-    found = output_moments(decoder, 0, layer, [QKV, DOWN], pairs)
+
+    def measure(share, layer):
+        batches = share.batches(share.exact, share.gradients[0])
+        return output_moments(decoder, 0, layer, [QKV, DOWN], batches)
+
+    found, *others = streams.each(measure, layer)
     for parts, moments in found.items():
+        for other in others:
+            moments.join(other[parts])
         g = torch.cat([wanted[f"model.layers.0.{part}"].flatten(0, 1) for part in parts], 1)
         blocks = [own.T @ own for own in g.split(96, 1)]
         assert len(blocks) == len(moments.blocks)
@@ -72,7 +95,9 @@ def test_gradients_are_kept_in_bf16(make_checkpoint, tmp_path):
     job = plan(open_checkpoint(folder), recipe_of({"bits": 4, "group_size": 64, "seed": 5}), CPU)
     windows = torch.randint(0, 512, (5, 40), generator=torch.Generator().manual_seed(0))
     wanted = whole_model(folder, windows, 5)
-    gradients = loss_gradients(job, Decoder(job.checkpoint, job.arch, 40, CPU), windows, read_layer, tmp_path)
+    decoder = Decoder(job.checkpoint, job.arch, 40, CPU)
+    (share,) = gradients_of(job, decoder, windows, tmp_path).shares
+    gradients = share.gradients
     assert gradients.dtype == torch.bfloat16
     for index in range(2):
         exact, kept = (g.flatten(0, 1).float() for g in (wanted[f"model.layers.{index}"], gradients[index]))

@@ -1,0 +1,60 @@
+"""Where to compute: the devices that --device names, and a layer's work on several of them at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from qrt.errors import ConfigError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def devices_of(name: str | torch.device | None) -> list[torch.device]:
+    """The devices of --device: "cuda" names all CUDA devices, so does None where there are any (else the
+    CPU), and commas separate several of one kind; the first one does what is not divided."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        name = "cuda" if count else "cpu"
+    name = str(name)
+    if name == "cuda" and count > 1:
+        return [torch.device("cuda", index) for index in range(count)]
+    try:
+        devices = [torch.device(part.strip()) for part in name.split(",")]
+    except RuntimeError:
+        raise ConfigError(f"--device: got {name!r}, wanted e.g. cuda, cuda:1, cuda:0,cuda:2 or cpu") from None
+    if len({device.type for device in devices}) > 1:
+        raise ConfigError(f"--device: got {name!r}, wanted devices of one kind")
+    if devices[0].type == "cuda" and max(device.index or 0 for device in devices) >= count:
+        there = f"{count} (numbered from 0)" if count else "no CUDA device"
+        raise ConfigError(f"--device: got {name!r}, but there is {there}; use one that is there, or cpu")
+    return devices
+
+
+def replica(layer: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of `layer` on `device`, hooks included; on its own device the two share their tensors."""
+    tensors: dict[int, object] = {
+        id(own): nn.Parameter(own.to(device), requires_grad=False) for own in layer.parameters()
+    }
+    tensors |= {id(own): own.to(device) for own in layer.buffers()}
+    return copy.deepcopy(layer, tensors)
+
+
+def at_once(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """`work` of every item, in a thread each; of a single one in this thread."""
+    if len(items) == 1:
+        return [work(items[0])]
+    gradients = torch.is_grad_enabled()  # a thread begins with its own setting
+
+    def call(item: Item) -> Result:
+        with torch.set_grad_enabled(gradients):
+            return work(item)
+
+    with ThreadPoolExecutor(len(items)) as pool:
+        return list(pool.map(call, items))
