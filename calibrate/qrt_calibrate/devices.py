@@ -32,8 +32,8 @@ def devices_of(name: str | torch.device | None) -> list[torch.device]:
     if len({device.type for device in devices}) > 1:
         raise ConfigError(f"--device: got {name!r}, wanted devices of one kind")
     if devices[0].type == "cuda" and max(device.index or 0 for device in devices) >= count:
-        there = f"{count} (numbered from 0)" if count else "no CUDA device"
-        raise ConfigError(f"--device: got {name!r}, but there is {there}; use one that is there, or cpu")
+        there = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0 alone" if count else "no CUDA device"
+        raise ConfigError(f"--device: got {name!r}, but there is {there}; use what is there, or cpu")
     return devices
 
 

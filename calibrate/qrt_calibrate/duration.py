@@ -85,7 +85,8 @@ def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool) -> floa
 
 
 def _reading(job: Job, tensors: Mapping[str, Tensor]) -> float:
-    """The layer's forwards over all windows, and the moments of its Linears' inputs."""
+    """The layer's forwards over all windows, and the moments of its Linears' inputs; devices are taken to be
+    alike, and to have as many windows each."""
     calibrating, evaluating = job.recipe.windows
     seqlen, device = job.recipe.seqlen, job.device
     decoder = Decoder(job.checkpoint, job.arch, seqlen, device)
@@ -97,9 +98,6 @@ def _reading(job: Job, tensors: Mapping[str, Tensor]) -> float:
     if felt := gradient_windows(job):  # once forth, twice forth and back
         back = _seconds(lambda: decoder.backward(0, layer, hidden, hidden), hidden) / batch
         seconds += (forward + 2 * back) * felt
-    if job.recipe.tune:  # text drawn, the original and the rounded model forth, and back
-        length = min(tune.WINDOW, seqlen)
-        seconds += (2 + 1 + 1 + 2) * forward * job.recipe.tune * tune.BATCH * length / seqlen
     weights = {name: tensors[f"{name}.weight"] for name in job.arch.projections}
     total, before = sum(weight.numel() for weight in weights.values()), 0
     for _, parts in job.arch.fuse:
@@ -107,6 +105,10 @@ def _reading(job: Job, tensors: Mapping[str, Tensor]) -> float:
         before += sum(weights[part].numel() for part in parts)
         x = torch.randn(batch * seqlen, weights[parts[0]].shape[1], device=device)
         seconds += 2 * _seconds(partial(torch.mm, x.T, x), x) / batch * calibrating  # Hessian and drift
+    seconds /= len(job.devices)
+    if job.recipe.tune:  # text drawn, the original and the rounded model forth, and back
+        length = min(tune.WINDOW, seqlen)
+        seconds += (2 + 1 + 1 + 2) * forward * job.recipe.tune * tune.BATCH * length / seqlen
     return seconds
 
 

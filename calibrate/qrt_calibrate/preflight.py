@@ -25,6 +25,8 @@ class Preflight:
     working_bytes       two fp32 copies of the largest layer, the moments of its widest input (the Hessian and
                         two shares of the drift, and of the residual), and three matrices to factorize one;
                         where rows feel each other, also the moments of a layer's outputs
+    replica_bytes       what each further device takes: the same without those to factorize; 0 without one
+    devices             how many there are; hidden states and gradients are divided among them
     hidden_bytes        hidden states, exact and rounded; on disk where RAM is short
     gradient_bytes      the loss's gradients at every layer's output, likewise
     tune_bytes          what training the whole model takes
@@ -33,6 +35,8 @@ class Preflight:
 
     output_bytes: int
     working_bytes: int
+    replica_bytes: int
+    devices: int
     hidden_bytes: int
     gradient_bytes: int
     tune_bytes: int
@@ -40,9 +44,13 @@ class Preflight:
 
     def lines(self) -> list[str]:
         """For the screen."""
+        working, divided = _gigabytes(self.working_bytes), ""
+        if self.replica_bytes:
+            working += f" on the first device, {_gigabytes(self.replica_bytes)} on each other"
+            divided = f", divided among {self.devices} devices"
         sizes = (
-            f"output {_gigabytes(self.output_bytes)}, working memory {_gigabytes(self.working_bytes)} "
-            f"and hidden states {_gigabytes(self.hidden_bytes)} (in files where RAM is short)"
+            f"output {_gigabytes(self.output_bytes)}, working memory {working} and hidden states "
+            f"{_gigabytes(self.hidden_bytes)} (in files where RAM is short{divided})"
         )
         if self.gradient_bytes:
             sizes += f", gradients {_gigabytes(self.gradient_bytes)} (likewise)"
@@ -55,10 +63,15 @@ def preflight(job: Job) -> Preflight:
     """The estimate and the findings of a job; no weight is read."""
     layers = [_layer_weights(job, index) for index in range(job.config.num_layers)]
     widest = max(job.config.hidden_size, job.config.intermediate_size)
-    moments = 4 * (6 * widest + 2 * job.config.hidden_size) * widest if job.recipe.steps.needs_text else 0
+    factors, moments = 4 * 3 * widest**2, 4 * (3 * widest + 2 * job.config.hidden_size) * widest
+    if not job.recipe.steps.needs_text:
+        factors = moments = 0
+    replica = 2 * 4 * max(layers) + moments + _output_moments(job)
     return Preflight(
         output_bytes=output_bytes(job),
-        working_bytes=2 * 4 * max(layers) + moments + _output_moments(job),
+        working_bytes=replica + factors,
+        replica_bytes=replica if len(job.devices) > 1 and any(job.recipe.windows) else 0,
+        devices=len(job.devices),
         hidden_bytes=2 * stream_bytes(sum(job.recipe.windows), job.recipe.seqlen, job.config.hidden_size),
         gradient_bytes=job.config.num_layers
         * stream_bytes(gradient_windows(job), job.recipe.seqlen, job.config.hidden_size),

@@ -254,7 +254,7 @@ def tune_bytes(job: Job) -> int:
 def check_room(job: Job) -> None:
     """ConfigError where the whole model cannot be trained beside the hidden states."""
     states = 2 * stream_bytes(sum(job.recipe.windows), job.recipe.seqlen, job.config.hidden_size)
-    wanted = tune_bytes(job) + states
+    wanted = tune_bytes(job) + states // len(set(job.devices))
     free = torch.cuda.mem_get_info(job.device)[0] if job.device.type == "cuda" else available_ram()
     if wanted > free:
         raise ConfigError(
