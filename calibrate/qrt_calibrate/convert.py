@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qrt.arch import ARCHS, ModelConfig
+from qrt.arch import ModelConfig, runnable
 from qrt.cli import ArgumentParser, run_main
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint import awq, gptq, open_checkpoint
@@ -49,7 +49,7 @@ def convert(model: str | Path, target: str, out: Path) -> int:
     source = open_checkpoint(model)
     if not source.quantization:
         raise UnsupportedError(f"{source.path}: not quantized; qrt-calibrate --model quantizes it")
-    arch = ARCHS[(source.config.get("architectures") or ["?"])[0]]
+    arch = runnable((source.config.get("architectures") or ["?"])[0])
     config = ModelConfig.from_hf(source.config, arch)
     modules = [f"{arch.layers}.{i}.{name}" for i in range(config.num_layers) for name in arch.projections]
     dtype: torch.dtype = getattr(torch, config.dtype)

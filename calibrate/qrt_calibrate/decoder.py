@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qrt.arch import Arch
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import Checkpoint
+from qrt_calibrate.experts import Experts
 
 BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations inside it
 HEAD_ROWS = 16384  # of the head that are multiplied at a time
@@ -29,6 +30,9 @@ class Decoder:
         config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            if arch.experts is not None:
+                for layer in model.get_submodule(arch.layers):
+                    layer.set_submodule(arch.experts, Experts(layer.get_submodule(arch.experts)))
         model.requires_grad_(False)
         self._checkpoint = checkpoint
         self._arch = arch

@@ -16,6 +16,7 @@ from torch import Tensor
 from qrt_calibrate import tune
 from qrt_calibrate.clip import search_clip
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.experts import inside
 from qrt_calibrate.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
 from qrt_calibrate.method import Scales
 from qrt_calibrate.plan import Job, ReadLayer
@@ -34,13 +35,19 @@ def expected_seconds(job: Job, read_layer: ReadLayer) -> float:
     tensors = read_layer(job.checkpoint, job.layer_name(0))
     grids = job.layer_grids(0)
     seconds = 0.0
-    for _, parts in job.arch.fuse:
+    for fused, parts in job.arch.fuse:
         if parts[0] in grids:
-            weight = torch.cat([tensors[f"{part}.weight"] for part in parts])
-            seconds += _rounding(job, grids[parts[0]], weight.to(job.device, torch.float32))
+            stacked, times = (parts[:1], len(parts)) if _apart(job, fused) else (parts, 1)
+            weight = torch.cat([tensors[f"{part}.weight"] for part in stacked])
+            seconds += times * _rounding(job, grids[parts[0]], weight.to(job.device, torch.float32))
     if any(job.recipe.windows):
         seconds += _reading(job, tensors)
     return seconds * job.config.num_layers
+
+
+def _apart(job: Job, fused: str) -> bool:
+    """Whether the parts of `fused` have inputs of their own: experts behind their first Linears."""
+    return job.arch.is_expert(fused) and fused.endswith("down_proj")
 
 
 def _rounding(job: Job, grid: Grid, weight: Tensor) -> float:
@@ -100,11 +107,16 @@ def _reading(job: Job, tensors: Mapping[str, Tensor]) -> float:
         seconds += (forward + 2 * back) * felt
     weights = {name: tensors[f"{name}.weight"] for name in job.arch.projections}
     total, before = sum(weight.numel() for weight in weights.values()), 0
-    for _, parts in job.arch.fuse:
+    for fused, parts in job.arch.fuse:
         seconds += 2 * forward * calibrating * before / total  # of each, up to the Linears' input
         before += sum(weights[part].numel() for part in parts)
         x = torch.randn(batch * seqlen, weights[parts[0]].shape[1], device=device)
-        seconds += 2 * _seconds(partial(torch.mm, x.T, x), x) / batch * calibrating  # Hessian and drift
+        moments = 2 * _seconds(partial(torch.mm, x.T, x), x)  # Hessian and drift
+        if _apart(job, fused):  # every expert's, and what leads there, in both copies
+            hidden = hidden.flatten(0, 1)
+            moments += 2 * _seconds(partial(inside, layer, parts[0], hidden), hidden)
+            moments *= len(parts)
+        seconds += moments / batch * calibrating
     seconds /= len(job.devices)
     if job.recipe.tune:  # text drawn, the original and the rounded model forth, and back
         length = min(tune.WINDOW, seqlen)

@@ -28,6 +28,7 @@ class Pair:
 
     def __init__(self, layer: nn.Module, smooth: Smooth, head_dim: int) -> None:
         self.readers = [linear(layer, name) for name in smooth.readers]
+        self._routers = [layer.get_submodule(name) for name in smooth.routers]
         self._source = list(layer.get_submodule(smooth.source).parameters())
         channels = self._source[0].shape[0]
         self._heads = self.readers[0].in_features // channels
@@ -53,8 +54,9 @@ class Pair:
         """Apply `scales` (source channels) in place."""
         for parameter, divided in zip(self._source, self._divided(scales), strict=True):
             parameter.copy_(divided)
-        for reader in self.readers:
-            reader.weight.mul_(self.spread(scales))
+        for reader in (*self.readers, *self._routers):
+            weight = cast(Tensor, reader.weight)
+            weight.mul_(self.spread(scales))
 
     def _divided(self, scales: Tensor) -> list[Tensor]:
         return [p / (scales[:, None] if p.dim() == 2 else scales) for p in self._source]

@@ -11,8 +11,9 @@ the two halves of the windows do not agree on would be fitted to their noise.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from qrt.arch.base import Smooth
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.clip import search_clip
 from qrt_calibrate.decoder import Decoder
+from qrt_calibrate.experts import EXPERT_BYTES, inside
 from qrt_calibrate.fold import Pair, check_unchanged, linear
 from qrt_calibrate.gptq import Factor, round_columns
 from qrt_calibrate.method import Scales
@@ -104,8 +106,15 @@ class LayerWork:
         """Round the Linears `parts`, which read one input; `residual` is the norm that reads what their
         output is added to, None for Linears that end elsewhere; `felt` what the loss feels of the output,
         None where rows are rounded each for itself."""
+        if self.job.arch.is_expert(parts[0]) and parts not in self._norms:
+            for own in self._measured_inside(parts):
+                self._quantize_linears(*own, None)
+        else:
+            self._quantize_linears(parts, self._measure(parts, residual), felt)
+
+    def _quantize_linears(self, parts: tuple[str, ...], moments: Moments, felt: OutputMoments | None) -> None:
+        """Fold and round `parts`, whose input has `moments`."""
         grid = self.grids[parts[0]]
-        moments = self._measure(parts, residual)
         gptq = self.job.recipe.steps.gptq
         factor = Factor.of(moments.hessian, self.job.recipe.damping) if gptq else None
         smooth = self._pair_of(parts)
@@ -126,7 +135,12 @@ class LayerWork:
         that divide an output come after its stage."""
         assert self._decoder is not None and self._streams is not None
         decoder, index = self._decoder, self._index
-        stages = [parts for _, parts in self.job.arch.fuse if parts[0] in self.grids]
+        stages = [
+            parts
+            for _, parts in self.job.arch.fuse
+            if parts[0] in self.grids
+            and not self.job.arch.is_expert(parts[0])  # they feel only what is sent to them
+        ]
 
         def measure(share: Share, exact: nn.Module) -> dict[tuple[str, ...], OutputMoments]:
             if share.gradients is None:
@@ -145,7 +159,11 @@ class LayerWork:
         """Moments of the input of `parts`, and of the residual stream, over the calibration windows."""
         assert self._streams is not None
         first = linear(self.rounded, parts[0])
-        names = [parts[0]] if residual is None else [residual, parts[0]]
+        reader = parts[0]
+        if self.job.arch.is_expert(reader):  # it would see no more than is sent to it
+            assert self.job.arch.experts is not None
+            reader = self.job.arch.experts
+        names = [reader] if residual is None else [residual, reader]
         total = self._streams.calibrating * self._streams.seqlen
 
         def measure(share: Share, exact: nn.Module, rounded: nn.Module) -> Moments:
@@ -163,6 +181,36 @@ class LayerWork:
         for other in others:
             moments.join(other)
         return moments
+
+    def _measured_inside(self, parts: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Moments]]:
+        """Moments of the input of each of `parts`, the experts' last Linears, over all calibration tokens,
+        wherever they are sent; as many at a time as EXPERT_BYTES hold."""
+        assert self._streams is not None and self.job.arch.experts is not None
+        width = linear(self.rounded, parts[0]).in_features
+        names, total = [self.job.arch.experts], self._streams.calibrating * self._streams.seqlen
+
+        def measure(
+            some: Sequence[str], share: Share, exact: nn.Module, rounded: nn.Module
+        ) -> dict[str, Moments]:
+            moments = {part: Moments(width, None, share.device) for part in some}
+            streams = (stream[: share.calibrating] for stream in (share.exact, share.rounded))
+            for half, exact_hidden, hidden in share.batches(*streams):
+                (x,), (exact_x,) = (
+                    self._inputs(layer, names, own)
+                    for layer, own in ((rounded, hidden), (exact, exact_hidden))
+                )
+                for part, own in moments.items():
+                    own.add(inside(rounded, part, x), inside(exact, part, exact_x), total, half)
+            return moments
+
+        step = max(1, EXPERT_BYTES // (3 * 4 * width**2))
+        for begin in range(0, len(parts), step):
+            work = partial(measure, parts[begin : begin + step])
+            found, *others = self._streams.each(work, self.exact, self.rounded)
+            for part, own in found.items():
+                for other in others:
+                    own.join(other[part])
+                yield (part,), own
 
     def _inputs(self, layer: nn.Module, names: list[str], hidden: Tensor) -> list[Tensor]:
         return inputs_of(layer, names, lambda: self._run(layer, hidden))
@@ -187,7 +235,11 @@ class LayerWork:
         if factor is not None and job.recipe.steps.scales is Scales.AWQ:
             cost: ColumnCost | RoundedCost = ColumnCost(pair, factor, grid.spec)
         else:  # a lone reader is judged by its own output, several by that of the block they are in
-            block = name if len(smooth.readers) == 1 else name.rpartition(".")[0]
+            block = name.rpartition(".")[0]
+            if len(smooth.readers) == 1:
+                block = name
+            elif self.job.arch.is_expert(name):
+                block = block.rpartition(".")[0]
             call = record_call(self.exact, block, lambda: self._run(self.exact))
             int8_tokens = WEIGHT_SCHEMES[grid.scheme].int8_tokens
             cost = RoundedCost(pair, call, grid.spec, job.scale_dtype, int8_tokens)

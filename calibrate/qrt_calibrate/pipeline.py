@@ -51,6 +51,7 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.devi
     """
     start = time.perf_counter()
     job = plan(open_checkpoint(model), recipe, *devices)
+    recipe = job.recipe
     text = calibration(job) if any(recipe.windows) else None
     curve: tuple[Point, ...] = ()
     if recipe.has_budget:

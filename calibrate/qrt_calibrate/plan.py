@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qrt.arch import ARCHS, Arch, ModelConfig
+from qrt.arch import ARCHS, MIXTURES, Arch, ModelConfig
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.quant.checkpoint import Checkpoint
-from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt_calibrate.method import Scales
 from qrt_calibrate.recipe import Grid, Recipe
 from qrt_calibrate.rotate import RotatedCheckpoint
@@ -55,8 +56,10 @@ class Job:
 
     @property
     def ignored(self) -> list[str]:
-        """The Linears that stay as they are, the head among them."""
-        return [self.arch.head, *(name for name, grid in self.grids.items() if grid is None)]
+        """The Linears that stay as they are, head and routers among them."""
+        layers = (self.layer_name(index) for index in range(self.config.num_layers))
+        routers = [f"{layer}.{name}" for layer in layers for name in self.arch.routers]
+        return [self.arch.head, *routers, *(name for name, grid in self.grids.items() if grid is None)]
 
     def layer_name(self, index: int) -> str:
         """Full name of layer `index`."""
@@ -77,10 +80,15 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     names = checkpoint.config.get("architectures")
     if not isinstance(names, list) or not names:
         raise CheckpointError(f"{checkpoint.path}/config.json: architectures is {names!r}, wanted one name")
-    arch = ARCHS[names[0]]
     if isinstance(checkpoint, RotatedCheckpoint):  # a second plan of one job
         checkpoint = checkpoint.base
-    config = ModelConfig.from_hf(checkpoint.config, arch)
+    sizes: Mapping[str, Any] = checkpoint.config
+    if names[0] in MIXTURES:
+        arch, sizes = MIXTURES[names[0]].arch(sizes)
+        recipe = _for_mixture(recipe, arch)
+    else:
+        arch = ARCHS[names[0]]
+    config = ModelConfig.from_hf(sizes, arch)
     if any(recipe.windows) and recipe.seqlen > config.max_position:
         raise ConfigError(f"--seqlen: got {recipe.seqlen}, the model holds {config.max_position} tokens")
     grids = select(arch, config.num_layers, recipe)
@@ -97,6 +105,28 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         if recipe.tune and WEIGHT_SCHEMES[grid.scheme].int8_tokens:
             raise ConfigError(f"--tune: for weight-only schemes, not {grid.scheme}; leave it out")
     return job
+
+
+def _for_mixture(recipe: Recipe, arch: Arch) -> Recipe:
+    """The recipe with its default for experts, no zero points; UnsupportedError for what they do not have."""
+    unknown = {
+        "--tune": recipe.tune > 0,
+        "--rotations": bool(recipe.rotations),
+        "--target-bits": recipe.target_bits is not None,
+        "--max-size": recipe.max_size is not None,
+    }
+    for flag, given in unknown.items():
+        if given:
+            raise UnsupportedError(f"{flag}: not for {arch.name}, a mixture of experts; leave it out")
+    grids = [recipe.grid, *(override.grid for override in recipe.overrides if override.grid)]
+    if any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in grids):
+        raise UnsupportedError(
+            f"{arch.name} is a mixture of experts, of which transformers loads none in w8a8; "
+            f"use --scheme {' or '.join(WEIGHT_ONLY.values())}"
+        )
+    if recipe.zeros_asked:
+        return recipe
+    return replace(recipe, spec=replace(recipe.spec, symmetric=True))
 
 
 def _check_grid(grid: Grid, recipe: Recipe, dtype: torch.dtype) -> None:

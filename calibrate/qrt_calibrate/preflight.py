@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt_calibrate.experts import EXPERT_BYTES
 from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe import Grid
 from qrt_calibrate.rotate import RotatedCheckpoint
@@ -14,8 +15,9 @@ from qrt_calibrate.streams import stream_bytes
 from qrt_calibrate.tune import tune_bytes
 
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
-SPLIT_BY_INPUT = ("self_attn.o_proj", "mlp.down_proj")  # the others are split by output
+SPLIT_BY_INPUT = (".o_proj", ".down_proj")  # the others are split by output
 ZEROS_A_WORD = 32
+WALK_BYTES = 20  # a weight of the experts takes while all their rows are rounded together
 SHAPE_BYTES = 16  # of the weight_shape that packed formats store
 
 
@@ -24,7 +26,8 @@ class Preflight:
     """output_bytes     of the quantized checkpoint's tensors
     working_bytes       two fp32 copies of the largest layer, the moments of its widest input (the Hessian and
                         two shares of the drift, and of the residual), and three matrices to factorize one;
-                        where rows feel each other, also the moments of a layer's outputs
+                        where rows feel each other, also the moments of a layer's outputs; in a mixture
+                        the moments of its experts, if those are more, and their rows while they are rounded
     replica_bytes       what each further device takes: the same without those to factorize; 0 without one
     devices             how many there are; hidden states and gradients are divided among them
     hidden_bytes        hidden states, exact and rounded; on disk where RAM is short
@@ -62,8 +65,13 @@ class Preflight:
 def preflight(job: Job) -> Preflight:
     """The estimate and the findings of a job; no weight is read."""
     layers = [_layer_weights(job, index) for index in range(job.config.num_layers)]
-    widest = max(job.config.hidden_size, job.config.intermediate_size)
-    factors, moments = 4 * 3 * widest**2, 4 * (3 * widest + 2 * job.config.hidden_size) * widest
+    config = job.config
+    widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    factors, moments = 4 * 3 * widest**2, 4 * (3 * widest + 2 * config.hidden_size) * widest
+    if job.arch.experts is not None:
+        inside, rows = 4 * 3 * config.intermediate_size**2, sum(len(parts) for _, parts in job.arch.fuse[2:3])
+        moments = max(moments, inside * min(rows // 2, max(1, EXPERT_BYTES // inside)))
+        factors += WALK_BYTES * rows * config.intermediate_size * config.hidden_size
     if not job.recipe.steps.needs_text:
         factors = moments = 0
     replica = 2 * 4 * max(layers) + moments + _output_moments(job)
@@ -85,7 +93,9 @@ def _output_moments(job: Job) -> int:
     if not job.recipe.steps.rows:
         return 0
     rows = 0
-    for _, parts in job.arch.fuse:
+    for fused, parts in job.arch.fuse:
+        if job.arch.is_expert(fused):
+            continue  # they feel each other in attention alone
         names = (f"{job.layer_name(0)}.{part}.weight" for part in parts)
         rows += sum(size**2 for size in block_sizes(sum(job.checkpoint.spec(n).shape[0] for n in names)))
     return 2 * 4 * rows
@@ -123,12 +133,28 @@ def _findings(job: Job) -> list[str]:
         found.append("vLLM runs 8-bit weights with zero points on Hopper only; --sym runs on all its GPUs")
     if any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in job.quantized.values()):
         found.append("transformers loads w8a8 and simulates it; its speed is vLLM's, SGLang's and qrt's")
+    if job.arch.experts is not None:
+        found += _mixture_findings(job)
     if isinstance(job.checkpoint, RotatedCheckpoint) and job.checkpoint.adds_head:
         head = job.checkpoint.spec(f"{job.arch.head}.weight").num_bytes
         found.append(f"rotated, the head differs from the embedding: it is stored too, {_gigabytes(head)}")
     if job.config.tied_embeddings:
         found.append("the head is the embedding and stays unquantized")
     return found
+
+
+def _mixture_findings(job: Job) -> list[str]:
+    """Of a mixture of experts; transformers reads all experts by the first grid of the file."""
+    found = [f"routers ({', '.join(job.arch.routers)}) stay unquantized"]
+    experts = {grid for name, grid in job.grids.items() if f".{job.arch.experts}." in name}
+    if any(grid and not grid.spec.symmetric for grid in experts):
+        found.append("transformers does not load experts with zero points; vLLM and SGLang do; --sym: all do")
+    if experts != {job.recipe.grid}:
+        found.append(
+            "transformers loads experts wrong, and hardly says so, unless all of all layers are on the main "
+            f"grid, {job.recipe.grid.describe()}; vLLM and SGLang read them as they are"
+        )
+    return [*found, f"qrt does not run {job.arch.name}; vLLM, SGLang and transformers do"]
 
 
 def _split(job: Job, size: int) -> str | None:

@@ -56,6 +56,7 @@ class Recipe:
     target_bits   bits per weight on disk that Linears may take on average; each gets 4, 8 or 16 by
                   what it costs. None: all are on the grid, unless max_size is given
     max_size      GB (10^9 bytes) that all tensors of the result may take: the same choice, another budget
+    zeros_asked   whether the grid's symmetry was asked for; else a mixture of experts is symmetric
     """
 
     scheme: str
@@ -75,6 +76,7 @@ class Recipe:
     kv: str | None = None
     target_bits: float | None = None
     max_size: float | None = None
+    zeros_asked: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -63,6 +63,7 @@ def recipe_of(entries: Mapping[str, Any]) -> Recipe:
         ignore=tuple(entries.get("ignore", ())),
         overrides=overrides,
         rotations=tuple(entries.get("rotations", ())),
+        zeros_asked="symmetric" in entries,
         **plain,
     )
 

@@ -58,19 +58,30 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _check_fused(arch: Arch, layers: list[str], grids: Mapping[str, Grid | None]) -> None:
-    """Engines run the parts of a fused Linear as one: they have one grid."""
+    """Engines run the parts of a fused Linear as one, and all experts of a layer: they have one grid."""
+    experts = [part for part in arch.projections if arch.is_expert(part)]
     for layer in layers:
+        found: dict[Grid | None, str] = {}
+        for part in experts:
+            found.setdefault(grids[f"{layer}.{part}"], part)
+        if len(found) > 1:
+            grids_of = (f"{part} is {_described(grid)}" for grid, part in found.items())
+            raise ConfigError(
+                f"{', '.join(grids_of)}, but engines run all experts of {layer} as one; match "
+                f"{arch.experts}.* or none of them"
+            )
         for fused, parts in arch.fuse:
             chosen = {part: grids[f"{layer}.{part}"] for part in parts}
             if len(set(chosen.values())) > 1:
-                grids_of = (
-                    f"{part} is {grid.describe() if grid else 'left as it is'}"
-                    for part, grid in chosen.items()
-                )
+                grids_of = (f"{part} is {_described(grid)}" for part, grid in chosen.items())
                 raise ConfigError(
                     f"{', '.join(grids_of)}, but engines run {layer}.{fused} as one Linear; "
                     f"match all of {', '.join(parts)} or none"
                 )
+
+
+def _described(grid: Grid | None) -> str:
+    return grid.describe() if grid else "left as it is"
 
 
 def check_groups(checkpoint: Checkpoint, grids: Mapping[str, Grid | None]) -> None:

@@ -1,6 +1,7 @@
 """Architectures as data: one file of facts per family, one line here. Standard library only."""
 
-from qrt.arch.base import Arch, ModelConfig
+from qrt.arch.base import Arch, Mixture, ModelConfig
+from qrt.errors import UnsupportedError
 from qrt.registry import Registry
 
 ARCHS: Registry[Arch] = Registry(
@@ -13,4 +14,15 @@ ARCHS: Registry[Arch] = Registry(
     },
 )
 
-__all__ = ["ARCHS", "Arch", "ModelConfig"]
+# Families with a mixture of experts: qrt-calibrate quantizes them, qrt does not run them.
+MIXTURES: Registry[Mixture] = Registry("mixture", {"Qwen3MoeForCausalLM": "qrt.arch.qwen3_moe:QWEN3_MOE"})
+
+
+def runnable(name: str) -> Arch:
+    """The architecture `name`; UnsupportedError for one that qrt does not run."""
+    if name in MIXTURES:
+        raise UnsupportedError(f"{name} is a mixture of experts, which qrt does not run; vLLM and SGLang do")
+    return ARCHS[name]
+
+
+__all__ = ["ARCHS", "MIXTURES", "Arch", "Mixture", "ModelConfig", "runnable"]

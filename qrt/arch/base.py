@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qrt.errors import CheckpointError, UnsupportedError
@@ -18,10 +18,12 @@ class Smooth:
     """Channel scales that move without changing the function: `source` output / s, `readers` input * s.
 
     Names are relative to a decoder layer. `source` is a norm, or a projection whose output the readers read.
+    `routers` read it too; they are never quantized, but take the scales.
     """
 
     source: str
     readers: tuple[str, ...]
+    routers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class Arch:
 
     `qkv_bias`, `o_bias` and `mlp_bias` take the raw config and say whether those projections have a bias;
     `sliding_window` gives the window in tokens when any layer slides one, else None.
-    `fuse` maps a fused projection to the checkpoint's projections it stacks, in order.
+    `fuse` maps a fused projection to the checkpoint's projections it stacks, in order. In a mixture `experts`
+    is the module that holds the experts, and all experts' projections of a kind are listed as one: engines
+    run them so.
     """
 
     name: str
@@ -55,11 +59,64 @@ class Arch:
     embed: str = "model.embed_tokens"
     norm: str = "model.norm"
     head: str = "lm_head"
+    experts: str | None = None
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Modules that choose among experts."""
+        return tuple(name for pair in self.smooth for name in pair.routers)
+
+    def is_expert(self, name: str) -> bool:
+        """Whether the module `name` of a layer belongs to an expert, or is all of them fused."""
+        return self.experts is not None and name.startswith(f"{self.experts}.")
 
     @property
     def projections(self) -> tuple[str, ...]:
         """The checkpoint's Linear names inside a decoder layer, in fuse order."""
         return tuple(part for _, parts in self.fuse for part in parts)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A decoder family whose mlp is a mixture of experts, each a SwiGLU of its own; the rest is `dense`'s.
+
+    `counts` are the config's entries that may say how many experts there are, `width` is that of their inner
+    size; `all_sparse` takes the raw config and says whether every layer is a mixture.
+    """
+
+    name: str
+    dense: Arch
+    counts: tuple[str, ...]
+    width: str
+    all_sparse: Callable[[Mapping[str, Any]], bool]
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+
+    def arch(self, config: Mapping[str, Any]) -> tuple[Arch, Mapping[str, Any]]:
+        """The architecture of one checkpoint with its experts by name, and `config` with their inner size."""
+        if not self.all_sparse(config):
+            raise UnsupportedError(
+                f"config.json: some layers of this {self.name} are dense; qrt-calibrate takes mixtures in all"
+            )
+        count = next((name for name in self.counts if name in config), self.counts[0])
+        each = [f"{self.experts}.{number}" for number in range(_positive(config, count, most=MAX_LAYERS))]
+        inner = tuple(f"{expert}.{part}" for expert in each for part in ("gate_proj", "up_proj"))
+        down = tuple(f"{expert}.down_proj" for expert in each)
+        norm, attention = self.dense.smooth[2], self.dense.smooth[:2]
+        smooth = (
+            *attention,
+            Smooth(norm.source, inner, (self.router,)),
+            *(Smooth(f"{expert}.up_proj", (f"{expert}.down_proj",)) for expert in each),
+        )
+        fused = (f"{self.experts}.gate_up_proj", inner), (f"{self.experts}.down_proj", down)
+        arch = replace(
+            self.dense,
+            name=self.name,
+            fuse=(*self.dense.fuse[:2], *fused),
+            smooth=smooth,
+            experts=self.experts,
+        )
+        return arch, {**config, "intermediate_size": _positive(config, self.width)}
 
 
 @dataclass(frozen=True)

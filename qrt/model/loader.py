@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qrt.arch import ARCHS, Arch, ModelConfig
+from qrt.arch import Arch, ModelConfig, runnable
 from qrt.errors import CheckpointError
 from qrt.layers.linear import Linear
 from qrt.model.build import LinearShape, build, layer_norms, layer_shapes
@@ -107,7 +107,7 @@ def _architecture(checkpoint: Checkpoint) -> Arch:
         raise CheckpointError(
             f"{checkpoint.path}: config.json names no architecture ('architectures' is {names!r})"
         )
-    return ARCHS[names[0]]
+    return runnable(names[0])
 
 
 def _cap_to_window(config: ModelConfig) -> ModelConfig:

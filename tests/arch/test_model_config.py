@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import qrt.arch
-from qrt.arch import ARCHS, ModelConfig
+from qrt.arch import ARCHS, MIXTURES, ModelConfig, runnable
 from qrt.errors import CheckpointError, UnsupportedError
 
 SIZES = {
@@ -187,3 +187,38 @@ def test_arch_facts_are_consistent(name):
         assert {pair.source} <= norms | set(arch.projections)
         assert set(pair.readers) <= set(arch.projections)
     assert len(set(arch.projections)) == 7
+
+
+MIXTURE = {**SIZES, "moe_intermediate_size": 96}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("entry", ["num_experts", "num_local_experts"])
+def test_a_mixture_names_its_experts(name, entry):
+    """All experts' projections of a kind are fused; the norm before them is read by the router too."""
+    arch, config = MIXTURES[name].arch({**MIXTURE, entry: 3})
+    assert arch.name == name and len(set(arch.projections)) == 4 + 3 * 3
+    assert {name for name in arch.projections if not arch.is_expert(name)} == set(
+        ARCHS["Qwen3ForCausalLM"].projections[:4]
+    )
+    assert ModelConfig.from_hf(config, arch).intermediate_size == 96
+    read = {pair.source: pair.readers for pair in arch.smooth}
+    assert len(read["post_attention_layernorm"]) == 6 and arch.routers == ("mlp.gate",)
+    assert all(read[f"mlp.experts.{e}.up_proj"] == (f"mlp.experts.{e}.down_proj",) for e in range(3))
+    with pytest.raises(UnsupportedError, match=f"{name} is a mixture of experts, which qrt does not run"):
+        runnable(name)
+
+
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        ({"num_experts": 0}, CheckpointError, "num_experts is 0, wanted a positive integer"),
+        ({"num_experts": 3, "moe_intermediate_size": None}, CheckpointError, "moe_intermediate_size is None"),
+        ({"num_experts": 3, "decoder_sparse_step": 2}, UnsupportedError, "some layers of this .* are dense"),
+        ({"num_experts": 3, "mlp_only_layers": [0]}, UnsupportedError, "some layers of this .* are dense"),
+        ({}, CheckpointError, "num_experts is None"),
+    ],
+)
+def test_a_mixture_that_is_none_is_refused(change, error, text):
+    with pytest.raises(error, match=text):
+        MIXTURES["Qwen3MoeForCausalLM"].arch({**MIXTURE, **change})

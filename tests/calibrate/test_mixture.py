@@ -1,0 +1,243 @@
+"""A mixture of experts: each sees every token, routers follow the folds, transformers loads the result."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+import qrt
+from qrt.arch import MIXTURES
+from qrt.errors import QrtError, UnsupportedError
+from qrt.quant.checkpoint import open_checkpoint
+from qrt_calibrate import cli
+from qrt_calibrate.decoder import Decoder
+from qrt_calibrate.fold import Pair
+from qrt_calibrate.layer import LayerWork
+from qrt_calibrate.observe import Moments
+from qrt_calibrate.pipeline import read_layer
+from qrt_calibrate.plan import plan
+from qrt_calibrate.preflight import preflight
+from qrt_calibrate.recipe_file import recipe_of
+from qrt_calibrate.streams import Streams
+
+CPU = torch.device("cpu")
+NAME = "Qwen3MoeForCausalLM"
+SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+CUT = ["--group-size", "64", "--n-samples", "16", "--seqlen", "64", "--eval-samples", "8"]
+ENTRIES = {"bits": 4, "group_size": 64, "method": "awq-gptq"}
+
+
+@pytest.fixture(scope="module")
+def mixture(make_checkpoint):
+    """bf16; one input channel of the experts is an outlier, so that scales are worth folding."""
+    folder = make_checkpoint(NAME, **SIZES)
+    tensors = load_file(folder / "model.safetensors")
+    for index in range(2):
+        tensors[f"model.layers.{index}.post_attention_layernorm.weight"][5] *= 32
+        for name, tensor in tensors.items():
+            if name.startswith(f"model.layers.{index}.mlp") and tensor.shape[-1] == 128:
+                tensor[:, 5] /= 32
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def calibrate(mixture, calib):
+    """calibrate(out, *flags) -> the exit code."""
+
+    def run(out, *flags):
+        words = ["--model", mixture, "--calib", calib, "--out", out, *CUT, *flags]
+        return cli.main([str(word) for word in words])
+
+    return run
+
+
+def arch_of(folder):
+    return MIXTURES[NAME].arch(open_checkpoint(folder).config)[0]
+
+
+def windows(count, length=40):
+    return torch.randint(0, 512, (count, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_hidden_states_and_gradients_are_those_of_transformers(mixture):
+    checkpoint, ids = open_checkpoint(mixture), windows(3)
+    decoder = Decoder(checkpoint, arch_of(mixture), 40, CPU)
+    model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    wanted = model(ids, output_hidden_states=True).hidden_states
+    hidden = decoder.embed(ids)
+    layer = decoder.load(0, read_layer(checkpoint, "model.layers.0"))
+    torch.testing.assert_close(decoder.run(0, layer, hidden), wanted[1], rtol=1e-4, atol=1e-5)
+    pull = torch.randn(hidden.shape)
+    with torch.enable_grad():
+        leaf = hidden.clone().requires_grad_()
+        model.model.norm = torch.nn.Identity()
+        model.model.layers = model.model.layers[:1]
+        (model.model(inputs_embeds=leaf).last_hidden_state * pull).sum().backward()
+    torch.testing.assert_close(decoder.backward(0, layer, hidden, pull), leaf.grad, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_folds_reach_every_expert_and_the_router(mixture):
+    """Powers of two: the layer computes the same to the last bit."""
+    checkpoint, arch = open_checkpoint(mixture), arch_of(mixture)
+    decoder = Decoder(checkpoint, arch, 40, CPU)
+    layer, hidden = decoder.load(0, read_layer(checkpoint, "model.layers.0")), decoder.embed(windows(2))
+    before, router = decoder.run(0, layer, hidden), layer.mlp.gate.weight.clone()
+    for number, smooth in enumerate(arch.smooth):
+        channels = layer.get_submodule(smooth.source).weight.shape[0]
+        generator = torch.Generator().manual_seed(number)
+        Pair(layer, smooth, 64).fold(
+            torch.exp2(torch.randint(-4, 5, (channels,), generator=generator).float())
+        )
+    assert torch.equal(decoder.run(0, layer, hidden), before)
+    assert not torch.equal(layer.mlp.gate.weight, router)
+    assert len(arch.smooth) == 3 + 4 and arch.routers == ("mlp.gate",)
+
+
+def test_a_router_that_is_left_out_is_found(mixture, tmp_path):
+    job = plan(open_checkpoint(mixture), recipe_of(ENTRIES), CPU)
+    without = tuple(replace(pair, routers=()) for pair in job.arch.smooth)
+    job = replace(job, arch=replace(job.arch, smooth=without))
+    decoder = Decoder(job.checkpoint, job.arch, 40, CPU)
+    streams = Streams(decoder.embed(windows(8)), 8, [CPU], tmp_path)
+    work = LayerWork(job, decoder, 1, read_layer(job.checkpoint, "model.layers.1"), streams)
+    with pytest.raises(QrtError, match=r"model\.layers\.1: folding scales from post_attention_layernorm"):
+        work.quantize()
+
+
+@pytest.mark.parametrize("devices", [[CPU], [CPU, CPU]])
+def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
+    """Against transformers' stacked experts; 8 bits before move the inner inputs by about a hundredth."""
+    monkeypatch.setattr("qrt_calibrate.layer.EXPERT_BYTES", 3 * 3 * 4 * 64**2)  # of four experts three
+    entries = {**ENTRIES, "bits": 8, "method": "gptq", "ignore": ["self_attn.*"]}
+    job = plan(open_checkpoint(mixture), recipe_of(entries), *devices)
+    decoder, ids = Decoder(job.checkpoint, job.arch, 40, CPU), windows(8)
+    streams = Streams(decoder.embed(ids), 8, devices, tmp_path)
+    found, correction = [], Moments.correction
+
+    def keep(self, *arguments):
+        found.append(copy.deepcopy(self))
+        return correction(self, *arguments)
+
+    monkeypatch.setattr(Moments, "correction", keep)
+    LayerWork(job, decoder, 0, read_layer(job.checkpoint, "model.layers.0"), streams).quantize()
+    model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    stacked, inputs = model.model.layers[0].mlp.experts, []
+    stacked.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0]))
+    with torch.no_grad():
+        model(ids)
+    x = inputs[0].double()
+    assert len(x) == 8 * 40 and len(found) == 1 + 4
+    wanted = [x.T @ x / len(x)]
+    for gate_up in stacked.gate_up_proj.double():
+        gate, up = (x @ gate_up.T).chunk(2, -1)
+        inner = F.silu(gate) * up
+        wanted.append(inner.T @ inner / len(x))
+    for moments, hessian in zip(found, wanted, strict=True):
+        assert (moments.hessian - hessian).norm() < 0.03 * hessian.norm()
+    assert (found[0].hessian - wanted[0]).norm() < 1e-5 * wanted[0].norm()
+
+
+def by_hand(source, folder):
+    """The source in transformers with the codes' values in place of its weights."""
+    model, stored = AutoModelForCausalLM.from_pretrained(source), open_checkpoint(folder)
+
+    def value(module):
+        return stored.linear(module)[1].dequantize()
+
+    for name, own in model.state_dict().items():
+        layer, _, part = name.rpartition(".")
+        if layer.endswith("experts"):
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+            for number, expert in enumerate(own):
+                expert.copy_(torch.cat([value(f"{layer}.{number}.{each}") for each in parts]))
+        else:
+            own.copy_(value(layer) if layer.endswith("_proj") else stored.tensor(name))
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "flags", [["--bits", "4"], ["--bits", "8", "--method", "awq"]], ids=["w4a16", "w8a16"]
+)
+def test_transformers_loads_the_result(flags, calibrate, mixture, tmp_path):
+    assert calibrate(tmp_path / "out", *flags) == 0
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(windows(2)).logits
+    assert torch.equal(logits, by_hand(mixture, tmp_path / "out")(windows(2)).logits)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert config["config_groups"]["group_0"]["weights"]["symmetric"] is True
+    name = "model.layers.1.mlp.gate.weight"
+    router, original = (open_checkpoint(folder).tensor(name) for folder in (tmp_path / "out", mixture))
+    scales = (router / original).median(0).values
+    assert torch.equal(original * scales, router) and torch.equal(scales.log2().round(), scales.log2())
+    assert scales[5] > 1
+
+
+def test_calibrated_experts_are_better_than_nearest(calibrate, tmp_path):
+    def cost(folder):
+        return json.loads((folder / "qrt_report.json").read_text())["cost"]["kl"]
+
+    assert calibrate(tmp_path / "best", "--bits", "4") == 0
+    assert calibrate(tmp_path / "nearest", "--bits", "4", "--method", "rtn") == 0
+    assert cost(tmp_path / "best") < 0.5 * cost(tmp_path / "nearest")
+
+
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        (["--scheme", "w8a8", "--group-size", "-1"], "loads none in w8a8; use --scheme w4a16 or w8a16"),
+        (["--override", "o_proj=w8a8"], "loads none in w8a8"),
+        (["--tune", "3"], "--tune: not for Qwen3MoeForCausalLM, a mixture of experts"),
+        (["--rotations", "R2"], "--rotations: not for Qwen3MoeForCausalLM"),
+        (["--target-bits", "5"], "--target-bits: not for"),
+        (["--max-size", "1"], "--max-size: not for"),
+        (
+            ["--ignore", "experts.3.*"],
+            "engines run all experts of model.layers.0 as one; match mlp.experts.*",
+        ),
+    ],
+)
+def test_what_a_mixture_does_not_have(flags, error, calibrate, tmp_path, capsys):
+    assert calibrate(tmp_path / "out", "--dry-run", *flags) == 1
+    assert error in capsys.readouterr().err
+
+
+def test_limits_are_said_before_the_work(calibrate, tmp_path, capsys):
+    def said(*flags):
+        assert calibrate(tmp_path / "out", "--dry-run", "--method", "rtn", *flags) == 0
+        return capsys.readouterr().out
+
+    plain = said()
+    assert "routers (mlp.gate) stay unquantized" in plain and f"qrt does not run {NAME}" in plain
+    assert "zero points;" not in plain and "loads experts wrong" not in plain
+    assert "transformers does not load experts with zero points" in said("--asym")
+    assert "loads experts wrong" in said("--ignore", "mlp.experts.*")
+    assert "loads experts wrong" in said("--ignore", "re:.*[.]1[.]mlp[.]experts[.].*")
+    assert "loads experts wrong" not in said("--ignore", "self_attn.*")
+
+
+def test_memory_of_the_experts_is_foreseen(mixture):
+    job = plan(open_checkpoint(mixture), recipe_of(ENTRIES), CPU)
+    layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
+    widest = 256  # of four heads of 64
+    moments, rows = 6 * widest**2 + 2 * 128 * widest, 4 * 2 * 64 * 128
+    assert preflight(job).working_bytes == 8 * layer + 4 * moments + 20 * rows
+
+
+def test_qrt_refuses_to_run_it_by_name(calibrate, mixture, tmp_path, capsys):
+    with pytest.raises(UnsupportedError, match=f"{NAME} is a mixture of experts, which qrt does not run"):
+        qrt.LLM(str(mixture))
+    assert calibrate(tmp_path / "out", "--method", "rtn", "--eval-samples", "0") == 0
+    assert (
+        cli.main(["convert", "--model", str(tmp_path / "out"), "--to", "awq", "--out", str(tmp_path / "x")])
+        == 1
+    )
+    assert f"{NAME} is a mixture of experts, which qrt does not run" in capsys.readouterr().err
