@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qrt.arch import ModelConfig, runnable
+from qrt.arch import ModelConfig
+from qrt.arch.runnable import runnable
 from qrt.cli import ArgumentParser, run_main
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint import awq, gptq, open_checkpoint

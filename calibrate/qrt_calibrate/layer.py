@@ -14,6 +14,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from os.path import commonprefix
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,8 @@ class LayerWork:
     ) -> None:
         self.job, self.name, self.grids = job, job.layer_name(index), job.layer_grids(index)
         self._decoder, self._index, self._tensors, self._streams = decoder, index, tensors, streams
-        self._norms = {p.readers: p.source for p in job.arch.smooth if p.source not in job.arch.projections}
+        pairs = [pair for pair in job.arch.smooth if pair.source not in job.arch.projections]
+        self._norms = {reader: pair.source for pair in pairs for reader in pair.readers}
         self.done: dict[str, WeightData] = {}
         self.figures: dict[str, float] = {}
 
@@ -92,9 +94,10 @@ class LayerWork:
         felt = self._output_moments()
         norm = ""  # whose input the next closing Linear's output is added to
         for _, parts in self.job.arch.fuse:
-            norm = self._norms.get(parts, norm)
+            norm = self._norms.get(parts[0], norm)
             if parts[0] in self.grids:
-                self._quantize_stage(parts, None if parts in self._norms else norm, felt.pop(parts, None))
+                adds = parts[0] not in self._norms and not self._is_weighted(parts[0])
+                self._quantize_stage(parts, norm if adds else None, felt.pop(parts, None))
         errors = {"output error": self._output_error(self.rounded), "output error, rtn": self._rtn_error()}
         return LayerResult(self._finished(), self._remaining(), {**errors, **self.figures})
 
@@ -106,7 +109,7 @@ class LayerWork:
         """Round the Linears `parts`, which read one input; `residual` is the norm that reads what their
         output is added to, None for Linears that end elsewhere; `felt` what the loss feels of the output,
         None where rows are rounded each for itself."""
-        if self.job.arch.is_expert(parts[0]) and parts not in self._norms:
+        if self.job.arch.is_expert(parts[0]) and parts[0] not in self._norms:
             for own in self._measured_inside(parts):
                 self._quantize_linears(*own, None)
         else:
@@ -212,20 +215,26 @@ class LayerWork:
                     own.join(other[part])
                 yield (part,), own
 
+    def _is_weighted(self, name: str) -> bool:
+        """Whether a router weights what the Linear `name` adds to the residual stream."""
+        block = (self.job.arch.experts or "").rpartition(".")[0]
+        return block != "" and name.startswith(f"{block}.")
+
     def _inputs(self, layer: nn.Module, names: list[str], hidden: Tensor) -> list[Tensor]:
         return inputs_of(layer, names, lambda: self._run(layer, hidden))
 
     def _pair_of(self, parts: tuple[str, ...]) -> Smooth | None:
-        """The smoothing pair that ends in `parts`, if scales are searched and its source may change."""
+        """The smoothing pair whose readers begin with `parts`, if scales are searched and its source may
+        change."""
         if self.job.recipe.steps.scales is Scales.NONE:
             return None
         left_alone = set(self.job.arch.projections) - set(self.grids)
-        found = (pair for pair in self.job.arch.smooth if set(pair.readers) == set(parts))
+        found = (pair for pair in self.job.arch.smooth if pair.readers[0] == parts[0])
         return next((pair for pair in found if pair.source not in left_alone), None)
 
     def _fold(self, smooth: Smooth, moments: Moments, factor: Factor | None, grid: Grid) -> bool:
         """Search the pair's scales, fold them into both copies, check; whether anything changed."""
-        job, name = self.job, smooth.readers[0]
+        job = self.job
         pair, rounded = (Pair(layer, smooth, job.config.head_dim) for layer in (self.exact, self.rounded))
         powers = job.recipe.exact_folds
         if job.recipe.steps.scales is Scales.SMOOTHQUANT:
@@ -235,11 +244,7 @@ class LayerWork:
         if factor is not None and job.recipe.steps.scales is Scales.AWQ:
             cost: ColumnCost | RoundedCost = ColumnCost(pair, factor, grid.spec)
         else:  # a lone reader is judged by its own output, several by that of the block they are in
-            block = name.rpartition(".")[0]
-            if len(smooth.readers) == 1:
-                block = name
-            elif self.job.arch.is_expert(name):
-                block = block.rpartition(".")[0]
+            block = ".".join(commonprefix([reader.split(".") for reader in smooth.readers]))
             call = record_call(self.exact, block, lambda: self._run(self.exact))
             int8_tokens = WEIGHT_SCHEMES[grid.scheme].int8_tokens
             cost = RoundedCost(pair, call, grid.spec, job.scale_dtype, int8_tokens)

@@ -1,7 +1,6 @@
 """Architectures as data: one file of facts per family, one line here. Standard library only."""
 
 from qrt.arch.base import Arch, Mixture, ModelConfig
-from qrt.errors import UnsupportedError
 from qrt.registry import Registry
 
 ARCHS: Registry[Arch] = Registry(
@@ -15,14 +14,12 @@ ARCHS: Registry[Arch] = Registry(
 )
 
 # Families with a mixture of experts: qrt-calibrate quantizes them, qrt does not run them.
-MIXTURES: Registry[Mixture] = Registry("mixture", {"Qwen3MoeForCausalLM": "qrt.arch.qwen3_moe:QWEN3_MOE"})
+MIXTURES: Registry[Mixture] = Registry(
+    "mixture",
+    {
+        "Qwen2MoeForCausalLM": "qrt.arch.qwen2_moe:QWEN2_MOE",
+        "Qwen3MoeForCausalLM": "qrt.arch.qwen3_moe:QWEN3_MOE",
+    },
+)
 
-
-def runnable(name: str) -> Arch:
-    """The architecture `name`; UnsupportedError for one that qrt does not run."""
-    if name in MIXTURES:
-        raise UnsupportedError(f"{name} is a mixture of experts, which qrt does not run; vLLM and SGLang do")
-    return ARCHS[name]
-
-
-__all__ = ["ARCHS", "MIXTURES", "Arch", "Mixture", "ModelConfig", "runnable"]
+__all__ = ["ARCHS", "MIXTURES", "Arch", "Mixture", "ModelConfig"]

@@ -67,7 +67,8 @@ class Arch:
         return tuple(name for pair in self.smooth for name in pair.routers)
 
     def is_expert(self, name: str) -> bool:
-        """Whether the module `name` of a layer belongs to an expert, or is all of them fused."""
+        """Whether the module `name` of a layer belongs to an expert that only some tokens are sent to, or is
+        all of them fused."""
         return self.experts is not None and name.startswith(f"{self.experts}.")
 
     @property
@@ -81,16 +82,18 @@ class Mixture:
     """A decoder family whose mlp is a mixture of experts, each a SwiGLU of its own; the rest is `dense`'s.
 
     `counts` are the config's entries that may say how many experts there are, `width` is that of their inner
-    size; `all_sparse` takes the raw config and says whether every layer is a mixture.
+    size; `all_sparse` takes the raw config and says whether every layer is a mixture. `shared` is an expert
+    that all tokens go through.
     """
 
     name: str
     dense: Arch
-    counts: tuple[str, ...]
     width: str
     all_sparse: Callable[[Mapping[str, Any]], bool]
-    router: str = "mlp.gate"
+    counts: tuple[str, ...] = ("num_experts", "num_local_experts")  # the second as transformers 5 saves it
+    routers: tuple[str, ...] = ("mlp.gate",)
     experts: str = "mlp.experts"
+    shared: str | None = None
 
     def arch(self, config: Mapping[str, Any]) -> tuple[Arch, Mapping[str, Any]]:
         """The architecture of one checkpoint with its experts by name, and `config` with their inner size."""
@@ -102,20 +105,24 @@ class Mixture:
         each = [f"{self.experts}.{number}" for number in range(_positive(config, count, most=MAX_LAYERS))]
         inner = tuple(f"{expert}.{part}" for expert in each for part in ("gate_proj", "up_proj"))
         down = tuple(f"{expert}.down_proj" for expert in each)
-        norm, attention = self.dense.smooth[2], self.dense.smooth[:2]
+        fuse = [
+            *self.dense.fuse[:2],
+            (f"{self.experts}.gate_up_proj", inner),
+            (f"{self.experts}.down_proj", down),
+        ]
+        if self.shared is not None:
+            own = (f"{self.shared}.gate_proj", f"{self.shared}.up_proj")
+            fuse += [
+                (f"{self.shared}.gate_up_proj", own),
+                (f"{self.shared}.down_proj", (f"{self.shared}.down_proj",)),
+            ]
+            each, inner = [*each, self.shared], (*inner, *own)
         smooth = (
-            *attention,
-            Smooth(norm.source, inner, (self.router,)),
+            *self.dense.smooth[:2],
+            Smooth(self.dense.smooth[2].source, inner, self.routers),
             *(Smooth(f"{expert}.up_proj", (f"{expert}.down_proj",)) for expert in each),
         )
-        fused = (f"{self.experts}.gate_up_proj", inner), (f"{self.experts}.down_proj", down)
-        arch = replace(
-            self.dense,
-            name=self.name,
-            fuse=(*self.dense.fuse[:2], *fused),
-            smooth=smooth,
-            experts=self.experts,
-        )
+        arch = replace(self.dense, name=self.name, fuse=tuple(fuse), smooth=smooth, experts=self.experts)
         return arch, {**config, "intermediate_size": _positive(config, self.width)}
 
 

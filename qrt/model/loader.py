@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qrt.arch import Arch, ModelConfig, runnable
+from qrt.arch import Arch, ModelConfig
+from qrt.arch.runnable import runnable
 from qrt.errors import CheckpointError
 from qrt.layers.linear import Linear
 from qrt.model.build import LinearShape, build, layer_norms, layer_shapes
