@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qrt.arch import Arch
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import Checkpoint
-from qrt_calibrate.experts import Experts
+from qrt_calibrate.experts import spell_out
 
 BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations inside it
 HEAD_ROWS = 16384  # of the head that are multiplied at a time
@@ -32,8 +32,8 @@ class Decoder:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
             if arch.experts is not None:
                 for layer in model.get_submodule(arch.layers):
-                    layer.set_submodule(arch.experts, Experts(layer.get_submodule(arch.experts)))
-        model.requires_grad_(False)
+                    spell_out(layer, arch)
+        model.eval().requires_grad_(False)  # no dropout, no noise on routers
         self._checkpoint = checkpoint
         self._arch = arch
         self._device = device

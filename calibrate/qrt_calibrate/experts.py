@@ -7,41 +7,38 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from qrt.arch import Arch
+
 EXPERT_BYTES = 4 << 30  # of moments that are held at a time, one expert's at least
 
 
 class Expert(nn.Module):
-    """One expert, a SwiGLU."""
+    """One expert, a SwiGLU; `parts` are the names of its Linears: gate, up and down."""
 
-    def __init__(self, hidden: int, inner: int, activation: nn.Module) -> None:
+    def __init__(self, hidden: int, inner: int, activation: nn.Module, parts: tuple[str, str, str]) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-        self._activation = activation
+        self._parts, self._activation = parts, activation
+        for part, shape in zip(parts, ((hidden, inner), (hidden, inner), (inner, hidden)), strict=True):
+            self.add_module(part, nn.Linear(*shape, bias=False))
 
     def inside(self, x: Tensor) -> Tensor:
-        """What down_proj reads: [T, H] -> [T, I]."""
-        inner: Tensor = self._activation(self.gate_proj(x)) * self.up_proj(x)
+        """What the last Linear reads: [T, H] -> [T, I]."""
+        gate, up, _ = (self.get_submodule(part) for part in self._parts)
+        inner: Tensor = self._activation(gate(x)) * up(x)
         return inner
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        out: Tensor = self.down_proj(self.inside(x))
+        out: Tensor = self.get_submodule(self._parts[2])(self.inside(x))
         return out
-
-
-def inside(layer: nn.Module, name: str, x: Tensor) -> Tensor:
-    """What `name`, an expert's down_proj in `layer`, reads where the expert gets x [T, H]: [T, I]."""
-    return cast(Expert, layer.get_submodule(name.rpartition(".")[0])).inside(x)
 
 
 class Experts(nn.ModuleList):
     """All experts of a layer, in place of transformers' own module, `stacked`."""
 
-    def __init__(self, stacked: Any) -> None:
+    def __init__(self, stacked: Any, parts: tuple[str, str, str]) -> None:
         count, hidden, inner = stacked.down_proj.shape
-        super().__init__(Expert(hidden, inner, stacked.act_fn) for _ in range(count))
+        super().__init__(Expert(hidden, inner, stacked.act_fn, parts) for _ in range(count))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Hidden states [T, H] through the experts `chosen` [T, k], summed with `weights` [T, k]: [T, H]."""
@@ -50,3 +47,21 @@ class Experts(nn.ModuleList):
         parts = hidden[order // chosen.shape[1]].split(counts)
         found = torch.cat([expert(part) for expert, part in zip(self, parts, strict=True)])
         return (found[order.argsort()].view(*chosen.shape, -1) * weights[..., None]).sum(1)
+
+
+def spell_out(layer: Any, arch: Arch) -> None:
+    """Give the experts of transformers' `layer` the checkpoint's names, and their block, which transformers
+    calls mlp, the checkpoint's too."""
+    assert arch.experts is not None
+    name, _, experts = arch.experts.rpartition(".")
+    block = layer.mlp
+    setattr(block, experts, Experts(getattr(block, experts), arch.expert_parts))
+    if name != "mlp":
+        del layer.mlp
+        layer.add_module(name, block)
+        layer.__dict__["mlp"] = block  # where the layer's forward looks, but no module of its own
+
+
+def inside(layer: nn.Module, name: str, x: Tensor) -> Tensor:
+    """What `name`, an expert's last Linear in `layer`, reads where the expert gets x [T, H]: [T, I]."""
+    return cast(Expert, layer.get_submodule(name.rpartition(".")[0])).inside(x)

@@ -15,7 +15,7 @@ from qrt_calibrate.streams import stream_bytes
 from qrt_calibrate.tune import tune_bytes
 
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
-SPLIT_BY_INPUT = (".o_proj", ".down_proj")  # the others are split by output
+SPLIT_BY_INPUT = (".o_proj", ".down_proj", ".w2")  # the others are split by output
 ZEROS_A_WORD = 32
 WALK_BYTES = 20  # a weight of the experts takes while all their rows are rounded together
 SHAPE_BYTES = 16  # of the weight_shape that packed formats store

@@ -17,6 +17,7 @@ ARCHS: Registry[Arch] = Registry(
 MIXTURES: Registry[Mixture] = Registry(
     "mixture",
     {
+        "MixtralForCausalLM": "qrt.arch.mixtral:MIXTRAL",
         "Qwen2MoeForCausalLM": "qrt.arch.qwen2_moe:QWEN2_MOE",
         "Qwen3MoeForCausalLM": "qrt.arch.qwen3_moe:QWEN3_MOE",
     },

@@ -33,8 +33,8 @@ class Arch:
     `qkv_bias`, `o_bias` and `mlp_bias` take the raw config and say whether those projections have a bias;
     `sliding_window` gives the window in tokens when any layer slides one, else None.
     `fuse` maps a fused projection to the checkpoint's projections it stacks, in order. In a mixture `experts`
-    is the module that holds the experts, and all experts' projections of a kind are listed as one: engines
-    run them so.
+    is the module that holds the experts, `expert_parts` are the names in each, and all experts' projections
+    of a kind are listed as one: engines run them so.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Arch:
     norm: str = "model.norm"
     head: str = "lm_head"
     experts: str | None = None
+    expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     @property
     def routers(self) -> tuple[str, ...]:
@@ -93,6 +94,7 @@ class Mixture:
     counts: tuple[str, ...] = ("num_experts", "num_local_experts")  # the second as transformers 5 saves it
     routers: tuple[str, ...] = ("mlp.gate",)
     experts: str = "mlp.experts"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str | None = None
 
     def arch(self, config: Mapping[str, Any]) -> tuple[Arch, Mapping[str, Any]]:
@@ -103,26 +105,31 @@ class Mixture:
             )
         count = next((name for name in self.counts if name in config), self.counts[0])
         each = [f"{self.experts}.{number}" for number in range(_positive(config, count, most=MAX_LAYERS))]
-        inner = tuple(f"{expert}.{part}" for expert in each for part in ("gate_proj", "up_proj"))
-        down = tuple(f"{expert}.down_proj" for expert in each)
+        inner = tuple(f"{expert}.{part}" for expert in each for part in self.parts[:2])
+        pairs = [(f"{expert}.{self.parts[1]}", f"{expert}.{self.parts[2]}") for expert in each]
+        down = tuple(reader for _, reader in pairs)
         fuse = [
             *self.dense.fuse[:2],
             (f"{self.experts}.gate_up_proj", inner),
             (f"{self.experts}.down_proj", down),
         ]
         if self.shared is not None:
-            own = (f"{self.shared}.gate_proj", f"{self.shared}.up_proj")
-            fuse += [
-                (f"{self.shared}.gate_up_proj", own),
-                (f"{self.shared}.down_proj", (f"{self.shared}.down_proj",)),
-            ]
-            each, inner = [*each, self.shared], (*inner, *own)
+            gate, up, last = (f"{self.shared}.{part}" for part in self.parts)
+            fuse += [(f"{self.shared}.gate_up_proj", (gate, up)), (f"{self.shared}.down_proj", (last,))]
+            inner, pairs = (*inner, gate, up), [*pairs, (up, last)]
         smooth = (
             *self.dense.smooth[:2],
             Smooth(self.dense.smooth[2].source, inner, self.routers),
-            *(Smooth(f"{expert}.up_proj", (f"{expert}.down_proj",)) for expert in each),
+            *(Smooth(source, (reader,)) for source, reader in pairs),
         )
-        arch = replace(self.dense, name=self.name, fuse=tuple(fuse), smooth=smooth, experts=self.experts)
+        arch = replace(
+            self.dense,
+            name=self.name,
+            fuse=tuple(fuse),
+            smooth=smooth,
+            experts=self.experts,
+            expert_parts=self.parts,
+        )
         return arch, {**config, "intermediate_size": _positive(config, self.width)}
 
 

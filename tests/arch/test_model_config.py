@@ -191,23 +191,31 @@ def test_arch_facts_are_consistent(name):
 
 
 MIXTURE = {**SIZES, "moe_intermediate_size": 96}
-SHARED = {"Qwen2MoeForCausalLM"}  # have an expert more, that all tokens go through
+SHARED = {"Qwen2MoeForCausalLM": "mlp.shared_expert"}  # an expert more, that all tokens go through
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("entry", ["num_experts", "num_local_experts"])
-def test_a_mixture_names_its_experts(name, entry):
-    """All experts' projections of a kind are fused; the norm before them is read by the router too."""
-    arch, config = MIXTURES[name].arch({**MIXTURE, entry: 3})
+def test_a_mixture_names_its_experts(name):
+    """All experts' projections of a kind are fused; the norm before them is read by the routers too."""
+    count = "num_experts" if "Qwen" in name else "num_local_experts"
+    arch, config = MIXTURES[name].arch({**MIXTURE, count: 3})
     assert arch.name == name and len(set(arch.projections)) == 4 + 3 * (3 + (name in SHARED))
     assert sum(map(arch.is_expert, arch.projections)) == 3 * 3
-    assert ModelConfig.from_hf(config, arch).intermediate_size == 96
+    wanted = SIZES["intermediate_size"] if "Mixtral" in name else 96
+    assert ModelConfig.from_hf(config, arch).intermediate_size == wanted
     read = {pair.source: pair.readers for pair in arch.smooth}
-    assert len(read["post_attention_layernorm"]) == 2 * (3 + (name in SHARED))
-    assert arch.routers == ("mlp.gate", *(["mlp.shared_expert_gate"] if name in SHARED else []))
-    assert all(read[f"mlp.experts.{e}.up_proj"] == (f"mlp.experts.{e}.down_proj",) for e in range(3))
+    assert len(read["post_attention_layernorm"]) == 2 * (3 + (name in SHARED)) and arch.routers
+    each = [*(f"{arch.experts}.{e}" for e in range(3)), *([SHARED[name]] if name in SHARED else [])]
+    _, up, down = arch.expert_parts
+    assert all(read[f"{expert}.{up}"] == (f"{expert}.{down}",) for expert in each)
     with pytest.raises(UnsupportedError, match=f"{name} is a mixture of experts, which qrt does not run"):
         runnable(name)
+
+
+def test_experts_are_counted_as_released_and_as_saved_by_transformers_5():
+    qwen = MIXTURES["Qwen3MoeForCausalLM"]
+    released, saved = (qwen.arch({**MIXTURE, name: 3})[0] for name in ("num_experts", "num_local_experts"))
+    assert released == saved
 
 
 @pytest.mark.parametrize(

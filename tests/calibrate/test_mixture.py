@@ -27,8 +27,12 @@ from qrt_calibrate.recipe_file import recipe_of
 from qrt_calibrate.streams import Streams
 
 CPU = torch.device("cpu")
-SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-SHARED = {"shared_expert_intermediate_size": 128}
+QWEN = {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
+SIZES = {
+    "MixtralForCausalLM": {"num_local_experts": 4, "router_jitter_noise": 0.1},
+    "Qwen2MoeForCausalLM": {**QWEN, "shared_expert_intermediate_size": 128},
+    "Qwen3MoeForCausalLM": QWEN,
+}
 CUT = ["--group-size", "64", "--n-samples", "16", "--seqlen", "64", "--eval-samples", "8"]
 ENTRIES = {"bits": 4, "group_size": 64, "method": "awq-gptq"}
 
@@ -36,18 +40,18 @@ ENTRIES = {"bits": 4, "group_size": 64, "method": "awq-gptq"}
 @pytest.fixture(scope="module", params=MIXTURES)
 def mixture(request, make_checkpoint):
     """bf16; one input channel of the experts is an outlier, so that scales are worth folding."""
-    folder = make_checkpoint(request.param, **SIZES, **(SHARED if "Qwen2" in request.param else {}))
+    folder = make_checkpoint(request.param, num_experts_per_tok=2, **SIZES[request.param])
     tensors = load_file(folder / "model.safetensors")
-    for index in range(2):
-        tensors[f"model.layers.{index}.post_attention_layernorm.weight"][5] *= 32
-        for name, tensor in tensors.items():
-            if name.startswith(f"model.layers.{index}.mlp") and tensor.shape[-1] == 128:
-                tensor[:, 5] /= 32
+    for name, tensor in tensors.items():
+        if name.endswith("post_attention_layernorm.weight"):
+            tensor[5] *= 32
+        elif (".mlp." in name or ".block_sparse_moe." in name) and tensor.shape[-1] == 128:
+            tensor[:, 5] /= 32
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def calibrate(mixture, calib):
     """calibrate(out, *flags) -> the exit code."""
 
@@ -69,6 +73,14 @@ def arch_of(folder):
 def shares(folder):
     """Whether it has an expert that all tokens go through."""
     return "Qwen2" in name_of(folder)
+
+
+@pytest.fixture(scope="module")
+def best(calibrate, tmp_path_factory):
+    """The mixture at four bits by the default method."""
+    out = tmp_path_factory.mktemp("best") / "out"
+    assert calibrate(out, "--bits", "4") == 0
+    return out
 
 
 def windows(count, length=40):
@@ -125,9 +137,10 @@ def test_a_router_that_is_left_out_is_found(mixture, tmp_path):
 @pytest.mark.parametrize("devices", [[CPU], [CPU, CPU]])
 def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
     """Against transformers' stacked experts; 8 bits before move the inner inputs by about a hundredth."""
-    monkeypatch.setattr("qrt_calibrate.layer.EXPERT_BYTES", 3 * 3 * 4 * 64**2)  # of four experts three
     entries = {**ENTRIES, "bits": 8, "method": "gptq", "ignore": ["self_attn.*"]}
     job = plan(open_checkpoint(mixture), recipe_of(entries), *devices)
+    three = 3 * 3 * 4 * job.config.intermediate_size**2  # of four experts
+    monkeypatch.setattr("qrt_calibrate.layer.EXPERT_BYTES", three)
     decoder, ids = Decoder(job.checkpoint, job.arch, 40, CPU), windows(8)
     streams = Streams(decoder.embed(ids), 8, devices, tmp_path)
     found, correction = [], Moments.correction
@@ -162,34 +175,32 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
 def by_hand(source, folder):
     """The source in transformers with the codes' values in place of its weights."""
     model, stored = AutoModelForCausalLM.from_pretrained(source), open_checkpoint(folder)
+    arch = arch_of(source)
+    block, (gate, up, down) = arch.experts.rpartition(".")[0], arch.expert_parts
 
     def value(module):
         return stored.linear(module)[1].dequantize()
 
     for name, own in model.state_dict().items():
-        layer, _, part = name.rpartition(".")
+        layer, _, part = name.replace(".mlp.", f".{block}.").rpartition(".")
         if layer.endswith("experts"):
-            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+            parts = (gate, up) if part == "gate_up_proj" else (down,)
             for number, expert in enumerate(own):
                 expert.copy_(torch.cat([value(f"{layer}.{number}.{each}") for each in parts]))
         else:
-            own.copy_(value(layer) if name.endswith("_proj.weight") else stored.tensor(name))
+            own.copy_(value(layer) if name.endswith("_proj.weight") else stored.tensor(f"{layer}.{part}"))
     return model
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "flags", [["--bits", "4"], ["--bits", "8", "--method", "awq"]], ids=["w4a16", "w8a16"]
-)
-def test_transformers_loads_the_result(flags, calibrate, mixture, tmp_path):
-    assert calibrate(tmp_path / "out", *flags) == 0
-    logits = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(windows(2)).logits
-    assert torch.equal(logits, by_hand(mixture, tmp_path / "out")(windows(2)).logits)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+def test_transformers_loads_the_result(best, mixture):
+    logits = AutoModelForCausalLM.from_pretrained(best)(windows(2)).logits
+    assert torch.equal(logits, by_hand(mixture, best)(windows(2)).logits)
+    config = json.loads((best / "config.json").read_text())["quantization_config"]
     routers = [f"model.layers.{index}.{name}" for index in range(2) for name in arch_of(mixture).routers]
     assert config["ignore"] == ["lm_head", *routers]
     assert config["config_groups"]["group_0"]["weights"]["symmetric"] is True
-    source, result = (open_checkpoint(folder) for folder in (mixture, tmp_path / "out"))
+    source, result = (open_checkpoint(folder) for folder in (mixture, best))
     for router in routers:
         original, folded = (stored.tensor(f"{router}.weight") for stored in (source, result))
         scales = (folded / original).median(0).values
@@ -197,13 +208,20 @@ def test_transformers_loads_the_result(flags, calibrate, mixture, tmp_path):
         assert scales[5] > 1
 
 
-def test_calibrated_experts_are_better_than_nearest(calibrate, tmp_path):
-    def cost(folder):
-        return json.loads((folder / "qrt_report.json").read_text())["cost"]["kl"]
+@torch.no_grad()
+def test_eight_bits_judged_by_the_block_load_too(calibrate, mixture, tmp_path):
+    assert calibrate(tmp_path / "out", "--bits", "8", "--method", "awq") == 0
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(windows(2)).logits
+    assert torch.equal(logits, by_hand(mixture, tmp_path / "out")(windows(2)).logits)
 
-    assert calibrate(tmp_path / "best", "--bits", "4") == 0
+
+def test_calibrated_experts_are_better_than_nearest(best, calibrate, tmp_path):
     assert calibrate(tmp_path / "nearest", "--bits", "4", "--method", "rtn") == 0
-    assert cost(tmp_path / "best") < 0.5 * cost(tmp_path / "nearest")
+    kl, nearest = (
+        json.loads((folder / "qrt_report.json").read_text())["cost"]["kl"]
+        for folder in (best, tmp_path / "nearest")
+    )
+    assert kl < 0.5 * nearest
 
 
 @pytest.mark.parametrize(
@@ -211,13 +229,13 @@ def test_calibrated_experts_are_better_than_nearest(calibrate, tmp_path):
     [
         (["--scheme", "w8a8", "--group-size", "-1"], "loads none in w8a8; use --scheme w4a16 or w8a16"),
         (["--override", "o_proj=w8a8"], "loads none in w8a8"),
-        (["--tune", "3"], "--tune: not for Qwen.MoeForCausalLM, a mixture of experts"),
-        (["--rotations", "R2"], "--rotations: not for Qwen"),
+        (["--tune", "3"], "--tune: not for .*ForCausalLM, a mixture of experts"),
+        (["--rotations", "R2"], "--rotations: not for"),
         (["--target-bits", "5"], "--target-bits: not for"),
         (["--max-size", "1"], "--max-size: not for"),
         (
             ["--ignore", "experts.3.*"],
-            "engines run all experts of model.layers.0 as one; match mlp.experts.*",
+            "engines run all experts of model.layers.0 as one; match .*[.]experts[.]",
         ),
     ],
 )
@@ -238,8 +256,8 @@ def test_limits_are_said_before_the_work(calibrate, mixture, tmp_path, capsys):
     )
     assert "zero points;" not in plain and "loads experts wrong" not in plain
     assert "transformers does not load experts with zero points" in said("--asym")
-    assert "loads experts wrong" in said("--ignore", "mlp.experts.*")
-    assert "loads experts wrong" in said("--ignore", "re:.*[.]1[.]mlp[.]experts[.].*")
+    assert "loads experts wrong" in said("--ignore", "experts.*")
+    assert "loads experts wrong" in said("--ignore", "re:.*[.]1[.].*[.]experts[.].*")
     assert "loads experts wrong" not in said("--ignore", "self_attn.*")
     if shares(mixture):
         assert "loads experts wrong" not in said("--ignore", "shared_expert.*")
@@ -248,9 +266,9 @@ def test_limits_are_said_before_the_work(calibrate, mixture, tmp_path, capsys):
 def test_memory_of_the_experts_is_foreseen(mixture):
     job = plan(open_checkpoint(mixture), recipe_of(ENTRIES), CPU)
     layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
-    widest = 256  # of four heads of 64
-    moments, rows = 6 * widest**2 + 2 * 128 * widest, 4 * 2 * 64 * 128
-    assert preflight(job).working_bytes == 8 * layer + 4 * moments + 20 * rows
+    widest, inner = 256, job.config.intermediate_size  # of four heads of 64
+    moments, rows = max((3 * widest + 2 * 128) * widest, 4 * 3 * inner**2), 4 * 2 * inner * 128
+    assert preflight(job).working_bytes == 8 * layer + 4 * (moments + 3 * widest**2) + 20 * rows
 
 
 def test_qrt_refuses_to_run_it_by_name(calibrate, mixture, tmp_path, capsys):
