@@ -160,7 +160,12 @@ def test_a_bad_config_reaches_the_user(broken):
 @pytest.mark.parametrize(
     ("name", "error", "text"),
     [
-        (["MixtralForCausalLM"], UnsupportedError, "unknown architecture 'MixtralForCausalLM' .known: Llama"),
+        (["Gemma2ForCausalLM"], UnsupportedError, "unknown architecture 'Gemma2ForCausalLM' .known: Llama"),
+        (
+            ["MixtralForCausalLM"],
+            UnsupportedError,
+            "MixtralForCausalLM is a mixture of experts, which qrt does",
+        ),
         (None, CheckpointError, "names no architecture"),
     ],
 )
