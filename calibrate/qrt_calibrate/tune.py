@@ -1,8 +1,8 @@
 """After the last layer: codes, scales and norms trained end to end, to predict as the original does.
 
 The text is the original's own, drawn at temperature 1 behind a few tokens of the calibration text, new
-windows all along (LLM-QAT, arXiv:2305.17888): trained on few windows again and again, weights learn those.
-The loss is the KL divergence of the quantized model's predictions from the original's; rounding passes
+windows for every step (LLM-QAT, arXiv:2305.17888): trained on few windows again and again, weights learn
+those. The loss is the KL divergence of the quantized model's predictions from the original's; rounding passes
 gradients straight through. What is stored keeps its format: codes on their grid, the rest in its dtype.
 """
 
@@ -31,7 +31,6 @@ BATCH = 4  # windows a step: 16 cost four times as much and were hardly better
 WINDOW = 512  # tokens of a window, at most
 PROMPT = 8  # of them from the calibration text
 DRAWN = 128  # windows that are drawn together
-POOL, PASSES = 4, 4  # so many times DRAWN windows serve so often before there are new ones
 MICRO_TOKENS = 2048  # of a step that go through the model together
 CODE_RATE, SCALE_RATE = 1e-2, 1e-3  # largest steps: in codes, and relative to a scale or a norm's weight
 BETAS, WARMUP = (0.9, 0.95), 10
@@ -177,21 +176,14 @@ def _backward(model: PreTrainedModel, tensors: Mapping[str, Tensor], windows: Te
 
 
 def _drawn(model: PreTrainedModel, windows: Tensor, length: int, seed: int) -> Iterator[Tensor]:
-    """Batches [BATCH, length] of text that `model` continues, without end; no window comes more than PASSES
-    times."""
+    """Batches [BATCH, length] of text that `model` continues, without end and without repeats."""
     generator = torch.Generator(windows.device).manual_seed(seed)
     prompt = min(PROMPT, length - 1)
     while True:
-        pool = []
-        for _ in range(POOL):
-            rows = _integers(len(windows), generator)
-            starts = _integers(windows.shape[1] - prompt, generator)
-            at = starts[:, None] + torch.arange(prompt, device=windows.device)
-            pool.append(_continued(model, windows[rows[:, None], at], length, generator))
-        drawn = torch.cat(pool)
-        for _ in range(PASSES):
-            order = torch.randperm(len(drawn), generator=generator, device=drawn.device)
-            yield from drawn[order].split(BATCH)
+        rows = _integers(len(windows), generator)
+        starts = _integers(windows.shape[1] - prompt, generator)
+        at = starts[:, None] + torch.arange(prompt, device=windows.device)
+        yield from _continued(model, windows[rows[:, None], at], length, generator).split(BATCH)
 
 
 def _integers(bound: int, generator: torch.Generator) -> Tensor:
