@@ -37,7 +37,7 @@ from qrt_calibrate.streams import Share, Streams
 from qrt_calibrate.text import Calibration, calibration
 from qrt_calibrate.tune import check_room, is_tuned_norm, tune
 
-TUNED = "tuned"  # the step that ends with trained codes and scales written
+TUNED = "tuned"  # the step that ends with trained codes, scales and norms written
 
 
 def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.device) -> Report:

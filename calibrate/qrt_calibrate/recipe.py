@@ -51,7 +51,7 @@ class Recipe:
     damping       share of the Hessian's mean diagonal that GPTQ adds to it
     rotations     of ("R1", "R2"): turned into the weights before anything else (`qrt_calibrate.rotate`)
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
-    tune          steps that train codes and scales end to end afterwards (`qrt_calibrate.tune`)
+    tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.tune`)
     kv            KV format that the checkpoint recommends to qrt's server, or None
     target_bits   bits per weight on disk that Linears may take on average; each gets 4, 8 or 16 by
                   what it costs. None: all are on the grid, unless max_size is given

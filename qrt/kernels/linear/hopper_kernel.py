@@ -90,7 +90,40 @@ def weights_of(
 
 
 @gluon.jit
-def row_words(smem, slot, COUNT: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr):
+def fetch_tile(
+    w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, arrived, slot, block, tile,
+    BYTES: gl.constexpr, WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of a tile of some row blocks into a slot; BYTES in all make it ready."""
+    mbarrier.expect(arrived, BYTES)
+    tma.async_copy_global_to_shared(w_desc, [block, tile * 64, 0], arrived, w_smem.index(slot))
+    for w in gl.static_range(WORDS):
+        tma.async_copy_global_to_shared(
+            scale_desc, [block, (tile * WORDS + w) * 64], arrived, scale_smem.index(slot * WORDS + w)
+        )
+    if ASYMMETRIC:
+        tma.async_copy_global_to_shared(zero_desc, [block, tile * 64], arrived, zero_smem.index(slot))
+
+
+@gluon.jit
+def tile_of(
+    w_smem, scale_smem, zero_smem, slot, WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
+    OPERAND: gl.constexpr,
+):  # fmt: skip
+    """What `fetch_tile` has brought: words [ROWS, J], scales (WORDS of int32 [ROWS]), zeros [ROWS]; without
+    zeros the first of the scales stands there."""
+    ROWS: gl.constexpr = w_smem.shape[1] * 64
+    ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
+    words = w_smem.index(slot).reshape([ROWS, w_smem.shape[3]]).load(OPERAND)
+    scales = _row_words(scale_smem, slot, WORDS, ROWS, ROW)
+    zeros = scales[0]
+    if ASYMMETRIC:
+        zeros = zero_smem.index(slot).reshape([ROWS]).load(ROW)
+    return words, scales, zeros
+
+
+@gluon.jit
+def _row_words(smem, slot, COUNT: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr):
     """COUNT int32 words of every row, each [ROWS], from smem [slots * COUNT, ROWS / 64, 64]."""
     words = ()
     for w in gl.static_range(COUNT):
@@ -169,15 +202,10 @@ def _multiply(
     ROWS: gl.constexpr = BN * 64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
     gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     mbarrier.wait(w_ready.index(0), 0)
-    words = w_smem.index(0).reshape([ROWS, J]).load(OPERAND)
-    scales = row_words(scale_smem, 0, WORDS, ROWS, ROW)
-    zeros = scales[0]
-    if ASYMMETRIC:
-        zeros = zero_smem.index(0).reshape([ROWS]).load(ROW)
+    words, scales, zeros = tile_of(w_smem, scale_smem, zero_smem, 0, WORDS, ASYMMETRIC, OPERAND)
     weights = weights_of(words, scales, zeros, 0, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
     before = weights
     for i in range(steps):
@@ -197,11 +225,9 @@ def _multiply(
             if p + 1 == PLANES:
                 slot = (i + 1) % WS
                 mbarrier.wait(w_ready.index(slot), (i + 1) // WS & 1, pred=i + 1 < steps)
-                words = w_smem.index(slot).reshape([ROWS, J]).load(OPERAND)
-                scales = row_words(scale_smem, slot, WORDS, ROWS, ROW)
-                zeros = scales[0]
-                if ASYMMETRIC:
-                    zeros = zero_smem.index(slot).reshape([ROWS]).load(ROW)
+                words, scales, zeros = tile_of(
+                    w_smem, scale_smem, zero_smem, slot, WORDS, ASYMMETRIC, OPERAND
+                )
             weights = weights_of(
                 words, scales, zeros, (p + 1) % PLANES, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT
             )
@@ -250,16 +276,11 @@ def _fetch_w(
     """Ask for `steps` tiles of BN row blocks, from tile `first` on, their scales and zeros, likewise."""
     for i in range(steps):
         slot, tile = i % WS, first + i
-        arrived = ready.index(slot)
         mbarrier.wait(empty.index(slot), (i // WS - 1) & 1, pred=i >= WS)
-        mbarrier.expect(arrived, BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC))
-        tma.async_copy_global_to_shared(w_desc, [block, tile * 64, 0], arrived, w_smem.index(slot))
-        for w in gl.static_range(WORDS):
-            tma.async_copy_global_to_shared(
-                scale_desc, [block, (tile * WORDS + w) * 64], arrived, scale_smem.index(slot * WORDS + w)
-            )
-        if ASYMMETRIC:
-            tma.async_copy_global_to_shared(zero_desc, [block, tile * 64], arrived, zero_smem.index(slot))
+        fetch_tile(
+            w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready.index(slot), slot, block,
+            tile, BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC), WORDS, ASYMMETRIC,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -32,10 +32,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qrt.kernels.gpu import multiprocessors
 from qrt.kernels.linear.hopper_kernel import (
     DTYPES,
+    fetch_tile,
     of_planes,
     of_tiles,
-    row_words,
     store_block,
+    tile_of,
     weights_of,
 )
 from qrt.quant.weight.tiles import TiledWeight
@@ -92,7 +93,7 @@ def _fetch(
     BYTES: gl.constexpr = PLANES * BM * J * 2 + BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC)
     block, tile = first // tiles * BN, first % tiles
     for i in range(gl.minimum(steps, STAGES)):
-        _fetch_weights(
+        fetch_tile(
             w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready.index(i), i, block, tile,
             BYTES, WORDS, ASYMMETRIC,
         )  # fmt: skip
@@ -106,7 +107,7 @@ def _fetch(
     for i in range(STAGES, steps):
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
-        _fetch_weights(
+        fetch_tile(
             w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready.index(slot), slot, block,
             tile, BYTES, WORDS, ASYMMETRIC,
         )  # fmt: skip
@@ -114,22 +115,6 @@ def _fetch(
         tile += 1
         if tile == tiles:
             block, tile = block + BN, 0
-
-
-@gluon.jit
-def _fetch_weights(
-    w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, arrived, slot, block, tile,
-    BYTES: gl.constexpr, WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
-):  # fmt: skip
-    """Start the copy of a unit's weights into a slot; BYTES of weights and tokens make it ready."""
-    mbarrier.expect(arrived, BYTES)
-    tma.async_copy_global_to_shared(w_desc, [block, tile * 64, 0], arrived, w_smem.index(slot))
-    for w in gl.static_range(WORDS):
-        tma.async_copy_global_to_shared(
-            scale_desc, [block, (tile * WORDS + w) * 64], arrived, scale_smem.index(slot * WORDS + w)
-        )
-    if ASYMMETRIC:
-        tma.async_copy_global_to_shared(zero_desc, [block, tile * 64], arrived, zero_smem.index(slot))
 
 
 @gluon.jit
@@ -144,18 +129,13 @@ def _multiply(
     ROWS: gl.constexpr = BN * 64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
     gdc_wait()  # asleep: a wait for the first slot would keep asking while the kernel before works
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     block, tile = first // tiles, first % tiles
     for i in range(steps):
         slot = i % STAGES
         mbarrier.wait(ready.index(slot), i // STAGES & 1)
-        words = w_smem.index(slot).reshape([ROWS, J]).load(OPERAND)
-        scales = row_words(scale_smem, slot, WORDS, ROWS, ROW)
-        zeros = scales[0]
-        if ASYMMETRIC:
-            zeros = zero_smem.index(slot).reshape([ROWS]).load(ROW)
+        words, scales, zeros = tile_of(w_smem, scale_smem, zero_smem, slot, WORDS, ASYMMETRIC, OPERAND)
         x = x_smem.index(slot).reshape([PLANES * BM, J])
         plane = weights_of(words, scales, zeros, 0, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
         for p in gl.static_range(PLANES):
