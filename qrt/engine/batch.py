@@ -119,7 +119,7 @@ def _token_arrays(plan: Plan) -> dict[str, NDArray[Any]]:
         "chunk_rows": chunk_rows,
         "token_rows": np.repeat(chunk_rows, lengths),
         "chunk_ends": _int32([chunk.end for chunk in chunks]),
-        "query_start": _int32([0], np.cumsum(lengths)),
+        "query_start": _int32(np.cumsum([len(plan.decodes), *lengths])),
         "chunk_tokens": _int64(*[chunk.tokens for chunk in chunks]),
         "chunk_positions": _int32(*[np.arange(chunk.start, chunk.end) for chunk in chunks]),
     }

@@ -131,25 +131,32 @@ def out_of_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
 
 
 @triton.jit
-def leave_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
-    """`out_of_basis` of 8 vectors and more [M, H] fp32, to 16 bits: by dots whose columns they are, which
-    take fewer instructions."""
+def leave_basis(lo, hi, rotation, dims, real, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """`out_of_basis` of vectors [M, H] fp32, to 16 bits: by dots, which take fewer instructions. The vectors
+    are the columns of these, and M is at least 8, or with COLUMNS False the rows, and M at least 16."""
     lo, hi = cross(lo, hi, D)
-    matrix = load_signs(rotation[0], dims, real, D, False)
-    return _turned(matrix, lo) * rotation[1], _turned(matrix, hi) * rotation[1]
+    matrix = load_signs(rotation[0], dims, real, D, not COLUMNS)
+    return _turned(matrix, lo, COLUMNS) * rotation[1], _turned(matrix, hi, COLUMNS) * rotation[1]
 
 
 @triton.jit
-def _turned(matrix, x):
-    """Signs [H, H] times each of x [M, H]: two bf16 terms hold 16 of its 24 bits."""
-    x = tl.trans(x)
+def _turned(matrix, x, COLUMNS: tl.constexpr):
+    """Signs [H, H] times each of x [M, H] as COLUMNS, or each of x as rows times signs: two bf16 terms hold
+    16 of its 24 bits."""
+    if COLUMNS:
+        x = tl.trans(x)
     if ASM:
-        high = x.to(tl.bfloat16)
-        y = tl.dot(matrix.to(tl.bfloat16), high)
-        y = tl.dot(matrix.to(tl.bfloat16), (x - high.to(tl.float32)).to(tl.bfloat16), y)
-    else:  # the interpreter has no bf16
+        matrix, high = matrix.to(tl.bfloat16), x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        if COLUMNS:
+            y = tl.dot(matrix, low, tl.dot(matrix, high))
+        else:
+            y = tl.dot(low, matrix, tl.dot(high, matrix))
+    elif COLUMNS:  # the interpreter has no bf16
         y = tl.dot(matrix, x, input_precision="ieee")
-    return tl.trans(y)
+    else:
+        y = tl.dot(x, matrix, input_precision="ieee")
+    return tl.trans(y) if COLUMNS else y
 
 
 @triton.jit

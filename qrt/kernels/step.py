@@ -31,7 +31,7 @@ class PrefillMeta:
 
     rows            [Bp] int32     each request's row of the slot table
     kv_lens         [Bp] int32     context length after the chunk: cached prefix + chunk
-    query_start     [Bp+1] int32   where each chunk starts among the prefill tokens; starts at 0
+    query_start     [Bp+1] int32   where each chunk starts among the step's tokens, behind those that decode
     cached_start    [Bp+1] int32   where its cached tokens start when those of all are packed; starts at 0
     max_query_len   longest chunk, on the host
     num_cached      cached tokens of all chunks, on the host

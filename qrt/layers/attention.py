@@ -6,7 +6,6 @@ the KV format from `kv_write` on; the attention operators return to the model's 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from qrt.kernels.decode_attention import decode_attention
@@ -63,39 +62,34 @@ class Attention:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer) -> Tensor:
         """[T, Hq, D]: the first `num_decodes` tokens attend the cache, the rest their prefix and chunk."""
-        n, parts = step.num_decodes, []
+        if step.prefill is None:
+            return self._decode(q, step, kv)
+        chunk = step.prefill
+        out: Tensor = prefill_attention(
+            q,
+            k,
+            v,
+            kv.buffers,
+            step.slot_table,
+            chunk.rows,
+            chunk.query_start,
+            chunk.cached_start,
+            chunk.max_query_len,
+            chunk.num_cached,
+            chunk.max_cached_len,
+            chunk.attend_cache,
+            kv.format,
+            self.scale,
+        )
         if step.decode is not None:
-            decode = step.decode
-            parts.append(
-                decode_attention(
-                    q[:n],
-                    kv.buffers,
-                    step.slot_table,
-                    decode.rows,
-                    decode.kv_lens,
-                    decode.parts,
-                    kv.format,
-                    self.scale,
-                )
-            )
-        if step.prefill is not None:
-            chunk = step.prefill
-            parts.append(
-                prefill_attention(
-                    q[n:],
-                    k[n:],
-                    v[n:],
-                    kv.buffers,
-                    step.slot_table,
-                    chunk.rows,
-                    chunk.query_start,
-                    chunk.cached_start,
-                    chunk.max_query_len,
-                    chunk.num_cached,
-                    chunk.max_cached_len,
-                    chunk.attend_cache,
-                    kv.format,
-                    self.scale,
-                )
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            out[: step.num_decodes] = self._decode(q[: step.num_decodes], step, kv)
+        return out
+
+    def _decode(self, q: Tensor, step: StepMeta, kv: KVLayer) -> Tensor:
+        """[B, Hq, D] of the tokens that decode."""
+        decode = step.decode
+        assert decode is not None
+        out: Tensor = decode_attention(
+            q, kv.buffers, step.slot_table, decode.rows, decode.kv_lens, decode.parts, kv.format, self.scale
+        )
+        return out

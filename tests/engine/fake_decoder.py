@@ -98,7 +98,7 @@ class FakeDecoder:
         if step.prefill is not None:
             chunk = step.prefill
             sizes = chunk.query_start.diff()
-            assert int(chunk.query_start[0]) == 0 and int(sizes.min()) > 0
+            assert int(chunk.query_start[0]) == step.num_decodes and int(sizes.min()) > 0
             assert int(sizes.max()) == chunk.max_query_len
             for row, length, size in zip(chunk.rows, chunk.kv_lens, sizes, strict=True):
                 states.append(self._context(step, row, length)[length - size :])

@@ -65,7 +65,7 @@ def test_mixed_step():
     assert step.decode.rows.tolist() == [3, 1] and step.decode.kv_lens.tolist() == [23, 21]
     assert step.decode.parts[:2, :6].tolist() == [[0, 3, 0, 23, 0, 1], [1, 1, 0, 21, 0, 1]]
     assert step.prefill.rows.tolist() == [0, 2, 5] and step.prefill.kv_lens.tolist() == [13, 6, 5]
-    assert step.prefill.query_start.tolist() == [0, 3, 4, 7]
+    assert step.prefill.query_start.tolist() == [2, 5, 6, 9]
     assert step.prefill.max_query_len == 3 and step.prefill.attend_cache
     assert step.prefill.cached_start.tolist() == [0, 13, 19, 24]
     assert (step.prefill.num_cached, step.prefill.max_cached_len) == (24, 13)

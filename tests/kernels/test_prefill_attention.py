@@ -198,6 +198,21 @@ def test_small_and_large_v_survive(device, attention, name, v_scale, dtype):
     assert error(case.run(attention), case.truth()) < bound(name, dtype)
 
 
+@BOTH
+@CACHED
+def test_tokens_before_the_first_chunk_are_passed_over(device, attention, attend_cache):
+    """Those that decode in the same step."""
+    case = chunks("int8", [70, 9], [40, 9], 4, 2, 64, torch.float32, device)
+    alone = case.run(attention, attend_cache)
+    decoding = 3
+    for name in ("q", "k", "v"):
+        tokens = getattr(case, name)
+        setattr(case, name, torch.cat((torch.full_like(tokens[:decoding], torch.nan), tokens)))
+    arguments = list(case.args(attend_cache))
+    arguments[6] = case.start + decoding
+    assert torch.equal(attention(*arguments)[decoding:], alone)
+
+
 @FORMATS
 def test_where_the_slots_are_does_not_matter(device, name):
     here, there = (chunks(name, [50], [9], 2, 1, 64, torch.float16, device, seed=s) for s in (0, 1))

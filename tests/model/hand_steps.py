@@ -70,7 +70,7 @@ class Requests:
             slot_table=self.slot_table,
             logit_rows=self._ints(list(range(len(rows))), torch.int64),
             decode=self._decode(decodes) if decodes else None,
-            prefill=self._prefill(chunks) if chunks else None,
+            prefill=self._prefill(len(decodes), chunks) if chunks else None,
         )
 
     def _decode(self, rows: list[int]) -> DecodeMeta:
@@ -78,13 +78,13 @@ class Requests:
         at = self._ints(rows)
         return DecodeMeta(at, kv_lens, plan_parts(at, kv_lens, self.model.config.num_kv_heads))
 
-    def _prefill(self, chunks: list[tuple[int, int]]) -> PrefillMeta:
+    def _prefill(self, decodes: int, chunks: list[tuple[int, int]]) -> PrefillMeta:
         own = [length for _, length in chunks]
         cached = [self.lengths[row] - (0 if self.attend_cache else length) for row, length in chunks]
         return PrefillMeta(
             rows=self._ints([row for row, _ in chunks]),
             kv_lens=self._ints([self.lengths[row] for row, _ in chunks]),
-            query_start=self._ints([0, *accumulate(own)]),
+            query_start=self._ints(list(accumulate(own, initial=decodes))),
             cached_start=self._ints([0, *accumulate(cached)]),
             max_query_len=max(own),
             num_cached=sum(cached),

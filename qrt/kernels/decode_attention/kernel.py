@@ -188,7 +188,7 @@ def _attend_kernel(
         )  # fmt: skip
     if whole:
         if rotation is not None:
-            lo, hi = leave_basis(lo, hi, rotation, dims, real, D)
+            lo, hi = leave_basis(lo, hi, rotation, dims, real, D, True)
         store_halves(result, lo, hi, live, dims, real, D)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from qrt.checks import expect
 from qrt.kernels.device import (
     half_width,
+    leave_basis,
     out_of_basis,
     signs,
     store_halves,
@@ -180,7 +181,10 @@ def _prefill_kernel(
     lo, hi = tl.split(tl.permute(tl.reshape(acc / l[:, None], (M, 2, H)), (0, 2, 1)))
     dims, real = part_columns(D, 1, H)
     if rotation is not None:
-        lo, hi = out_of_basis(lo, hi, rotation, dims, real, D)
+        if out.dtype.element_ty == tl.float32:
+            lo, hi = out_of_basis(lo, hi, rotation, dims, real, D)
+        else:
+            lo, hi = leave_basis(lo, hi, rotation, dims, real, D, False)
     store_halves(out + ((start + token) * (HKV * G) + head) * D, lo, hi, live, dims, real, D)
 
 
