@@ -119,8 +119,8 @@ def _reading(job: Job, tensors: Mapping[str, Tensor]) -> float:
         seconds += moments / batch * calibrating
     seconds /= len(job.devices)
     if job.recipe.tune:  # text drawn, the original and the rounded model forth, and back
-        length = min(tune.WINDOW, seqlen)
-        seconds += (2 + 1 + 1 + 2) * forward * job.recipe.tune * tune.BATCH * length / seqlen
+        windows = job.recipe.tune * tune.windows_a_step(job) * min(tune.WINDOW, seqlen) / seqlen
+        seconds += (2 + 1 + 1 + 2 + (1 + 2) / tune.TEXT_WINDOWS) * forward * windows
     return seconds
 
 

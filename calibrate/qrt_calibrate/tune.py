@@ -2,8 +2,10 @@
 
 The text is the original's own, drawn at temperature 1 behind a few tokens of the calibration text, new
 windows for every step (LLM-QAT, arXiv:2305.17888): trained on few windows again and again, weights learn
-those. The loss is the KL divergence of the quantized model's predictions from the original's; rounding passes
-gradients straight through. What is stored keeps its format: codes on their grid, the rest in its dtype.
+those. The loss is the KL divergence of the quantized model's predictions from the original's and, for a
+hundredth, the cross-entropy of the calibration text itself, which perplexity feels and KL does not. Rounding
+passes gradients straight through. What is stored keeps its format: codes on their grid, the rest in its
+dtype.
 """
 
 from __future__ import annotations
@@ -27,14 +29,21 @@ from qrt.quant.weight import WeightData
 from qrt_calibrate.plan import Job
 from qrt_calibrate.streams import available_ram, stream_bytes
 
-BATCH = 4  # windows a step: 16 cost four times as much and were hardly better
+BATCH = 4  # windows a step
+LAUNCHED_BATCH = 16  # where a step is launches more than work: more windows cost little and are worth much
 WINDOW = 512  # tokens of a window, at most
 PROMPT = 8  # of them from the calibration text
-DRAWN = 128  # windows that are drawn together
+DRAWN = 128  # windows that are drawn together, at least
+DRAWN_BYTES = 8 << 30  # of their keys and values, for more than that on a GPU
+TEXT_WINDOWS = 4  # drawn windows to one of the calibration text
+TEXT_SHARE, TEXT_TOKENS = (
+    0.01,
+    1 << 18,
+)  # of the loss; less in proportion for less text, so as not to learn it
 MICRO_TOKENS = 2048  # of a step that go through the model together
 CODE_RATE, SCALE_RATE = 1e-2, 1e-3  # largest steps: in codes, and relative to a scale or a norm's weight
 BETAS, WARMUP = (0.9, 0.95), 10
-SMALL = 1 << 30  # weights up to which a GPU computes in fp32 too
+SMALL = 1 << 30  # weights up to which a GPU computes in fp32 too, and waits for launches
 
 
 class TunedWeight:
@@ -142,13 +151,17 @@ def tune(job: Job, linears: Mapping[str, WeightData], rest: Mapping[str, Tensor]
     fixed = {name: tensor.to(device, dtype) for name, tensor in rest.items() if name in known}
     biases = {f"{n}.bias": d.bias.to(device, dtype) for n, d in linears.items() if d.bias is not None}
     steps, costs = job.recipe.tune, []
-    text = _drawn(model, windows.to(device), min(WINDOW, job.recipe.seqlen), job.recipe.seed)
+    length = min(WINDOW, job.recipe.seqlen)
+    drawn = _drawn(model, windows.to(device), length, job.recipe.seed, _drawn_together(job))
+    batches = (batch for together in drawn for batch in together.split(windows_a_step(job)))
+    text = _cut(windows.to(device), max(1, windows_a_step(job) // TEXT_WINDOWS), length, job.recipe.seed)
+    share = TEXT_SHARE * min(1.0, windows.numel() / TEXT_TOKENS)
     for step in tqdm(range(1, steps + 1), desc="Tuning", unit="step"):
         weights = {f"{n}.weight": own.data().dequantize().to(dtype) for n, own in tuned.items()}
         weights |= {name: norm.data().to(dtype) for name, norm in norms.items()}
         for weight in weights.values():
             weight.requires_grad_()
-        costs.append(_backward(model, {**fixed, **biases, **weights}, next(text)))
+        costs.append(_backward(model, {**fixed, **biases, **weights}, next(batches), next(text), share))
         rate = min(1.0, step / WARMUP) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
         for name, own in ({f"{n}.weight": own for n, own in tuned.items()} | norms).items():
             gradient = weights.pop(name).grad
@@ -160,34 +173,53 @@ def tune(job: Job, linears: Mapping[str, WeightData], rest: Mapping[str, Tensor]
     return Tuned(stored, {name: norm.data() for name, norm in norms.items()}, first, last)
 
 
-def _backward(model: PreTrainedModel, tensors: Mapping[str, Tensor], windows: Tensor) -> float:
-    """The mean KL to `model` per token of `windows` [B, T] when it runs with `tensors` in place of its own;
-    its gradients are added to theirs."""
+def _backward(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], drawn: Tensor, text: Tensor, share: float
+) -> float:
+    """The mean KL to `model` per token of `drawn` [B, T] when it runs with `tensors` in place of its own; the
+    gradients of that and of `share` times the mean cross-entropy of `text` [C, T] are added to theirs."""
+
+    def predicted(part: Tensor) -> Tensor:
+        logits = functional_call(model, dict(tensors), (part,), {"use_cache": False}).logits
+        return F.log_softmax(logits.float(), -1)
+
     total = 0.0
-    for part in windows.split(max(1, MICRO_TOKENS // windows.shape[1])):
+    for part in drawn.split(max(1, MICRO_TOKENS // drawn.shape[1])):
         with torch.no_grad():
             wanted = F.log_softmax(model(part, use_cache=False).logits.float(), -1)
-        logits = functional_call(model, dict(tensors), (part,), {"use_cache": False}).logits
-        cost = F.kl_div(F.log_softmax(logits.float(), -1), wanted, reduction="sum", log_target=True)
-        cost = cost / windows.numel()
+        cost = F.kl_div(predicted(part), wanted, reduction="sum", log_target=True) / drawn.numel()
         cost.backward()
         total += float(cost.detach())
+    for part in text.split(max(1, MICRO_TOKENS // text.shape[1])):
+        cost = F.nll_loss(predicted(part)[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+        (share / text[:, 1:].numel() * cost).backward()
     return total
 
 
-def _drawn(model: PreTrainedModel, windows: Tensor, length: int, seed: int) -> Iterator[Tensor]:
-    """Batches [BATCH, length] of text that `model` continues, without end and without repeats."""
+def _cut(windows: Tensor, count: int, length: int, seed: int) -> Iterator[Tensor]:
+    """[count, length] of the calibration text [B, T], anywhere in it, without end."""
+    generator = torch.Generator(windows.device).manual_seed(seed)
+    while True:
+        rows, starts = _integers((len(windows), windows.shape[1] - length + 1), count, generator)
+        yield windows[rows[:, None], starts[:, None] + torch.arange(length, device=windows.device)]
+
+
+def _integers(bounds: tuple[int, ...], count: int, generator: torch.Generator) -> list[Tensor]:
+    """[count] from 0 to each of `bounds`, that left out."""
+    device = generator.device
+    return [torch.randint(bound, (count,), generator=generator, device=device) for bound in bounds]
+
+
+def _drawn(
+    model: PreTrainedModel, windows: Tensor, length: int, seed: int, together: int
+) -> Iterator[Tensor]:
+    """[together, length] of text that `model` continues, without end and without repeats."""
     generator = torch.Generator(windows.device).manual_seed(seed)
     prompt = min(PROMPT, length - 1)
     while True:
-        rows = _integers(len(windows), generator)
-        starts = _integers(windows.shape[1] - prompt, generator)
+        rows, starts = _integers((len(windows), windows.shape[1] - prompt), together, generator)
         at = starts[:, None] + torch.arange(prompt, device=windows.device)
-        yield from _continued(model, windows[rows[:, None], at], length, generator).split(BATCH)
-
-
-def _integers(bound: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(bound, (DRAWN,), generator=generator, device=generator.device)
+        yield _continued(model, windows[rows[:, None], at], length, generator)
 
 
 @torch.no_grad()
@@ -232,8 +264,27 @@ class _Room(DynamicLayer):
 
 def _dtype(job: Job) -> torch.dtype:
     """What is computed in, and what Adam's moments are kept in."""
-    small = job.device.type == "cpu" or job.checkpoint.num_bytes / job.scale_dtype.itemsize < SMALL
-    return torch.float32 if small else torch.bfloat16
+    return torch.float32 if job.device.type == "cpu" or _small(job) else torch.bfloat16
+
+
+def _small(job: Job) -> bool:
+    return job.checkpoint.num_bytes / job.scale_dtype.itemsize < SMALL
+
+
+def windows_a_step(job: Job) -> int:
+    return LAUNCHED_BATCH if job.device.type == "cuda" and _small(job) else BATCH
+
+
+def _drawn_together(job: Job) -> int:
+    room = DRAWN_BYTES // _cache_bytes(job) if job.device.type == "cuda" else 0
+    return max(DRAWN, room // LAUNCHED_BATCH * LAUNCHED_BATCH)
+
+
+def _cache_bytes(job: Job) -> int:
+    """Keys and values of one window."""
+    config, length = job.config, min(WINDOW, job.recipe.seqlen)
+    width = 2 * config.num_kv_heads * config.head_dim
+    return length * config.num_layers * width * _dtype(job).itemsize
 
 
 def tune_bytes(job: Job) -> int:
@@ -245,10 +296,9 @@ def tune_bytes(job: Job) -> int:
     weights = sum(prod(job.checkpoint.spec(f"{name}.weight").shape) for name in job.quantized)
     others = job.checkpoint.num_bytes // job.scale_dtype.itemsize - weights
     length = min(WINDOW, job.recipe.seqlen)
-    cache = DRAWN * length * config.num_layers * 2 * config.num_kv_heads * config.head_dim
     inside = 12 * config.hidden_size + 5 * config.intermediate_size  # a token's activations in a layer
     step = max(MICRO_TOKENS, length) * (config.num_layers * inside * size + 5 * config.vocab_size * 4)
-    return weights * (5 * size + 4) + others * size + max(cache * size, step)
+    return weights * (5 * size + 4) + others * size + max(_drawn_together(job) * _cache_bytes(job), step)
 
 
 def check_room(job: Job) -> None:

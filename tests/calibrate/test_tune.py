@@ -85,18 +85,19 @@ def test_what_is_stored_is_on_the_grid():
     assert torch.equal(after.zero, before.zero) and (after.scale > 0).all()
 
 
-def test_gradients_are_those_of_the_kl(llama):
+def test_gradients_are_those_of_the_loss(llama):
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).requires_grad_(False)
     name = "model.layers.0.mlp.up_proj.weight"
     weight = (model.get_parameter(name) * 1.1).requires_grad_()
-    windows = torch.randint(0, 512, (5, 40), generator=torch.Generator().manual_seed(0))
-    cost = tune._backward(model, {name: weight}, windows)  # two windows at a time
+    windows, text = torch.randint(0, 512, (2, 5, 40), generator=torch.Generator().manual_seed(0))
+    cost = tune._backward(model, {name: weight}, windows, text, 0.02)  # two windows at a time
     other = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     with torch.no_grad():
         other.get_parameter(name).mul_(1.1)
     p, q = (m(windows).logits.log_softmax(-1) for m in (model, other))
     wanted = (p.exp() * (p - q)).sum(-1).mean()
-    wanted.backward()
+    own = other(text, labels=text).loss  # transformers' mean over all but the first tokens
+    (wanted + 0.02 * own).backward()
     assert cost == pytest.approx(wanted.item(), rel=1e-4) and cost > 0
     torch.testing.assert_close(weight.grad, other.get_parameter(name).grad, rtol=1e-3, atol=1e-7)
 
@@ -117,16 +118,39 @@ def test_text_is_drawn_from_the_predictions(llama):
         assert likely.sum() > 5 and ((found - wanted).abs() < 5 * noise)[likely].all()
 
 
-def test_every_step_has_new_windows(llama):
+def test_text_is_cut_from_anywhere_in_the_calibration_text():
+    windows = torch.arange(60).view(3, 20)
+    text = tune._cut(windows, 4, 16, seed=0)
+    cut = torch.cat([next(text) for _ in range(50)])
+    assert (cut.diff() == 1).all() and cut.shape == (200, 16)
+    assert set(cut[:, 0].tolist()) == {20 * row + at for row in range(3) for at in range(5)}
+
+
+def test_no_window_is_drawn_twice(llama):
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     windows = torch.randint(0, 512, (3, 20), generator=torch.Generator().manual_seed(1))
-    text = tune._drawn(model, windows, 16, seed=3)
-    batches = [next(text) for _ in range(4)]  # more than are drawn together
+    text = tune._drawn(model, windows, 16, 3, together=8)
+    batches = [next(text), next(text)]
     rows = torch.cat(batches)
     assert rows.shape == (16, 16) and len(rows.unique(dim=0)) == 16
     prompts = {tuple(own) for own in windows.unfold(1, tune.PROMPT, 1).flatten(0, 1).tolist()}
     assert all(tuple(own) in prompts for own in rows[:, : tune.PROMPT].tolist())
-    assert torch.equal(next(tune._drawn(model, windows, 16, seed=3)), batches[0])
+    assert torch.equal(next(tune._drawn(model, windows, 16, 3, together=8)), batches[0])
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_gpu_takes_more_windows_of_a_small_model(llama, monkeypatch, large):
+    """As many as their keys and values fill `DRAWN_BYTES`; a large model's step is work, not launches."""
+    job = plan(open_checkpoint(llama), recipe_of({"bits": 4, "group_size": 64, "tune": 5}), CPU)
+    assert tune.windows_a_step(job) == tune.BATCH and tune._drawn_together(job) == tune.DRAWN
+    job = replace(job, devices=(torch.device("cuda"),))
+    window = tune._cache_bytes(job)
+    assert window == 48 * job.config.num_layers * 2 * job.config.num_kv_heads * job.config.head_dim * 4
+    monkeypatch.setattr(tune, "DRAWN_BYTES", 100 * window)
+    monkeypatch.setattr(tune, "SMALL", 0 if large else 1 << 30)
+    assert tune.windows_a_step(job) == (tune.BATCH if large else tune.LAUNCHED_BATCH)
+    assert tune._drawn_together(job) == (192 if large else 96)  # 16 bits or 32
+    assert tune_bytes(job) > 96 * window
 
 
 def calibrated(model, calib, out, *flags):
@@ -142,7 +166,7 @@ def test_a_tuned_checkpoint_is_nearer_to_the_original(calib, tmp_path, monkeypat
     monkeypatch.setattr(tune, "CODE_RATE", 0.05)
     monkeypatch.setattr(tune, "SCALE_RATE", 0.005)
     drawn = tune._drawn
-    monkeypatch.setattr(tune, "_drawn", lambda *arguments: itertools.repeat(next(drawn(*arguments))))
+    monkeypatch.setattr(tune, "_drawn", lambda *arguments: itertools.repeat(next(drawn(*arguments))[:4]))
     source = model_path("tiny")
     out, report = calibrated(source, calib, tmp_path / "tuned", "--tune", 24)
     tuned, steps = report["tuned"], report["recipe"]["tune"]

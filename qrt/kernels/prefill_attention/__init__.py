@@ -9,8 +9,8 @@ loses. kv, slot_table, rows: as for decode_attention.
 
 On the host: max_query_len, the longest chunk; num_cached, the last of cached_start; max_cached_len, the most
 positions that one chunk reads from the cache. What is read from the cache is rounded to q's dtype.
-Returns [T, Hq, D] in q's dtype and the model's basis; tokens of no chunk, before query_start[0], may be anything
-there.
+Returns [T, Hq, D] in q's dtype and the model's basis; tokens before query_start[0], of no chunk, may be
+anything there.
 """
 
 from __future__ import annotations
