@@ -44,15 +44,15 @@ class Factor:
         diagonal = hessian.diagonal()
         mean = float(diagonal.mean()) or 1.0
         order = torch.argsort(diagonal, descending=True, stable=True)
+        backwards = order.flip(0)
         for step in range(DAMPING_STEPS):
             damped = damping * 10**step
-            ordered = hessian[order][:, order]
-            ordered.diagonal().mul_(1 + damped).add_(mean * (diagonal[order] == 0))
+            matrix = _reordered(hessian, backwards)
+            matrix.diagonal().mul_(1 + damped).add_(mean * (diagonal[backwards] == 0))
             with products(EXACT):  # a damped Hessian of many inputs is too ill-conditioned for TF32
-                upper = _inverse_factor(ordered.flip(0, 1))
-            del ordered
-            if upper is not None:
-                return cls(order, upper.flip(0, 1), damped)
+                if _inverse_factor(matrix):
+                    return cls(order, _turn(matrix), damped)
+            del matrix
         return None
 
     def importance(self) -> Tensor:
@@ -68,8 +68,8 @@ class Factor:
         return solved
 
 
-def _inverse_factor(matrix: Tensor) -> Tensor | None:
-    """L^-1 [n, n] of `matrix` = L L^T; None where it is not positive definite.
+def _inverse_factor(matrix: Tensor) -> bool:
+    """Turn `matrix` = L L^T [n, n] into L^-1, in its place; False where it is not positive definite.
 
     Both rows and columns reversed, it is the U of `Factor`. By halves, so that on a CPU most of it is
     products, which are several times faster there than LAPACK's factorizations.
@@ -77,21 +77,43 @@ def _inverse_factor(matrix: Tensor) -> Tensor | None:
     n = len(matrix)
     if n <= LEAF or matrix.is_cuda:
         lower, failed = torch.linalg.cholesky_ex(matrix)
-        if failed:
-            return None
-        return torch.linalg.solve_triangular(lower, torch.eye(n, device=matrix.device), upper=False)
+        if not failed:
+            eye = torch.eye(n, device=matrix.device)
+            torch.linalg.solve_triangular(lower, eye, upper=False, out=matrix)
+        return not failed
     half = n // 2
-    first = _inverse_factor(matrix[:half, :half])
-    if first is None:
-        return None
-    beside = matrix[half:, :half] @ first.T
-    second = _inverse_factor(torch.addmm(matrix[half:, half:], beside, beside.T, alpha=-1))
-    if second is None:
-        return None
-    whole = torch.zeros_like(matrix)
-    whole[:half, :half], whole[half:, half:] = first, second
-    torch.mm(second, beside @ first, out=whole[half:, :half]).neg_()
-    return whole
+    first, above = matrix[:half].split((half, n - half), 1)
+    beside, second = matrix[half:].split((half, n - half), 1)
+    if not _inverse_factor(first):
+        return False
+    known = beside @ first.T
+    if not _inverse_factor(second.addmm_(known, known.T, alpha=-1)):
+        return False
+    torch.mm(second, known @ first, out=beside).neg_()
+    above.zero_()
+    return True
+
+
+def _reordered(matrix: Tensor, order: Tensor) -> Tensor:
+    """matrix[order][:, order], without a third matrix."""
+    found = torch.empty_like(matrix)
+    for rows, own in zip(found.split(CACHED_ROWS), order.split(CACHED_ROWS), strict=True):
+        rows.copy_(matrix[own][:, order])
+    return found
+
+
+def _turn(matrix: Tensor) -> Tensor:
+    """`matrix` [n, n] with its rows and columns reversed, in its place."""
+    n = len(matrix)
+    for first in range(0, n // 2, CACHED_ROWS):
+        last = min(first + CACHED_ROWS, n // 2)
+        head, tail = matrix[first:last], matrix[n - last : n - first]
+        kept = head.flip(0, 1)
+        head.copy_(tail.flip(0, 1))
+        tail.copy_(kept)
+    middle = matrix[n // 2 : n - n // 2]  # a row where n is odd
+    middle.copy_(middle.flip(1))
+    return matrix
 
 
 def round_columns(

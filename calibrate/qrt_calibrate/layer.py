@@ -170,14 +170,13 @@ class LayerWork:
         total = self._streams.calibrating * self._streams.seqlen
 
         def measure(share: Share, exact: nn.Module, rounded: nn.Module) -> Moments:
-            moments = Moments(first.in_features, first.out_features if residual else None, share.device)
+            weight = linear(rounded, parts[0]).weight if residual else None
+            moments = Moments(first.in_features, weight, share.device)
             streams = (stream[: share.calibrating] for stream in (share.exact, share.rounded))
             for half, exact_hidden, hidden in share.batches(*streams):
                 *stream, x = self._inputs(rounded, names, hidden)
                 *exact_stream, exact_x = self._inputs(exact, names, exact_hidden)
-                moments.add(x, exact_x, total, half)
-                for own, other in zip(stream, exact_stream, strict=True):
-                    moments.add_residual(own, other, x, total, half)
+                moments.add(x, exact_x, total, half, (stream[0], exact_stream[0]) if residual else None)
             return moments
 
         moments, *others = self._streams.each(measure, self.exact, self.rounded)

@@ -46,33 +46,35 @@ class Moments:
     mean_abs, max_abs   [K]       of |x|
     hessian             [K, K]    E[x x^T]
     drift               [2, K, K] E[(x' - x) x^T]: what rounding so far has done to the input, in two shares,
-                                  each of its own windows
-    residual            [2, N, K] E[(r' - r) x^T] for the residual stream r that the Linear's output is added
-                                  to; absent for Linears whose output goes elsewhere
+                                  each of its own windows. Of a Linear whose output is added to the residual
+                                  stream r, by its `weight` W [N, K], [2, N, K] E[d x^T], where
+                                  d = W (x' - x) + r' - r is what the stream lacks behind it
     """
 
-    def __init__(self, in_features: int, residual_features: int | None, device: torch.device) -> None:
+    def __init__(self, in_features: int, weight: Tensor | None, device: torch.device) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, device=device)
 
         self.mean_abs, self.max_abs = zeros(in_features), zeros(in_features)
-        self.hessian, self.drift = zeros(in_features, in_features), zeros(2, in_features, in_features)
-        self.residual = None if residual_features is None else zeros(2, residual_features, in_features)
+        self.hessian = zeros(in_features, in_features)
+        self.drift = zeros(2, in_features if weight is None else len(weight), in_features)
+        self._weight = weight
         self._shares = [0.0, 0.0]
 
-    def add(self, x: Tensor, exact: Tensor, total: int, half: int) -> None:
+    def add(
+        self, x: Tensor, exact: Tensor, total: int, half: int, stream: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         """Count the inputs x [T, K] and what the exact model has in their place, of `total` tokens in all, in
-        share `half`, 0 or 1."""
+        share `half`, 0 or 1; `stream`: r and r' [T, N] beside them."""
         self._shares[half] += len(x) / total
         self.mean_abs += x.abs().sum(0) / total
         self.max_abs = torch.maximum(self.max_abs, x.abs().amax(0))
         self.hessian.addmm_(x.T, x, alpha=1 / total)
-        self.drift[half].addmm_((exact - x).T, x, alpha=1 / total)
-
-    def add_residual(self, residual: Tensor, exact: Tensor, x: Tensor, total: int, half: int) -> None:
-        """Count the residual stream [T, N] beside the inputs x [T, K]."""
-        assert self.residual is not None
-        self.residual[half].addmm_((exact - residual).T, x, alpha=1 / total)
+        moved = exact - x
+        if self._weight is not None and stream is not None:
+            residual, exact_residual = stream
+            moved = torch.addmm(exact_residual - residual, moved, self._weight.T)
+        self.drift[half].addmm_(moved.T, x, alpha=1 / total)
 
     def join(self, other: Moments) -> None:
         """Count in what `other` has counted, on whatever device."""
@@ -81,17 +83,15 @@ class Moments:
         self.max_abs = torch.maximum(self.max_abs, other.max_abs.to(device))
         self.hessian += other.hessian.to(device)
         self.drift += other.drift.to(device)
-        if self.residual is not None and other.residual is not None:
-            self.residual += other.residual.to(device)
         self._shares = [own + more for own, more in zip(self._shares, other._shares, strict=True)]
 
     def divide(self, scales: Tensor) -> None:
         """Follow a fold that divides the input by `scales` [K]: H becomes D^-1 H D^-1, no second pass."""
-        for moment in (self.mean_abs, self.max_abs, self.hessian, self.drift, self.residual):
-            if moment is not None:
-                moment.div_(scales)
-        for moment in (self.hessian, self.drift):
-            moment.div_(scales[:, None])
+        for moment in (self.mean_abs, self.max_abs, self.hessian, self.drift):
+            moment.div_(scales)
+        self.hessian.div_(scales[:, None])
+        if self._weight is None:  # W (x' - x) stays what it is
+            self.drift.div_(scales[:, None])
 
     def correction(self, weight: Tensor, solve: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
         """What to add to `weight` [N, K] so that its output is nearest the exact one, and how much of it to
@@ -105,19 +105,15 @@ class Moments:
         rows = slice(None, None, max(1, len(weight) // TRUST_ROWS))
         first, second = (self._pull(weight, half, rows) for half in (0, 1))
         agreed = float((solve(first) * second).sum())
-        self.drift[0].add_(self.drift[1])
-        if self.residual is None:  # such Linears have more outputs than inputs: H^-1 on the smaller side
-            correction = weight @ solve(self.drift[0])
-        else:
-            self.residual[0].add_(self.residual[1])
-            correction = solve(self._pull(weight, 0, slice(None)))
+        correction = solve(self.drift[0].add_(self.drift[1]))
+        if self._weight is None:  # such Linears have more outputs than inputs: H^-1 on the smaller side
+            correction = weight @ correction
         size = float((correction[rows] * first.add_(second)).sum()) * self._shares[0] * self._shares[1]
         return correction, min(1.0, max(0.0, agreed / size)) if size > 0 else 0.0
 
     def _pull(self, weight: Tensor, half: int, rows: slice) -> Tensor:
         """[rows, K]: a share's part of E[d x^T], for some rows."""
-        pull = weight[rows] @ self.drift[half]
-        return pull if self.residual is None else pull.add_(self.residual[half][rows])
+        return weight[rows] @ self.drift[half] if self._weight is None else self.drift[half, rows].clone()
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ SHAPE_BYTES = 16  # of the weight_shape that packed formats store
 @dataclass(frozen=True)
 class Preflight:
     """output_bytes     of the quantized checkpoint's tensors
-    working_bytes       two fp32 copies of the largest layer, the moments of its widest input (the Hessian and
-                        two shares of the drift, and of the residual), and three matrices to factorize one;
-                        where rows feel each other, also the moments of a layer's outputs; in a mixture
+    working_bytes       two fp32 copies of the largest layer, the largest moments of an input (the Hessian and
+                        two shares of the drift), and three matrices to factorize one, two on a CPU; where
+                        rows feel each other, also the moments of a layer's outputs; in a mixture
                         the moments of its experts, if those are more, and their rows while they are rounded
     replica_bytes       what each further device takes: the same without those to factorize; 0 without one
     devices             how many there are; hidden states and gradients are divided among them
@@ -67,7 +67,9 @@ def preflight(job: Job) -> Preflight:
     layers = [_layer_weights(job, index) for index in range(job.config.num_layers)]
     config = job.config
     widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    factors, moments = 4 * 3 * widest**2, 4 * (3 * widest + 2 * config.hidden_size) * widest
+    factors = 4 * (3 if job.device.type == "cuda" else 2) * widest**2
+    writers = (config.intermediate_size, config.num_heads * config.head_dim)
+    moments = 4 * max(3 * config.hidden_size**2, *(n * (n + 2 * config.hidden_size) for n in writers))
     if job.arch.experts is not None:
         inside, rows = 4 * 3 * config.intermediate_size**2, sum(len(parts) for _, parts in job.arch.fuse[2:3])
         moments = max(moments, inside * min(rows // 2, max(1, EXPERT_BYTES // inside)))

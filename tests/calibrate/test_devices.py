@@ -134,15 +134,11 @@ def check_same_moments(folder, alone, several, tmp_path, monkeypatch):
     for stage in STAGES:
         one, one_codes = measured(folder, stage, alone, tmp_path, monkeypatch)
         more, more_codes = measured(folder, stage, several, tmp_path, monkeypatch)
-        for name in ("mean_abs", "max_abs", "hessian", "drift", "residual"):
+        for name in ("mean_abs", "max_abs", "hessian", "drift"):
             wanted, got = getattr(one, name), getattr(more, name)
-            assert (
-                (wanted is None) == (got is None) == (name == "residual" and stage in ("q_proj", "gate_proj"))
-            )
-            if wanted is not None:
-                assert all(part.abs().amax() > 0 for part in wanted)
-                bound = 1e-5 * float(wanted.abs().max())
-                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=bound, msg=f"{stage} {name}")
+            assert wanted.shape == got.shape and all(part.abs().amax() > 0 for part in wanted)
+            bound = 1e-5 * float(wanted.abs().max())
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=bound, msg=f"{stage} {name}")
         assert (one_codes == more_codes).float().mean() > 0.99, stage
 
 
@@ -200,7 +196,7 @@ def test_memory_is_said_for_each_device(llama):
     recipe = recipe_of({"bits": 4, "method": "awq-gptq"})
     one, two = (preflight(plan(open_checkpoint(llama), recipe, *[CPU] * count)) for count in (1, 2))
     assert (two.working_bytes, two.hidden_bytes) == (one.working_bytes, one.hidden_bytes)
-    assert one.replica_bytes == 0 and one.working_bytes - two.replica_bytes == 3 * 4 * 256**2
+    assert one.replica_bytes == 0 and one.working_bytes - two.replica_bytes == 2 * 4 * 256**2
     assert "on each other" in two.lines()[0] and "divided among 2 devices" in two.lines()[0]
     assert "each other" not in one.lines()[0] and "divided" not in one.lines()[0]
     nearest = preflight(

@@ -52,14 +52,18 @@ def test_codes_are_those_of_the_definition(symmetric, monkeypatch):
     assert torch.equal(got.scale, scale) and (got.zero is None) == symmetric
 
 
-def test_a_factor_by_halves_is_that_of_the_definition(monkeypatch):
+@pytest.mark.parametrize("inputs", [None, 41])
+def test_a_factor_by_halves_is_that_of_the_definition(monkeypatch, inputs):
     monkeypatch.setattr(gptq, "LEAF", 5)
-    _, hessian = problem()
+    monkeypatch.setattr(gptq, "CACHED_ROWS", 7)  # rows that change places together
+    hessian = problem()[1][:inputs, :inputs].contiguous()
+    before = hessian.clone()
     factor = Factor.of(hessian, 0.01)
     ordered = hessian.double()[factor.order][:, factor.order]
     ordered.diagonal().mul_(1.01)
     wanted = torch.linalg.cholesky(torch.linalg.inv(ordered), upper=True)
     torch.testing.assert_close(factor.upper.double(), wanted, rtol=1e-3, atol=1e-4)
+    assert torch.equal(factor.upper, factor.upper.triu()) and torch.equal(hessian, before)
     assert Factor.of(torch.full((12, 12), -1.0), 0.01) is None
 
 

@@ -68,14 +68,15 @@ def test_inputs_are_those_of_the_whole_layer_and_moments_are_means(llama):
     decoder.run(0, layer, hidden)
     for hook in hooks:
         hook.remove()
-    moments = Moments(256, 128, torch.device("cpu"))
+    weight = torch.randn(128, 256)
+    free, moments = (Moments(256, own, torch.device("cpu")) for own in (None, weight))
     for half, part in enumerate(hidden.split(2)):
         stream, x = inputs_of(layer, names, lambda part=part: decoder.run(0, layer, part))
-        moments.add(x, 2 * x, 160, half)
-        moments.add_residual(stream, stream + 1, x, 160, half)
+        free.add(x, 2 * x, 160, half)
+        moments.add(x, 2 * x, 160, half, (stream, stream + 1))
     x = wanted["mlp.down_proj"][0].double()
 
-    def check(x):
+    def check(x, weight):
         def same(got, wanted):
             torch.testing.assert_close(got, wanted.float(), rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
 
@@ -83,28 +84,27 @@ def test_inputs_are_those_of_the_whole_layer_and_moments_are_means(llama):
         same(moments.max_abs, x.abs().amax(0))
         same(moments.hessian, x.T @ x / 160)
         for half, own in enumerate(x.split(80)):
-            same(moments.drift[half], own.T @ own / 160)
-            same(moments.residual[half], own.sum(0).expand(128, -1) / 160)
+            same(free.drift[half], own.T @ own / 160)
+            same(moments.drift[half], (weight.double() @ own.T + 1) @ own / 160)
 
-    check(x)
+    check(x, weight)
     scales = torch.rand(256) + 0.5
     moments.divide(scales)
-    check(x / scales)
+    free.divide(scales)
+    check(x / scales, weight * scales)
 
 
 def corrected(noise, tokens, seed):
     """Moments of `tokens` whose output lacks C x and noise: the correction found, its trust, and C."""
     torch.manual_seed(seed)
     mixing, wanted = torch.eye(24) + 0.1 * torch.randn(24, 24), torch.randn(8, 24)
-    moments = Moments(24, 8, torch.device("cpu"))
+    weight = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
+    moments = Moments(24, weight, torch.device("cpu"))
     for half in (0, 1, 0):  # shares of different sizes
         x = torch.randn(tokens // 3, 24) @ mixing
         lacking = x @ wanted.T + noise * torch.randn(len(x), 8)
-        moments.add(x, x, 3 * len(x), half)
-        moments.add_residual(torch.zeros_like(lacking), lacking, x, 3 * len(x), half)
-    found, trust = moments.correction(
-        torch.randn(8, 24), lambda rows: torch.linalg.solve(moments.hessian, rows.T).T
-    )
+        moments.add(x, x, 3 * len(x), half, (torch.zeros_like(lacking), lacking))
+    found, trust = moments.correction(weight, lambda rows: torch.linalg.solve(moments.hessian, rows.T).T)
     metric = mixing.T @ mixing
     return found, trust, wanted, metric
 

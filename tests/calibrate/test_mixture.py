@@ -267,8 +267,8 @@ def test_memory_of_the_experts_is_foreseen(mixture):
     job = plan(open_checkpoint(mixture), recipe_of(ENTRIES), CPU)
     layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
     widest, inner = 256, job.config.intermediate_size  # of four heads of 64
-    moments, rows = max((3 * widest + 2 * 128) * widest, 4 * 3 * inner**2), 4 * 2 * inner * 128
-    assert preflight(job).working_bytes == 8 * layer + 4 * (moments + 3 * widest**2) + 20 * rows
+    moments, rows = max((widest + 2 * 128) * widest, 4 * 3 * inner**2), 4 * 2 * inner * 128
+    assert preflight(job).working_bytes == 8 * layer + 4 * (moments + 2 * widest**2) + 20 * rows
 
 
 def test_qrt_refuses_to_run_it_by_name(calibrate, mixture, tmp_path, capsys):

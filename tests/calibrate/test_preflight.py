@@ -52,7 +52,7 @@ def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, mo
     assert gptq > 2 * rounded and awq - gptq == pytest.approx(20 * rounded)
     assert yaqa - awq > 2 * 3 * 4  # four windows through both layers: once forth, twice forth and back
     tuned = expected(method="awq-yaqa", eval_samples=0, tune=10)
-    # ten steps of four windows drawn, forth twice and back, and of one of the calibration text, forth and back
+    # ten steps: four windows drawn, forth twice and back, and one of the calibration text, forth and back
     assert tuned - yaqa == pytest.approx(2 * 10 * (6 * 4 + 3))
     longer = make_checkpoint("LlamaForCausalLM", num_hidden_layers=4)
     assert expected(longer, eval_samples=1) == pytest.approx(2 * expected(eval_samples=1))
@@ -78,10 +78,13 @@ def test_memory_foreseen_is_of_a_layer_and_of_the_windows(llama):
     foreseen = preflight(job)
     assert foreseen.hidden_bytes == 2 * 8 * 64 * 128 * 4
     layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
-    moments, outputs = 6 * 256**2 + 2 * 128 * 256, 2 * 2 * (512**2 + 128**2)
+    # Hessian, what factorizes it, whole and a half in temporaries, and two shares of what the output lacks
+    moments, outputs = (1 + 2) * 256**2 + 2 * 128 * 256, 2 * 2 * (512**2 + 128**2)
     assert foreseen.working_bytes == 2 * 4 * layer + 4 * (moments + outputs)
     assert foreseen.gradient_bytes == 2 * 7 * 64 * 128 * 4
     gptq = preflight(replace(job, recipe=replace(job.recipe, method="awq-gptq")))
     assert (gptq.working_bytes, gptq.gradient_bytes) == (2 * 4 * layer + 4 * moments, 0)
+    on_gpu = preflight(replace(job, devices=(torch.device("cuda"),)))
+    assert on_gpu.working_bytes == foreseen.working_bytes + 4 * 256**2  # by one whole factorization
     plain = replace(job, recipe=replace(job.recipe, method="rtn"))
     assert preflight(plain).working_bytes == 2 * 4 * layer
