@@ -123,8 +123,8 @@ class LayerWork:
         smooth = self._pair_of(parts)
         if smooth is not None and self._fold(smooth, moments, factor, grid) and gptq:
             factor = Factor.of(moments.hessian, self.job.recipe.damping)  # of D^-1 H D^-1, in its own order
-        weight = torch.cat([linear(self.rounded, part).weight for part in parts])
-        data = self._round(weight, moments, factor, felt, grid)
+        weights = [linear(self.rounded, part).weight for part in parts]
+        data = self._round(torch.cat(weights), moments, factor, felt, grid)
         rows = [linear(self.rounded, part).out_features for part in parts]
         for part, own in zip(parts, split(data, rows), strict=True):
             self.done[part] = own
@@ -288,7 +288,7 @@ class LayerWork:
             shrink = search_clip(weight, moments.hessian.diagonal(), spec, dtype) if steps.clip else 1.0
             return round_weight(weight, spec, dtype, shrink)
         correction, trust = moments.correction(weight, factor.solve)
-        weight = weight + trust * correction
+        weight = correction.mul_(trust).add_(weight)
         shrink = search_clip(weight, factor.importance(), spec, dtype) if steps.clip else 1.0
         plain = round_weight(weight, spec, dtype, shrink)
         assert plain.scale is not None
