@@ -21,6 +21,7 @@ from qrt_calibrate.precision import EXACT, products
 BLOCK = 128  # columns whose errors are spread one by one; beyond the block they are spread together
 ROW_BLOCKS = 16  # in which rows are rounded where they feel each other
 CACHED_ROWS = 4096  # that a CPU rounds at a time: a block's columns stay in its cache
+MOVED_ROWS = 4096  # of a matrix that change places together
 LEAF = 512  # of a matrix that is factorized whole on a CPU
 DAMPING_STEPS = 3  # each ten times the one before
 
@@ -97,7 +98,7 @@ def _inverse_factor(matrix: Tensor) -> bool:
 def _reordered(matrix: Tensor, order: Tensor) -> Tensor:
     """matrix[order][:, order], without a third matrix."""
     found = torch.empty_like(matrix)
-    for rows, own in zip(found.split(CACHED_ROWS), order.split(CACHED_ROWS), strict=True):
+    for rows, own in zip(found.split(MOVED_ROWS), order.split(MOVED_ROWS), strict=True):
         rows.copy_(matrix[own][:, order])
     return found
 
@@ -105,8 +106,8 @@ def _reordered(matrix: Tensor, order: Tensor) -> Tensor:
 def _turn(matrix: Tensor) -> Tensor:
     """`matrix` [n, n] with its rows and columns reversed, in its place."""
     n = len(matrix)
-    for first in range(0, n // 2, CACHED_ROWS):
-        last = min(first + CACHED_ROWS, n // 2)
+    for first in range(0, n // 2, MOVED_ROWS):
+        last = min(first + MOVED_ROWS, n // 2)
         head, tail = matrix[first:last], matrix[n - last : n - first]
         kept = head.flip(0, 1)
         head.copy_(tail.flip(0, 1))

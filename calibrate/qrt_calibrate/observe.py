@@ -71,6 +71,7 @@ class Moments:
         self.max_abs = torch.maximum(self.max_abs, x.abs().amax(0))
         self.hessian.addmm_(x.T, x, alpha=1 / total)
         moved = exact - x
+        assert (stream is None) == (self._weight is None), "the stream beside a Linear that is added to it"
         if self._weight is not None and stream is not None:
             residual, exact_residual = stream
             moved = torch.addmm(exact_residual - residual, moved, self._weight.T)

@@ -55,7 +55,7 @@ def test_codes_are_those_of_the_definition(symmetric, monkeypatch):
 @pytest.mark.parametrize("inputs", [None, 41])
 def test_a_factor_by_halves_is_that_of_the_definition(monkeypatch, inputs):
     monkeypatch.setattr(gptq, "LEAF", 5)
-    monkeypatch.setattr(gptq, "CACHED_ROWS", 7)  # rows that change places together
+    monkeypatch.setattr(gptq, "MOVED_ROWS", 7)
     hessian = problem()[1][:inputs, :inputs].contiguous()
     before = hessian.clone()
     factor = Factor.of(hessian, 0.01)
