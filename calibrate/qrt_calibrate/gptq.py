@@ -21,6 +21,7 @@ from qrt_calibrate.precision import EXACT, products
 BLOCK = 128  # columns whose errors are spread one by one; beyond the block they are spread together
 ROW_BLOCKS = 16  # in which rows are rounded where they feel each other
 CACHED_ROWS = 4096  # that a CPU rounds at a time: a block's columns stay in its cache
+WALK_BYTES = 13  # of a weight while its Linear is rounded: as it came, as it is moved, its error, its code
 MOVED_ROWS = 4096  # of a matrix that change places together
 LEAF = 512  # of a matrix that is factorized whole on a CPU
 DAMPING_STEPS = 3  # each ten times the one before
@@ -140,6 +141,7 @@ class _Walk:
 
     members   [R, N/R] the rows of each row block
     target    [R, K, N/R] weights that errors of earlier rows have moved; columns in the order of the walk
+    groups    [K] the group of each of these columns, whose scales and zeros are [R, K/G, N/R]
     errors    [R, K, N/R] errors / U_ii of the columns rounded so far, which move those behind them
     spread    for each row block and run of rows: what its error is to later rows of the run
     """
@@ -163,16 +165,20 @@ class _Walk:
         blocks = [order.view(self._count, -1) for order in orders]
         self._members = torch.cat(blocks, 1) if blocks else torch.arange(n, device=weight.device)[None]
         self._spread = [[_spread(own, block, self._count) for own in rows] for block in range(self._count)]
-        group = torch.arange(k, device=weight.device)[factor.order] // (k // scale.shape[1])
+        self._groups = factor.order // (k // scale.shape[1])
+        each = torch.arange(scale.shape[1], device=weight.device)
         self._target = self._arranged(weight, factor.order)
-        self._scales = self._arranged(scale.float(), group)
-        self._zeros = None if zero is None else self._arranged(zero.float(), group)
+        self._scales = self._arranged(scale.float(), each)
+        self._zeros = None if zero is None else self._arranged(zero.float(), each)
         self._errors = torch.empty_like(self._target)
         self._codes = torch.empty(self._target.shape, dtype=torch.uint8, device=weight.device)
 
     def _arranged(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """[N, C] -> [R, columns, N/R]."""
-        return rows[self._members].transpose(1, 2)[:, columns].contiguous()
+        """[N, C] -> [R, columns, N/R], some columns at a time."""
+        found = rows.new_empty(len(self._members), len(columns), self._members.shape[1])
+        for own, some in zip(found.split(BLOCK, 1), columns.split(BLOCK), strict=True):
+            own.copy_(rows[:, some][self._members].transpose(1, 2))
+        return found
 
     def run(self) -> WeightData:
         """Round everything."""
@@ -192,10 +198,10 @@ class _Walk:
         """Round the blocks `at` (row block, columns), and let those behind them know."""
         target = torch.stack([self._target[b, span] for b, span in at])
         block = torch.stack([self._moved(b, span) for b, span in at])
-        scales = torch.stack([self._scales[b, span] for b, span in at])
+        scales = torch.stack([self._scales[b, self._groups[span]] for b, span in at])
         zeros: Tensor | int = self._spec.midpoint
         if self._zeros is not None:
-            zeros = torch.stack([self._zeros[b, span] for b, span in at])
+            zeros = torch.stack([self._zeros[b, self._groups[span]] for b, span in at])
         upper = torch.stack([self._factor.upper[span, span] for _, span in at])
         codes, errors = _round_block(block, scales, zeros, upper, self._spec)
         wrong = target.sub_((codes - zeros).mul_(scales))

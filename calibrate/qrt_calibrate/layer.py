@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qrt.arch.base import Smooth
+from qrt.quant.affine import choose_qparams
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.clip import search_clip
 from qrt_calibrate.decoder import Decoder
@@ -290,14 +291,13 @@ class LayerWork:
         correction, trust = moments.correction(weight, factor.solve)
         weight = correction.mul_(trust).add_(weight)
         shrink = search_clip(weight, factor.importance(), spec, dtype) if steps.clip else 1.0
-        plain = round_weight(weight, spec, dtype, shrink)
-        assert plain.scale is not None
+        scale, zero = choose_qparams(weight, spec, dtype, shrink)
         rows = [Factor.of(block, ROW_DAMPING) for block in felt.trusted((weight != 0).any(1))] if felt else []
         known = [factor for factor in rows if factor is not None]
         if not rows or len(known) < len(rows):
             self._note("rows each for itself", float(bool(rows)))
-            return round_columns(weight, factor, plain.scale, plain.zero, spec)
-        return round_columns(weight, factor, plain.scale, plain.zero, spec, known)
+            return round_columns(weight, factor, scale, zero, spec)
+        return round_columns(weight, factor, scale, zero, spec, known)
 
     def _round_all(self) -> LayerResult:
         """Round to nearest, one weight after the other; no activations are looked at."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from qrt.quant.checkpoint.shard import TensorSpec
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.experts import EXPERT_BYTES
+from qrt_calibrate.gptq import WALK_BYTES
 from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe import Grid
 from qrt_calibrate.rotate import RotatedCheckpoint
@@ -17,18 +19,17 @@ from qrt_calibrate.tune import tune_bytes
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
 SPLIT_BY_INPUT = (".o_proj", ".down_proj", ".w2")  # the others are split by output
 ZEROS_A_WORD = 32
-WALK_BYTES = 20  # a weight of the experts takes while all their rows are rounded together
 SHAPE_BYTES = 16  # of the weight_shape that packed formats store
 
 
 @dataclass(frozen=True)
 class Preflight:
     """output_bytes     of the quantized checkpoint's tensors
-    working_bytes       two fp32 copies of the largest layer, the largest moments of an input (the Hessian and
-                        two shares of the drift), and three matrices to factorize one, two on a CPU; where
-                        rows feel each other, also the moments of a layer's outputs; in a mixture
-                        the moments of its experts, if those are more, and their rows while they are rounded
-    replica_bytes       what each further device takes: the same without those to factorize; 0 without one
+    working_bytes       two fp32 copies of the largest layer, the moments of an input (the Hessian and two
+                        shares of the drift) and what is most beside them: three matrices to factorize one,
+                        two on a CPU, or the factor and the weights that are rounded; where rows feel each
+                        other, also the moments of a layer's outputs; on a CPU the layer as stored and to be
+    replica_bytes       what each further device takes: the copies and the moments; 0 without one
     devices             how many there are; hidden states and gradients are divided among them
     hidden_bytes        hidden states, exact and rounded; on disk where RAM is short
     gradient_bytes      the loss's gradients at every layer's output, likewise
@@ -64,22 +65,15 @@ class Preflight:
 
 def preflight(job: Job) -> Preflight:
     """The estimate and the findings of a job; no weight is read."""
-    layers = [_layer_weights(job, index) for index in range(job.config.num_layers)]
-    config = job.config
-    widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    factors = 4 * (3 if job.device.type == "cuda" else 2) * widest**2
-    writers = (config.intermediate_size, config.num_heads * config.head_dim)
-    moments = 4 * max(3 * config.hidden_size**2, *(n * (n + 2 * config.hidden_size) for n in writers))
-    if job.arch.experts is not None:
-        inside, rows = 4 * 3 * config.intermediate_size**2, sum(len(parts) for _, parts in job.arch.fuse[2:3])
-        moments = max(moments, inside * min(rows // 2, max(1, EXPERT_BYTES // inside)))
-        factors += WALK_BYTES * rows * config.intermediate_size * config.hidden_size
-    if not job.recipe.steps.needs_text:
-        factors = moments = 0
-    replica = 2 * 4 * max(layers) + moments + _output_moments(job)
+    layers = [_layer(job, index) for index in range(job.config.num_layers)]
+    weights = [sum(prod(spec.shape) for spec in layer) for layer in layers]
+    stored = [sum(spec.num_bytes for spec in layer) for layer in layers]
+    moments, beside = _stage_bytes(job) if job.recipe.steps.needs_text else (0, 0)
+    on_cpu = max(stored) + max(weights) if job.device.type == "cpu" else 0  # as read, and codes to write
+    replica = 2 * 4 * max(weights) + moments + _output_moments(job)
     return Preflight(
         output_bytes=output_bytes(job),
-        working_bytes=replica + factors,
+        working_bytes=replica + beside + on_cpu,
         replica_bytes=replica if len(job.devices) > 1 and any(job.recipe.windows) else 0,
         devices=len(job.devices),
         hidden_bytes=2 * stream_bytes(sum(job.recipe.windows), job.recipe.seqlen, job.config.hidden_size),
@@ -88,6 +82,26 @@ def preflight(job: Job) -> Preflight:
         tune_bytes=tune_bytes(job),
         findings=tuple(_findings(job)),
     )
+
+
+def _stage_bytes(job: Job) -> tuple[int, int]:
+    """The most that the moments of an input take, and what its Linears' stage takes beyond that."""
+    readers = {r for pair in job.arch.smooth if pair.source not in job.arch.projections for r in pair.readers}
+    held = most = 0
+    for fused, parts in job.arch.fuse:
+        shapes = [job.checkpoint.spec(f"{job.layer_name(0)}.{part}.weight").shape for part in parts]
+        rows, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
+        square = 4 * inputs**2
+        moments = 3 * square
+        if job.arch.is_expert(fused) and parts[0] not in readers:  # each has an input of its own
+            rows //= len(parts)
+            moments *= min(len(parts), max(1, EXPERT_BYTES // moments))
+        elif parts[0] not in readers:
+            moments = square + 2 * 4 * rows * inputs
+        factors = (3 if job.device.type == "cuda" else 2) * square
+        held = max(held, moments)
+        most = max(most, moments + max(factors, square + WALK_BYTES * rows * inputs))
+    return held, most - held
 
 
 def _output_moments(job: Job) -> int:
@@ -103,10 +117,9 @@ def _output_moments(job: Job) -> int:
     return 2 * 4 * rows
 
 
-def _layer_weights(job: Job, index: int) -> int:
+def _layer(job: Job, index: int) -> list[TensorSpec]:
     prefix = f"{job.layer_name(index)}."
-    names = (name for name in job.checkpoint.names() if name.startswith(prefix))
-    return sum(prod(job.checkpoint.spec(name).shape) for name in names)
+    return [job.checkpoint.spec(name) for name in job.checkpoint.names() if name.startswith(prefix)]
 
 
 def output_bytes(job: Job) -> int:

@@ -266,9 +266,11 @@ def test_limits_are_said_before_the_work(calibrate, mixture, tmp_path, capsys):
 def test_memory_of_the_experts_is_foreseen(mixture):
     job = plan(open_checkpoint(mixture), recipe_of(ENTRIES), CPU)
     layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
-    widest, inner = 256, job.config.intermediate_size  # of four heads of 64
-    moments, rows = max((widest + 2 * 128) * widest, 4 * 3 * inner**2), 4 * 2 * inner * 128
-    assert preflight(job).working_bytes == 8 * layer + 4 * (moments + 2 * widest**2) + 20 * rows
+    width, hidden, inner = 256, 128, job.config.intermediate_size  # width: four heads of 64
+    attention = 4 * (width + 2 * hidden) * width + 4 * width**2 + 13 * hidden * width
+    gate_up = 4 * (3 + 1) * hidden**2 + 13 * 4 * 2 * inner * hidden  # all four experts' at once
+    down = 4 * 3 * 4 * inner**2 + 4 * inner**2 + 13 * inner * hidden  # the moments of four, rounded in turn
+    assert preflight(job).working_bytes == (8 + 3) * layer + max(attention, gate_up, down)
 
 
 def test_qrt_refuses_to_run_it_by_name(calibrate, mixture, tmp_path, capsys):
