@@ -78,7 +78,7 @@ def test_memory_foreseen_is_of_a_layer_and_of_the_windows(llama):
     foreseen = preflight(job)
     assert foreseen.hidden_bytes == 2 * 8 * 64 * 128 * 4
     layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
-    # of down: Hessian, two shares of what the output lacks, the factor and the weights that are rounded (three
+    # of down: Hessian, two shares of what the output lacks, the factor, and weights that are rounded (three
     # fp32 copies and a byte), more than what factorizes; on a CPU the layer in bf16 and in bytes of codes
     moments, rounding = 4 * (256**2 + 2 * 128 * 256), 4 * 256**2 + 13 * 128 * 256
     outputs = 4 * 2 * 2 * (512**2 + 128**2)
