@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qrt.kernels.linear import linear, linear_int8, prepare
+from qrt.kernels.linear import linear, linear_int8, linear_silu_int8, prepare
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
@@ -37,6 +37,11 @@ class Linear:
         if isinstance(x, Tensor):
             return linear(x, self.tensors, self.bias, self.scheme)
         return linear_int8(x.codes, x.scale, self.tensors, self.bias, self.scheme, x.dtype)
+
+    def silu_mul(self, x: QuantizedTokens) -> QuantizedTokens:
+        """silu(gate) * up of x [T, K], each half of the outputs, quantized again; with `int8_tokens` only."""
+        codes, scale = linear_silu_int8(x.codes, x.scale, self.tensors, self.bias, self.scheme, x.dtype)
+        return QuantizedTokens(codes, scale, x.dtype)
 
     def parameters(self) -> list[Tensor]:
         """Every tensor it holds."""

@@ -18,6 +18,8 @@ class MLP:
 
     def __call__(self, x: Tensor | QuantizedTokens) -> Tensor:
         """x [T, H] -> [T, H]."""
+        if self.down.int8_tokens and isinstance(x, QuantizedTokens):
+            return self.down(self.gate_up.silu_mul(x))
         y = self.gate_up(x)
         if self.down.int8_tokens:
             codes, scale = silu_mul_int8(y)

@@ -45,6 +45,9 @@ for plan in ((128, 256, 1, 4), (64, 128, 2, 6)):
     weight = torch.empty(128, 1024, dtype=torch.int8), torch.empty(128), torch.zeros(128, dtype=torch.int32)
     plan = hopper_int8_kernel.HopperPlan(*plan)
     hopper_int8_kernel.hopper_int8_gemm(x, *weight, None, torch.empty(300, 128, dtype=BF16), plan)
+for plan in ((128, 256, 1, 4), (64, 128, 1, 6)):
+    y = torch.empty(300, 64, dtype=BF16)
+    hopper_int8_kernel.hopper_int8_gemm(x, *weight, None, y, hopper_int8_kernel.HopperPlan(*plan), 2)
 rmsnorm(torch.empty(9, 12, 128, dtype=BF16)[:, :8], torch.empty(128, dtype=BF16), 1e-5)
 add_rmsnorm(*torch.empty(2, 9, 8192, dtype=FP16), torch.empty(8192, dtype=FP16), 1e-5)
 table = torch.empty(99, 4096, dtype=BF16)
@@ -58,5 +61,5 @@ silu_mul(torch.empty(9, 28672, dtype=BF16))
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
         "_fused": 3, "_wide": 3, "_stream": 3, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
-        "_hopper_int8": 2, "_rmsnorm": 3, "_silu_mul": 1,
+        "_hopper_int8": 4, "_rmsnorm": 3, "_silu_mul": 1,
     }  # fmt: skip

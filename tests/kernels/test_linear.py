@@ -7,7 +7,17 @@ import triton.language as tl
 from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qrt.kernels.linear import hopper_kernel, int8_kernel, kernel, linear, linear_int8, ref, stream_kernel
+from qrt.kernels.linear import (
+    hopper_kernel,
+    int8_kernel,
+    kernel,
+    linear,
+    linear_int8,
+    linear_silu_int8,
+    ref,
+    stream_kernel,
+)
+from qrt.kernels.silu_mul.kernel import silu_mul_int8
 from qrt.quant import affine
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
@@ -223,6 +233,31 @@ def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
     sums = codes.long() @ (weight.values.long().cpu() - 128).T
     exact = (sums.double() * scale.double()).to(device) * weight.scale.double().T
     assert_rounded_once(triton_linear(x, weight, scheme="w8a8"), exact, exact.abs())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("tokens, plan", [
+    (0, (128, 256, 1, 4)), (1, None), (7, (16, 256, 1, 4)), (128, (128, 256, 1, 4)), (129, (128, 256, 1, 4)),
+    (300, (64, 256, 1, 3)), (300, (128, 128, 1, 4)), (300, (128, 256, 2, 4)), (1025, (128, 256, 1, 4)),
+])  # fmt: skip
+@pytest.mark.parametrize("width", [64, 300])
+def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dtype):
+    """Bit for bit the operators one by one, whether the plan holds both halves of a block or not."""
+    if not GPU and tokens > 129:
+        pytest.skip("the interpreter takes the operators one by one")
+    k, key = 272, int8_kernel.tuning_key(272, 2 * width, int8_kernel.width_of(tokens))
+    monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: plan} if plan else {})
+    weight = random_weight(2 * width, k, 8, dtype=dtype, device=device)
+    tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, dtype))
+    bias = torch.randn(2 * width, device=device).to(dtype)
+    codes, scale, _ = int8_kernel.quantize_tokens(torch.randn(tokens, k, device=device).to(dtype) * 5)
+    arguments = (codes, scale, tensors, bias, "w8a8", dtype)
+    got, want = kernel.linear_silu_int8(*arguments), silu_mul_int8(kernel.linear_int8(*arguments))
+    assert got[0].shape == (tokens, width) and got[0].dtype == torch.int8
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert tokens == 0 or got[0].abs().amax(1).eq(127).all()
+    if tokens:
+        torch.library.opcheck(linear_silu_int8, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("tokens", [7, 65, 257])

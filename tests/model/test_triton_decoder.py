@@ -17,7 +17,7 @@ from tiny_models import random_checkpoint
 
 CALLED = {
     "qrt.layers.attention": ("kv_write", "decode_attention", "prefill_attention"),
-    "qrt.layers.linear": ("linear", "linear_int8"),
+    "qrt.layers.linear": ("linear", "linear_int8", "linear_silu_int8"),
     "qrt.layers.mlp": ("silu_mul", "silu_mul_int8"),
     "qrt.layers.norm": ("rmsnorm", "add_rmsnorm", "add_rmsnorm_int8"),
 }
@@ -33,7 +33,7 @@ def triton_in_layers(monkeypatch):
     """Replace every operator in the layers by its launcher."""
     for layer, operators in CALLED.items():
         for name in operators:
-            folder = name.removeprefix("add_").removesuffix("_int8")
+            folder = name.removeprefix("add_").removesuffix("_int8").removesuffix("_silu")
             launcher = getattr(importlib.import_module(f"qrt.kernels.{folder}.kernel"), name)
             monkeypatch.setattr(f"{layer}.{name}", launcher)
 

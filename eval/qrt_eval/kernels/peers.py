@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -157,8 +158,16 @@ def _torchao(name: str, settings: dict[str, Any], bits: int, k: int, n: int, dev
     return Product(torch.compile(multiply, dynamic=False), weight, n * k + 2 * n)
 
 
-def _gemlite_int4(k: int, n: int, device: torch.device) -> Product:
+def _gemlite(device: torch.device) -> Any:
+    """gemlite with block sizes of its own for this GPU: those of an H100 are found by that name only."""
     gemlite = import_module("gemlite")
+    if torch.cuda.get_device_capability(device) == (9, 0) and gemlite.__file__:
+        gemlite.load_config(str(Path(gemlite.__file__).parent / "configs" / "h100.json"))
+    return gemlite
+
+
+def _gemlite_int4(k: int, n: int, device: torch.device) -> Product:
+    gemlite = _gemlite(device)
 
     def weight() -> Any:
         dtype = gemlite.DType.BF16
@@ -175,6 +184,7 @@ def _gemlite_int4(k: int, n: int, device: torch.device) -> Product:
 
 def _gemlite_int8(k: int, n: int, device: torch.device) -> Product:
     """int8 tokens too, quantized in the call."""
+    _gemlite(device)
     helper = import_module("gemlite.helper")
 
     def weight() -> Any:
@@ -199,6 +209,7 @@ PEERS = (
         "torchao int8 dynamic",
         partial(_torchao, "Int8DynamicActivationInt8WeightConfig", {}, 8),
         int8=True,
+        least=17,
     ),
     Peer("gemlite", "gemlite w4a16", _gemlite_int4),
     Peer("gemlite", "gemlite w8a8", _gemlite_int8, int8=True),

@@ -3,6 +3,8 @@
 linear(x [T, K], weight: tensors of the scheme, bias [N] | None, scheme: str) -> [T, N] in x's dtype
 linear_int8(codes int8 [T, K], token_scale fp32 [T], weight, bias, scheme, dtype) -> [T, N] in `dtype`
     the same of x = codes * token_scale, for schemes with `int8_tokens`
+linear_silu_int8(the same) -> codes int8 [T, N / 2], scale fp32 [T]
+    `silu_mul_int8` of that, for a weight that stacks a gate over its up
 
 Sums and the bias are fp32 before the one rounding to the dtype (fp16, bf16 or fp32). T may be 0.
 
@@ -61,4 +63,25 @@ linear_int8 = define(
     ref=ref.linear_int8,
     triton="qrt.kernels.linear.kernel:linear_int8",
     fake=_fake_int8,
+)
+
+
+def _fake_silu_int8(
+    codes: Tensor,
+    token_scale: Tensor,
+    weight: Sequence[Tensor],
+    bias: Tensor | None,
+    scheme: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    width = WEIGHT_SCHEMES[scheme].out_features(weight) // 2
+    return codes.new_empty(codes.shape[0], width), torch.empty_like(token_scale)
+
+
+linear_silu_int8 = define(
+    "linear_silu_int8(Tensor codes, Tensor token_scale, Tensor[] weight, Tensor? bias, str scheme, "
+    "ScalarType dtype) -> (Tensor codes, Tensor scale)",
+    ref=ref.linear_silu_int8,
+    triton="qrt.kernels.linear.kernel:linear_silu_int8",
+    fake=_fake_silu_int8,
 )

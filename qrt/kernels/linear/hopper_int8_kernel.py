@@ -1,7 +1,8 @@
 """The product of W8A8 on Hopper where the tensor cores are the bound, in Gluon.
 
 Y.T = B [N, K] @ A [M, K].T over int8 codes, both operands brought to shared memory by the copy engine (TMA)
-some stages ahead of the wgmma that reads them; exact int32 sums, scales and bias in fp32.
+some stages ahead of the wgmma that reads them; exact int32 sums, scales and bias in fp32. Where B stacks a
+gate over its up, a block can hold as many rows of both, and silu(gate) * up is all that is written.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import is_hopper
 from qrt.kernels.linear.hopper_kernel import aligned, of_tokens, of_weight, store_block, sum_splits
+from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.tokens import QuantizedTokens
 
-SWIZZLED = gl.NVMMASharedLayout(128, 8, 2)
+SWIZZLED = {rank: gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)}
 INPUTS = 128  # of K a stage: one row of swizzled shared memory
 GROUP = 8  # token blocks that share a block of weights before the next one
 
@@ -35,9 +37,13 @@ GROUP = 8  # token blocks that share a block of weights before the next one
 def _hopper_int8(
     a_desc, b_desc, TOKEN_SCALES, SCALES, BIAS, Y, PARTS, ARRIVALS, M, N, steps_of_k, share,
     BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    SPLIT: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    SPLIT: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(M, BM) * cdiv(N, BN), splits): BN outputs by BM tokens, `share` steps of K."""
+    """Grid (cdiv(M, BM) * cdiv(N, BN), splits): BN outputs by BM tokens, `share` steps of K.
+
+    With two HALVES, BN / 2 outputs of each half of B, the gate and the up of the same columns: Y [M, N / 2].
+    """
+    ROWS: gl.constexpr = BN // HALVES
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 32])
     gdc_launch_dependents()
     token_blocks = gl.cdiv(M, BM)
@@ -46,12 +52,12 @@ def _hopper_int8(
     width = gl.minimum(token_blocks - group * GROUP, GROUP)
     place = gl.program_id(0) % group_size
     token = (group * GROUP + place % width) * BM
-    output = place // width * BN
+    output = place // width * ROWS
     first = gl.program_id(1) * share
     steps = gl.minimum(share, steps_of_k - first)
 
     a_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BM, BK], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BN, BK], b_desc.layout)
+    b_smem = gl.allocate_shared_memory(gl.int8, [STAGES, HALVES, ROWS, BK], b_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
@@ -65,7 +71,8 @@ def _hopper_int8(
     for i in range(steps):
         slot = i % STAGES
         mbarrier.wait(ready.index(slot), i // STAGES & 1)
-        acc = warpgroup_mma(b_smem.index(slot), a_smem.index(slot).permute((1, 0)), acc, is_async=True)
+        weights = b_smem.index(slot).reshape([BN, BK])
+        acc = warpgroup_mma(weights, a_smem.index(slot).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])  # the step before this one is done
         ahead = i - 1 + STAGES
         wanted = (i > 0) & (ahead < steps)
@@ -78,13 +85,19 @@ def _hopper_int8(
         acc, last = sum_splits(acc, PARTS, ARRIVALS, MMA)
     if last:
         m = token + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
-        n = output + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+        row = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+        column = output + row % ROWS
+        n, inside = column + row // ROWS * (N // HALVES), column < N // HALVES
         token_scale = gl.load(TOKEN_SCALES + m, mask=m < M, other=0.0)
         y = acc.to(gl.float32) * gl.expand_dims(token_scale, 0)
-        y *= gl.expand_dims(gl.load(SCALES + n, mask=n < N, other=0.0), 1)
+        y *= gl.expand_dims(gl.load(SCALES + n, mask=inside, other=0.0), 1)
         if BIASED:
-            y += gl.expand_dims(gl.load(BIAS + n, mask=n < N, other=0.0).to(gl.float32), 1)
-        store_block(Y, y.to(Y.dtype.element_ty), output, token, M, N, num_warps)
+            y += gl.expand_dims(gl.load(BIAS + n, mask=inside, other=0.0).to(gl.float32), 1)
+        y = y.to(Y.dtype.element_ty)
+        if HALVES == 2:
+            gate, up = gl.split(y.reshape([2, ROWS, BM]).permute((1, 2, 0)))
+            y = silu_times(gate, up, True)
+        store_block(Y, y, output, token, M, N // HALVES, num_warps)
 
 
 @gluon.jit
@@ -92,7 +105,7 @@ def _fetch_weights(a_desc, b_desc, b_smem, ready, slot, output, k, wanted):
     """Start the copy of one step's weights into a slot, which is ready when its tokens are there too."""
     arrived = ready.index(slot)
     mbarrier.expect(arrived, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(b_desc, [output, k], arrived, b_smem.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(b_desc, [0, output, k], arrived, b_smem.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -121,6 +134,11 @@ def hopper_plan(tokens: int, n: int) -> HopperPlan | None:
     return HopperPlan(128, 256 if many else 128, 1, 4)
 
 
+def gates(plan: HopperPlan) -> bool:
+    """Whether gate and up of a column come to lie in one thread: each warp has rows of both halves."""
+    return plan.splits == 1 and plan.outputs >= 128
+
+
 def fits(x: QuantizedTokens) -> bool:
     """Whether `hopper_int8_gemm` multiplies x: rows of whole 16 bytes, on a GPU with wgmma."""
     return is_hopper(x.codes.device) and x.codes.shape[1] % 16 == 0
@@ -128,20 +146,22 @@ def fits(x: QuantizedTokens) -> bool:
 
 def hopper_int8_gemm(
     x: QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None, y: Tensor,
-    plan: HopperPlan,
+    plan: HopperPlan, halves: int = 1,
 ) -> None:  # fmt: skip
-    """y [T, N] = x @ codes.T scaled; arguments as `int8_gemm`'s, x one that `fits`."""
+    """y [T, N] = x @ codes.T scaled; arguments as `int8_gemm`'s, x one that `fits`. With two halves, by a
+    plan that `gates`, y [T, N / 2] = silu(first) * second."""
     (tokens, k), n = x.codes.shape, codes.shape[0]
     outputs = triton.cdiv(tokens, plan.tokens) * triton.cdiv(n, plan.outputs)
     steps = triton.cdiv(k, INPUTS)
     share = triton.cdiv(steps, plan.splits)
     splits = triton.cdiv(steps, share)
     part = outputs * splits * plan.tokens * plan.outputs if splits > 1 else 0
+    rows = (halves, plan.outputs // halves, INPUTS)
     _hopper_int8[(outputs, splits)](
-        of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED),
-        of_weight(codes, (n, k), torch.int8, (plan.outputs, INPUTS), SWIZZLED),
+        of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED[2]),
+        of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3]),
         x.scale, scale, bias, y, torch.empty(part, dtype=torch.int32, device=codes.device), arrivals,
         tokens, n, steps, share, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS,
-        GROUP=GROUP, SPLIT=splits > 1, STAGES=plan.stages, num_warps=4 if plan.outputs == 64 else 8,
-        launch_pdl=True,
+        GROUP=GROUP, SPLIT=splits > 1, STAGES=plan.stages, HALVES=halves,
+        num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
     )  # fmt: skip

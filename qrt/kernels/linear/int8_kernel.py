@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
-from qrt.kernels.linear.hopper_int8_kernel import HopperPlan, fits, hopper_int8_gemm, hopper_plan
+from qrt.kernels.linear.hopper_int8_kernel import HopperPlan, fits, gates, hopper_int8_gemm, hopper_plan
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
 from qrt.quant.device import token_codes, token_scale
@@ -132,6 +132,24 @@ def _plan(x: QuantizedTokens, n: int) -> Plan | HopperPlan:
     if measured and (len(measured) != len(HopperPlan._fields) or fits(x)):
         return HopperPlan(*measured) if len(measured) == len(HopperPlan._fields) else Plan(*measured)
     return (hopper_plan(tokens, n) if fits(x) else None) or plan(width_of(tokens))
+
+
+def gated_plan(x: QuantizedTokens, n: int) -> HopperPlan | None:
+    """That of `gated_int8_gemm` for x times a weight [n, K]; None: silu_mul is an operator of its own."""
+    chosen = _plan(x, n)
+    return chosen if isinstance(chosen, HopperPlan) and x.codes.shape[0] and gates(chosen) else None
+
+
+def gated_int8_gemm(
+    x: Tensor | QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None
+) -> Tensor:
+    """`silu_mul` of `int8_gemm`, [T, N / 2], where it has a `gated_plan`; the same bits."""
+    assert isinstance(x, QuantizedTokens)
+    chosen = gated_plan(x, codes.shape[0])
+    assert chosen is not None
+    y = torch.empty(x.codes.shape[0], codes.shape[0] // 2, dtype=x.dtype, device=codes.device)
+    hopper_int8_gemm(x, codes, scale, arrivals, bias, y, chosen, halves=2)
+    return y
 
 
 def int8_gemm(

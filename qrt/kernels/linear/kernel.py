@@ -22,9 +22,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import overlaps, shared_bytes
 from qrt.kernels.linear.hopper_kernel import WidePlan, fits, wide_gemm, wide_plan
-from qrt.kernels.linear.int8_kernel import int8_gemm
+from qrt.kernels.linear.int8_kernel import gated_int8_gemm, gated_plan, int8_gemm, quantize_tokens
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.linear.stream_kernel import StreamPlan, stream_gemm
+from qrt.kernels.silu_mul.kernel import silu_mul_int8
 from qrt.kernels.tuned import configs
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -277,6 +278,7 @@ def _stages(device: torch.device, stage_bytes: int, most: int) -> int:
 
 
 GEMMS = Gemms(tile_gemm, int8_gemm)
+GATED = Gemms(tile_gemm, gated_int8_gemm)
 
 
 def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
@@ -295,3 +297,19 @@ def linear_int8(
     """`qrt::linear_int8` on CUDA tensors."""
     tokens = QuantizedTokens(codes, token_scale, dtype)
     return WEIGHT_SCHEMES[scheme].linear_int8_triton(tokens, weight, bias, GEMMS)
+
+
+def linear_silu_int8(
+    codes: Tensor,
+    token_scale: Tensor,
+    weight: Sequence[Tensor],
+    bias: Tensor | None,
+    scheme: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`qrt::linear_silu_int8` on CUDA tensors."""
+    tokens, chosen = QuantizedTokens(codes, token_scale, dtype), WEIGHT_SCHEMES[scheme]
+    if gated_plan(tokens, chosen.out_features(weight)) is None:
+        return silu_mul_int8(chosen.linear_int8_triton(tokens, weight, bias, GEMMS))
+    quantized = quantize_tokens(chosen.linear_int8_triton(tokens, weight, bias, GATED))
+    return quantized.codes, quantized.scale

@@ -1,4 +1,4 @@
-"""`linear` and `linear_int8` in torch: every scheme defines its own product."""
+"""`linear`, `linear_int8` and `linear_silu_int8` in torch: every scheme defines its own product."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qrt.kernels.silu_mul.ref import silu_mul_int8
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 
@@ -27,3 +28,15 @@ def linear_int8(
     """codes int8 [T, K], token_scale fp32 [T] -> [T, N] in `dtype`."""
     tokens = QuantizedTokens(codes, token_scale, dtype)
     return WEIGHT_SCHEMES[scheme].linear_int8_ref(tokens, weight, bias)
+
+
+def linear_silu_int8(
+    codes: Tensor,
+    token_scale: Tensor,
+    weight: Sequence[Tensor],
+    bias: Tensor | None,
+    scheme: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """codes int8 [T, K], token_scale fp32 [T] -> codes int8 [T, N / 2], scale fp32 [T]."""
+    return silu_mul_int8(linear_int8(codes, token_scale, weight, bias, scheme, dtype))

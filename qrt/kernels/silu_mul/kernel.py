@@ -16,7 +16,7 @@ _MOST_BLOCKS = 8  # of a row that one program holds
 
 
 @triton.jit
-def _silu_times(gate, up, ASM: tl.constexpr):
+def silu_times(gate, up, ASM: tl.constexpr):
     """silu(gate) in fp32, rounded to gate's dtype, times up; rounded again.
 
     The exponential and the reciprocal flush what is below 2^-126 to zero: silu of what is below -87.
@@ -41,7 +41,7 @@ def _silu_mul(GATE_UP, Y, I, ASM: tl.constexpr, BLOCK: tl.constexpr, launch_pdl:
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(GATE_UP + row * 2 * I + i, mask=i < I, other=0.0)
     up = tl.load(GATE_UP + row * 2 * I + I + i, mask=i < I, other=0.0)
-    tl.store(Y + row * I + i, _silu_times(gate, up, ASM), mask=i < I)
+    tl.store(Y + row * I + i, silu_times(gate, up, ASM), mask=i < I)
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _silu_mul_int8(
         i = b * BLOCK + tl.arange(0, BLOCK)
         gate = tl.load(GATE_UP + row * 2 * I + i, mask=i < I, other=0.0)
         up = tl.load(GATE_UP + row * 2 * I + I + i, mask=i < I, other=0.0)
-        y = _silu_times(gate, up, ASM)
+        y = silu_times(gate, up, ASM)
         peak = tl.maximum(peak, tl.abs(y.to(tl.float32)))
         outputs = outputs + (y,)
     scale = token_scale(tl.max(peak, 0))
