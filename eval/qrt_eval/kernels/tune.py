@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import groupby, product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -25,7 +25,7 @@ from tqdm import tqdm
 from qrt.arch import ModelConfig
 from qrt.errors import ConfigError
 from qrt.kernels import tuned
-from qrt.kernels.linear import int8_kernel, linear
+from qrt.kernels.linear import int8_kernel, linear, linear_silu_int8
 from qrt.kernels.linear import kernel as tile_kernel
 from qrt.kernels.linear.hopper_int8_kernel import HopperPlan
 from qrt.layers.linear import Linear
@@ -49,6 +49,7 @@ class Trial(NamedTuple):
     n: int
     width: int
     config: tuple[int, ...]
+    gated: bool = False  # a gate over its up, run as `linear_silu_int8` where the scheme has it
 
     @property
     def key(self) -> str:
@@ -62,9 +63,9 @@ class Trial(NamedTuple):
         """Equal for trials that one compiled kernel serves: only the fused ones and dequantizing know K."""
         if len(self.config) == len(HopperPlan._fields):
             int8_plan = HopperPlan(*self.config)
-            return self.scheme, int8_plan._replace(splits=min(int8_plan.splits, 2))
+            return self.scheme, int8_plan._replace(splits=min(int8_plan.splits, 2)), self.gated
         if self.scheme == "w8a8":
-            return self.scheme, self.config
+            return self.scheme, self.config, self.gated
         if len(self.config) == len(tile_kernel.StreamPlan._fields):
             return self.scheme, self.config
         if len(self.config) == len(tile_kernel.WidePlan._fields):
@@ -74,7 +75,7 @@ class Trial(NamedTuple):
         return self.scheme, self.k, self.config, self.width if self.config else 0
 
 
-def trials(k: int, n: int) -> Iterator[Trial]:
+def trials(k: int, n: int, gated: bool = False) -> Iterator[Trial]:
     """Every configuration that is tried for a product, those of one weight together."""
     blocks = -(-n // tile_kernel.TILE_ROWS)
     for scheme, inputs in (("w4a16", 256), ("w8a16", 128)):
@@ -88,7 +89,7 @@ def trials(k: int, n: int) -> Iterator[Trial]:
                 Trial(scheme, k, n, width, plan) for plan in _wide_plans(width, blocks, tiles, 1024 // inputs)
             )
     for width in INT8_WIDTHS:
-        yield from (Trial("w8a8", k, n, width, plan) for plan in _int8_plans(width, k, n))
+        yield from (Trial("w8a8", k, n, width, plan, gated) for plan in _int8_plans(width, k, n))
 
 
 def _fused_plans(width: int, blocks: int, tiles: int) -> Iterator[tuple[int, ...]]:
@@ -133,8 +134,8 @@ def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterator[tupl
 
 
 # tokens, outputs, stages of `hopper_int8_kernel`
-HOPPER_INT8_BLOCKS = ((64, 64, 8), (64, 64, 12), (64, 128, 6), (128, 64, 8), (128, 128, 4), (128, 128, 6),
-                      (128, 256, 4))  # fmt: skip
+HOPPER_INT8_BLOCKS = ((64, 64, 8), (64, 64, 12), (64, 128, 4), (64, 128, 6), (128, 64, 8), (128, 128, 4),
+                      (128, 128, 6), (128, 256, 4))  # fmt: skip
 
 
 def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
@@ -170,8 +171,8 @@ def _splits(programs: int, steps: int) -> list[int]:
 def pending(configs: Sequence[ModelConfig], table: Mapping[str, list[int]]) -> list[Trial]:
     """The trials of these models' products, one model after the other, less those of keys whose plan in
     `table` is one that is tried."""
-    sizes = dict.fromkeys(size for config in configs for size in products(config).values())
-    todo = [trial for k, n in sizes for trial in trials(k, n)]
+    sizes = {size: name == "gate_up" for config in configs for name, size in products(config).items()}
+    todo = [trial for (k, n), gated in sizes.items() for trial in trials(k, n, gated)]
     done = {trial.key for trial in todo if table.get(trial.key) == list(trial.config)}
     return [trial for trial in todo if trial.key not in done]
 
@@ -205,11 +206,19 @@ def _write(file: Path, table: Mapping[str, list[int]]) -> None:
 
 def _try(trial: Trial, weights: Sequence[Linear], table: dict[str, list[int]]) -> float | None:
     """Microseconds, or None when the configuration does not fit the GPU."""
+    with _planned(trial, table):
+        return microseconds(*_calls(trial, weights), 9)
+    return None
+
+
+def _calls(trial: Trial, weights: Sequence[Linear]) -> tuple[Callable[..., object], list[tuple[Any, ...]]]:
+    """What is timed: an operator, and its arguments for each of the weights."""
     tokens = MEASURED_AT.get(trial.width, trial.width)
     x = torch.randn(tokens, trial.k, device=weights[0].tensors[0].device, dtype=torch.bfloat16)
-    with _planned(trial, table):
-        return microseconds(linear, [(x, weight.tensors, None, trial.scheme) for weight in weights], 9)
-    return None
+    if not trial.gated:
+        return linear, [(x, weight.tensors, None, trial.scheme) for weight in weights]
+    codes, scale, dtype = int8_kernel.quantize_tokens(x)
+    return linear_silu_int8, [(codes, scale, own.tensors, None, trial.scheme, dtype) for own in weights]
 
 
 @contextmanager
@@ -238,12 +247,10 @@ def _compile(todo: Iterable[Trial]) -> None:
 
 
 def _compile_one(trial: Trial) -> None:
-    device = torch.device("cuda")
-    table, weight = tuned.configs(device), _weight(trial.scheme, trial.k, trial.n)
-    tokens = MEASURED_AT.get(trial.width, trial.width)
-    x = torch.randn(tokens, trial.k, device=device, dtype=torch.bfloat16)
+    table, weight = tuned.configs(torch.device("cuda")), _weight(trial.scheme, trial.k, trial.n)
     with _planned(trial, table):
-        linear(x, weight.tensors, None, trial.scheme)
+        operator, calls = _calls(trial, [weight])
+        operator(*calls[0])
         torch.cuda.synchronize()
 
 
