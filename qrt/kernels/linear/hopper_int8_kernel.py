@@ -30,7 +30,7 @@ from qrt.quant.tokens import QuantizedTokens
 
 SWIZZLED = {rank: gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)}
 INPUTS = 128  # of K a stage: one row of swizzled shared memory
-GROUP = 8  # token blocks that share a block of weights before the next one
+GROUP = 32  # token blocks that share a block of weights before the next one
 
 
 @gluon.jit(do_not_specialize=["M", "share"])

@@ -18,18 +18,28 @@ from qrt.kernels.tuned import configs
 from qrt.quant.device import token_codes, token_scale
 from qrt.quant.tokens import QuantizedTokens
 
+WHOLE_ROW = 4096  # inputs of a token that are one block
+
 
 @triton.jit
 def _quantize_tokens(
-    X, CODES, SCALES, K, ASM: tl.constexpr, BLOCK: tl.constexpr, launch_pdl: tl.constexpr
+    X, CODES, SCALES, K, ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T,): one row."""
+    """Grid (T,): a row stays in registers as it came, BLOCKS blocks of it, until its maximum is known."""
     after_previous(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    x = tl.load(X + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-    scale = token_scale(tl.max(tl.abs(x), 0))
-    tl.store(CODES + row * K + k, token_codes(x, scale, ASM), mask=k < K)
+    values = ()
+    peak = tl.zeros([BLOCK], tl.float32)
+    for b in tl.static_range(BLOCKS):
+        k = b * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(X + row * K + k, mask=k < K, other=0.0)
+        peak = tl.maximum(peak, tl.abs(x.to(tl.float32)))
+        values = values + (x,)
+    scale = token_scale(tl.max(peak, 0))
+    for b in tl.static_range(BLOCKS):
+        k = b * BLOCK + tl.arange(0, BLOCK)
+        tl.store(CODES + row * K + k, token_codes(values[b].to(tl.float32), scale, ASM), mask=k < K)
     tl.store(SCALES + row, scale)
 
 
@@ -88,11 +98,13 @@ def quantize_tokens(x: Tensor) -> QuantizedTokens:
     tokens, k = x.shape
     codes = torch.empty(tokens, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(k)
+    wide = k > WHOLE_ROW
+    block = triton.next_power_of_2(k) // (8 if wide else 1)  # in eight, so that little lies beyond the row
     if tokens:
         _quantize_tokens[(tokens,)](
-            x, codes, scale, k, not triton.knobs.runtime.interpret, block,
-            num_warps=min(16, max(1, block // 512)), launch_pdl=overlaps(x.device),
+            x, codes, scale, k, ASM=not triton.knobs.runtime.interpret, BLOCK=block,
+            BLOCKS=triton.cdiv(k, block), num_warps=min(16, max(1, block // (256 if wide else 512))),
+            launch_pdl=overlaps(x.device),
         )  # fmt: skip
     return QuantizedTokens(codes, scale, x.dtype)
 
