@@ -165,11 +165,13 @@ def _attend_kernel(
         return
     lo, hi = load_halves(q + request.to(tl.int64) * stride_q + head * D, live, dims, real, D)
     query = FMT.query(lo, hi, scale)
+    # what a last tile reads beyond the end: of one slot for all programs the memory would be a bottleneck
+    beyond = tl.load(slot_table + table_row * stride_table + start)
     m, l = tl.full([M], -float("inf"), tl.float32), no_sums(M, TILE)
     acc = FMT.empty(M, H, TILE)
     for first in tl.range(start, end, TILE, num_stages=STAGES):
         valid = first + tl.arange(0, TILE) < end
-        slots = tl.load(table, mask=valid, other=0).to(tl.int64)
+        slots = tl.load(table, mask=valid, other=beyond).to(tl.int64)
         table += TILE
         tile = FMT.load(buffers, slots, valid, kv_head, HKV, D, H)
         m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
