@@ -203,7 +203,8 @@ PEERS = (
     Peer("torch", "tinygemm int4", _tinygemm, most=64),
     Peer("torch", "torch._int_mm (without quantizing)", _int_mm, int8=True, dtype=torch.int8, least=17),
     Peer("torchao", "torchao int4", partial(_torchao, "Int4WeightOnlyConfig", _INT4, 4), most=64),
-    Peer("torchao", "torchao int8", partial(_torchao, "Int8WeightOnlyConfig", {}, 8)),
+    # for more tokens torch.compile makes a reduction of it, which takes milliseconds
+    Peer("torchao", "torchao int8", partial(_torchao, "Int8WeightOnlyConfig", {}, 8), most=1),
     Peer(
         "torchao",
         "torchao int8 dynamic",
