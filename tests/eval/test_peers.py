@@ -100,11 +100,15 @@ def test_torchao(monkeypatch):
     monkeypatch.setattr(peers, "PEERS", peers.PEERS[2:5])
     cells = run("linear", tokens=(1, 256))
     assert [made.count((name, peers._INT4 if "4W" in name else {})) for name in configs] == [8, 8, 8]
-    assert {what for what, at in cells if what.endswith("sum") and at == "M=256"} == {
-        "torchao int8 sum", "torchao int8 dynamic sum",
-    }  # fmt: skip
-    weight_only, dynamic = cells["torchao int8 qkv", "M=256"], cells["torchao int8 dynamic qkv", "M=256"]
-    assert weight_only.num_bytes == dynamic.num_bytes and weight_only.floor_us >= dynamic.floor_us
+    sums = {(what, at) for what, at in cells if what.endswith("sum")}
+    assert sums == {
+        ("torchao int4 sum", "M=1"),
+        ("torchao int8 sum", "M=1"),
+        ("torchao int8 dynamic sum", "M=256"),
+    }
+    weight_only, dynamic = cells["torchao int8 qkv", "M=1"], cells["torchao int8 dynamic qkv", "M=256"]
+    assert dynamic.num_bytes - weight_only.num_bytes == 255 * 2 * (128 + 512)  # the other tokens' x and y
+    assert dynamic.flops == 256 * weight_only.flops
 
 
 def test_gemlite(monkeypatch):
@@ -123,12 +127,17 @@ def test_gemlite(monkeypatch):
     def int8(device, dtype):
         return SimpleNamespace(from_linear=lambda layer: layer)
 
-    put(monkeypatch, "gemlite", GemLiteLinear=Layer, DType=SimpleNamespace(BF16=0))
+    loaded = []
+    put(monkeypatch, "gemlite", GemLiteLinear=Layer, DType=SimpleNamespace(BF16=0), load_config=loaded.append,
+        __file__="/packages/gemlite/__init__.py")  # fmt: skip
+    monkeypatch.setattr(peers, "is_hopper", lambda device: True)
     put(monkeypatch, "gemlite.helper", A8W8_INT8_dynamic=int8)
     monkeypatch.setattr(peers, "PEERS", peers.PEERS[5:])
     cells = run("linear")
     for name in ("gemlite w4a16", "gemlite w8a8"):
         assert cells[f"{name} sum", "M=1"].us == 20.0
+    # which gemlite finds by the name of an H100 only
+    assert set(loaded) == {"/packages/gemlite/configs/h100.json"}
     assert cells["gemlite w4a16 down", "M=32"].num_bytes < cells["gemlite w8a8 down", "M=32"].num_bytes
 
 

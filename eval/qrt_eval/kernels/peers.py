@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qrt.arch import ModelConfig
+from qrt.kernels.gpu import is_hopper
 from qrt_eval.kernels.linear import products, sums
 from qrt_eval.kernels.row import Row
 from qrt_eval.kernels.timer import Rates, copies, microseconds
@@ -161,8 +162,8 @@ def _torchao(name: str, settings: dict[str, Any], bits: int, k: int, n: int, dev
 def _gemlite(device: torch.device) -> Any:
     """gemlite with block sizes of its own for this GPU: those of an H100 are found by that name only."""
     gemlite = import_module("gemlite")
-    if torch.cuda.get_device_capability(device) == (9, 0) and gemlite.__file__:
-        gemlite.load_config(str(Path(gemlite.__file__).parent / "configs" / "h100.json"))
+    if is_hopper(device):
+        gemlite.load_config(str(Path(str(gemlite.__file__)).parent / "configs" / "h100.json"))
     return gemlite
 
 
