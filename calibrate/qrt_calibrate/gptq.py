@@ -195,18 +195,20 @@ class _Walk:
         return WeightData(values, self._scale, self._zero, bits=self._spec.bits)
 
     def _round(self, at: list[tuple[int, slice]]) -> None:
-        """Round the blocks `at` (row block, columns), and let those behind them know."""
+        """Round the blocks `at` (row block, columns), of successive row blocks, and let those behind know."""
         target = torch.stack([self._target[b, span] for b, span in at])
         block = torch.stack([self._moved(b, span) for b, span in at])
-        scales = torch.stack([self._scales[b, self._groups[span]] for b, span in at])
+        groups = torch.stack([self._groups[span] for _, span in at])
+        own = torch.arange(at[0][0], at[-1][0] + 1, device=groups.device)[:, None]  # the row blocks
+        scales = self._scales[own, groups]
         zeros: Tensor | int = self._spec.midpoint
         if self._zeros is not None:
-            zeros = torch.stack([self._zeros[b, self._groups[span]] for b, span in at])
+            zeros = self._zeros[own, groups]
         upper = torch.stack([self._factor.upper[span, span] for _, span in at])
         codes, errors = _round_block(block, scales, zeros, upper, self._spec)
         wrong = target.sub_((codes - zeros).mul_(scales))
-        for (b, span), own, error, left in zip(at, codes, errors, wrong, strict=True):
-            self._codes[b, span] = own.to(torch.uint8)
+        for (b, span), code, error, left in zip(at, codes, errors, wrong, strict=True):
+            self._codes[b, span] = code.to(torch.uint8)
             self._errors[b, span] = error
             if self._shares and b + 1 < self._count:
                 self._pass_on(b, span, left)
