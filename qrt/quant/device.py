@@ -20,6 +20,20 @@ def token_codes(x, scale, ASM: tl.constexpr):
 
 
 @triton.jit
+def store_token(blocks, codes, scale, N, BLOCK: tl.constexpr, ASM: tl.constexpr):
+    """Write codes and scale, at these pointers, of a token of N values: `blocks`, a tuple of [BLOCK], zero
+    beyond N."""
+    peak = tl.zeros([BLOCK], tl.float32)
+    for b in tl.static_range(len(blocks)):
+        peak = tl.maximum(peak, tl.abs(blocks[b].to(tl.float32)))
+    own = token_scale(tl.max(peak, 0))
+    for b in tl.static_range(len(blocks)):
+        i = b * BLOCK + tl.arange(0, BLOCK)
+        tl.store(codes + i, token_codes(blocks[b].to(tl.float32), own, ASM), mask=i < N)
+    tl.store(scale, own)
+
+
+@triton.jit
 def _codes(x, minus_scale, inverse):
     """floor(x / scale + 0.5), the quotient rounded as a division is: 8 instructions a value and no branch.
 

@@ -12,7 +12,7 @@ gpu.overlaps = lambda device: True  # as on the GPU that is compiled for
 from random_weights import random_weight
 from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel, kernel, stream_kernel
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
-from qrt.kernels.silu_mul.kernel import silu_mul
+from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledWeight
@@ -53,6 +53,7 @@ add_rmsnorm(*torch.empty(2, 9, 8192, dtype=FP16), torch.empty(8192, dtype=FP16),
 table = torch.empty(99, 4096, dtype=BF16)
 embed_rmsnorm(torch.zeros(9, dtype=torch.int64), table, table[0], 1e-5)
 silu_mul(torch.empty(9, 28672, dtype=BF16))
+silu_mul_int8(torch.empty(9, 28672, dtype=BF16))
 """
 
 
@@ -61,5 +62,5 @@ silu_mul(torch.empty(9, 28672, dtype=BF16))
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
         "_fused": 3, "_wide": 3, "_stream": 3, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
-        "_hopper_int8": 4, "_rmsnorm": 3, "_silu_mul": 1,
+        "_hopper_int8": 4, "_rmsnorm": 3, "_silu_mul": 1, "_silu_mul_int8": 1,
     }  # fmt: skip

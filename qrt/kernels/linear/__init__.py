@@ -15,6 +15,7 @@ roundings are those of the scheme's layout (`packed.py`). QRT_KERNEL_BACKEND=ref
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,16 +67,9 @@ linear_int8 = define(
 )
 
 
-def _fake_silu_int8(
-    codes: Tensor,
-    token_scale: Tensor,
-    weight: Sequence[Tensor],
-    bias: Tensor | None,
-    scheme: str,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    width = WEIGHT_SCHEMES[scheme].out_features(weight) // 2
-    return codes.new_empty(codes.shape[0], width), torch.empty_like(token_scale)
+def _fake_silu_int8(codes: Tensor, token_scale: Tensor, *product: Any) -> tuple[Tensor, Tensor]:
+    y = _fake_int8(codes, token_scale, *product)
+    return codes.new_empty(len(y), y.shape[1] // 2), torch.empty_like(token_scale)
 
 
 linear_silu_int8 = define(

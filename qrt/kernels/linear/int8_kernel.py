@@ -15,7 +15,7 @@ from qrt.kernels.gpu import overlaps
 from qrt.kernels.linear.hopper_int8_kernel import HopperPlan, fits, gates, hopper_int8_gemm, hopper_plan
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
-from qrt.quant.device import token_codes, token_scale
+from qrt.quant.device import store_token
 from qrt.quant.tokens import QuantizedTokens
 
 WHOLE_ROW = 4096  # inputs of a token that are one block
@@ -29,18 +29,11 @@ def _quantize_tokens(
     """Grid (T,): a row stays in registers as it came, BLOCKS blocks of it, until its maximum is known."""
     after_previous(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
-    values = ()
-    peak = tl.zeros([BLOCK], tl.float32)
+    blocks = ()
     for b in tl.static_range(BLOCKS):
         k = b * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(X + row * K + k, mask=k < K, other=0.0)
-        peak = tl.maximum(peak, tl.abs(x.to(tl.float32)))
-        values = values + (x,)
-    scale = token_scale(tl.max(peak, 0))
-    for b in tl.static_range(BLOCKS):
-        k = b * BLOCK + tl.arange(0, BLOCK)
-        tl.store(CODES + row * K + k, token_codes(values[b].to(tl.float32), scale, ASM), mask=k < K)
-    tl.store(SCALES + row, scale)
+        blocks = blocks + (tl.load(X + row * K + k, mask=k < K, other=0.0),)
+    store_token(blocks, CODES + row * K, SCALES + row, K, BLOCK, ASM)
 
 
 @triton.jit(do_not_specialize=["M"])

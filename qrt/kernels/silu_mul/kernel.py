@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
-from qrt.quant.device import token_codes, token_scale
+from qrt.quant.device import store_token
 
 _BLOCK = 1024
 _MOST_BLOCKS = 8  # of a row that one program holds
@@ -53,19 +53,12 @@ def _silu_mul_int8(
     after_previous(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     outputs = ()
-    peak = tl.zeros([BLOCK], tl.float32)
     for b in tl.static_range(BLOCKS):
         i = b * BLOCK + tl.arange(0, BLOCK)
         gate = tl.load(GATE_UP + row * 2 * I + i, mask=i < I, other=0.0)
         up = tl.load(GATE_UP + row * 2 * I + I + i, mask=i < I, other=0.0)
-        y = silu_times(gate, up, ASM)
-        peak = tl.maximum(peak, tl.abs(y.to(tl.float32)))
-        outputs = outputs + (y,)
-    scale = token_scale(tl.max(peak, 0))
-    for b in tl.static_range(BLOCKS):
-        i = b * BLOCK + tl.arange(0, BLOCK)
-        tl.store(CODES + row * I + i, token_codes(outputs[b].to(tl.float32), scale, ASM), mask=i < I)
-    tl.store(SCALES + row, scale)
+        outputs = outputs + (silu_times(gate, up, ASM),)
+    store_token(outputs, CODES + row * I, SCALES + row, I, BLOCK, ASM)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
