@@ -16,14 +16,7 @@ BOTH = pytest.mark.parametrize("attention", [ref.decode_attention, kernel.decode
                                ids=["ref", "triton"])  # fmt: skip
 FORMATS = pytest.mark.parametrize("name", KV_FORMATS)
 PROGRAMS = 12  # an SM; fewer run at once where a program takes more registers
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """`torch.empty` gives NaN: what a kernel leaves unwritten shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def run(attention, q, held: Cache, splits: int | list[int] = 1):

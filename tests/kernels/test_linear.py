@@ -4,53 +4,19 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from linear_truth import GPU, HALF, UNIT, assert_rounded_once, triton_linear
 from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qrt.kernels.linear import (
-    hopper_kernel,
-    int8_kernel,
-    kernel,
-    linear,
-    linear_int8,
-    linear_silu_int8,
-    ref,
-    stream_kernel,
-)
-from qrt.kernels.silu_mul.kernel import silu_mul_int8
+from qrt.kernels.linear import descriptors, hopper_kernel, kernel, linear, stream_kernel
 from qrt.quant import affine
-from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.tiles import TiledWeight
 from random_weights import random_weight, reference, relative
 
-GPU = torch.cuda.is_available()
-HALF = [torch.float16, torch.bfloat16]
 # symmetric or not, in which dtype: all four where it costs nothing
 GRIDS = [(True, HALF[1]), (False, HALF[0])] + ([(True, HALF[0]), (False, HALF[1])] if GPU else [])
-# largest relative error of one rounding; the interpreter truncates to bf16 instead of rounding
-UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8 if GPU else 2**-7}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """`torch.empty` gives NaN (and the largest integers): what a kernel leaves unwritten shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(8).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def triton_linear(x, weight: WeightData, bias=None, scheme: str | None = None):
-    scheme = scheme or f"w{weight.bits}a16"
-    return kernel.linear(x, WEIGHT_SCHEMES[scheme].prepare(weight, x.device, x.dtype), bias, scheme)
-
-
-def assert_rounded_once(y, want, magnitude):
-    """Within one rounding of y's dtype of the fp64 result, and fp32 rounding of its sum of `magnitude`."""
-    assert y.isfinite().all()
-    slack = UNIT[y.dtype] * want.abs() + 4e-6 * magnitude + 1e-7
-    assert ((y.double() - want).abs() <= slack).all()
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def check(x, weight: WeightData, bias=None):
@@ -158,18 +124,18 @@ def test_every_kind_of_measured_plan(device, monkeypatch, bits, tokens, plan):
 
 
 def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
-    layout, kept = hopper_kernel.SWIZZLED[64], len(hopper_kernel._kept)
+    layout, kept = descriptors.SWIZZLED[64], len(descriptors._kept)
     weight = torch.zeros(4, 3, 64, 64, dtype=torch.int16)
     place = (4, 192, 64), torch.int16, (2, 64, 64), layout
-    made = hopper_kernel.of_weight(weight, *place)
+    made = descriptors.of_weight(weight, *place)
     want = TensorDescriptor.from_tensor(weight.view(4, 192, 64), [2, 64, 64], layout)
-    assert made is hopper_kernel.of_weight(weight, *place)
+    assert made is descriptors.of_weight(weight, *place)
     assert (made.base.data_ptr(), made.base.dtype) == (want.base.data_ptr(), want.base.dtype)
     assert (made.shape, made.strides) == (list(want.shape), list(want.strides))
     assert (made.block_shape, made.layout, made.padding) == (want.block_shape, want.layout, want.padding)
-    assert len(hopper_kernel._kept) == kept + 1
+    assert len(descriptors._kept) == kept + 1
     del weight, want
-    assert len(hopper_kernel._kept) == kept
+    assert len(descriptors._kept) == kept
 
 
 @pytest.mark.gpu
@@ -219,47 +185,6 @@ def test_stream_kernel(bits, symmetric, dtype, scales, n, k, group, tokens, plan
     assert not tiled.arrivals.any()
 
 
-@pytest.mark.parametrize("tokens, plan", [
-    (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (101, (64, 64, 128, 4, 4, 4)),
-    (131, (128, 64, 128, 2, 4, 4)), (259, (128, 128, 128, 1, 8, 3)), (131, (128, 256, 1, 4)),
-    (300, (128, 128, 2, 4)), (70, (64, 128, 1, 6)), (513, (128, 64, 3, 6)),
-])  # fmt: skip
-def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
-    n, k = 150, 1104
-    key = int8_kernel.tuning_key(k, n, int8_kernel.width_of(tokens))
-    monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: plan})
-    weight, x = random_weight(n, k, 8, device=device), torch.randn(tokens, k, device=device)
-    codes, scale = affine.quantize_tokens(x.cpu())  # on a GPU torch divides by a number inexactly
-    sums = codes.long() @ (weight.values.long().cpu() - 128).T
-    exact = (sums.double() * scale.double()).to(device) * weight.scale.double().T
-    assert_rounded_once(triton_linear(x, weight, scheme="w8a8"), exact, exact.abs())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("tokens, plan", [
-    (0, (128, 256, 1, 4)), (1, None), (7, (16, 256, 1, 4)), (128, (128, 256, 1, 4)), (129, (128, 256, 1, 4)),
-    (300, (64, 256, 1, 3)), (300, (128, 128, 1, 4)), (300, (128, 256, 2, 4)), (1025, (128, 256, 1, 4)),
-])  # fmt: skip
-@pytest.mark.parametrize("width", [64, 300])
-def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dtype):
-    """Bit for bit the operators one by one, whether the plan holds both halves of a block or not."""
-    if not GPU and tokens > 129:
-        pytest.skip("the interpreter takes the operators one by one")
-    k, key = 272, int8_kernel.tuning_key(272, 2 * width, int8_kernel.width_of(tokens))
-    monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: plan} if plan else {})
-    weight = random_weight(2 * width, k, 8, dtype=dtype, device=device)
-    tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, dtype))
-    bias = torch.randn(2 * width, device=device).to(dtype)
-    codes, scale, _ = int8_kernel.quantize_tokens(torch.randn(tokens, k, device=device).to(dtype) * 5)
-    arguments = (codes, scale, tensors, bias, "w8a8", dtype)
-    got, want = kernel.linear_silu_int8(*arguments), silu_mul_int8(kernel.linear_int8(*arguments))
-    assert got[0].shape == (tokens, width) and got[0].dtype == torch.int8
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    assert tokens == 0 or got[0].abs().amax(1).eq(127).all()
-    if tokens:
-        torch.library.opcheck(linear_silu_int8, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
 @pytest.mark.parametrize("tokens", [7, 65, 257])
 @pytest.mark.parametrize("dtype", HALF if GPU else HALF[:1])
 @pytest.mark.parametrize("scheme, bits, group", [("w4a16", 4, 128), ("w8a16", 8, 128), ("w8a8", 8, None)])
@@ -304,67 +229,6 @@ def test_every_word_unpacks_exactly(device, bits, symmetric, dtype):
     less = 0 if symmetric else zeros.repeat_interleave(64)
     for p, plane in enumerate(out):
         assert torch.equal(plane, ((words >> (bits * p)) % 2**bits - 2 ** (bits - 1) - less).float())
-
-
-@pytest.mark.parametrize("tokens", [1, 17, 70])
-@pytest.mark.parametrize(
-    "n, k, dtype",
-    [(64, 256, torch.float32), (50, 300, HALF[0]), (1, 33, torch.float32), (130, 1024, HALF[0])],
-)
-def test_w8a8_is_exact(device, n, k, dtype, tokens):
-    """The codes of the reference, an exact integer sum, fp32 products in the reference's order."""
-    weight = random_weight(n, k, 8, dtype=dtype, device=device)
-    x, bias = torch.randn(tokens, k, device=device).to(dtype) * 3, torch.randn(n, device=device).to(dtype)
-    tensors = WEIGHT_SCHEMES["w8a8"].prepare(weight, device, dtype)
-    want = WEIGHT_SCHEMES["w8a8"].linear_ref(x, tensors, bias)
-    assert relative(kernel.linear(x, tensors, bias, "w8a8"), want.double()) < 2 * UNIT[dtype]
-    codes, scale = affine.quantize_tokens(x.cpu())  # on a GPU torch divides by a number inexactly
-    sums = codes.long() @ (weight.values.long().cpu() - 128).T
-    exact = (sums.double() * scale.double()).to(device) * weight.scale.double().T
-    assert_rounded_once(kernel.linear(x, tensors, None, "w8a8"), exact, exact.abs())
-
-
-@pytest.mark.parametrize("k", [700, 4096, 4097, 14336])  # in one block, and in eight
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_token_codes_equal_the_reference(device, dtype, k):
-    from qrt.kernels.linear.int8_kernel import quantize_tokens
-
-    x = torch.randn(9, k, device=device) * torch.logspace(-6, 4, 9, device=device)[:, None]
-    x[3] = 0
-    x = x.to(dtype)
-    tokens, want = quantize_tokens(x), QuantizedTokens.of(x.cpu())
-    assert torch.equal(tokens.codes.cpu(), want.codes) and torch.equal(tokens.scale.cpu(), want.scale)
-    assert tokens.dtype == want.dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_tokens_at_the_edge_of_two_codes(device, dtype):
-    """Quotients within an ulp of a half: a division that is not rounded exactly takes the other code."""
-    from qrt.kernels.linear.int8_kernel import quantize_tokens
-
-    scale = (torch.rand(64, 1) + 0.5) * 2.0 ** torch.arange(-8, 8).repeat(4)[:, None]
-    x = (torch.arange(-126, 127) + 0.5) * scale
-    x = torch.cat([127 * scale, x, x * (1 - 2**-23), x * (1 + 2**-23)], 1).to(dtype)
-    tokens, want = quantize_tokens(x.to(device)), QuantizedTokens.of(x)
-    assert torch.equal(tokens.codes.cpu(), want.codes) and torch.equal(tokens.scale.cpu(), want.scale)
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 17])
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_int8_tokens_give_the_product_that_x_gives(device, dtype, tokens):
-    from qrt.kernels.linear.int8_kernel import quantize_tokens
-
-    weight = random_weight(70, 256, 8, dtype=dtype, device=device)
-    tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, dtype))
-    x, bias = torch.randn(tokens, 256, device=device).to(dtype), torch.randn(70, device=device).to(dtype)
-    codes, scale, _ = quantize_tokens(x)
-    y = kernel.linear_int8(codes, scale, tensors, bias, "w8a8", dtype)
-    assert y.dtype == dtype and torch.equal(y, kernel.linear(x, tensors, bias, "w8a8"))
-    arguments = (codes, scale, tensors, bias, "w8a8", dtype)
-    if tokens:
-        torch.library.opcheck(linear_int8, arguments, test_utils=("test_schema", "test_faketensor"))
-    if not GPU:  # there torch divides inexactly: other codes
-        assert torch.equal(ref.linear_int8(*arguments), ref.linear(x, tensors, bias, "w8a8"))
 
 
 @pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a16", 8), ("w8a8", 8), ("fp16", 0)])

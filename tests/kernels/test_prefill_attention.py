@@ -14,14 +14,7 @@ BOTH = pytest.mark.parametrize("attention", [ref.prefill_attention, kernel.prefi
                                ids=["ref", "triton"])  # fmt: skip
 FORMATS = pytest.mark.parametrize("name", KV_FORMATS)
 CACHED = pytest.mark.parametrize("attend_cache", [False, True], ids=["raw", "cached"])
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """`torch.empty` gives NaN: what a kernel leaves unwritten shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 class Chunks:

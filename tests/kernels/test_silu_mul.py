@@ -11,14 +11,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # two roundings to the dtype; the interpreter truncates to bf16 instead of rounding
 UNIT = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 BOUND = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7 if GPU else 2**-6}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """`torch.empty` gives NaN: what a kernel leaves unwritten shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def check(y, gate_up):

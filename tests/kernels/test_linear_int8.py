@@ -1,0 +1,115 @@
+"""The products of W8A8 in Triton (the GPU, or the interpreter): tokens quantized, exact sums, gate and up."""
+
+import pytest
+import torch
+from linear_truth import GPU, HALF, UNIT, assert_rounded_once, triton_linear
+
+from qrt.kernels.linear import int8_kernel, kernel, linear_int8, linear_silu_int8, ref
+from qrt.kernels.linear.int8_kernel import quantize_tokens
+from qrt.kernels.silu_mul.kernel import silu_mul_int8
+from qrt.quant import affine
+from qrt.quant.tokens import QuantizedTokens
+from qrt.quant.weight import WEIGHT_SCHEMES
+from random_weights import random_weight, relative
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.mark.parametrize("tokens, plan", [
+    (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (101, (64, 64, 128, 4, 4, 4)),
+    (131, (128, 64, 128, 2, 4, 4)), (259, (128, 128, 128, 1, 8, 3)), (131, (128, 256, 1, 4)),
+    (300, (128, 128, 2, 4)), (70, (64, 128, 1, 6)), (513, (128, 64, 3, 6)),
+])  # fmt: skip
+def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
+    n, k = 150, 1104
+    key = int8_kernel.tuning_key(k, n, int8_kernel.width_of(tokens))
+    monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: plan})
+    weight, x = random_weight(n, k, 8, device=device), torch.randn(tokens, k, device=device)
+    codes, scale = affine.quantize_tokens(x.cpu())  # on a GPU torch divides by a number inexactly
+    sums = codes.long() @ (weight.values.long().cpu() - 128).T
+    exact = (sums.double() * scale.double()).to(device) * weight.scale.double().T
+    assert_rounded_once(triton_linear(x, weight, scheme="w8a8"), exact, exact.abs())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("tokens, plan", [
+    (0, (128, 256, 1, 4)), (1, None), (7, (16, 256, 1, 4)), (128, (128, 256, 1, 4)), (129, (128, 256, 1, 4)),
+    (300, (64, 256, 1, 3)), (300, (128, 128, 1, 4)), (300, (128, 256, 2, 4)), (1025, (128, 256, 1, 4)),
+])  # fmt: skip
+@pytest.mark.parametrize("width", [64, 300])
+def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dtype):
+    """Bit for bit the operators one by one, whether the plan holds both halves of a block or not."""
+    if not GPU and tokens > 129:
+        pytest.skip("the interpreter takes the operators one by one")
+    k, key = 272, int8_kernel.tuning_key(272, 2 * width, int8_kernel.width_of(tokens))
+    monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: plan} if plan else {})
+    weight = random_weight(2 * width, k, 8, dtype=dtype, device=device)
+    tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, dtype))
+    bias = torch.randn(2 * width, device=device).to(dtype)
+    codes, scale, _ = quantize_tokens(torch.randn(tokens, k, device=device).to(dtype) * 5)
+    arguments = (codes, scale, tensors, bias, "w8a8", dtype)
+    got, want = kernel.linear_silu_int8(*arguments), silu_mul_int8(kernel.linear_int8(*arguments))
+    assert got[0].shape == (tokens, width) and got[0].dtype == torch.int8
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    if dtype == torch.float32 and not GPU:  # where nothing is rounded between the operators
+        near = ref.linear_silu_int8(*arguments)
+        assert (got[0].int() - near[0].int()).abs().le(1).all()
+        torch.testing.assert_close(got[1], near[1], rtol=1e-5, atol=0)
+    assert tokens == 0 or got[0].abs().amax(1).eq(127).all()
+    if tokens:
+        torch.library.opcheck(linear_silu_int8, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 70])
+@pytest.mark.parametrize(
+    "n, k, dtype",
+    [(64, 256, torch.float32), (50, 300, HALF[0]), (1, 33, torch.float32), (130, 1024, HALF[0])],
+)
+def test_w8a8_is_exact(device, n, k, dtype, tokens):
+    """The codes of the reference, an exact integer sum, fp32 products in the reference's order."""
+    weight = random_weight(n, k, 8, dtype=dtype, device=device)
+    x, bias = torch.randn(tokens, k, device=device).to(dtype) * 3, torch.randn(n, device=device).to(dtype)
+    tensors = WEIGHT_SCHEMES["w8a8"].prepare(weight, device, dtype)
+    want = WEIGHT_SCHEMES["w8a8"].linear_ref(x, tensors, bias)
+    assert relative(kernel.linear(x, tensors, bias, "w8a8"), want.double()) < 2 * UNIT[dtype]
+    codes, scale = affine.quantize_tokens(x.cpu())  # on a GPU torch divides by a number inexactly
+    sums = codes.long() @ (weight.values.long().cpu() - 128).T
+    exact = (sums.double() * scale.double()).to(device) * weight.scale.double().T
+    assert_rounded_once(kernel.linear(x, tensors, None, "w8a8"), exact, exact.abs())
+
+
+@pytest.mark.parametrize("k", [700, 4096, 4097, 14336])  # in one block, and in eight
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_token_codes_equal_the_reference(device, dtype, k):
+    x = torch.randn(9, k, device=device) * torch.logspace(-6, 4, 9, device=device)[:, None]
+    x[3] = 0
+    x = x.to(dtype)
+    tokens, want = quantize_tokens(x), QuantizedTokens.of(x.cpu())
+    assert torch.equal(tokens.codes.cpu(), want.codes) and torch.equal(tokens.scale.cpu(), want.scale)
+    assert tokens.dtype == want.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_tokens_at_the_edge_of_two_codes(device, dtype):
+    """Quotients within an ulp of a half: a division that is not rounded exactly takes the other code."""
+    scale = (torch.rand(64, 1) + 0.5) * 2.0 ** torch.arange(-8, 8).repeat(4)[:, None]
+    x = (torch.arange(-126, 127) + 0.5) * scale
+    x = torch.cat([127 * scale, x, x * (1 - 2**-23), x * (1 + 2**-23)], 1).to(dtype)
+    tokens, want = quantize_tokens(x.to(device)), QuantizedTokens.of(x)
+    assert torch.equal(tokens.codes.cpu(), want.codes) and torch.equal(tokens.scale.cpu(), want.scale)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_int8_tokens_give_the_product_that_x_gives(device, dtype, tokens):
+    weight = random_weight(70, 256, 8, dtype=dtype, device=device)
+    tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, dtype))
+    x, bias = torch.randn(tokens, 256, device=device).to(dtype), torch.randn(70, device=device).to(dtype)
+    codes, scale, _ = quantize_tokens(x)
+    y = kernel.linear_int8(codes, scale, tensors, bias, "w8a8", dtype)
+    assert y.dtype == dtype and torch.equal(y, kernel.linear(x, tensors, bias, "w8a8"))
+    arguments = (codes, scale, tensors, bias, "w8a8", dtype)
+    if tokens:
+        torch.library.opcheck(linear_int8, arguments, test_utils=("test_schema", "test_faketensor"))
+    if not GPU:  # there torch divides inexactly: other codes
+        assert torch.equal(ref.linear_int8(*arguments), ref.linear(x, tensors, bias, "w8a8"))
