@@ -8,7 +8,7 @@ from linear_truth import GPU, HALF, UNIT, assert_rounded_once, triton_linear
 from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qrt.kernels.linear import descriptors, hopper_kernel, kernel, linear, stream_kernel
+from qrt.kernels.linear import hopper_kernel, kernel, linear, stream_kernel
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.tiles import TiledWeight
@@ -124,18 +124,18 @@ def test_every_kind_of_measured_plan(device, monkeypatch, bits, tokens, plan):
 
 
 def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
-    layout, kept = descriptors.SWIZZLED[64], len(descriptors._kept)
+    layout, kept = hopper_kernel.SWIZZLED[64], len(hopper_kernel._kept)
     weight = torch.zeros(4, 3, 64, 64, dtype=torch.int16)
     place = (4, 192, 64), torch.int16, (2, 64, 64), layout
-    made = descriptors.of_weight(weight, *place)
+    made = hopper_kernel.of_weight(weight, *place)
     want = TensorDescriptor.from_tensor(weight.view(4, 192, 64), [2, 64, 64], layout)
-    assert made is descriptors.of_weight(weight, *place)
+    assert made is hopper_kernel.of_weight(weight, *place)
     assert (made.base.data_ptr(), made.base.dtype) == (want.base.data_ptr(), want.base.dtype)
     assert (made.shape, made.strides) == (list(want.shape), list(want.strides))
     assert (made.block_shape, made.layout, made.padding) == (want.block_shape, want.layout, want.padding)
-    assert len(descriptors._kept) == kept + 1
+    assert len(hopper_kernel._kept) == kept + 1
     del weight, want
-    assert len(descriptors._kept) == kept
+    assert len(hopper_kernel._kept) == kept
 
 
 @pytest.mark.gpu

@@ -30,8 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import multiprocessors
-from qrt.kernels.linear.descriptors import of_weight
-from qrt.kernels.linear.hopper_kernel import DTYPES
+from qrt.kernels.linear.hopper_kernel import DTYPES, of_weight
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
 
