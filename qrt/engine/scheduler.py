@@ -41,8 +41,7 @@ from qrt.errors import ConfigError, QueueFullError
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
 
-# Slots a decoding request is given at a time while there is room: one call for so many steps. The first time
-# it is given fewer, by its row, so that not all requests of a batch ask in the same step.
+# Slots a decoding request is given at a time while there is room: one call for so many steps.
 GROW_TOKENS = 16
 # A request waits for a running prefill that computes at least so many tokens that it can then share.
 SHARED_TOKENS = 32
@@ -247,26 +246,40 @@ class Scheduler:
 
     def _grow(self) -> bool:
         """A slot for the next token of every request that decodes, pausing from the other end of the order;
-        False when one would have to be paused that a launched step works on."""
+        False when one would have to be paused that a launched step works on.
+
+        Those that would want some soon get them in the same step: most steps then send the device nothing.
+        """
+        grown = False
         for request in tuple(self.running):
-            while (
-                request.seq is not None
-                and request.decoding
-                and len(request.seq) < len(request) < request.max_len
-            ):
-                start = len(request.seq)
-                more = GROW_TOKENS - (start + request.row) % GROW_TOKENS
-                slots = self.kv.extend(request.seq, min(more, request.max_len - start))
-                if slots is None:
-                    slots = self.kv.extend(request.seq, 1)
-                if slots is not None:
-                    self._placed.setdefault(request.row, []).append(Placement(request.row, start, slots))
+            while self._short(request, 0):
+                grown = True
+                if self._extend(request, GROW_TOKENS) or self._extend(request, 1):
                     continue
                 last = self.running[-1]
                 if last.in_flight:
                     return False
                 assert len(self.running) > 1, "a request that fits the pool alone found no room"
                 self._pause(last)
+        for request in self.running if grown else ():
+            if self._short(request, GROW_TOKENS // 2):
+                self._extend(request, GROW_TOKENS)
+        return True
+
+    def _short(self, request: Request, ahead: int) -> bool:
+        """Whether a request that decodes lacks slots for its known tokens and `ahead` more."""
+        if request.seq is None or not request.decoding or len(request) >= request.max_len:
+            return False
+        return len(request.seq) < min(len(request) + ahead, request.max_len)
+
+    def _extend(self, request: Request, tokens: int) -> bool:
+        """Slots for so many tokens from the last known one on; False when there is no room for them."""
+        assert request.seq is not None
+        start = len(request.seq)
+        slots = self.kv.extend(request.seq, min(len(request) - 1 + tokens, request.max_len) - start)
+        if slots is None:
+            return False
+        self._placed.setdefault(request.row, []).append(Placement(request.row, start, slots))
         return True
 
     def _move_on(self, decoding: list[Request], prefilling: list[tuple[Request, Chunk]]) -> None:

@@ -60,6 +60,26 @@ def test_a_pool_for_all_requests_admits_all_at_once():
     assert len(plan.decodes) == 8 and scheduler.num_pauses == 0
 
 
+def test_most_steps_of_decodes_place_no_slots():
+    """Requests of any lengths come to be given slots in the same steps, each slot before it is needed."""
+    scheduler = make(slots=1024, max_num_seqs=8, budget=64)
+    for i in range(8):
+        scheduler.add(str(i), np.arange(100 * i, 100 * i + 3 + 5 * i, dtype=np.int32), LONG)
+        step(scheduler)
+    held, placing = {}, 0
+    for request in scheduler.running:
+        held[request.row] = len(request.seq)
+    for _ in range(32):
+        plan, _ = step(scheduler)
+        assert len(plan.decodes) == 8 and not plan.chunks
+        for row, start, slots in plan.placed:
+            assert start == held[row]
+            held[row] += len(slots)
+        placing += bool(plan.placed)
+        assert all(held[r.row] == len(r.seq) >= r.num_computed for r in scheduler.running)
+    assert placing <= 32 * 2 / module.GROW_TOKENS
+
+
 def test_decodes_leave_less_budget_and_never_none():
     scheduler = make(max_num_seqs=8, budget=3)
     for name in "abcdef":
