@@ -1,4 +1,4 @@
-"""The four products of one decoder layer, in every weight scheme."""
+"""The four products of one decoder layer, in every weight scheme, and the head's."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from qrt_eval.kernels.row import Row
 from qrt_eval.kernels.timer import Rates, activation_dtype, copies, microseconds
 
 INT8_PRODUCTS = {"w8a8"}  # schemes whose arithmetic is int8
+HEADS = ("w8a16", "w8a8", "fp16")  # schemes of a head
 
 
 def products(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -29,8 +30,13 @@ def products(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def head(config: ModelConfig) -> tuple[int, int]:
+    """(K, N) of the head."""
+    return config.hidden_size, config.vocab_size
+
+
 def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
-    """A row per scheme, product and number of tokens, and one for the four together."""
+    """A row per scheme, product and number of tokens, one for the four together, and the head's."""
     for scheme in ("w4a16", "w8a16", "w8a8", "fp16"):
         name = {"fp16": "bf16"}.get(scheme, scheme) if device.type == "cuda" else scheme
         cells = [
@@ -40,6 +46,8 @@ def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch
         ]
         yield from cells
         yield from sums(cells, name, tokens)
+        if scheme in HEADS:
+            yield from _product(scheme, f"{name} head", head(config), tokens, rates, device)
 
 
 def _product(

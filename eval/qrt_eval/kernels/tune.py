@@ -29,13 +29,14 @@ from qrt.kernels.linear import int8_kernel, linear, linear_silu_int8
 from qrt.kernels.linear import kernel as tile_kernel
 from qrt.kernels.linear.hopper_int8_kernel import HopperPlan
 from qrt.layers.linear import Linear
-from qrt_eval.kernels.linear import cold_copies, products, random_linear
+from qrt_eval.kernels.linear import HEADS, cold_copies, head, products, random_linear
 from qrt_eval.kernels.timer import microseconds
 
 FUSED_WIDTHS = (8, 16, 32, 64)
 STREAM_WIDTHS = (64,)
 WIDE_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 INT8_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+HEAD_WIDTHS = (8, 16, 64, 128, 256)  # of rows that sample
 MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the largest unless given here
 SMS = 132
 COMPILED_ROWS = 1024  # N of the weights that kernels are compiled with: K is compiled in, N is not
@@ -61,7 +62,7 @@ class Trial(NamedTuple):
     @property
     def binary(self) -> tuple[object, ...]:
         """Equal for trials that one compiled kernel serves: only the fused ones and dequantizing know K."""
-        if len(self.config) == len(HopperPlan._fields):
+        if self.scheme == "w8a8" and len(self.config) == len(HopperPlan._fields):
             int8_plan = HopperPlan(*self.config)
             return self.scheme, int8_plan._replace(splits=min(int8_plan.splits, 2)), self.gated
         if self.scheme == "w8a8":
@@ -96,7 +97,9 @@ def _fused_plans(width: int, blocks: int, tiles: int) -> Iterator[tuple[int, ...
     usual = tile_kernel.plan(width, blocks, tiles).splits
     around = (usual // 2, usual, 2 * usual) if width <= 16 else (usual // 2, usual)
     splits = sorted({tile_kernel.even_splits(s, tiles) for s in around if s})
-    yield from product(splits, (2, 4) if width <= 16 else (4,), (3, 4) if width <= 32 else (3,))
+    yield from product((1,), splits, (2, 4) if width <= 16 else (4,), (3, 4) if width <= 32 else (3,))
+    if width == 32 and usual == 1 and blocks % 2 == 0:  # x takes as many bytes as the weights of a row block
+        yield 2, 1, 4, 3
 
 
 # row blocks, stages at 4 bits (8 have half the tile), warps, registers, programs an SM
@@ -126,10 +129,12 @@ def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterator[tupl
         yield ()
     for tokens, rows, planes, x_stages, w_stages in WIDE_BLOCKS[min(width, 512)]:
         if bits == 8:
+            if (tokens, planes) == (256, 2):
+                continue
             planes, x_stages = (2, 2 * x_stages) if planes == 4 else (planes, x_stages)
             w_stages = 4 if tokens == 256 or rows == 2 else 6
         programs = -(-blocks // rows) * -(-width // tokens)
-        for splits in _splits(programs, tiles // 4):
+        for splits in _splits(programs, tiles // 4) if width < 1024 else (1,):
             yield tile_kernel.WidePlan(tokens, rows, splits, planes, x_stages, w_stages)
 
 
@@ -148,7 +153,7 @@ def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
             for stages in depths[inputs]
         ]
     else:  # smaller blocks only where the largest ones are few
-        few = -(-n // 128) * (width // 128) < 4 * SMS
+        few = width < 1024 and -(-n // 128) * (width // 128) < 4 * SMS
         blocks = [(64, 64, 128, 4, 4), (128, 64, 128, 4, 4)] * few + [(128, 128, 128, 8, 3)]
     for tokens, outputs, inputs, warps, stages in blocks:
         programs, steps = -(-n // outputs) * -(-width // tokens), -(-k // inputs)
@@ -156,6 +161,8 @@ def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
             if splits <= 8:
                 yield tokens, outputs, inputs, splits, warps, stages
     for tokens, outputs, stages in HOPPER_INT8_BLOCKS:
+        if width >= 512 and (outputs == 64 or (tokens, stages) == (64, 4)):
+            continue  # many tokens want large blocks
         programs = -(-n // outputs) * -(-width // tokens)
         for splits in _splits(programs, -(-k // 128)):
             if tokens <= width and splits <= max(1, k // 512):
@@ -169,10 +176,14 @@ def _splits(programs: int, steps: int) -> list[int]:
 
 
 def pending(configs: Sequence[ModelConfig], table: Mapping[str, list[int]]) -> list[Trial]:
-    """The trials of these models' products, one model after the other, less those of keys whose plan in
-    `table` is one that is tried."""
+    """The trials of these models' products, one model after the other, then of their heads in int8, less
+    those of keys whose plan in `table` is one that is tried."""
     sizes = {size: name == "gate_up" for config in configs for name, size in products(config).items()}
     todo = [trial for (k, n), gated in sizes.items() for trial in trials(k, n, gated)]
+    for size in dict.fromkeys(head(config) for config in configs):
+        if size not in sizes:
+            own = (trial for trial in trials(*size) if trial.width in HEAD_WIDTHS)
+            todo += [trial for trial in own if trial.scheme in HEADS]
     done = {trial.key for trial in todo if table.get(trial.key) == list(trial.config)}
     return [trial for trial in todo if trial.key not in done]
 

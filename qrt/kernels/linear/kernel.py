@@ -60,10 +60,11 @@ def _fused(
     X, W, SCALES, ZEROS, BIAS, Y, PARTS, ARRIVALS, M, N,
     K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, RUNS: tl.constexpr,
     SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr,
-    DOT: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    launch_pdl: tl.constexpr,
+    DOT: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks, SPLITS): Y [M, N] = X [M, K] @ W.T for M <= BM; no split is left without a tile."""
+    """Grid (row blocks / BLOCKS, SPLITS): Y [M, N] = X [M, K] @ W.T for M <= BM; BLOCKS divide the row blocks,
+    and no split is left without a tile."""
     TILE: tl.constexpr = PLANES * J
     TILES: tl.constexpr = (K + TILE - 1) // TILE
     SHARE: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
@@ -72,16 +73,17 @@ def _fused(
     block = tl.program_id(0)
     split = tl.program_id(1)
     first = split * SHARE
-    rows = tl.arange(0, ROWS)
+    rows = tl.arange(0, BLOCKS * ROWS)
     words = tl.arange(0, J)
     tokens = tl.arange(0, BM)
     live = (tokens < M)[None, :]
-    tile = block * TILES + first
-    wp = W + tile.to(tl.int64) * (ROWS * J) + rows[:, None] * J + words[None, :]
-    sp = SCALES + tile * (RUNS // WORDS * ROWS) + rows
-    zp = ZEROS + tile * ROWS + rows
+    tile = block * (BLOCKS * TILES) + first
+    further, row = rows // ROWS * TILES, rows % ROWS  # tiles beyond `tile`
+    wp = W + tile.to(tl.int64) * (ROWS * J) + ((further * ROWS + row) * J)[:, None] + words[None, :]
+    sp = SCALES + (tile + further) * (RUNS // WORDS * ROWS) + row
+    zp = ZEROS + (tile + further) * ROWS + row
     xp = X + tokens[None, :] * K + first * TILE + words[:, None]
-    acc = tl.zeros([ROWS, BM], tl.float32)
+    acc = tl.zeros([BLOCKS * ROWS, BM], tl.float32)
     steps = SHARE if TILES % SHARE == 0 else tl.minimum(SHARE, TILES - first)
     if launch_pdl:
         gdc_wait()
@@ -90,7 +92,7 @@ def _fused(
         if ASYMMETRIC:
             zeros = tl.load(zp)
         for run in tl.static_range(RUNS):
-            part = tl.zeros([ROWS, BM], tl.float32)
+            part = tl.zeros([BLOCKS * ROWS, BM], tl.float32)
             for p in tl.static_range(run * PER_RUN, (run + 1) * PER_RUN):
                 plane = UNPACK(packed, _zero(zeros, run) if ASYMMETRIC else 0, p, DOT, ASM)
                 inside = live
@@ -106,7 +108,7 @@ def _fused(
 
     if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
         gdc_launch_dependents()
-    n = block * ROWS + rows
+    n = block * (BLOCKS * ROWS) + rows
     inside = live & (n < N)[:, None]
     last = True
     if SPLITS > 1:
@@ -148,6 +150,7 @@ def _dequantize(
 class Plan(NamedTuple):
     """How `_fused` is launched for one shape."""
 
+    blocks: int  # row blocks a program
     splits: int
     warps: int
     stages: int
@@ -171,7 +174,7 @@ def plan(width: int, blocks: int, tiles: int) -> Plan:
         splits *= 2
     crowded = blocks * splits >= 448  # smaller programs, so that more fit on an SM
     warps = 2 if width == 8 or (width == 16 and crowded) else 4
-    return Plan(even_splits(splits, tiles), warps, 4 if width == 8 and splits == 1 else 3)
+    return Plan(1, even_splits(splits, tiles), warps, 4 if width == 8 and splits == 1 else 3)
 
 
 def even_splits(splits: int, tiles: int) -> int:
@@ -220,13 +223,13 @@ def _launch_fused(
     measured = configs(x.device).get(tuning_key(k, n, 16 // layout["PLANES"], width))
     fused = measured and len(measured) == len(Plan._fields)  # others are for 16 bits on Hopper
     chosen = Plan(*measured) if fused else plan(width, blocks, tiles)
-    stage_bytes = rows * words * 2 + layout["PLANES"] * words * width * x.itemsize
+    stage_bytes = chosen.blocks * rows * words * 2 + layout["PLANES"] * words * width * x.itemsize
     parts = torch.empty(chosen.splits * n * tokens if chosen.splits > 1 else 0, device=x.device)
-    _fused[(blocks, chosen.splits)](
+    _fused[(blocks // chosen.blocks, chosen.splits)](
         x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
         parts, weight.arrivals, tokens, n, k,
-        DOT=_dot_type(x), BIASED=bias is not None, BM=width, SPLITS=chosen.splits,
-        STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **layout,
+        DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks,
+        SPLITS=chosen.splits, STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **layout,
         launch_pdl=overlaps(x.device),
     )  # fmt: skip
 
