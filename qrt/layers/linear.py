@@ -5,9 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qrt.kernels.linear import linear, linear_int8, linear_silu_int8, prepare
+from qrt.kernels.linear import (
+    linear,
+    linear_int8,
+    linear_int8_shares,
+    linear_shares,
+    linear_silu_int8,
+    prepare,
+)
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+
+SHARED_TOKENS = 64  # most whose product is summed by the norm behind it: K is split where tokens are few
 
 
 class Linear:
@@ -37,6 +46,16 @@ class Linear:
         if isinstance(x, Tensor):
             return linear(x, self.tensors, self.bias, self.scheme)
         return linear_int8(x.codes, x.scale, self.tensors, self.bias, self.scheme, x.dtype)
+
+    def shares(self, x: Tensor | QuantizedTokens) -> Tensor:
+        """A call for a norm that adds what it gives: of few tokens on a GPU fp32 [S, T, N], to be summed."""
+        tokens = x.codes if isinstance(x, QuantizedTokens) else x
+        splits = self.int8_tokens and self.bias is None and tokens.is_cuda and len(tokens) <= SHARED_TOKENS
+        if not splits:
+            return self(x)
+        if isinstance(x, QuantizedTokens):
+            return linear_int8_shares(x.codes, x.scale, self.tensors, self.scheme)
+        return linear_shares(x, self.tensors, self.scheme)
 
     def silu_mul(self, x: QuantizedTokens) -> QuantizedTokens:
         """silu(gate) * up of x [T, K], each half of the outputs, quantized again; with `int8_tokens` only."""

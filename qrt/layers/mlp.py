@@ -17,11 +17,11 @@ class MLP:
         self.down = down
 
     def __call__(self, x: Tensor | QuantizedTokens) -> Tensor:
-        """x [T, H] -> [T, H]."""
+        """x [T, H] -> [T, H], or `Linear.shares` of it."""
         if self.down.int8_tokens and isinstance(x, QuantizedTokens):
-            return self.down(self.gate_up.silu_mul(x))
+            return self.down.shares(self.gate_up.silu_mul(x))
         y = self.gate_up(x)
         if self.down.int8_tokens:
             codes, scale = silu_mul_int8(y)
-            return self.down(QuantizedTokens(codes, scale, y.dtype))
-        return self.down(silu_mul(y))
+            return self.down.shares(QuantizedTokens(codes, scale, y.dtype))
+        return self.down.shares(silu_mul(y))

@@ -21,7 +21,8 @@ class RMSNorm:
         return rmsnorm(x, self.weight, self.eps)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual += x in place, then the norm of the sum; both [T, K]."""
+        """residual += x in place, then the norm of the sum; both [T, K], x also fp32 [S, T, K] that sums up
+        to it (`Linear.shares`)."""
         return add_rmsnorm(residual, x, self.weight, self.eps)
 
     def add_for(self, reader: Linear, residual: Tensor, x: Tensor) -> Tensor | QuantizedTokens:
@@ -29,4 +30,4 @@ class RMSNorm:
         if not reader.int8_tokens:
             return self.add(residual, x)
         codes, scale = add_rmsnorm_int8(residual, x, self.weight, self.eps)
-        return QuantizedTokens(codes, scale, x.dtype)
+        return QuantizedTokens(codes, scale, residual.dtype)

@@ -34,7 +34,7 @@ class DecoderLayer:
     ) -> Tensor:
         """qkv is `attention.qkv` of `norm` of `residual`; adds the attention to `residual` [T, H] in place.
 
-        Returns the MLP's output [T, H], which the norm that follows the layer adds.
+        Returns the MLP's output [T, H], or shares of it, which the norm that follows the layer adds.
         """
         return self._rest(residual, self.attention(qkv, step, kv, rope))
 
@@ -54,7 +54,7 @@ class DecoderLayer:
 
     def _rest(self, residual: Tensor, y: Tensor) -> Tensor:
         """From what the heads attended, y [T, Hq*D]."""
-        return self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o(y)))
+        return self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o.shares(y)))
 
 
 def _fits(linears: Sequence[Linear], residual: Tensor) -> bool:

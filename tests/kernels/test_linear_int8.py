@@ -4,7 +4,7 @@ import pytest
 import torch
 from linear_truth import GPU, HALF, UNIT, assert_rounded_once, triton_linear
 
-from qrt.kernels.linear import int8_kernel, kernel, linear_int8, linear_silu_int8, ref
+from qrt.kernels.linear import int8_kernel, kernel, linear_int8, linear_int8_shares, linear_silu_int8, ref
 from qrt.kernels.linear.int8_kernel import quantize_tokens
 from qrt.kernels.silu_mul.kernel import silu_mul_int8
 from qrt.quant import affine
@@ -29,6 +29,35 @@ def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
     sums = codes.long() @ (weight.values.long().cpu() - 128).T
     exact = (sums.double() * scale.double()).to(device) * weight.scale.double().T
     assert_rounded_once(triton_linear(x, weight, scheme="w8a8"), exact, exact.abs())
+
+
+@pytest.mark.parametrize("tokens, plan", [
+    (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (64, (64, 64, 128, 1, 4, 4)),
+    (64, (64, 64, 2, 8)), (50, (64, 128, 4, 4)), (60, (64, 64, 1, 12)), (0, None),
+])  # fmt: skip
+def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
+    """As many as the plan splits K, each of its own inputs alone and rounded once."""
+    n, k = 150, 1104
+    key = int8_kernel.tuning_key(k, n, int8_kernel.width_of(tokens))
+    monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: plan} if plan else {})
+    if plan and len(plan) == 4 and not GPU:
+        pytest.skip("wgmma needs a GPU")
+    weight = random_weight(n, k, 8, device=device)
+    tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, torch.float16))
+    x = torch.randn(tokens, k, device=device)
+    codes, scale, _ = quantize_tokens(x)
+    shares = kernel.linear_int8_shares(codes, scale, tensors, "w8a8")
+    splits, inputs = (plan[2], 128) if len(plan or ()) == 4 else (plan[3], plan[2]) if plan else (1, k)
+    blocks = -(-k // inputs)
+    part = -(-blocks // splits) * inputs
+    assert shares.shape == (-(-k // part), tokens, n) and shares.dtype == torch.float32
+    assert torch.equal(shares, kernel.linear_shares(x, tensors, "w8a8")) and not tensors[2].any()
+    for own, left, right in zip(shares, codes.split(part, 1), tensors[0].split(part, 1), strict=True):
+        exact = (left.double() @ right.double().T) * scale.double()[:, None] * tensors[1].double()
+        assert_rounded_once(own, exact, exact.abs())
+    if tokens:
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(linear_int8_shares, (codes, scale, tensors, "w8a8"), test_utils=checks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])

@@ -13,12 +13,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BOUND = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7 if GPU else 2**-6}
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """`torch.empty` gives NaN: what a kernel leaves unwritten shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def norm64(x, weight):
@@ -106,6 +101,27 @@ def assert_quantized(codes, scale, y):
         assert torch.equal(scale.cpu(), want_scale[:, 0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[:2])  # the interpreter truncates to bf16
+@pytest.mark.parametrize("shares, rows, k", [(1, 3, 64), (2, 5, 300), (8, 1, 4096), (3, 0, 64)])
+def test_shares_of_what_is_added(device, dtype, shares, rows, k):
+    """Their sum, from the first to the last and rounded once, is x."""
+    x = torch.randn(shares, rows, k, device=device)
+    residual, weight = inputs((rows, k), dtype, device)
+    total = torch.zeros_like(x[0])
+    for share in x:
+        total += share
+    for operator in (kernel.add_rmsnorm, kernel.add_rmsnorm_int8):
+        one, other = residual.clone(), residual.clone()
+        got, want = operator(one, x, weight, EPS), operator(other, total.to(dtype), weight, EPS)
+        assert torch.equal(one, other)
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+    if not rows:
+        return
+    near, got = (add(residual.clone(), x, weight, EPS) for add in (ref.add_rmsnorm, kernel.add_rmsnorm))
+    torch.testing.assert_close(got, near, rtol=0.02, atol=0.02)  # of sums in another order
+
+
 def test_rows_of_a_wider_residual(device):
     wide = torch.randn(5, 96, device=device)
     residual, x, weight = wide[:, :64], torch.randn(64, 5, device=device).T, torch.ones(64, device=device)
@@ -133,12 +149,10 @@ def test_operators():
     torch.library.opcheck(
         embed_rmsnorm, (torch.tensor([2, 0]), torch.randn(3, 64), weight, EPS), test_utils=tests
     )
-    torch.library.opcheck(
-        add_rmsnorm, (torch.randn(3, 64), torch.randn(3, 64), weight, EPS), test_utils=tests
-    )
-    torch.library.opcheck(
-        add_rmsnorm_int8, (torch.randn(3, 64), torch.randn(3, 64), weight, EPS), test_utils=tests
-    )
+    for shape in ((3, 64), (2, 3, 64)):
+        arguments = (torch.randn(3, 64), torch.randn(shape), weight, EPS)
+        torch.library.opcheck(add_rmsnorm, arguments, test_utils=tests)
+        torch.library.opcheck(add_rmsnorm_int8, arguments, test_utils=tests)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,10 @@ linear_int8(codes int8 [T, K], token_scale fp32 [T], weight, bias, scheme, dtype
     the same of x = codes * token_scale, for schemes with `int8_tokens`
 linear_silu_int8(the same) -> codes int8 [T, N / 2], scale fp32 [T]
     `silu_mul_int8` of that, for a weight that stacks a gate over its up
+linear_shares(x [T, K], weight, scheme) -> fp32 [S, T, N]
+linear_int8_shares(codes int8 [T, K], token_scale fp32 [T], weight, scheme) -> fp32 [S, T, N]
+    what each of S splits of K, as many as the kernel makes, has of the product without a bias: `add_rmsnorm`
+    sums it, and no program waits for others; for schemes with `int8_tokens`
 
 Sums and the bias are fp32 before the one rounding to the dtype (fp16, bf16 or fp32). T may be 0.
 
@@ -64,6 +68,33 @@ linear_int8 = define(
     ref=ref.linear_int8,
     triton="qrt.kernels.linear.kernel:linear_int8",
     fake=_fake_int8,
+)
+
+
+def _shares_of(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+    splits = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(
+        splits, x.shape[0], WEIGHT_SCHEMES[scheme].out_features(weight), dtype=torch.float32
+    )
+
+
+linear_shares = define(
+    "linear_shares(Tensor x, Tensor[] weight, str scheme) -> Tensor",
+    ref=ref.linear_shares,
+    triton="qrt.kernels.linear.kernel:linear_shares",
+    fake=_shares_of,
+)
+
+
+def _fake_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+    return _shares_of(codes, weight, scheme)
+
+
+linear_int8_shares = define(
+    "linear_int8_shares(Tensor codes, Tensor token_scale, Tensor[] weight, str scheme) -> Tensor",
+    ref=ref.linear_int8_shares,
+    triton="qrt.kernels.linear.kernel:linear_int8_shares",
+    fake=_fake_int8_shares,
 )
 
 

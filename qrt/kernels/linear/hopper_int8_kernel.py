@@ -37,9 +37,11 @@ GROUP = 32  # token blocks that share a block of weights before the next one
 def _hopper_int8(
     a_desc, b_desc, TOKEN_SCALES, SCALES, BIAS, Y, PARTS, ARRIVALS, M, N, steps_of_k, share,
     BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    SPLIT: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, num_warps: gl.constexpr,
+    SPLIT: gl.constexpr, SHARES: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(M, BM) * cdiv(N, BN), splits): BN outputs by BM tokens, `share` steps of K.
+    """Grid (cdiv(M, BM) * cdiv(N, BN), splits): BN outputs by BM tokens, `share` steps of K. SHARES: Y
+    [splits, M, N], what each split has of it.
 
     With two HALVES, BN / 2 outputs of each half of B, the gate and the up of the same columns: Y [M, N / 2].
     """
@@ -81,7 +83,9 @@ def _hopper_int8(
     acc = warpgroup_mma_wait(0, deps=[acc])
 
     last = True
-    if SPLIT:
+    if SHARES:
+        Y += gl.program_id(1) * M * N
+    elif SPLIT:
         acc, last = sum_splits(acc, PARTS, ARRIVALS, MMA)
     if last:
         m = token + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
@@ -148,20 +152,20 @@ def hopper_int8_gemm(
     x: QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None, y: Tensor,
     plan: HopperPlan, halves: int = 1,
 ) -> None:  # fmt: skip
-    """y [T, N] = x @ codes.T scaled; arguments as `int8_gemm`'s, x one that `fits`. With two halves, by a
-    plan that `gates`, y [T, N / 2] = silu(first) * second."""
+    """y [T, N] = x @ codes.T scaled; arguments as `int8_gemm`'s, x one that `fits`. y fp32 [S, T, N] takes
+    what each split has. With two halves, by a plan that `gates`, y [T, N / 2] = silu(first) * second."""
     (tokens, k), n = x.codes.shape, codes.shape[0]
     outputs = triton.cdiv(tokens, plan.tokens) * triton.cdiv(n, plan.outputs)
     steps = triton.cdiv(k, INPUTS)
     share = triton.cdiv(steps, plan.splits)
-    splits = triton.cdiv(steps, share)
-    part = outputs * splits * plan.tokens * plan.outputs if splits > 1 else 0
+    splits, shares = triton.cdiv(steps, share), y.dim() == 3
+    part = outputs * splits * plan.tokens * plan.outputs if splits > 1 and not shares else 0
     rows = (halves, plan.outputs // halves, INPUTS)
     _hopper_int8[(outputs, splits)](
         of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED[2]),
         of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3]),
         x.scale, scale, bias, y, torch.empty(part, dtype=torch.int32, device=codes.device), arrivals,
         tokens, n, steps, share, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS,
-        GROUP=GROUP, SPLIT=splits > 1, STAGES=plan.stages, HALVES=halves,
+        GROUP=GROUP, SPLIT=splits > 1, SHARES=shares, STAGES=plan.stages, HALVES=halves,
         num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
     )  # fmt: skip

@@ -12,7 +12,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
-from qrt.kernels.linear.hopper_int8_kernel import HopperPlan, fits, gates, hopper_int8_gemm, hopper_plan
+from qrt.kernels.linear.hopper_int8_kernel import (
+    INPUTS,
+    HopperPlan,
+    fits,
+    gates,
+    hopper_int8_gemm,
+    hopper_plan,
+)
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
 from qrt.quant.device import store_token
@@ -40,9 +47,10 @@ def _quantize_tokens(
 def _int8_gemm(
     A, TOKEN_SCALES, B, SCALES, BIAS, Y, PARTS, ARRIVALS, M, N, K, share,
     BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, launch_pdl: tl.constexpr,
+    SPLITS: tl.constexpr, SHARES: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(M, BM) * cdiv(N, BN), SPLITS), `share` of K a split, in whole blocks.
+    """Grid (cdiv(M, BM) * cdiv(N, BN), SPLITS), `share` of K a split, in whole blocks. SHARES: Y
+    [SPLITS, M, N], what each split has of it.
 
     Y.T = B [N, K] @ A [M, K].T, so that few tokens waste little MMA.
     Programs walk GROUP token blocks per output block before the next one: both operands stay in L2.
@@ -75,7 +83,9 @@ def _int8_gemm(
     real = (m < M)[None, :] & (n < N)[:, None]
     at = m.to(tl.int64)[None, :] * N + n[:, None]
     last = True
-    if SPLITS > 1:
+    if SHARES:
+        Y += split * M * N
+    elif SPLITS > 1:
         arrivals = ARRIVALS + tl.program_id(0)
         acc, last = sum_splits(acc, PARTS, arrivals, at, real, M * N, split, SPLITS)
     if last:
@@ -158,27 +168,32 @@ def gated_int8_gemm(
 
 
 def int8_gemm(
-    x: Tensor | QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None
-) -> Tensor:
+    x: Tensor | QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None,
+    shares: bool = False,
+) -> Tensor:  # fmt: skip
     """x [T, K] -> [T, N] in x's dtype; codes int8 [N, K], scale fp32 [N], arrivals int32 [N], 0 between
-    calls. The sum over K is exact."""
+    calls. The sum over K is exact. With `shares` and without bias fp32 [S, T, N], what each of S splits of K
+    has of it, rounded once."""
     if isinstance(x, Tensor):
         x = quantize_tokens(x.contiguous())
     (tokens, k), n = x.codes.shape, codes.shape[0]
-    y = torch.empty(tokens, n, dtype=x.dtype, device=codes.device)
+    block = _plan(x, n)
+    inputs = INPUTS if isinstance(block, HopperPlan) else block.inputs
+    share = triton.cdiv(triton.cdiv(k, block.splits), inputs) * inputs
+    splits = triton.cdiv(k, share)
+    size, dtype = ((splits, tokens, n), torch.float32) if shares else ((tokens, n), x.dtype)
+    y = torch.empty(size, dtype=dtype, device=codes.device)
     if tokens == 0:
         return y
-    block = _plan(x, n)
     if isinstance(block, HopperPlan):
         hopper_int8_gemm(x, codes, scale, arrivals, bias, y, block)
         return y
-    share = triton.cdiv(triton.cdiv(k, block.splits), block.inputs) * block.inputs
-    splits = triton.cdiv(k, share)
-    parts = torch.empty(splits * n * tokens if splits > 1 else 0, dtype=torch.int32, device=codes.device)
+    summed = splits > 1 and not shares
+    parts = torch.empty(splits * n * tokens if summed else 0, dtype=torch.int32, device=codes.device)
     _int8_gemm[(triton.cdiv(tokens, block.tokens) * triton.cdiv(n, block.outputs), splits)](
         x.codes.contiguous(), x.scale, codes, scale, bias, y, parts, arrivals, tokens, n, k, share,
         BIASED=bias is not None,
-        BM=block.tokens, BN=block.outputs, BK=block.inputs, GROUP=8, SPLITS=splits,
+        BM=block.tokens, BN=block.outputs, BK=block.inputs, GROUP=8, SPLITS=splits, SHARES=shares,
         num_warps=block.warps, num_stages=block.stages, launch_pdl=overlaps(codes.device),
     )  # fmt: skip
     return y

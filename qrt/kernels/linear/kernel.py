@@ -12,6 +12,7 @@ Layout: quant/weight/tiles.py. A format is its `unpack` device function.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +64,8 @@ def _fused(
     DOT: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks / BLOCKS, SPLITS): Y [M, N] = X [M, K] @ W.T for M <= BM; BLOCKS divide the row blocks,
-    and no split is left without a tile."""
+    """Grid (row blocks / BLOCKS, SPLITS): Y [M, N] = X [M, K] @ W.T for M <= BM; BLOCKS divide the row
+    blocks, and no split is left without a tile."""
     TILE: tl.constexpr = PLANES * J
     TILES: tl.constexpr = (K + TILE - 1) // TILE
     SHARE: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
@@ -229,8 +230,8 @@ def _launch_fused(
         x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
         parts, weight.arrivals, tokens, n, k,
         DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks,
-        SPLITS=chosen.splits, STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **layout,
-        launch_pdl=overlaps(x.device),
+        SPLITS=chosen.splits, STAGES=_stages(x.device, stage_bytes, chosen.stages),
+        num_warps=chosen.warps, **layout, launch_pdl=overlaps(x.device),
     )  # fmt: skip
 
 
@@ -282,6 +283,7 @@ def _stages(device: torch.device, stage_bytes: int, most: int) -> int:
 
 GEMMS = Gemms(tile_gemm, int8_gemm)
 GATED = Gemms(tile_gemm, gated_int8_gemm)
+SHARED = Gemms(tile_gemm, partial(int8_gemm, shares=True))
 
 
 def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
@@ -300,6 +302,17 @@ def linear_int8(
     """`qrt::linear_int8` on CUDA tensors."""
     tokens = QuantizedTokens(codes, token_scale, dtype)
     return WEIGHT_SCHEMES[scheme].linear_int8_triton(tokens, weight, bias, GEMMS)
+
+
+def linear_shares(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+    """`qrt::linear_shares` on CUDA tensors."""
+    return WEIGHT_SCHEMES[scheme].linear_triton(x, weight, None, SHARED)
+
+
+def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+    """`qrt::linear_int8_shares` on CUDA tensors."""
+    tokens = QuantizedTokens(codes, token_scale, torch.float32)
+    return WEIGHT_SCHEMES[scheme].linear_int8_triton(tokens, weight, None, SHARED)
 
 
 def linear_silu_int8(

@@ -31,6 +31,16 @@ def linear_int8(
     return WEIGHT_SCHEMES[scheme].linear_int8_ref(tokens, weight, bias)
 
 
+def linear_shares(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+    """x [T, K] -> fp32 [1, T, N]: nothing is split."""
+    return linear(x.float(), weight, None, scheme)[None]
+
+
+def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+    """codes int8 [T, K], token_scale fp32 [T] -> fp32 [1, T, N]."""
+    return linear_int8(codes, token_scale, weight, None, scheme, torch.float32)[None]
+
+
 def linear_silu_int8(*product: Any) -> tuple[Tensor, Tensor]:
     """Arguments of `linear_int8` -> codes int8 [T, N / 2], scale fp32 [T]."""
     return silu_mul_int8(linear_int8(*product))

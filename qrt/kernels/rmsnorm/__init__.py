@@ -4,6 +4,7 @@ rmsnorm(x [..., K], weight [K], eps) -> [..., K]     leading dimensions may be s
 embed_rmsnorm(ids int64 [T], table [V, K], weight [K], eps) -> table[ids] [T, K], its norm [T, K]
 add_rmsnorm(residual [T, K], x [T, K], weight [K], eps) -> [T, K]     residual += x in place, its norm
 add_rmsnorm_int8(the same) -> codes int8 [T, K], scale fp32 [T]     `affine.quantize_tokens` of that norm
+    x may be fp32 [S, T, K] too: then its sum over S, rounded to residual's dtype, is what is added
 
 Sums are fp32; the normalized row is rounded to x's dtype before it is multiplied by the weight, which is
 the order of transformers' Llama and Qwen models.
@@ -28,7 +29,7 @@ def _fake_embed(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple
 
 
 def _fake_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _fake(x, weight, eps)
+    return _fake(residual, weight, eps)
 
 
 rmsnorm = define(
@@ -54,8 +55,8 @@ add_rmsnorm = define(
 
 
 def _fake_int8(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    return codes, torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    codes = torch.empty(residual.shape, dtype=torch.int8, device=x.device)
+    return codes, torch.empty(residual.shape[0], dtype=torch.float32, device=x.device)
 
 
 add_rmsnorm_int8 = define(

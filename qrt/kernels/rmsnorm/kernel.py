@@ -20,11 +20,12 @@ _BLOCK_ELEMENTS = 2048  # rows shorter than this share a program
 @triton.jit(do_not_specialize=["ROWS"])
 def _rmsnorm(
     X, IDS, RESIDUAL, WEIGHT, Y, SCALES, ROWS, HEADS, token_stride, head_stride, residual_stride, eps,
-    K: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
+    K: tl.constexpr, SHARES: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token r // HEADS, whose place in X is that
-    or in IDS. With IDS RESIDUAL gets X's row, without them it is added. INT8: Y takes codes."""
+    or in IDS. With IDS RESIDUAL gets X's row, without them it is added. Of SHARES of X [SHARES, ROWS, K] the
+    sum counts. INT8: Y takes codes."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
     inside = (row < ROWS)[:, None] & (k < K)[None, :]
@@ -35,6 +36,10 @@ def _rmsnorm(
         token = tl.load(IDS + token, mask=row < ROWS, other=0)
     start = token * token_stride + row % HEADS * head_stride
     x = tl.load(X + start[:, None] + k[None, :], mask=inside, other=0.0)
+    for s in tl.static_range(1, SHARES):
+        x += tl.load(X + s * ROWS * K + start[:, None] + k[None, :], mask=inside, other=0.0)
+    if SHARES > 0:
+        x = x.to(RESIDUAL.dtype.element_ty)
     if RESIDUAL is not None:
         residual = RESIDUAL + row[:, None] * residual_stride + k[None, :]
         if IDS is None:
@@ -54,10 +59,10 @@ def _rmsnorm(
 
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None,
-    ids: Tensor | None = None,
+    ids: Tensor | None = None, shares: int = 0,
 ) -> None:  # fmt: skip
-    """x [T, H, K] with dense rows, or those of ids [T] -> dense y [T, H, K]; residual [T, K]. With scale fp32
-    [T*H] y is int8."""
+    """x [T, H, K] with dense rows, or those of ids [T] -> dense y [T, H, K]; residual [T, K]. With shares x
+    is the first of so many fp32 [T, 1, K] behind each other. With scale fp32 [T*H] y is int8."""
     tokens, heads, k = x.shape
     rows = (tokens if ids is None else len(ids)) * heads
     if rows == 0:
@@ -67,7 +72,7 @@ def _launch(
     _rmsnorm[(triton.cdiv(rows, block_rows),)](
         x, ids, residual, weight, y, scale, rows, heads, x.stride(0), x.stride(1),
         0 if residual is None else residual.stride(0), eps,
-        K=k, INT8=scale is not None, ASM=not triton.knobs.runtime.interpret,
+        K=k, SHARES=shares, INT8=scale is not None, ASM=not triton.knobs.runtime.interpret,
         BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=min(16, max(1, block_rows * block_k // 256)),
         launch_pdl=overlaps(x.device),
     )  # fmt: skip
@@ -93,14 +98,22 @@ def embed_rmsnorm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tup
 
 def add_rmsnorm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`qrt::add_rmsnorm` on CUDA tensors."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x.contiguous().unsqueeze(1), residual, weight, eps, y)
+    y = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
+    _launch_add(residual, x, weight, eps, y)
     return y
 
 
 def add_rmsnorm_int8(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`qrt::add_rmsnorm_int8` on CUDA tensors."""
-    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    _launch(x.contiguous().unsqueeze(1), residual, weight, eps, codes, scale)
+    codes = torch.empty(residual.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty(residual.shape[0], dtype=torch.float32, device=x.device)
+    _launch_add(residual, x, weight, eps, codes, scale)
     return codes, scale
+
+
+def _launch_add(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None
+) -> None:
+    """x [T, K], or its shares fp32 [S, T, K]."""
+    x, shares = x.contiguous(), len(x) if x.dim() == 3 else 0
+    _launch((x[0] if shares else x).unsqueeze(1), residual, weight, eps, y, scale, shares=shares)

@@ -22,7 +22,10 @@ def embed_rmsnorm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def add_rmsnorm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x [T, K] in place, rounded to its dtype; returns the norm of the sum."""
+    """residual += x [T, K], or the sum of fp32 [S, T, K], in place, rounded to its dtype; returns the norm of
+    the sum."""
+    if x.dim() == 3:
+        x = x.sum(0).to(residual.dtype)
     return rmsnorm(residual.add_(x), weight, eps)
 
 
