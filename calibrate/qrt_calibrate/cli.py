@@ -13,6 +13,7 @@ from qrt.cli import ArgumentParser, run_main
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+from qrt.quant.weight.head import HEAD_BITS
 from qrt_calibrate import convert
 from qrt_calibrate.devices import devices_of
 from qrt_calibrate.duration import expected_seconds
@@ -74,6 +75,10 @@ def _add_grid(parser: ArgumentParser) -> None:
     grid.add_argument(
         "--group-size", type=int, metavar="G", help="inputs per scale, -1: one per channel (default: 128)"
     )
+    grid.add_argument(
+        "--head-bits", type=int, choices=HEAD_BITS,
+        help="8: the head in int8 too, one scale per channel, rounded to nearest (unties it; default: 16)",
+    )  # fmt: skip
     zero = grid.add_mutually_exclusive_group()
     zero.add_argument("--sym", action="store_const", const=True, dest="symmetric", help="no zero points")
     zero.add_argument("--asym", action="store_const", const=False, dest="symmetric", help="zero points")

@@ -45,7 +45,7 @@ def convert(model: str | Path, target: str, out: Path) -> int:
 
     UnsupportedError, naming the Linear and why, where the format cannot hold a weight exactly: act-order or
     a scale in another dtype than the model's for compressed-tensors; other than 4 bits, groups that differ,
-    or scales that fp16 does not hold for AWQ; scales that fp16 does not hold for GPTQ.
+    or scales that fp16 does not hold for AWQ; scales that fp16 does not hold for GPTQ; a head for both.
     """
     source = open_checkpoint(model)
     if not source.quantization:
@@ -53,6 +53,8 @@ def convert(model: str | Path, target: str, out: Path) -> int:
     arch = runnable((source.config.get("architectures") or ["?"])[0])
     config = ModelConfig.from_hf(source.config, arch)
     modules = [f"{arch.layers}.{i}.{name}" for i in range(config.num_layers) for name in arch.projections]
+    if any(name.startswith(f"{arch.head}.") for name in source.names()):
+        modules.append(arch.head)
     dtype: torch.dtype = getattr(torch, config.dtype)
     folder = OutputFolder(out, source, None, max_shard_bytes=5_000_000_000)
     grids: dict[str, tuple[str, QuantSpec]] = {}
@@ -64,6 +66,12 @@ def convert(model: str | Path, target: str, out: Path) -> int:
                 if not source.has(f"{module}.weight") or source.spec(f"{module}.weight").dtype.itemsize < 2:
                     raise UnsupportedError(f"{module}: fp8 weights are not converted; quantize the original")
                 continue
+            if module == arch.head and target != "compressed-tensors":
+                raise _refusal(
+                    module,
+                    target,
+                    "engines read its head in 16 bits; calibrate the original again, with --head-bits 16",
+                )
             grids[module] = scheme, spec_of(weight)
             bias = {} if weight.bias is None else {"bias": weight.bias}
             tensors = encode(target, module, scheme, weight, dtype) | bias
@@ -72,7 +80,9 @@ def convert(model: str | Path, target: str, out: Path) -> int:
         for name in source.names():
             if not name.startswith(own):
                 folder.add({name: source.tensor(name)})
-        settings = settings_of(target, grids, [m for m in (arch.head, *modules) if m not in grids])
+        settings = settings_of(
+            target, grids, [m for m in dict.fromkeys((arch.head, *modules)) if m not in grids]
+        )
     except BaseException:
         folder.abandon()
         raise

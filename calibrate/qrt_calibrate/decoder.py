@@ -17,9 +17,9 @@ from qrt.arch import Arch
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import Checkpoint
 from qrt_calibrate.experts import spell_out
+from qrt_calibrate.head import HEAD_ROWS, RoundedHead
 
 BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations inside it
-HEAD_ROWS = 16384  # of the head that are multiplied at a time
 
 
 class Decoder:
@@ -100,11 +100,13 @@ class Decoder:
         assert leaf.grad is not None
         return leaf.grad
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [T, H] behind the last layer -> logits [T, V], fp32 on the device."""
+    def logits(self, hidden: Tensor, rounded: RoundedHead | None = None) -> Tensor:
+        """Hidden states [T, H] behind the last layer -> logits [T, V], fp32 on the device, by the head as
+        it was read or by a `rounded` one."""
         norm, head = self._final()
         hidden = norm(hidden.to(self._device))
-        # the head in blocks: in fp32 and whole it would outweigh a layer
+        if rounded is not None:
+            return rounded.logits(hidden)
         return torch.cat([nn.functional.linear(hidden, rows.float()) for rows in head.split(HEAD_ROWS)], -1)
 
     def _final(self) -> tuple[nn.Module, Tensor]:

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from qrt.quant.spec import QuantSpec
 from qrt_calibrate import tune
 from qrt_calibrate.clip import search_clip
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
@@ -31,7 +32,7 @@ ORDER = 1024  # of the Hessian that is factorized
 
 @torch.no_grad()
 def expected_seconds(job: Job, read_layer: ReadLayer) -> float:
-    """Seconds for all layers, from what the first one's parts take."""
+    """Seconds for all layers, from what the first one's parts take, and for the head."""
     tensors = read_layer(job.checkpoint, job.layer_name(0))
     grids = job.layer_grids(0)
     seconds = 0.0
@@ -42,7 +43,17 @@ def expected_seconds(job: Job, read_layer: ReadLayer) -> float:
             seconds += times * _rounding(job, grids[parts[0]], weight.to(job.device, torch.float32))
     if any(job.recipe.windows):
         seconds += _reading(job, tensors)
-    return seconds * job.config.num_layers
+    seconds *= job.config.num_layers
+    if job.recipe.head is not None:
+        weight = job.checkpoint.tensor(f"{job.arch.head}.weight")
+        few = weight[:SLICE].to(job.device, torch.float32)
+        seconds += _nearest(few, job.recipe.head.spec, job.scale_dtype) * len(weight) / len(few)
+    return seconds
+
+
+def _nearest(few: Tensor, spec: QuantSpec, dtype: torch.dtype) -> float:
+    """Rounding some rows to nearest."""
+    return _seconds(lambda: round_weight(few, spec, dtype).dequantize(), few)
 
 
 def _apart(job: Job, fused: str) -> bool:
@@ -55,7 +66,7 @@ def _rounding(job: Job, grid: Grid, weight: Tensor) -> float:
     steps, spec, dtype = job.recipe.steps, grid.spec, job.scale_dtype
     rows, columns = weight.shape
     few = weight[:SLICE]
-    nearest = _seconds(lambda: round_weight(few, spec, dtype).dequantize(), few) * rows / len(few)
+    nearest = _nearest(few, spec, dtype) * rows / len(few)
     if not steps.needs_text:
         return nearest
     seconds = nearest * (1 + (GRID if steps.scales is Scales.AWQ else 0))

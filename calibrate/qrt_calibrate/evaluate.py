@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt_calibrate.decoder import Decoder
+from qrt_calibrate.head import RoundedHead
 from qrt_calibrate.streams import Streams
 
 
@@ -29,15 +30,18 @@ class Cost:
 
 
 @torch.no_grad()
-def measure_cost(decoder: Decoder, streams: Streams, windows: Tensor) -> Cost | None:
+def measure_cost(
+    decoder: Decoder, streams: Streams, windows: Tensor, head: RoundedHead | None = None
+) -> Cost | None:
     """The cost on the windows of `streams` that do not calibrate, whose token ids are `windows` [B, T]; None
-    where there are none. Hidden states are those behind the last layer."""
+    where there are none. Hidden states are those behind the last layer; `head` is the rounded model's, where
+    it has one of its own."""
     first = streams.calibrating
     totals = torch.zeros(4, dtype=torch.float64)  # losses, exact losses, KL, agreements
     places = streams.in_order(first, len(windows))
     for ids, (share, at) in zip(windows[first:], places, strict=True):
-        states = (share.exact[at], share.rounded[at])
-        p, q = (F.log_softmax(decoder.logits(hidden[:-1]), -1).cpu() for hidden in states)
+        states = ((share.exact[at], None), (share.rounded[at], head))
+        p, q = (F.log_softmax(decoder.logits(hidden[:-1], by), -1).cpu() for hidden, by in states)
         totals[0] += F.nll_loss(q, ids[1:], reduction="sum")
         totals[1] += F.nll_loss(p, ids[1:], reduction="sum")
         totals[2] += F.kl_div(q, p, reduction="sum", log_target=True)

@@ -23,6 +23,7 @@ from qrt_calibrate.bits import WINDOWS, Point, allocate
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read
 from qrt_calibrate.evaluate import Cost, measure_cost
 from qrt_calibrate.fold import linear
+from qrt_calibrate.head import RoundedHead, round_head
 from qrt_calibrate.layer import LayerResult, LayerWork
 from qrt_calibrate.plan import Job, plan
 from qrt_calibrate.precision import EXACT, TF32, products
@@ -37,6 +38,7 @@ from qrt_calibrate.streams import Share, Streams
 from qrt_calibrate.text import Calibration, calibration
 from qrt_calibrate.tune import check_room, is_tuned_norm, tune
 
+REST = "rest"  # the step that ends with what is outside the layers written
 TUNED = "tuned"  # the step that ends with trained codes, scales and norms written
 
 
@@ -57,7 +59,7 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.devi
     if recipe.has_budget:
         job, curve = _with_bits(job, text)
         recipe = job.recipe
-    grids = {name: (grid.scheme, grid.spec) for name, grid in job.quantized.items() if grid != recipe.grid}
+    grids = {name: (grid.scheme, grid.spec) for name, grid in job.written.items() if grid != recipe.grid}
     with (
         products(TF32 if job.device.type == "cuda" else EXACT),
         CheckpointWriter(
@@ -195,14 +197,18 @@ class Run:
         return LayerResult(linears, rest, {})
 
     def rest(self) -> None:
-        """Copy what is outside the layers."""
-        if "rest" in self._writer.finished:
+        """Copy what is outside the layers, the head rounded if it is to be."""
+        if REST in self._writer.finished:
             return
-        inside = f"{self._job.arch.layers}."
-        for name in self._job.checkpoint.names():
-            if not name.startswith(inside):
-                self._writer.add_tensor(name, read(self._job.checkpoint, name))
-        self._writer.finish_step("rest", {})
+        job, inside = self._job, f"{self._job.arch.layers}."
+        for name in job.checkpoint.names():
+            if name == f"{job.arch.head}.weight" and job.recipe.head is not None:
+                weight = read(job.checkpoint, name)
+                head = round_head(weight, job.recipe.head, job.scale_dtype, job.device)
+                self._writer.add_linear(job.arch.head, head)
+            elif not name.startswith(inside):
+                self._writer.add_tensor(name, read(job.checkpoint, name))
+        self._writer.finish_step(REST, {})
 
     def tune(self) -> dict[str, float] | None:
         """Train the written layers end to end, write them once more and run them: the figures; None where
@@ -214,6 +220,8 @@ class Run:
             share.gradients = None
         if TUNED not in self._writer.finished:
             linears, rest = self._model()
+            if (head := self._head()) is not None:
+                rest[f"{self._job.arch.head}.weight"] = head.dequantize()
             with products(EXACT):
                 result = tune(self._job, linears, rest, self._text.windows[: self._streams.calibrating])
             for name, weight in result.linears.items():
@@ -257,7 +265,15 @@ class Run:
         """What the whole cost, on the windows kept apart for it."""
         if self._decoder is None or self._streams is None or self._text is None:
             return None
-        return measure_cost(self._decoder, self._streams, self._text.windows)
+        weight, grid = self._head(), self._job.recipe.head
+        head = RoundedHead(weight, grid, self._job.device) if weight and grid else None
+        return measure_cost(self._decoder, self._streams, self._text.windows, head)
+
+    def _head(self) -> WeightData | None:
+        """The head as it is written; None where it is not quantized."""
+        if self._job.recipe.head is None:
+            return None
+        return self._writer.read_linear(REST, self._job.arch.head)
 
 
 def _stored(layer: LayerResult) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from qrt_calibrate.recipe import Grid, Recipe
 from qrt_calibrate.rotate import RotatedCheckpoint
 from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.selection import check_groups, select
+from qrt_calibrate.untie import UntiedCheckpoint
 
 ReadLayer = Callable[[Checkpoint, str], dict[str, Tensor]]  # all tensors of a layer, by their names inside it
 
@@ -26,9 +27,10 @@ ReadLayer = Callable[[Checkpoint, str], dict[str, Tensor]]  # all tensors of a l
 class Job:
     """One calibration.
 
-    devices  where it is computed: the first one rounds, and all share the windows
-    grids    full name of every Linear of the layers ("model.layers.0.self_attn.q_proj") -> what it becomes,
-             None where it stays as it is
+    checkpoint  the source as it is calibrated: rotated, with a head of its own
+    devices     where it is computed: the first one rounds, and all share the windows
+    grids       full name of every Linear of the layers ("model.layers.0.self_attn.q_proj") -> what it
+                becomes, None where it stays as it is
     """
 
     checkpoint: Checkpoint
@@ -51,15 +53,27 @@ class Job:
 
     @property
     def quantized(self) -> dict[str, Grid]:
-        """The Linears that are quantized."""
+        """The Linears of the layers that are quantized."""
         return {name: grid for name, grid in self.grids.items() if grid is not None}
 
     @property
+    def written(self) -> dict[str, Grid]:
+        """All that is written quantized: `quantized`, and the head where it is."""
+        head = self.recipe.head
+        return self.quantized if head is None else {**self.quantized, self.arch.head: head}
+
+    @property
+    def source(self) -> Checkpoint:
+        """The checkpoint as it lies on disk."""
+        return as_stored(self.checkpoint)
+
+    @property
     def ignored(self) -> list[str]:
-        """The Linears that stay as they are, head and routers among them."""
+        """The Linears that stay as they are, routers and an unquantized head among them."""
         layers = (self.layer_name(index) for index in range(self.config.num_layers))
         routers = [f"{layer}.{name}" for layer in layers for name in self.arch.routers]
-        return [self.arch.head, *routers, *(name for name, grid in self.grids.items() if grid is None)]
+        head = [] if self.recipe.head else [self.arch.head]
+        return [*head, *routers, *(name for name, grid in self.grids.items() if grid is None)]
 
     def layer_name(self, index: int) -> str:
         """Full name of layer `index`."""
@@ -80,8 +94,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     names = checkpoint.config.get("architectures")
     if not isinstance(names, list) or not names:
         raise CheckpointError(f"{checkpoint.path}/config.json: architectures is {names!r}, wanted one name")
-    if isinstance(checkpoint, RotatedCheckpoint):  # a second plan of one job
-        checkpoint = checkpoint.base
+    checkpoint = as_stored(checkpoint)  # a second plan of one job
     sizes: Mapping[str, Any] = checkpoint.config
     if names[0] in MIXTURES:
         arch, sizes = MIXTURES[names[0]].arch(sizes)
@@ -92,11 +105,15 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     if any(recipe.windows) and recipe.seqlen > config.max_position:
         raise ConfigError(f"--seqlen: got {recipe.seqlen}, the model holds {config.max_position} tokens")
     grids = select(arch, config.num_layers, recipe)
-    if recipe.rotations:
-        exact = frozenset(f"{name}.weight" for name, grid in grids.items() if grid is not None)
-        checkpoint = RotatedCheckpoint(checkpoint, arch, recipe.rotations, exact, devices[0])
-        config = ModelConfig.from_hf(checkpoint.config, arch)
+    if recipe.head:
+        checkpoint = UntiedCheckpoint(checkpoint, arch)
     job = Job(checkpoint, arch, config, recipe, devices, grids)
+    if recipe.rotations:
+        exact = frozenset(f"{name}.weight" for name in job.written)
+        turned = RotatedCheckpoint(checkpoint, arch, recipe.rotations, exact, devices[0])
+        job = replace(job, checkpoint=turned)
+    tied = bool(job.checkpoint.config.get("tie_word_embeddings"))
+    job = replace(job, config=replace(config, tied_embeddings=tied))
     if not isinstance(getattr(torch, config.dtype, None), torch.dtype):
         raise CheckpointError(f"{checkpoint.path}/config.json: dtype {config.dtype!r} is not a torch dtype")
     check_groups(checkpoint, job.grids)
@@ -105,6 +122,13 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         if recipe.tune and WEIGHT_SCHEMES[grid.scheme].int8_tokens:
             raise ConfigError(f"--tune: for weight-only schemes, not {grid.scheme}; leave it out")
     return job
+
+
+def as_stored(checkpoint: Checkpoint) -> Checkpoint:
+    """What a job's checkpoint was made from."""
+    while isinstance(checkpoint, RotatedCheckpoint | UntiedCheckpoint):
+        checkpoint = checkpoint.base
+    return checkpoint
 
 
 def _for_mixture(recipe: Recipe, arch: Arch) -> Recipe:

@@ -11,7 +11,6 @@ from qrt_calibrate.experts import EXPERT_BYTES
 from qrt_calibrate.gptq import WALK_BYTES
 from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe import Grid
-from qrt_calibrate.rotate import RotatedCheckpoint
 from qrt_calibrate.sensitivity import block_sizes, gradient_windows
 from qrt_calibrate.streams import stream_bytes
 from qrt_calibrate.tune import tune_bytes
@@ -124,12 +123,15 @@ def _layer(job: Job, index: int) -> list[TensorSpec]:
 
 def output_bytes(job: Job) -> int:
     """Of the quantized checkpoint's tensors."""
-    total = job.checkpoint.num_bytes
-    for name, grid in job.quantized.items():
-        spec = job.checkpoint.spec(f"{name}.weight")
-        total += int(prod(spec.shape) * bits_of(grid, spec.shape[1], job.scale_dtype.itemsize) / 8)
-        total += SHAPE_BYTES * (not WEIGHT_SCHEMES[grid.scheme].int8_tokens) - spec.num_bytes
-    return total
+    own = sum(job.checkpoint.spec(f"{name}.weight").num_bytes for name in job.written)
+    return job.checkpoint.num_bytes - own + sum(_stored_bytes(job, *pair) for pair in job.written.items())
+
+
+def _stored_bytes(job: Job, name: str, grid: Grid) -> int:
+    """Of one quantized Linear's tensors, without its bias."""
+    shape = job.checkpoint.spec(f"{name}.weight").shape
+    packed = round(prod(shape) * bits_of(grid, shape[1], job.scale_dtype.itemsize) / 8)
+    return packed + SHAPE_BYTES * (not WEIGHT_SCHEMES[grid.scheme].int8_tokens)
 
 
 def bits_of(grid: Grid, in_features: int, scale_bytes: int) -> float:
@@ -150,9 +152,17 @@ def _findings(job: Job) -> list[str]:
         found.append("transformers loads w8a8 and simulates it; its speed is vLLM's, SGLang's and qrt's")
     if job.arch.experts is not None:
         found += _mixture_findings(job)
-    if isinstance(job.checkpoint, RotatedCheckpoint) and job.checkpoint.adds_head:
-        head = job.checkpoint.spec(f"{job.arch.head}.weight").num_bytes
-        found.append(f"rotated, the head differs from the embedding: it is stored too, {_gigabytes(head)}")
+    head = f"{job.arch.head}.weight"
+    if job.checkpoint.has(head) and not job.source.has(head):
+        grid = job.recipe.head
+        size = _stored_bytes(job, job.arch.head, grid) if grid else job.checkpoint.spec(head).num_bytes
+        why = "quantized" if grid else "rotated"
+        found.append(f"{why}, the head differs from the embedding: it is stored too, {_gigabytes(size)}")
+    if job.recipe.head is not None:
+        found.append(
+            "vLLM before PR 37291 (March 2026) and SGLang before PR 35228 (August 2026) do not read a "
+            "quantized head, SGLang without saying so; --head-bits 16 loads in all"
+        )
     if job.config.tied_embeddings:
         found.append("the head is the embedding and stays unquantized")
     return found

@@ -9,6 +9,7 @@ from qrt import __version__
 from qrt.errors import ConfigError
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+from qrt.quant.weight.head import head_grid
 from qrt_calibrate.method import METHODS, Method
 
 UNQUANTIZED = "fp16"
@@ -42,6 +43,7 @@ class Override:
 class Recipe:
     """scheme and grid, method, Linears that differ, and the calibration text's shape.
 
+    head_bits     16: the head stays as it is; 8: it is rounded to nearest (`qrt.quant.weight.head`)
     ignore        Linears left as they are: globs over names, whole or from any dot ("down_proj",
                   "model.layers.0.*"), or "re:<regex>" from the name's start
     overrides     Linears on other grids; of several that match the last counts
@@ -77,6 +79,7 @@ class Recipe:
     target_bits: float | None = None
     max_size: float | None = None
     zeros_asked: bool = False
+    head_bits: int = 16
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -110,11 +113,18 @@ class Recipe:
             raise ConfigError("--tune: trains a model that is not rotated; leave out it or --rotations")
         if not 0 < self.damping <= 1:
             raise ConfigError(f"--damp: got {self.damping}, wanted above 0 and at most 1")
+        head_grid(self.scheme, self.head_bits)
 
     @property
     def grid(self) -> Grid:
         """What a Linear becomes unless an override says otherwise."""
         return Grid(self.scheme, self.spec)
+
+    @property
+    def head(self) -> Grid | None:
+        """What the head becomes; None where it stays as it is."""
+        scheme, spec = head_grid(self.scheme, self.head_bits)
+        return None if spec is None else Grid(scheme, spec)
 
     @property
     def has_budget(self) -> bool:
@@ -136,6 +146,8 @@ class Recipe:
         found: dict[str, Any] = {"version": __version__, "scheme": self.scheme, "method": self.method}
         if self.steps.gptq:
             found["damping"] = self.damping
+        if self.head_bits != 16:
+            found["head_bits"] = self.head_bits
         if self.target_bits is not None:
             found["target_bits"] = self.target_bits
         if self.max_size is not None:

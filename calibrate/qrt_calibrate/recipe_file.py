@@ -2,6 +2,7 @@
 
 scheme: w4a16          # or bits: 4
 group_size: 128
+head_bits: 8
 method: awq-yaqa
 ignore: [down_proj]
 override:              # of several that match the last counts
@@ -26,6 +27,7 @@ from qrt_calibrate.recipe import UNQUANTIZED, Grid, Override, Recipe, default_me
 PLAIN: dict[str, type | tuple[type, ...]] = {  # entries that go into the recipe as they are
     "method": str, "calib": str, "n_samples": int, "seqlen": int, "eval_samples": int, "seed": int,
     "damping": (int, float), "exact_folds": bool, "kv": str, "tune": int,
+    "head_bits": int,
     "target_bits": (int, float), "max_size": (int, float),
 }  # fmt: skip
 GRID: dict[str, type | tuple[type, ...]] = {"bits": int, "scheme": str, "group_size": int, "symmetric": bool}

@@ -61,14 +61,17 @@ class Report:
     @property
     def title(self) -> str:
         """Grids and method."""
-        grids = dict.fromkeys(self.job.quantized.values())
-        return f"{', '.join(grid.describe() for grid in grids)} by {self.job.recipe.method}"
+        recipe, grids = self.job.recipe, dict.fromkeys(self.job.quantized.values())
+        named = [grid.describe() for grid in grids] + (
+            [f"head {recipe.head.describe()}"] if recipe.head else []
+        )
+        return f"{', '.join(named)} by {recipe.method}"
 
     def to_json(self) -> dict[str, Any]:
         """Everything but times and paths."""
         recipe = self.job.recipe
         chosen: dict[str, list[str]] = {}
-        for name, grid in self.job.grids.items():
+        for name, grid in (self.job.grids | self.job.written).items():
             chosen.setdefault(grid.describe() if grid else "fp16", []).append(name)
         return {
             "versions": {"qrt": __version__, "torch": torch.__version__},
@@ -85,7 +88,7 @@ class Report:
             "grids": {grid: len(names) for grid, names in chosen.items()},
             "linears": chosen,
             "bits_per_weight": round(self.bits_per_weight, 4),
-            "source_bytes": self.job.checkpoint.num_bytes,
+            "source_bytes": self.job.source.num_bytes,
             "stored_bytes": self.stored_bytes,
             "tuned": self.tuned,
             "cost": asdict(self.cost) if self.cost else None,
@@ -122,7 +125,7 @@ class Report:
             ]
             table.add_row(layer.name, *figures, f"{layer.seconds:.1f}")
         console.print(table)
-        source = self.job.checkpoint.num_bytes
+        source = self.job.source.num_bytes
         lines = [
             f"{len(self.job.quantized)} Linears at {self.bits_per_weight:.3f} bits per weight",
             f"{_megabytes(source)} -> {_megabytes(self.stored_bytes)} in {self.seconds:.1f} s",

@@ -25,6 +25,7 @@ from qrt.quant.rotation import hadamard, signs
 from qrt.quant.spec import TensorSpec
 from qrt_calibrate.decoder import Decoder
 from qrt_calibrate.fold import TOLERANCE
+from qrt_calibrate.untie import UntiedCheckpoint
 
 VALUE, OUTPUT = "self_attn.v_proj", "self_attn.o_proj"
 BLOCK = 1 << 22  # elements that are rotated at a time
@@ -86,6 +87,8 @@ class RotatedCheckpoint(Checkpoint):
         device: torch.device | str = "cpu",
     ) -> None:
         """UnsupportedError for a layer with a norm whose readers the architecture does not name."""
+        if "R1" in rotations:
+            base = UntiedCheckpoint(base, arch)
         self.path, self.quantization, self.base = base.path, base.quantization, base
         self.config = dict(base.config)
         self._shard_of = dict(base._shard_of)
@@ -96,21 +99,15 @@ class RotatedCheckpoint(Checkpoint):
         self._gain_of = {reader: pair.source for pair in pairs for reader in pair.readers}
         if self._stream:
             self._check_norms()
-            self._untie()
 
     @property
     def turns_stream(self) -> bool:
         """Whether R1 is one of its rotations."""
         return self._stream
 
-    @property
-    def adds_head(self) -> bool:
-        """Whether there is a head that `base` has not."""
-        return not self.base.has(f"{self._arch.head}.weight") and self._stream
-
     def spec(self, name: str) -> TensorSpec:
         """As stored: of the head that was the embedding, the embedding's."""
-        return self.base.spec(self._stored_name(name))
+        return self.base.spec(name)
 
     def tensor(
         self,
@@ -121,12 +118,12 @@ class RotatedCheckpoint(Checkpoint):
     ) -> Tensor:
         """A tensor as rotated, in its stored dtype, or in fp32 if it is one of `exact`; see TensorFolder for
         what is checked of the stored one."""
-        self.base.tensor(self._stored_name(name), shape, dtype, **sizes)
+        self.base.tensor(name, shape, dtype, **sizes)
         return self.rotated(name, torch.float32 if name in self._exact else self.spec(name).dtype)
 
     def rotated(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor as rotated, in `dtype`."""
-        tensor = self.base.tensor(self._stored_name(name))
+        tensor = self.base.tensor(name)
         module, _, part = name.rpartition(".")
         inside = f"{self._arch.layers}."
         place = module.removeprefix(inside).partition(".")[2] if module.startswith(inside) else module
@@ -166,15 +163,6 @@ class RotatedCheckpoint(Checkpoint):
     def _turn_columns(self, x: Tensor) -> Tensor:
         """Q^T @ x [N, K], or x [N] @ Q: fp32."""
         return self._turn_rows(x.view(len(x), -1).T, None, torch.float32).T.reshape(x.shape)
-
-    def _stored_name(self, name: str) -> str:
-        own = f"{self._arch.head}.weight"
-        return f"{self._arch.embed}.weight" if name == own and not self.base.has(own) else name
-
-    def _untie(self) -> None:
-        head, embedding = f"{self._arch.head}.weight", f"{self._arch.embed}.weight"
-        self._shard_of.setdefault(head, self._shard_of[embedding])
-        self.config["tie_word_embeddings"] = False
 
     def _check_norms(self) -> None:
         """Every norm over the stream has readers; those over heads are left alone."""

@@ -139,8 +139,7 @@ def round_input(module: nn.Linear, columns: Tensor | None = None) -> Any:
 
     def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = arguments[0] if columns is None else arguments[0] / columns
-        tokens = QuantizedTokens.of(x)
-        x = tokens.codes.float() * tokens.scale[..., None]
+        x = QuantizedTokens.of(x).dequantize()
         return (x if columns is None else x * columns,)
 
     return module.register_forward_pre_hook(hook)

@@ -18,7 +18,8 @@ REGEX = "re:"
 def select(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None]:
     """Full name of every Linear of the layers -> its grid, None where it stays as it is.
 
-    ConfigError: a pattern matches nothing, nothing is left to quantize, or a fused group is split.
+    ConfigError: a pattern matches nothing, nothing is left to quantize, a fused group is split, or a head is
+    both ignored and to be rounded.
     """
     layers = [f"{arch.layers}.{index}" for index in range(num_layers)]
     grids: dict[str, Grid | None] = {
@@ -29,8 +30,13 @@ def select(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None
             grids[name] = override.grid
     for pattern in recipe.ignore:
         for name in _matching(arch, [*grids, arch.head], pattern, "--ignore"):
-            if name != arch.head:  # it always stays as it is
+            if name != arch.head:
                 grids[name] = None
+            elif recipe.head is not None:
+                raise ConfigError(
+                    f"--ignore {pattern!r} means {arch.head}, which --head-bits {recipe.head_bits} rounds; "
+                    "leave out one of them"
+                )
     if not any(grids.values()):
         raise ConfigError("nothing is left to quantize; remove a pattern of --ignore, or an override")
     _check_fused(arch, layers, grids)

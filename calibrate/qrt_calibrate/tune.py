@@ -136,7 +136,8 @@ class Tuned:
 def tune(job: Job, linears: Mapping[str, WeightData], rest: Mapping[str, Tensor], windows: Tensor) -> Tuned:
     """`linears`, all of a quantized model by their full names, trained for `job.recipe.tune` steps.
 
-    rest      the layers' other tensors as they are stored beside them, by their full names
+    rest      other tensors of the model as they are stored, by their full names: those of the layers beside
+              the Linears, and a quantized head's weight, which stays as it was rounded
     windows   [B, T] of calibration text, from which drawn text goes on
     """
     dtype, device = _dtype(job), job.device
@@ -180,7 +181,9 @@ def _backward(
     gradients of that and of `share` times the mean cross-entropy of `text` [C, T] are added to theirs."""
 
     def predicted(part: Tensor) -> Tensor:
-        logits = functional_call(model, dict(tensors), (part,), {"use_cache": False}).logits
+        # a tied embedding stays exact when the head is given
+        found = functional_call(model, dict(tensors), (part,), {"use_cache": False}, tie_weights=False)
+        logits = found.logits
         return F.log_softmax(logits.float(), -1)
 
     total = 0.0
@@ -268,7 +271,7 @@ def _dtype(job: Job) -> torch.dtype:
 
 
 def _small(job: Job) -> bool:
-    return job.checkpoint.num_bytes / job.scale_dtype.itemsize < SMALL
+    return job.source.num_bytes / job.scale_dtype.itemsize < SMALL
 
 
 def windows_a_step(job: Job) -> int:
@@ -294,7 +297,9 @@ def tune_bytes(job: Job) -> int:
         return 0
     config, size = job.config, _dtype(job).itemsize
     weights = sum(prod(job.checkpoint.spec(f"{name}.weight").shape) for name in job.quantized)
-    others = job.checkpoint.num_bytes // job.scale_dtype.itemsize - weights
+    others = job.source.num_bytes // job.scale_dtype.itemsize - weights
+    if job.recipe.head is not None:  # the rounded one beside the original
+        others += prod(job.checkpoint.spec(f"{job.arch.head}.weight").shape)
     length = min(WINDOW, job.recipe.seqlen)
     inside = 12 * config.hidden_size + 5 * config.intermediate_size  # a token's activations in a layer
     step = max(MICRO_TOKENS, length) * (config.num_layers * inside * size + 5 * config.vocab_size * 4)

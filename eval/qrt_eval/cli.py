@@ -35,6 +35,9 @@ def _add_model_or_shape(command: ArgumentParser) -> None:
     source.add_argument("--model", help="checkpoint folder, or 'tiny'")
     source.add_argument("--shape", help="random weights of a known shape, e.g. llama-3-8b")
     command.add_argument("--weights", default="w4a16", help="weight scheme of --shape (default: w4a16)")
+    command.add_argument(
+        "--head-bits", type=int, choices=(8, 16), help="of --shape's head: 8 is int8 (default: 16)"
+    )
     flags.add_kv(command)
 
 

@@ -51,7 +51,10 @@ def run(arguments: Namespace) -> None:
 
 
 def build_engine(arguments: Namespace, device: str) -> Engine:
-    """An engine over a checkpoint, or over random weights of a known shape."""
+    """An engine over a checkpoint, or over random weights of a known shape; ConfigError for a shape's flag
+    beside a checkpoint."""
+    if arguments.head_bits and not arguments.shape:
+        raise ConfigError("--head-bits: a checkpoint's head is as it is; give --shape, or leave the flag out")
     length = arguments.input_len + arguments.output_len
     config = EngineConfig(
         model=arguments.model or arguments.shape,
@@ -61,15 +64,18 @@ def build_engine(arguments: Namespace, device: str) -> Engine:
         max_num_seqs=max(arguments.batch),
         enable_prefix_caching=False,
     )
-    return Engine(config, random_decoder(arguments, device) if arguments.shape else None)
+    if not arguments.shape:
+        return Engine(config)
+    head_bits = arguments.head_bits or 16
+    return Engine(config, random_decoder(arguments.shape, arguments.weights, device, head_bits))
 
 
-def random_decoder(arguments: Namespace, device: str) -> Decoder:
-    """Random weights of `--shape` in `--weights`, activations in bf16, made on the device."""
+def random_decoder(name: str, scheme: str, device: str, head_bits: int = 16) -> Decoder:
+    """Random weights of the shape `name`, activations in bf16, made on the device."""
     from qrt.model.random import random_model
 
-    known = shape(arguments.shape)
-    return random_model(known, arguments.weights, device=torch.device(device), dtype=torch.bfloat16)
+    on = torch.device(device)
+    return random_model(shape(name), scheme, head_bits=head_bits, device=on, dtype=torch.bfloat16)
 
 
 def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None) -> dict[str, Any]:
@@ -161,10 +167,15 @@ def bytes_per_s() -> float | None:
     return READ_BYTES / min(times_s)
 
 
+def described(arguments: Namespace) -> str:
+    """What runs: the checkpoint, or the shape with its weights."""
+    head = f", head of {arguments.head_bits} bits" if arguments.head_bits else ""
+    return arguments.model or f"{arguments.shape} {arguments.weights}{head}"
+
+
 def print_table(arguments: Namespace, rows: list[dict[str, Any]]) -> None:
     """The rows on stdout."""
-    name = arguments.model or f"{arguments.shape} {arguments.weights}"
-    table = Table(title=f"{name}, KV {arguments.kv}, {rows[0]['input_len']} tokens in")
+    table = Table(title=f"{described(arguments)}, KV {arguments.kv}, {rows[0]['input_len']} tokens in")
     for column in ("by", "batch", "prefill tokens/s", "decode ms/step", "floor ms", "decode tokens/s"):
         table.add_column(column, justify="left" if column == "by" else "right")
     for row in rows:

@@ -97,10 +97,12 @@ def model_facts(llm: LLM) -> dict[str, Any]:
 
 
 def engine_facts(engine: Engine, model: str) -> dict[str, Any]:
-    """What an engine runs, random weights of a shape included."""
+    """What an engine runs, random weights of a shape included; weights are those of the layers, and of a
+    quantized head."""
+    head = engine.model.head.scheme
     return {
         "model": model,
-        "weights": engine.model.scheme,
+        "weights": engine.model.scheme + ("" if head == "fp16" else f", head {head}"),
         "kv": kv_name(engine),
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "weight_bytes": engine.model.num_bytes,

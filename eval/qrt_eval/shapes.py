@@ -1,7 +1,7 @@
 """Sizes of well-known models, as config.json entries, for runs on random weights.
 
-`python -m qrt_eval.shapes llama-3-8b w8a8 FOLDER` writes a folder that has everything but weights, for
-`qrt-serve FOLDER --load-format dummy`.
+`python -m qrt_eval.shapes llama-3-8b w8a8 FOLDER [HEAD_BITS]` writes a folder that has everything but
+weights, for `qrt-serve FOLDER --load-format dummy`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from qrt.assets import model_path
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint.compressed_tensors import quantization_config
 from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.head import head_grid
 from qrt.registry import nearest
 
 _LLAMA_3 = {
@@ -139,16 +140,21 @@ def _entry(name: str) -> tuple[str, dict[str, Any]]:
     return SHAPES[name]
 
 
-def write_folder(name: str, scheme: str, folder: Path) -> None:
-    """config.json of a known shape with its layers in `scheme`, and a tokenizer of its vocabulary: that of
-    the bundled model, filled up with words that no text has."""
+def write_folder(name: str, scheme: str, folder: Path, head_bits: int = 16) -> None:
+    """config.json of a known shape with its layers in `scheme` and a head of `head_bits`, and a tokenizer of
+    its vocabulary: that of the bundled model, filled up with words that no text has."""
     architecture, config = _entry(name)
+    head, (head_scheme, head_spec) = ARCHS[architecture].head, head_grid(scheme, head_bits)
     kind = architecture.removesuffix("ForCausalLM").lower()  # by which transformers knows it
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     config = {"architectures": [architecture], "model_type": kind, **ends, **config}
     spec = WEIGHT_SCHEMES[scheme].spec
+    if head_spec is not None:
+        config["tie_word_embeddings"] = False
     if spec is not None:
-        config["quantization_config"] = quantization_config(scheme, spec, [ARCHS[architecture].head], {})
+        overrides = {} if head_spec is None else {head: (head_scheme, head_spec)}
+        ignore = [] if overrides else [head]
+        config["quantization_config"] = quantization_config(scheme, spec, ignore, {}, overrides)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tiny = model_path("tiny")
@@ -162,4 +168,4 @@ def write_folder(name: str, scheme: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_folder(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    write_folder(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:]))

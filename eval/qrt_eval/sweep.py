@@ -223,7 +223,7 @@ def serving_engine(arguments: Namespace, weights: str, kv: str, checkpoint: str 
     )
     if checkpoint is not None:
         return Engine(config)
-    return Engine(config, random_decoder(Namespace(shape=arguments.shape, weights=weights), device))
+    return Engine(config, random_decoder(arguments.shape, weights, device))
 
 
 def about(sweep: Sweep) -> dict[str, Any]:

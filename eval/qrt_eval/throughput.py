@@ -30,7 +30,7 @@ from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
 from qrt.serve.tokenizer import Tokenizer
 from qrt_eval.console import show
-from qrt_eval.latency import build_engine
+from qrt_eval.latency import build_engine, described
 from qrt_eval.results import command_facts, engine_facts, write_json
 
 WARMUP_TOKENS = 4  # decoded by each request of the warm-up
@@ -152,9 +152,8 @@ def feed(engine: Engine, prompts: Sequence[list[int]], batch: int, output_len: i
 
 def print_table(arguments: Namespace, rows: Sequence[dict[str, Any]]) -> None:
     """The rows on stdout."""
-    name = arguments.model or f"{arguments.shape} {arguments.weights}"
     lengths = f"{arguments.input_len} tokens in, {arguments.output_len} out"
-    table = Table(title=f"{name}, KV {arguments.kv}, {lengths}", title_justify="left")
+    table = Table(title=f"{described(arguments)}, KV {arguments.kv}, {lengths}", title_justify="left")
     for column in ("batch", "requests/s", "tokens/s", "output tokens/s", "spread", "GB/s", "host gap"):
         table.add_column(column, justify="right")
     for row in rows:

@@ -14,6 +14,7 @@ from qrt.model.build import LinearShape, build
 from qrt.model.decoder import Decoder
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+from qrt.quant.weight.head import head_grid
 
 
 def random_model(
@@ -22,11 +23,13 @@ def random_model(
     group_size: int | None = None,
     symmetric: bool | None = None,
     *,
+    head_bits: int = 16,
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
 ) -> Decoder:
-    """A decoder of `config`'s sizes whose layers are in `scheme`; embedding and head stay in `dtype`.
+    """A decoder of `config`'s sizes whose layers are in `scheme`; the embedding stays in `dtype`, and so does
+    the head, unless `head_bits` is 8 (`qrt.quant.weight.head`): then it is not tied, whatever `config` says.
 
     `group_size` and `symmetric` replace those of the scheme's grid. Weights have variance 1/K, so activations
     stay of order one through any depth. Raises as the scheme does for a grid it does not run.
@@ -37,9 +40,12 @@ def random_model(
     if spec is not None and symmetric is not None:
         spec = replace(spec, symmetric=symmetric)
     arch = ARCHS[config.architecture]
+    head = head_grid(scheme, head_bits)
+    if head_bits != 16:
+        config = replace(config, tied_embeddings=False)
 
     def grid(module: str) -> tuple[str, QuantSpec | None]:
-        return ("fp16", None) if module == arch.head else (scheme, spec)
+        return head if module == arch.head else (scheme, spec)
 
     return build(config, arch, RandomWeights(grid, device, dtype, seed), progress="Making weights")
 

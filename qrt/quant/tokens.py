@@ -27,3 +27,7 @@ class QuantizedTokens(NamedTuple):
         """Quantize x [T, K] with torch."""
         codes, scale = affine.quantize_tokens(x)
         return cls(codes, scale.squeeze(-1), x.dtype)
+
+    def dequantize(self) -> Tensor:
+        """The activations that a product with them sees: fp32 [T, K]."""
+        return self.codes.float() * self.scale[..., None]

@@ -101,6 +101,7 @@ def test_grids(run, llama, tmp_path, flags, folder, scheme):
     [
         (["--bts", "4"], 2, "error: unknown flag --bts; did you mean '--bits'? (see qrt-calibrate --help)"),
         (["--bits", "3"], 2, "argument --bits: invalid choice: 3"),
+        (["--head-bits", "4"], 2, "argument --head-bits: invalid choice: 4"),
         (["--method", "gtpq"], 2, "argument --method: invalid choice: 'gtpq'"),
         (["--sym", "--asym"], 2, "argument --asym: not allowed with argument --sym"),
         (["--bits", "4", "--scheme", "w8a8"], 1, "--bits 4 contradicts --scheme w8a8; give one of the two"),

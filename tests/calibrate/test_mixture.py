@@ -188,7 +188,7 @@ def by_hand(source, folder):
             for number, expert in enumerate(own):
                 expert.copy_(torch.cat([value(f"{layer}.{number}.{each}") for each in parts]))
         else:
-            own.copy_(value(layer) if name.endswith("_proj.weight") else stored.tensor(f"{layer}.{part}"))
+            own.copy_(stored.tensor(f"{layer}.{part}") if stored.has(f"{layer}.{part}") else value(layer))
     return model
 
 
@@ -211,6 +211,16 @@ def test_transformers_loads_the_result(best, mixture):
 @torch.no_grad()
 def test_eight_bits_judged_by_the_block_load_too(calibrate, mixture, tmp_path):
     assert calibrate(tmp_path / "out", "--bits", "8", "--method", "awq") == 0
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(windows(2)).logits
+    assert torch.equal(logits, by_hand(mixture, tmp_path / "out")(windows(2)).logits)
+
+
+@torch.no_grad()
+def test_a_quantized_head_loads_beside_experts(calibrate, mixture, tmp_path):
+    """The first group, by which transformers reads experts, is theirs."""
+    assert calibrate(tmp_path / "out", "--bits", "4", "--method", "rtn", "--head-bits", "8") == 0
+    read = open_checkpoint(tmp_path / "out")
+    assert read.linear("lm_head")[0] == "w8a16" and not read.has("lm_head.weight")
     logits = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(windows(2)).logits
     assert torch.equal(logits, by_hand(mixture, tmp_path / "out")(windows(2)).logits)
 

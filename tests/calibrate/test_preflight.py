@@ -16,11 +16,13 @@ from qrt_calibrate.recipe_file import recipe_of
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("entries", [{"bits": 4}, {"bits": 8}, {"scheme": "w8a8"}])
+@pytest.mark.parametrize(
+    "entries", [{"bits": 4}, {"bits": 8}, {"scheme": "w8a8"}, {"bits": 4, "head_bits": 8}]
+)
 def test_the_output_is_as_large_as_foreseen(llama, tmp_path, entries, capsys):
     recipe = recipe_of({**entries, "method": "rtn", "eval_samples": 0})
     foreseen = preflight(plan(open_checkpoint(llama), recipe, CPU))
-    flags = [f"--{key}={value}" for key, value in entries.items()]
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in entries.items()]
     words = ["--model", str(llama), *flags, "--method", "rtn", "--eval-samples", "0"]
     assert cli.main([*words, "--dry-run", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
@@ -28,6 +30,22 @@ def test_the_output_is_as_large_as_foreseen(llama, tmp_path, entries, capsys):
     assert cli.main([*words, "--out", str(tmp_path / "out")]) == 0
     written = open_checkpoint(tmp_path / "out").num_bytes
     assert foreseen.output_bytes == written
+
+
+def test_a_head_that_was_the_embedding_adds_its_bytes(make_checkpoint):
+    checkpoint = open_checkpoint(make_checkpoint("LlamaForCausalLM", tie_word_embeddings=True))
+    plain, tuned = (
+        [preflight(plan(checkpoint, recipe_of({"bits": 4, "group_size": 64, "tune": steps, **head}), CPU))
+         for head in ({}, {"head_bits": 8})]
+        for steps in (0, 5)
+    )  # fmt: skip
+    size = 512 * 128 + 512 * 2 + 16  # codes, scales in bf16, the shape
+    assert plain[1].output_bytes - plain[0].output_bytes == size
+    assert tuned[1].tune_bytes - tuned[0].tune_bytes == 512 * 128 * 4
+    assert "the head is the embedding and stays unquantized" in plain[0].findings
+    assert not any("stays unquantized" in finding for finding in plain[1].findings)
+    assert ["do not read a quantized head" in " ".join(each.findings) for each in plain] == [False, True]
+    assert "quantized, the head differs from the embedding: it is stored too, 0.00 GB" in plain[1].findings
 
 
 def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, monkeypatch):
@@ -45,6 +63,8 @@ def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, mo
     slices = sum(rows / min(rows, duration.SLICE) for rows in stacks)
     rounded = expected(method="rtn", eval_samples=0)
     assert rounded == pytest.approx(2 * slices)  # two layers
+    headed = expected(method="rtn", eval_samples=0, head_bits=8)
+    assert headed - rounded == pytest.approx(512 / duration.SLICE)
     windows = expected(method="rtn", eval_samples=3) - rounded
     # exact and rounded through both layers; what is measured of the four inputs belongs to no window then
     assert windows == pytest.approx(2 * 2 * 3)

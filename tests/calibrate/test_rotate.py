@@ -80,7 +80,7 @@ def test_dtypes_and_the_head(tmp_path):
     checkpoint = RotatedCheckpoint(base, ARCHS["Qwen3ForCausalLM"], ("R1",), frozenset({name}))
     assert checkpoint.tensor(name).dtype == torch.float32
     assert all(checkpoint.tensor(n).dtype == base.tensor(n).dtype for n in base.names() if n != name)
-    assert set(checkpoint.names()) - set(base.names()) == {"lm_head.weight"} and checkpoint.adds_head
+    assert set(checkpoint.names()) - set(base.names()) == {"lm_head.weight"}
     head, embedding = (checkpoint.tensor(f"{n}.weight") for n in ("lm_head", "model.embed_tokens"))
     assert head.shape == embedding.shape and not head.equal(embedding)
     assert checkpoint.num_bytes == base.num_bytes + head.nbytes

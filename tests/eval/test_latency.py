@@ -6,6 +6,7 @@ from schema import checked
 
 from qrt_eval import latency, shapes, transformers_latency
 from qrt_eval.cli import main
+from qrt_eval.report import latencies
 
 SMALL = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32,
@@ -36,6 +37,32 @@ def test_rows_of_both(tmp_path):
     assert {row["weight_bytes_per_step"] for row in theirs} == {weights}
     assert {row["weight_bytes_per_step"] for row in ours} < set(range(weights))
     assert [row["kv_bytes_per_step"] for row in theirs] == [n * 9 * 2 * 2 * 32 * 2 * 2 for n in (1, 2)]
+
+
+def test_a_quantized_head_is_read_and_named(tmp_path, capsys):
+    words = "latency --shape small --weights w8a8 --input-len 7 --output-len 4 --compare --json"
+    results = {}
+    for bits in ([], ["--head-bits", "8"]):
+        assert main([*words.split(), str(tmp_path / f"{len(bits)}.json"), *bits]) == 0
+        results[len(bits)] = checked(tmp_path / f"{len(bits)}.json")
+    plain, quantized = results[0], results[2]
+    assert (plain["weights"], quantized["weights"]) == ("w8a8", "w8a8, head w8a8")
+    assert (plain["arguments"]["head_bits"], quantized["arguments"]["head_bits"]) == (None, 8)
+    saved, of_transformers = (
+        plain["rows"][row]["weight_bytes_per_step"] - quantized["rows"][row]["weight_bytes_per_step"]
+        for row in (0, 1)
+    )
+    assert saved == 128 * 128 * (2 - 1) - 128 * (4 + 4) and of_transformers == 0  # scales and counters
+    assert "small w8a8, head of 8 bits" in capsys.readouterr().out
+    lines = latencies([quantized]).splitlines()[2:]
+    assert lines[0].startswith("| small w8a8, head w8a8 |")
+    assert lines[1].startswith("| small bf16, transformers |")
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_a_checkpoint_has_the_head_it_has(command, capsys):
+    assert main([command, "--model", "tiny", "--head-bits", "8"]) == 1
+    assert "--head-bits: a checkpoint's head is as it is; give --shape" in capsys.readouterr().err
 
 
 def test_the_model_compared_with_is_the_same_and_in_bf16():

@@ -29,6 +29,14 @@ def test_a_folder_has_sizes_grids_and_every_token(name, scheme, tmp_path):
     assert tokenizer.decode(tokenizer.encode("The president of")) == "The president of"
 
 
+@pytest.mark.parametrize(("scheme", "head"), [("w4a16", "w8a16"), ("w8a8", "w8a8")])
+def test_a_folder_with_a_quantized_head(scheme, head, tmp_path):
+    write_folder("qwen3-0.6b", scheme, tmp_path / "m", 8)
+    checkpoint = open_checkpoint(tmp_path / "m", weights=False)
+    assert checkpoint.grid("lm_head")[0] == head and checkpoint.config["tie_word_embeddings"] is False
+    assert checkpoint.grid("model.layers.0.mlp.down_proj")[0] == scheme
+
+
 def test_an_unknown_shape(tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'llama-3-8b'"):
         write_folder("llama3-8b", "w8a8", tmp_path)

@@ -15,6 +15,7 @@ from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.model.random import random_model
 from qrt.quant.checkpoint.compressed_tensors import quantization_config
 from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.head import head_grid
 
 CONFIG = ModelConfig.from_hf(
     {
@@ -67,6 +68,30 @@ def test_bytes_are_those_of_the_scheme(scheme):
     )
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("scheme", "wanted"), [("w4a16", "w8a16"), ("w8a16", "w8a16"), ("w8a8", "w8a8")])
+def test_a_quantized_head(scheme, wanted, tied):
+    """Of a vocabulary that is no multiple of anything; as calibrated checkpoints it is not tied."""
+    config = replace(CONFIG, vocab_size=509, tied_embeddings=tied)
+    model = make(scheme, config=config, head_bits=8)
+    assert model.head.scheme == wanted and model.schemes == {scheme: 12}
+    assert f"{scheme} (head {wanted})" in str(model) and not model.config.tied_embeddings
+    logits = Requests(model).run([(0, list(range(20)))])[0]
+    assert logits.shape == (20, 509) and 0.3 < logits.std() < 3
+    plain = make(scheme, config=replace(config, tied_embeddings=False))
+    assert all(torch.equal(*pair) for pair in zip(model.layers[0].mlp.down.tensors,
+                                                  plain.layers[0].mlp.down.tensors, strict=True))  # fmt: skip
+    saved = plain.num_bytes - model.num_bytes
+    assert 2.8 * 509 * 256 < saved < 3 * 509 * 256  # fp32 to int8, with scales and padding
+
+
+def test_heads_that_are_refused():
+    with pytest.raises(ConfigError, match="--head-bits: got 4, wanted one of 8, 16"):
+        make("w4a16", head_bits=4)
+    with pytest.raises(ConfigError, match="--head-bits 8: goes with quantized layers, not fp16"):
+        make("fp16", head_bits=8)
+
+
 def test_seeds():
     first, same, other = make("w4a16"), make("w4a16"), make("w4a16", seed=1)
     pairs = list(zip(first.linears(), same.linears(), other.linears(), strict=True))
@@ -88,11 +113,11 @@ def test_biases_and_head_norms_of_other_architectures():
     assert Requests(qwen3).run([(0, [1, 2, 3])])[0].isfinite().all()
 
 
-def quantized_tiny(folder, entry):
+def quantized_tiny(folder, entry, **changes):
     """The bundled model's config.json with a quantization_config, and no weights."""
     config = json.loads((model_path("tiny") / "config.json").read_text())
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))
+    (folder / "config.json").write_text(json.dumps({**config, **changes, "quantization_config": entry}))
     return str(folder)
 
 
@@ -109,6 +134,15 @@ def test_load_format_dummy_needs_no_weights(scheme, tmp_path):
     assert len(tokens) == 3
     with pytest.raises(ConfigError, match="load_format"):
         EngineConfig(folder, load_format="dumy")
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+def test_load_format_dummy_makes_the_head_that_the_config_names(scheme, tmp_path):
+    head = head_grid(scheme, 8)
+    entry = quantization_config(scheme, WEIGHT_SCHEMES[scheme].spec, [], {}, {"lm_head": head})
+    folder = quantized_tiny(tmp_path / "m", entry, tie_word_embeddings=False)
+    model = Engine(EngineConfig(folder, load_format="dummy")).model
+    assert model.head.scheme == head[0] and model.schemes == {scheme: 4 * 6}
 
 
 def test_load_format_dummy_wants_a_config_that_says_all(tmp_path):

@@ -73,9 +73,7 @@ linear_int8 = define(
 
 def _shares_of(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
     splits = torch.library.get_ctx().new_dynamic_size()
-    return x.new_empty(
-        splits, x.shape[0], WEIGHT_SCHEMES[scheme].out_features(weight), dtype=torch.float32
-    )
+    return x.new_empty(splits, x.shape[0], WEIGHT_SCHEMES[scheme].out_features(weight), dtype=torch.float32)
 
 
 linear_shares = define(

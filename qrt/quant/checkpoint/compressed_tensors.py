@@ -26,6 +26,7 @@ from qrt.quant.weight.base import WeightData
 logger = logging.getLogger(__name__)
 
 LINEAR = "Linear"  # the class name of every module that `Checkpoint.linear` is asked for
+HEAD = "lm_head"  # but in vLLM, where the head's is ParallelLMHead
 REGEX = "re:"
 
 
@@ -111,7 +112,7 @@ class CompressedTensors(CheckpointFormat):
         self._groups = [_group(where, name, entry, config.get("format")) for name, entry in groups.items()]
         modules = {name.rpartition(".")[0] for name in tensors.names()}
         for target in (target for group in self._groups for target in group.targets):
-            if not target.startswith(REGEX) and target != LINEAR and target not in modules:
+            if modules and not target.startswith(REGEX) and target != LINEAR and target not in modules:
                 raise UnsupportedError(
                     f"{where}: target {target!r} is neither a module of this checkpoint nor {LINEAR!r}, "
                     "the one class that qrt runs quantized"
@@ -161,17 +162,18 @@ def quantization_config(
     """The minimal config of a checkpoint whose Linears all have `scheme`, but for those in `ignore`.
 
     With `overrides`, modules on other grids, every group names its `modules`: vLLM gives a fused Linear to a
-    group that targets the class before it looks for the names of its parts.
+    group that targets the class before it looks for the names of its parts. A quantized head, which is among
+    the overrides or the modules, is always named.
     """
-    grids = dict.fromkeys(modules, (scheme, spec)) | dict(overrides or {})
-    if not overrides or set(grids.values()) == {(scheme, spec)}:
-        groups = {"group_0": _entry(scheme, spec, [LINEAR])}
-    else:
-        kinds = sorted(set(grids.values()), key=lambda grid: (grid != (scheme, spec), str(grid)))
-        groups = {
-            f"group_{n}": _entry(*kind, [module for module in modules if grids[module] == kind])
-            for n, kind in enumerate(kinds)
-        }
+    default = (scheme, spec)
+    targets = dict.fromkeys(modules, default) | dict(overrides or {})
+    if {grid for module, grid in targets.items() if module != HEAD} <= {default}:
+        targets = {LINEAR: default} | {module: grid for module, grid in targets.items() if module == HEAD}
+    kinds = sorted(set(targets.values()), key=lambda grid: (grid != default, str(grid)))
+    groups = {
+        f"group_{n}": _entry(*kind, [target for target, grid in targets.items() if grid == kind])
+        for n, kind in enumerate(kinds)
+    }
     formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",

@@ -1,0 +1,40 @@
+"""A head of its own: what rotating or rounding the head needs where it is tied to the embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qrt.arch import Arch
+from qrt.quant.checkpoint import Checkpoint
+from qrt.quant.spec import TensorSpec
+
+
+class UntiedCheckpoint(Checkpoint):
+    """A checkpoint whose config.json ties nothing: a head that `base` has not is the embedding's tensor under
+    the head's name."""
+
+    def __init__(self, base: Checkpoint, arch: Arch) -> None:
+        self.path, self.quantization, self.base = base.path, base.quantization, base
+        self.config = {**base.config, "tie_word_embeddings": False}
+        self._shard_of = dict(base._shard_of)
+        self._head, self._embedding = f"{arch.head}.weight", f"{arch.embed}.weight"
+        if not base.has(self._head):
+            self._shard_of[self._head] = base._shard(self._embedding)
+
+    def spec(self, name: str) -> TensorSpec:
+        """As stored."""
+        return self.base.spec(self._stored_name(name))
+
+    def tensor(
+        self,
+        name: str,
+        shape: str | None = None,
+        dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+        **sizes: int,
+    ) -> Tensor:
+        """As stored."""
+        return self.base.tensor(self._stored_name(name), shape, dtype, **sizes)
+
+    def _stored_name(self, name: str) -> str:
+        return self._embedding if name == self._head and not self.base.has(name) else name
