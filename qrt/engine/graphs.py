@@ -160,10 +160,12 @@ class TokenSteps:
     def draw(self, plan: Plan) -> Tensor:
         """Tokens int64 [S] of what was sent, for each of `plan.sampled`: greedy, or by temperature and seed.
         The request table is advanced."""
-        if not plan.chunks:
-            return self._run(self._step, self._size(plan))[: len(plan.sampled)]
-        self.forward(plan)
-        return self._run(self._draw, _holds(self.rows, len(plan.sampled)))[: len(plan.sampled)]
+        if plan.chunks:
+            self.forward(plan)
+            tokens = self._run(self._draw, _holds(self.rows, len(plan.sampled)))
+        else:
+            tokens = self._run(self._step, self._size(plan))
+        return tokens[: len(plan.sampled)].clone()  # what was recorded writes the same place again
 
     def _run(self, body: Callable[[int], Tensor], size: int) -> Tensor:
         """As it was recorded, or kernel by kernel."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,25 +40,37 @@ def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[
     return tensors
 
 
+@cache
+def _to_host(device: torch.device) -> torch.cuda.Stream:
+    """The stream of copies to the host: what is computed next need not wait for them."""
+    return torch.cuda.Stream(device)
+
+
 class Fetch:
     """Tensors on their way to the host: `take` them, `sent` ends the list, `wait` before they are read."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+        self._stream = _to_host(device) if device.type == "cuda" else None
         self._event: torch.cuda.Event | None = None
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The host's copy of `tensor`, filled when `wait` returns; on a CPU the tensor itself."""
-        if not self._pinned:
+        """The host's copy of `tensor`, which nothing may write any more, filled when `wait` returns; on a CPU
+        the tensor itself."""
+        if self._stream is None:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return host
 
     def sent(self) -> None:
-        """Nothing more is taken."""
-        if self._pinned:
+        """Nothing more is taken; `wait` waits for all that the device has been given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             self._event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, others get the GIL
-            self._event.record()
+            self._event.record(self._stream)
 
     def wait(self) -> None:
         """Until everything has arrived."""

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("tokens, plan", [
     (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (101, (64, 64, 128, 4, 4, 4)),
     (131, (128, 64, 128, 2, 4, 4)), (259, (128, 128, 128, 1, 8, 3)), (131, (128, 256, 1, 4)),
-    (300, (128, 128, 2, 4)), (70, (64, 128, 1, 6)), (513, (128, 64, 3, 6)),
+    (300, (128, 128, 2, 4)), (70, (64, 128, 1, 6)), (513, (128, 64, 3, 6)), (9, (16, 128, 1, 6)),
+    (16, (16, 64, 2, 8)), (30, (32, 128, 1, 4)),
 ])  # fmt: skip
 def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
     n, k = 150, 1104
@@ -33,7 +34,7 @@ def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
 
 @pytest.mark.parametrize("tokens, plan", [
     (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (64, (64, 64, 128, 1, 4, 4)),
-    (64, (64, 64, 2, 8)), (50, (64, 128, 4, 4)), (60, (64, 64, 1, 12)), (0, None),
+    (64, (64, 64, 2, 8)), (50, (64, 128, 4, 4)), (60, (64, 64, 1, 12)), (13, (16, 64, 2, 8)), (0, None),
 ])  # fmt: skip
 def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
     """As many as the plan splits K, each of its own inputs alone and rounded once."""
@@ -63,7 +64,7 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("tokens, plan", [
     (0, (128, 256, 1, 4)), (1, None), (7, (16, 256, 1, 4)), (128, (128, 256, 1, 4)), (129, (128, 256, 1, 4)),
-    (300, (64, 256, 1, 3)), (300, (128, 128, 1, 4)), (300, (128, 256, 2, 4)), (1025, (128, 256, 1, 4)),
+    (300, (64, 256, 1, 3)), (16, (16, 128, 1, 6)), (25, (32, 128, 1, 4)), (300, (128, 128, 1, 4)), (300, (128, 256, 2, 4)), (1025, (128, 256, 1, 4)),
 ])  # fmt: skip
 @pytest.mark.parametrize("width", [64, 300])
 def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dtype):

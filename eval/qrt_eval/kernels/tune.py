@@ -138,15 +138,15 @@ def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterator[tupl
             yield tile_kernel.WidePlan(tokens, rows, splits, planes, x_stages, w_stages)
 
 
-# tokens, outputs, stages of `hopper_int8_kernel`
-HOPPER_INT8_BLOCKS = ((64, 64, 8), (64, 64, 12), (64, 128, 4), (64, 128, 6), (128, 64, 8), (128, 128, 4),
-                      (128, 128, 6), (128, 256, 4))  # fmt: skip
+# tokens, outputs, stages of `hopper_int8_kernel`; blocks of fewer than 64 tokens are for all of so few
+HOPPER_INT8_BLOCKS = ((16, 64, 8), (16, 128, 6), (32, 128, 4), (64, 64, 8), (64, 64, 12), (64, 128, 4),
+                      (64, 128, 6), (128, 64, 8), (128, 128, 4), (128, 128, 6), (128, 256, 4))  # fmt: skip
 
 
 def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
     if width <= 64:
         depths = {128: (3, 4), 256: (4, 6)}
-        shapes = {8: ((32, 128), (32, 256), (64, 256)), 16: ((32, 256), (64, 128), (64, 256))}
+        shapes = {8: ((32, 128), (32, 256), (64, 256)), 16: ((32, 256), (64, 256))}
         blocks = [
             (width, outputs, inputs, 4, stages)
             for outputs, inputs in shapes.get(width, ((64, 128), (64, 256)))
@@ -165,7 +165,7 @@ def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
             continue  # many tokens want large blocks
         programs = -(-n // outputs) * -(-width // tokens)
         for splits in _splits(programs, -(-k // 128)):
-            if tokens <= width and splits <= max(1, k // 512):
+            if (tokens == width or 64 <= tokens < width) and splits <= max(1, k // 512):
                 yield HopperPlan(tokens, outputs, splits, stages)
 
 
