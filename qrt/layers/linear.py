@@ -10,6 +10,7 @@ from qrt.kernels.linear import (
     linear_int8,
     linear_int8_shares,
     linear_shares,
+    linear_silu,
     linear_silu_int8,
     prepare,
 )
@@ -57,8 +58,12 @@ class Linear:
             return linear_int8_shares(x.codes, x.scale, self.tensors, self.scheme)
         return linear_shares(x, self.tensors, self.scheme)
 
-    def silu_mul(self, x: QuantizedTokens) -> QuantizedTokens:
-        """silu(gate) * up of x [T, K], each half of the outputs, quantized again; with `int8_tokens` only."""
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of x [T, K], each half of the outputs: [T, N / 2] in x's dtype."""
+        return linear_silu(x, self.tensors, self.bias, self.scheme)
+
+    def silu_mul_int8(self, x: QuantizedTokens) -> QuantizedTokens:
+        """The same, quantized before and after; with `int8_tokens` only."""
         codes, scale = linear_silu_int8(x.codes, x.scale, self.tensors, self.bias, self.scheme, x.dtype)
         return QuantizedTokens(codes, scale, x.dtype)
 

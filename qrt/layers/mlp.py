@@ -19,6 +19,8 @@ class MLP:
     def __call__(self, x: Tensor | QuantizedTokens) -> Tensor:
         """x [T, H] -> [T, H], or `Linear.shares` of it."""
         if self.down.int8_tokens and isinstance(x, QuantizedTokens):
+            return self.down.shares(self.gate_up.silu_mul_int8(x))
+        if not self.down.int8_tokens and isinstance(x, Tensor):
             return self.down.shares(self.gate_up.silu_mul(x))
         y = self.gate_up(x)
         if self.down.int8_tokens:

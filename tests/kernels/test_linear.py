@@ -8,7 +8,8 @@ from linear_truth import GPU, HALF, UNIT, assert_rounded_once, triton_linear
 from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qrt.kernels.linear import hopper_kernel, kernel, linear, stream_kernel
+from qrt.kernels.linear import hopper_kernel, kernel, linear, linear_silu, stream_kernel
+from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.tiles import TiledWeight
@@ -121,6 +122,42 @@ def test_every_kind_of_measured_plan(device, monkeypatch, bits, tokens, plan):
     weight = random_weight(n, k, bits, 32, symmetric=False, dtype=dtype, device=device)
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
     assert relative(triton_linear(x, weight, bias), reference(x, weight, bias)) < 2 * UNIT[dtype]
+
+
+GATED = [(4, False, HALF[0]), (4, True, HALF[1]), (8, False, HALF[0])]
+
+
+@pytest.mark.parametrize("bits, symmetric, dtype", GATED)
+@pytest.mark.parametrize("width, tokens, plan", [
+    (64, 1, (2, 1, 4, 3)), (192, 8, (2, 1, 2, 3)), (128, 16, (2, 1, 4, 3)), (64, 30, (2, 1, 4, 3)),
+    (100, 9, (2, 1, 4, 3)), (64, 5, (1, 1, 2, 3)), (64, 5, (2, 2, 4, 3)), (64, 70, None), (64, 0, None),
+])  # fmt: skip
+def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bits, symmetric, dtype):
+    """Bit for bit the operators one by one, whether a program holds both halves of its columns or not."""
+    k, scheme, key = 320, f"w{bits}a16", kernel.tuning_key(320, 2 * width, bits, kernel.width_of(tokens))
+    monkeypatch.setattr(kernel, "configs", lambda device: {key: plan} if plan else {})
+    weight = random_weight(2 * width, k, bits, 32, symmetric=symmetric, dtype=dtype, device=device)
+    tensors = list(WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype))
+    x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(2 * width, device=device).to(dtype)
+    for given in (None, bias):
+        got = kernel.linear_silu(x, tensors, given, scheme)
+        want = silu_mul(kernel.linear(x, tensors, given, scheme))
+        assert got.shape == (tokens, width) and got.dtype == dtype and torch.equal(got, want)
+    if tokens:
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(linear_silu, (x, tensors, bias, scheme), test_utils=checks)
+        exact = reference(x, weight, bias).unflatten(1, (2, -1))
+        definition = F.silu(exact[:, 0]) * exact[:, 1]
+        assert relative(got, definition) < 8 * UNIT[dtype]
+
+
+@pytest.mark.parametrize("scheme", ["fp16", "w8a8"])
+def test_gate_and_up_of_other_schemes(device, scheme):
+    weight = WeightData(torch.randn(96, 64)) if scheme == "fp16" else random_weight(96, 64, 8, device=device)
+    tensors = list(WEIGHT_SCHEMES[scheme].prepare(weight, device, torch.float32))
+    x = torch.randn(3, 64, device=device)
+    want = silu_mul(kernel.linear(x, tensors, None, scheme))
+    assert want.shape == (3, 48) and torch.equal(kernel.linear_silu(x, tensors, None, scheme), want)
 
 
 def test_descriptors_of_weights_are_made_once_and_keep_no_memory():

@@ -64,7 +64,8 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("tokens, plan", [
     (0, (128, 256, 1, 4)), (1, None), (7, (16, 256, 1, 4)), (128, (128, 256, 1, 4)), (129, (128, 256, 1, 4)),
-    (300, (64, 256, 1, 3)), (16, (16, 128, 1, 6)), (25, (32, 128, 1, 4)), (300, (128, 128, 1, 4)), (300, (128, 256, 2, 4)), (1025, (128, 256, 1, 4)),
+    (300, (64, 256, 1, 3)), (16, (16, 128, 1, 6)), (25, (32, 128, 1, 4)), (300, (128, 128, 1, 4)),
+    (300, (128, 256, 2, 4)), (1025, (128, 256, 1, 4)),
 ])  # fmt: skip
 @pytest.mark.parametrize("width", [64, 300])
 def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dtype):

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from qrt.arch import ModelConfig
 from qrt.errors import ConfigError
 from qrt.kernels import tuned
-from qrt.kernels.linear import int8_kernel, linear, linear_silu_int8
+from qrt.kernels.linear import int8_kernel, linear, linear_silu, linear_silu_int8
 from qrt.kernels.linear import kernel as tile_kernel
 from qrt.kernels.linear.hopper_int8_kernel import HopperPlan
 from qrt.layers.linear import Linear
@@ -50,7 +50,7 @@ class Trial(NamedTuple):
     n: int
     width: int
     config: tuple[int, ...]
-    gated: bool = False  # a gate over its up, run as `linear_silu_int8` where the scheme has it
+    gated: bool = False  # a gate over its up, run with silu_mul
 
     @property
     def key(self) -> str:
@@ -66,7 +66,7 @@ class Trial(NamedTuple):
             int8_plan = HopperPlan(*self.config)
             return self.scheme, int8_plan._replace(splits=min(int8_plan.splits, 2)), self.gated
         if self.scheme == "w8a8":
-            return self.scheme, self.config, self.gated
+            return self.scheme, self.config
         if len(self.config) == len(tile_kernel.StreamPlan._fields):
             return self.scheme, self.config
         if len(self.config) == len(tile_kernel.WidePlan._fields):
@@ -82,23 +82,23 @@ def trials(k: int, n: int, gated: bool = False) -> Iterator[Trial]:
     for scheme, inputs in (("w4a16", 256), ("w8a16", 128)):
         tiles = -(-k // inputs)
         for width in FUSED_WIDTHS:
-            yield from (Trial(scheme, k, n, width, plan) for plan in _fused_plans(width, blocks, tiles))
+            plans = _fused_plans(width, blocks, tiles, gated)
+            yield from (Trial(scheme, k, n, width, plan, gated) for plan in plans)
         for width in STREAM_WIDTHS:
-            yield from (Trial(scheme, k, n, width, plan) for plan in _stream_plans(1024 // inputs))
+            yield from (Trial(scheme, k, n, width, plan, gated) for plan in _stream_plans(1024 // inputs))
         for width in WIDE_WIDTHS:
-            yield from (
-                Trial(scheme, k, n, width, plan) for plan in _wide_plans(width, blocks, tiles, 1024 // inputs)
-            )
+            plans = _wide_plans(width, blocks, tiles, 1024 // inputs)
+            yield from (Trial(scheme, k, n, width, plan, gated) for plan in plans)
     for width in INT8_WIDTHS:
         yield from (Trial("w8a8", k, n, width, plan, gated) for plan in _int8_plans(width, k, n))
 
 
-def _fused_plans(width: int, blocks: int, tiles: int) -> Iterator[tuple[int, ...]]:
+def _fused_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[tuple[int, ...]]:
     usual = tile_kernel.plan(width, blocks, tiles).splits
-    around = (usual // 2, usual, 2 * usual) if width <= 16 else (usual // 2, usual)
+    around = (usual // 2, usual, 2 * usual) if width <= 16 and not gated else (usual // 2, usual)
     splits = sorted({tile_kernel.even_splits(s, tiles) for s in around if s})
     yield from product((1,), splits, (2, 4) if width <= 16 else (4,), (3, 4) if width <= 32 else (3,))
-    if width == 32 and usual == 1 and blocks % 2 == 0:  # x takes as many bytes as the weights of a row block
+    if gated and width <= 32 and blocks % 2 == 0:  # the gate and the up of its columns: silu_mul too
         yield 2, 1, 4, 3
 
 
@@ -226,8 +226,9 @@ def _calls(trial: Trial, weights: Sequence[Linear]) -> tuple[Callable[..., objec
     """What is timed: an operator, and its arguments for each of the weights."""
     tokens = MEASURED_AT.get(trial.width, trial.width)
     x = torch.randn(tokens, trial.k, device=weights[0].tensors[0].device, dtype=torch.bfloat16)
-    if not trial.gated:
-        return linear, [(x, weight.tensors, None, trial.scheme) for weight in weights]
+    if not trial.gated or trial.scheme != "w8a8":
+        operator = linear_silu if trial.gated else linear
+        return operator, [(x, weight.tensors, None, trial.scheme) for weight in weights]
     codes, scale, dtype = int8_kernel.quantize_tokens(x)
     return linear_silu_int8, [(codes, scale, own.tensors, None, trial.scheme, dtype) for own in weights]
 

@@ -3,8 +3,10 @@
 linear(x [T, K], weight: tensors of the scheme, bias [N] | None, scheme: str) -> [T, N] in x's dtype
 linear_int8(codes int8 [T, K], token_scale fp32 [T], weight, bias, scheme, dtype) -> [T, N] in `dtype`
     the same of x = codes * token_scale, for schemes with `int8_tokens`
-linear_silu_int8(the same) -> codes int8 [T, N / 2], scale fp32 [T]
-    `silu_mul_int8` of that, for a weight that stacks a gate over its up
+linear_silu(x [T, K], weight, bias, scheme) -> [T, N / 2] in x's dtype
+    `silu_mul` of `linear`, for a weight that stacks a gate over its up
+linear_silu_int8(codes, token_scale, weight, bias, scheme, dtype) -> codes int8 [T, N / 2], scale fp32 [T]
+    `silu_mul_int8` of `linear_int8`, likewise
 linear_shares(x [T, K], weight, scheme) -> fp32 [S, T, N]
 linear_int8_shares(codes int8 [T, K], token_scale fp32 [T], weight, scheme) -> fp32 [S, T, N]
     what each of S splits of K, as many as the kernel makes, has of the product without a bias: `add_rmsnorm`
@@ -48,6 +50,18 @@ linear = define(
     ref=cpu.linear if _PACKED_ON_CPU else ref.linear,
     triton="qrt.kernels.linear.kernel:linear",
     fake=_fake,
+)
+
+
+def _fake_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    return x.new_empty(x.shape[0], WEIGHT_SCHEMES[scheme].out_features(weight) // 2)
+
+
+linear_silu = define(
+    "linear_silu(Tensor x, Tensor[] weight, Tensor? bias, str scheme) -> Tensor",
+    ref=cpu.linear_silu if _PACKED_ON_CPU else ref.linear_silu,
+    triton="qrt.kernels.linear.kernel:linear_silu",
+    fake=_fake_silu,
 )
 
 

@@ -6,9 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from qrt.kernels.silu_mul.ref import silu_mul
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 
 def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
     """x [T, K] -> [T, N] in x's dtype."""
     return WEIGHT_SCHEMES[scheme].linear_cpu(x, weight, bias)
+
+
+def linear_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    """x [T, K] -> [T, N / 2] in x's dtype."""
+    return silu_mul(linear(x, weight, bias, scheme))

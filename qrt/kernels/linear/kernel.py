@@ -26,12 +26,12 @@ from qrt.kernels.linear.hopper_kernel import WidePlan, fits, wide_gemm, wide_pla
 from qrt.kernels.linear.int8_kernel import gated_int8_gemm, gated_plan, int8_gemm, quantize_tokens
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.linear.stream_kernel import StreamPlan, stream_gemm
-from qrt.kernels.silu_mul.kernel import silu_mul_int8
+from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8, silu_times
 from qrt.kernels.tuned import configs
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Gemms
-from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
+from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
 
 FUSED_TOKENS = {2: 64, 4: 16}  # most, by bytes of x: accumulators and planes fill the registers
 WIDE_TOKENS = 2048  # most for `hopper_kernel` where nothing was measured; more pay for dequantizing
@@ -61,11 +61,14 @@ def _fused(
     X, W, SCALES, ZEROS, BIAS, Y, PARTS, ARRIVALS, M, N,
     K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, RUNS: tl.constexpr,
     SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr,
-    DOT: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, launch_pdl: tl.constexpr,
+    DOT: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr, HALVES: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks / BLOCKS, SPLITS): Y [M, N] = X [M, K] @ W.T for M <= BM; BLOCKS divide the row
-    blocks, and no split is left without a tile."""
+    blocks, and no split is left without a tile.
+
+    With two HALVES the two blocks are the gate and the up of the same columns: Y [M, N / 2], one split.
+    """
     TILE: tl.constexpr = PLANES * J
     TILES: tl.constexpr = (K + TILE - 1) // TILE
     SHARE: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
@@ -78,8 +81,9 @@ def _fused(
     words = tl.arange(0, J)
     tokens = tl.arange(0, BM)
     live = (tokens < M)[None, :]
-    tile = block * (BLOCKS * TILES) + first
-    further, row = rows // ROWS * TILES, rows % ROWS  # tiles beyond `tile`
+    tile = block * (BLOCKS // HALVES * TILES) + first
+    apart = N // (HALVES * ROWS) * TILES if HALVES > 1 else TILES  # tiles between two of the blocks
+    further, row = rows // ROWS * apart, rows % ROWS
     wp = W + tile.to(tl.int64) * (ROWS * J) + ((further * ROWS + row) * J)[:, None] + words[None, :]
     sp = SCALES + (tile + further) * (RUNS // WORDS * ROWS) + row
     zp = ZEROS + (tile + further) * ROWS + row
@@ -109,7 +113,7 @@ def _fused(
 
     if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
         gdc_launch_dependents()
-    n = block * (BLOCKS * ROWS) + rows
+    n = block * (BLOCKS // HALVES * ROWS) + (row + rows // ROWS * (N // 2) if HALVES > 1 else rows)
     inside = live & (n < N)[:, None]
     last = True
     if SPLITS > 1:
@@ -118,7 +122,13 @@ def _fused(
     if last:
         if BIASED:
             acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(Y + tokens[None, :] * N + n[:, None], acc.to(Y.dtype.element_ty), mask=inside)
+        y = acc.to(Y.dtype.element_ty)
+        if HALVES > 1:  # rows r and r + 64 are in one thread
+            gate, up = tl.split(tl.permute(tl.reshape(y, (HALVES, ROWS, BM)), (1, 2, 0)))
+            at = tokens[None, :] * (N // 2) + (block * ROWS + tl.arange(0, ROWS))[:, None]
+            tl.store(Y + at, silu_times(gate, up, ASM), mask=tl.broadcast_to(live, (ROWS, BM)))
+        else:
+            tl.store(Y + tokens[None, :] * N + n[:, None], y, mask=inside)
 
 
 @triton.jit
@@ -193,15 +203,10 @@ def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, un
     layout = _layout(weight, bits, unpack)
     if x.shape[0] == 0:
         return y
-    chosen = _hopper_plan(x, weight, bits)
-    if isinstance(chosen, StreamPlan):
-        stream_gemm(x.contiguous(), weight, bias, y, layout, chosen)
-        return y
+    chosen = _plan(x, weight, bits)
     if chosen is not None:
-        wide_gemm(x.contiguous(), weight, bias, y, layout, chosen)
-        return y
-    if x.shape[0] <= FUSED_TOKENS[x.itemsize]:
-        _launch_fused(x.contiguous(), weight, bias, y, layout)
+        launch = {StreamPlan: stream_gemm, WidePlan: wide_gemm, Plan: _launch_fused}[type(chosen)]
+        launch(x.contiguous(), weight, bias, y, layout, chosen)
         return y
     blocks = max(1, SCRATCH_BYTES // (TILE_ROWS * x.shape[1] * x.itemsize))
     for first in range(0, weight.packed.shape[0], blocks):
@@ -215,36 +220,49 @@ def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, un
     return y
 
 
+def gated_tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, unpack: Any) -> Tensor:
+    """`silu_mul` of `tile_gemm`, [T, N / 2], the same bits; in one kernel where its blocks are as wide as two
+    row blocks."""
+    chosen, n = _plan(x, weight, bits), weight.out_features
+    whole = isinstance(chosen, Plan) and (chosen.blocks, chosen.splits) == (2, 1) and n % (2 * TILE_ROWS) == 0
+    if not whole or not x.shape[0]:
+        return silu_mul(tile_gemm(x, weight, bias, bits, unpack))
+    y = torch.empty(x.shape[0], n // 2, dtype=x.dtype, device=x.device)
+    _launch_fused(x.contiguous(), weight, bias, y, _layout(weight, bits, unpack), chosen, halves=2)
+    return y
+
+
 def _launch_fused(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any]
-) -> None:
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], chosen: Plan,
+    halves: int = 1,
+) -> None:  # fmt: skip
     (tokens, k), n = x.shape, weight.out_features
-    blocks, tiles, rows, words = weight.packed.shape
+    blocks, _, rows, words = weight.packed.shape
     width = width_of(tokens)
-    measured = configs(x.device).get(tuning_key(k, n, 16 // layout["PLANES"], width))
-    fused = measured and len(measured) == len(Plan._fields)  # others are for 16 bits on Hopper
-    chosen = Plan(*measured) if fused else plan(width, blocks, tiles)
     stage_bytes = chosen.blocks * rows * words * 2 + layout["PLANES"] * words * width * x.itemsize
     parts = torch.empty(chosen.splits * n * tokens if chosen.splits > 1 else 0, device=x.device)
     _fused[(blocks // chosen.blocks, chosen.splits)](
         x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
         parts, weight.arrivals, tokens, n, k,
-        DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks,
+        DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks, HALVES=halves,
         SPLITS=chosen.splits, STAGES=_stages(x.device, stage_bytes, chosen.stages),
         num_warps=chosen.warps, **layout, launch_pdl=overlaps(x.device),
     )  # fmt: skip
 
 
-def _hopper_plan(x: Tensor, weight: TiledWeight, bits: int) -> StreamPlan | WidePlan | None:
-    """None: `_fused` or `_dequantize`."""
-    if not fits(x, weight):
-        return None
-    width = width_of(x.shape[0])
-    measured = configs(x.device).get(tuning_key(x.shape[1], weight.out_features, bits, width))
-    if measured is not None:
-        kinds: dict[int, Any] = {len(kind._fields): kind for kind in (StreamPlan, WidePlan)}
-        return kinds[len(measured)](*measured) if len(measured) in kinds else None
-    return wide_plan(width, *weight.packed.shape[:2]) if FUSED_TOKENS[2] < width <= WIDE_TOKENS else None
+def _plan(x: Tensor, weight: TiledWeight, bits: int) -> Plan | StreamPlan | WidePlan | None:
+    """What was measured for x, or a rule of thumb; None: `_dequantize`."""
+    (tokens, k), (blocks, tiles) = x.shape, weight.packed.shape[:2]
+    width, few = width_of(tokens), tokens <= FUSED_TOKENS[x.itemsize]
+    measured, hopper = configs(x.device).get(tuning_key(k, weight.out_features, bits, width)), fits(x, weight)
+    kinds: dict[int, Any] = {len(Plan._fields): Plan} if few else {}
+    if hopper:
+        kinds |= {len(kind._fields): kind for kind in (StreamPlan, WidePlan)}
+    if measured is not None and len(measured) in kinds:
+        return kinds[len(measured)](*measured)  # type: ignore[no-any-return]
+    if few:
+        return plan(width, blocks, tiles)
+    return wide_plan(width, blocks, tiles) if hopper and measured is None and width <= WIDE_TOKENS else None
 
 
 def _launch_dequantize(x: Tensor, weight: TiledWeight, blocks: slice, layout: dict[str, Any]) -> Tensor:
@@ -282,7 +300,7 @@ def _stages(device: torch.device, stage_bytes: int, most: int) -> int:
 
 
 GEMMS = Gemms(tile_gemm, int8_gemm)
-GATED = Gemms(tile_gemm, gated_int8_gemm)
+GATED = Gemms(gated_tile_gemm, gated_int8_gemm)
 SHARED = Gemms(tile_gemm, partial(int8_gemm, shares=True))
 
 
@@ -313,6 +331,14 @@ def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tens
     """`qrt::linear_int8_shares` on CUDA tensors."""
     tokens = QuantizedTokens(codes, token_scale, torch.float32)
     return WEIGHT_SCHEMES[scheme].linear_int8_triton(tokens, weight, None, SHARED)
+
+
+def linear_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    """`qrt::linear_silu` on CUDA tensors."""
+    chosen = WEIGHT_SCHEMES[scheme]
+    if isinstance(chosen, TiledScheme):
+        return chosen.linear_triton(x, weight, bias, GATED)
+    return silu_mul(chosen.linear_triton(x, weight, bias, GEMMS))
 
 
 def linear_silu_int8(

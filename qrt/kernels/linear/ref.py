@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qrt.kernels.silu_mul.ref import silu_mul_int8
+from qrt.kernels.silu_mul.ref import silu_mul, silu_mul_int8
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 
@@ -39,6 +39,11 @@ def linear_shares(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
 def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
     """codes int8 [T, K], token_scale fp32 [T] -> fp32 [1, T, N]."""
     return linear_int8(codes, token_scale, weight, None, scheme, torch.float32)[None]
+
+
+def linear_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    """x [T, K] -> [T, N / 2] in x's dtype."""
+    return silu_mul(linear(x, weight, bias, scheme))
 
 
 def linear_silu_int8(*product: Any) -> tuple[Tensor, Tensor]:
