@@ -99,7 +99,7 @@ def _fused_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[t
     splits = sorted({tile_kernel.even_splits(s, tiles) for s in around if s})
     yield from product((1,), splits, (2, 4) if width <= 16 else (4,), (3, 4) if width <= 32 else (3,))
     if gated and width <= 32 and blocks % 2 == 0:  # the gate and the up of its columns: silu_mul too
-        yield 2, 1, 4, 3
+        yield from product((2,), (1,), (4,), (3, 4))
 
 
 # row blocks, stages at 4 bits (8 have half the tile), warps, registers, programs an SM
