@@ -43,6 +43,7 @@ from qrt.mem.slots import Ints
 
 # Slots a decoding request is given at a time while there is room: one call for so many steps.
 GROW_TOKENS = 16
+GROWN_AT_ONCE = 64  # requests that are given some before they must have them
 # A request waits for a running prefill that computes at least so many tokens that it can then share.
 SHARED_TOKENS = 32
 
@@ -248,12 +249,11 @@ class Scheduler:
         """A slot for the next token of every request that decodes, pausing from the other end of the order;
         False when one would have to be paused that a launched step works on.
 
-        Those that would want some soon get them in the same step: most steps then send the device nothing.
+        Those that would want some soon get them in the same step, so that most steps send the device nothing,
+        but not too many: each costs the host some time.
         """
-        grown = False
         for request in tuple(self.running):
             while self._short(request, 0):
-                grown = True
                 if self._extend(request, GROW_TOKENS) or self._extend(request, 1):
                     continue
                 last = self.running[-1]
@@ -261,8 +261,11 @@ class Scheduler:
                     return False
                 assert len(self.running) > 1, "a request that fits the pool alone found no room"
                 self._pause(last)
-        for request in self.running if grown else ():
-            if self._short(request, GROW_TOKENS // 2):
+        few = GROW_TOKENS // 4
+        soon = [request for request in self.running if self._short(request, GROW_TOKENS - few)]
+        if any(self._short(request, few) for request in soon):
+            soon.sort(key=lambda request: len(request.seq or ()) - len(request))
+            for request in soon[:GROWN_AT_ONCE]:
                 self._extend(request, GROW_TOKENS)
         return True
 

@@ -60,24 +60,28 @@ def test_a_pool_for_all_requests_admits_all_at_once():
     assert len(plan.decodes) == 8 and scheduler.num_pauses == 0
 
 
-def test_most_steps_of_decodes_place_no_slots():
-    """Requests of any lengths come to be given slots in the same steps, each slot before it is needed."""
-    scheduler = make(slots=1024, max_num_seqs=8, budget=64)
-    for i in range(8):
-        scheduler.add(str(i), np.arange(100 * i, 100 * i + 3 + 5 * i, dtype=np.int32), LONG)
-        step(scheduler)
-    held, placing = {}, 0
-    for request in scheduler.running:
-        held[request.row] = len(request.seq)
+@pytest.mark.parametrize("requests", [8, 200])
+def test_most_steps_of_decodes_place_no_slots(requests):
+    """Requests of any lengths come to be given slots in the same steps, each slot before it is needed, and of
+    many requests some at a time."""
+    scheduler = make(slots=1 << 14, max_num_seqs=requests, budget=8 * requests)
+    for i in range(requests):
+        scheduler.add(str(i), np.arange(50 * i, 50 * i + 3 + 5 * (i % 8), dtype=np.int32), LONG)
+        if requests < 9:
+            step(scheduler)
+    while len(step(scheduler)[0].decodes) < requests:
+        pass
+    held, placing = {r.row: len(r.seq) for r in scheduler.running}, 0
     for _ in range(32):
         plan, _ = step(scheduler)
-        assert len(plan.decodes) == 8 and not plan.chunks
+        assert len(plan.decodes) == requests and not plan.chunks
+        assert len(plan.placed) <= module.GROWN_AT_ONCE
         for row, start, slots in plan.placed:
             assert start == held[row]
             held[row] += len(slots)
         placing += bool(plan.placed)
         assert all(held[r.row] == len(r.seq) >= r.num_computed for r in scheduler.running)
-    assert placing <= 32 * 2 / module.GROW_TOKENS
+    assert placing <= 32 * -(-requests // module.GROWN_AT_ONCE) / (module.GROW_TOKENS // 2)
 
 
 def test_decodes_leave_less_budget_and_never_none():

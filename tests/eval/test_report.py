@@ -26,8 +26,11 @@ def test_kernels_show_the_sum_of_a_layers_products_and_every_other_operator():
         return {"op": op, "what": what, "at": at, "us": us, "floor_us": us / 4}
 
     rows = [cell("linear", "w4a16 qkv", "M=1", 5), cell("linear", "w4a16 sum", "M=1", 20),
-            cell("linear", "bf16 sum", "M=16", 80), cell("decode", "int4", "1 x 4096", 12)]  # fmt: skip
-    first, second = report.kernels([{"kernels": rows}])
+            cell("linear", "bf16 sum", "M=16", 80), cell("decode", "int4", "1 x 4096", 12),
+            cell("linear", "w8a8 head", "M=64", 140)]  # fmt: skip
+    first, second, head = report.kernels([{"kernels": rows}])
+    assert head.splitlines()[0] == "| head, us (floor) | M=64 |"
+    assert head.splitlines()[-1] == "| w8a8 | 140.0 (25 %) |"
     assert first.splitlines() == [
         "| linear, us (floor) | M=1 | M=16 |", "| --- | --- | --- |",
         "| w4a16 | 20.0 (25 %) |  |", "| bf16 |  | 80.0 (25 %) |",
