@@ -88,13 +88,16 @@ def _cell(cell: Result, quality: bool) -> list[str]:
 
 
 def kernels(results: list[Result]) -> list[str]:
-    """A table per operator: microseconds, and the floor's share of them. Of a layer's products the sum."""
+    """A table per operator: microseconds, and the floor's share of them. Of a layer's products the sum; heads
+    apart."""
     cells: dict[str, dict[str, dict[str, str]]] = {}
     for row in (row for result in results for row in result.get("kernels", ())):
-        if row["op"] == "linear" and not row["what"].endswith(" sum"):
+        what, _, part = row["what"].rpartition(" ") if row["op"] == "linear" else (row["what"], "", "sum")
+        if part not in ("sum", "head"):
             continue
+        op = "head" if part == "head" else row["op"]
         text = f"{row['us']:,.1f} ({100 * row['floor_us'] / row['us']:.0f} %)"
-        cells.setdefault(row["op"], {}).setdefault(row["what"].removesuffix(" sum"), {})[row["at"]] = text
+        cells.setdefault(op, {}).setdefault(what, {})[row["at"]] = text
     tables = []
     for op, lines in cells.items():
         sizes = list(dict.fromkeys(at for line in lines.values() for at in line))
