@@ -67,11 +67,8 @@ def convert(model: str | Path, target: str, out: Path) -> int:
                     raise UnsupportedError(f"{module}: fp8 weights are not converted; quantize the original")
                 continue
             if module == arch.head and target != "compressed-tensors":
-                raise _refusal(
-                    module,
-                    target,
-                    "engines read its head in 16 bits; calibrate the original again, with --head-bits 16",
-                )
+                why = "engines read its head in 16 bits; calibrate the original again, with --head-bits 16"
+                raise _refusal(module, target, why)
             grids[module] = scheme, spec_of(weight)
             bias = {} if weight.bias is None else {"bias": weight.bias}
             tensors = encode(target, module, scheme, weight, dtype) | bias
@@ -80,9 +77,10 @@ def convert(model: str | Path, target: str, out: Path) -> int:
         for name in source.names():
             if not name.startswith(own):
                 folder.add({name: source.tensor(name)})
-        settings = settings_of(
-            target, grids, [m for m in dict.fromkeys((arch.head, *modules)) if m not in grids]
-        )
+        if arch.head in grids:  # not the embedding any more, whatever the source said
+            source.config["tie_word_embeddings"] = False
+        left_out = [module for module in dict.fromkeys((arch.head, *modules)) if module not in grids]
+        settings = settings_of(target, grids, left_out)
     except BaseException:
         folder.abandon()
         raise

@@ -1,11 +1,15 @@
 """Converted checkpoints hold the same weights; what a format cannot hold is refused by name."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from qrt.quant.checkpoint import open_checkpoint
+from qrt.quant.checkpoint import gptq, open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate import cli
+from qrt_calibrate.rtn import round_weight
 from tiny_models import quantize_checkpoint, random_checkpoint
 
 
@@ -52,6 +56,25 @@ def test_there_and_back(made, tmp_path, bits, to, symmetric):
     for folder in ("there", "back"):
         for got, wanted in zip(weights(tmp_path / folder), weights(source), strict=True):
             assert torch.equal(got, wanted), folder
+
+
+def test_a_quantized_head_of_gptq_is_one_by_name(made, tmp_path):
+    """Whatever config.json said of tying: the head is no longer the embedding."""
+    folder = tmp_path / "gptq"
+    assert convert(made(), "gptq", folder) == 0
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    head = round_weight(tensors.pop("lm_head.weight").float(), group(4, False), torch.float16)
+    tensors |= {f"lm_head.{name}": tensor.contiguous() for name, tensor in gptq.encode(head).items()}
+    config["tie_word_embeddings"] = config["quantization_config"]["lm_head"] = True
+    del config["quantization_config"]["dynamic"]["-:^lm_head$"]
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert convert(folder, "compressed-tensors", tmp_path / "out") == 0
+    out = open_checkpoint(tmp_path / "out")
+    assert torch.equal(out.linear("lm_head")[1].dequantize(), head.dequantize())
+    assert out.config["tie_word_embeddings"] is False and not out.quantization["ignore"]
+    (entry,) = out.quantization["config_groups"].values()
+    assert "lm_head" in entry["targets"]
 
 
 def test_what_would_lose_is_refused(made, tmp_path, capsys):

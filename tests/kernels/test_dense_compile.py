@@ -28,6 +28,11 @@ for scheme, bits, symmetric, group, dtype, tokens in (
     weight = random_weight(128, 1024, bits, group, symmetric=symmetric, dtype=dtype)
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), dtype)
     kernel.linear(torch.empty(tokens, 1024, dtype=dtype), tensors, None, scheme)
+kernel._plan = lambda *weight: kernel.Plan(2, 1, 4, 3)
+for scheme, bits, tokens in (("w4a16", 4, 16), ("w8a16", 8, 32)):
+    weight = random_weight(256, 1024, bits, 128, symmetric=False, dtype=BF16)
+    tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), BF16)
+    kernel.linear_silu(torch.empty(tokens, 1024, dtype=BF16), tensors, None, scheme)
 for scheme, symmetric, group, dtype, plan in (
     ("w4a16", False, 128, BF16, (256, 2, 1, 1, 4, 3)), ("w8a16", True, 128, BF16, (128, 1, 2, 2, 3, 3)),
     ("w4a16", False, 32, FP16, (64, 1, 1, 2, 3, 3)),
@@ -45,11 +50,15 @@ for plan in ((128, 256, 1, 4), (64, 128, 2, 6)):
     weight = torch.empty(128, 1024, dtype=torch.int8), torch.empty(128), torch.zeros(128, dtype=torch.int32)
     plan = hopper_int8_kernel.HopperPlan(*plan)
     hopper_int8_kernel.hopper_int8_gemm(x, *weight, None, torch.empty(300, 128, dtype=BF16), plan)
-for plan in ((128, 256, 1, 4), (64, 128, 1, 6)):
+for plan in ((64, 64, 2, 12), (16, 64, 2, 8)):
+    y = torch.empty(2, 300, 128)
+    hopper_int8_kernel.hopper_int8_gemm(x, *weight, None, y, hopper_int8_kernel.HopperPlan(*plan))
+for plan in ((128, 256, 1, 4), (64, 128, 1, 6), (16, 128, 1, 6)):
     y = torch.empty(300, 64, dtype=BF16)
     hopper_int8_kernel.hopper_int8_gemm(x, *weight, None, y, hopper_int8_kernel.HopperPlan(*plan), 2)
 rmsnorm(torch.empty(9, 12, 128, dtype=BF16)[:, :8], torch.empty(128, dtype=BF16), 1e-5)
 add_rmsnorm(*torch.empty(2, 9, 8192, dtype=FP16), torch.empty(8192, dtype=FP16), 1e-5)
+add_rmsnorm(torch.empty(9, 8192, dtype=FP16), torch.empty(2, 9, 8192), torch.empty(8192, dtype=FP16), 1e-5)
 table = torch.empty(99, 4096, dtype=BF16)
 embed_rmsnorm(torch.zeros(9, dtype=torch.int64), table, table[0], 1e-5)
 silu_mul(torch.empty(9, 28672, dtype=BF16))
@@ -61,6 +70,6 @@ silu_mul_int8(torch.empty(9, 28672, dtype=BF16))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
-        "_fused": 3, "_wide": 3, "_stream": 3, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
-        "_hopper_int8": 4, "_rmsnorm": 3, "_silu_mul": 1, "_silu_mul_int8": 1,
+        "_fused": 5, "_wide": 3, "_stream": 3, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
+        "_hopper_int8": 7, "_rmsnorm": 4, "_silu_mul": 1, "_silu_mul_int8": 1,
     }  # fmt: skip
