@@ -62,7 +62,10 @@ def test_a_quantized_head_of_gptq_is_one_by_name(made, tmp_path):
     """Whatever config.json said of tying: the head is no longer the embedding."""
     folder = tmp_path / "gptq"
     assert convert(made(), "gptq", folder) == 0
-    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    tensors, config = (
+        load_file(folder / "model.safetensors"),
+        json.loads((folder / "config.json").read_text()),
+    )
     head = round_weight(tensors.pop("lm_head.weight").float(), group(4, False), torch.float16)
     tensors |= {f"lm_head.{name}": tensor.contiguous() for name, tensor in gptq.encode(head).items()}
     config["tie_word_embeddings"] = config["quantization_config"]["lm_head"] = True
