@@ -24,13 +24,13 @@ import numpy as np
 
 from qrt.config import SamplingParams
 from qrt.engine.admission import expected_output, peak_slots
+from qrt.engine.growth import Growth, short
 from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta
 from qrt.engine.plan import (
     Adjustment,
     Admission,
     Chunk,
-    Placement,
     Plan,
     Sampling,
     Scoring,
@@ -41,9 +41,6 @@ from qrt.errors import ConfigError, QueueFullError
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
 
-# Slots a decoding request is given at a time while there is room: one call for so many steps.
-GROW_TOKENS = 16
-GROWN_AT_ONCE = 64  # requests that are given some before they must have them
 # A request waits for a running prefill that computes at least so many tokens that it can then share.
 SHARED_TOKENS = 32
 
@@ -87,7 +84,7 @@ class Scheduler:
         self._planned: deque[list[Request]] = deque()  # of launched steps, in the order of `Plan.works`
         # each running request needs a token of the budget for its decode
         self._rows = list(range(min(limits.max_num_seqs, limits.max_num_batched_tokens)))[::-1]
-        self._placed: dict[int, list[Placement]] = {}  # by row: what the next plan tells the request table
+        self._growth = Growth(kv)
         self._refused: Request | None = None  # had no room, and none has been given back since
         self._max_len = min(limits.max_model_len, kv.num_slots)
         self._eos = frozenset(eos_token_ids)
@@ -174,8 +171,7 @@ class Scheduler:
             return None
         decodes = tuple(request.decode() for request in decoding)
         chunks = tuple(chunk for _, chunk in prefilling)
-        placed = tuple(placement for row in self._placed.values() for placement in row)
-        self._placed.clear()
+        placed = self._growth.taken()
         self._planned.append(decoding + [request for request, _ in prefilling])
         self._move_on(decoding, prefilling)
         return Plan(tuple(admitted), placed, decodes, chunks)
@@ -247,42 +243,15 @@ class Scheduler:
 
     def _grow(self) -> bool:
         """A slot for the next token of every request that decodes, pausing from the other end of the order;
-        False when one would have to be paused that a launched step works on.
-
-        Those that would want some soon get them in the same step, so that most steps send the device nothing,
-        but not too many: each costs the host some time.
-        """
+        False when one would have to be paused that a launched step works on."""
         for request in tuple(self.running):
-            while self._short(request, 0):
-                if self._extend(request, GROW_TOKENS) or self._extend(request, 1):
-                    continue
+            while short(request) and not self._growth.give(request):
                 last = self.running[-1]
                 if last.in_flight:
                     return False
                 assert len(self.running) > 1, "a request that fits the pool alone found no room"
                 self._pause(last)
-        few = GROW_TOKENS // 4
-        soon = [request for request in self.running if self._short(request, GROW_TOKENS - few)]
-        if any(self._short(request, few) for request in soon):
-            soon.sort(key=lambda request: len(request.seq or ()) - len(request))
-            for request in soon[:GROWN_AT_ONCE]:
-                self._extend(request, GROW_TOKENS)
-        return True
-
-    def _short(self, request: Request, ahead: int) -> bool:
-        """Whether a request that decodes lacks slots for its known tokens and `ahead` more."""
-        if request.seq is None or not request.decoding or len(request) >= request.max_len:
-            return False
-        return len(request.seq) < min(len(request) + ahead, request.max_len)
-
-    def _extend(self, request: Request, tokens: int) -> bool:
-        """Slots for so many tokens from the last known one on; False when there is no room for them."""
-        assert request.seq is not None
-        start = len(request.seq)
-        slots = self.kv.extend(request.seq, min(len(request) - 1 + tokens, request.max_len) - start)
-        if slots is None:
-            return False
-        self._placed.setdefault(request.row, []).append(Placement(request.row, start, slots))
+        self._growth.give_ahead(self.running)
         return True
 
     def _move_on(self, decoding: list[Request], prefilling: list[tuple[Request, Chunk]]) -> None:
@@ -318,7 +287,7 @@ class Scheduler:
         self.kv.release(request.seq, ids[: min(request.num_computed, len(ids) - 1)], keep)
         request.seq = None
         self._rows.append(request.row)
-        self._placed.pop(request.row, None)
+        self._growth.stop(request)
         self.running.remove(request)
         self._refused = None
 
@@ -346,7 +315,7 @@ class Scheduler:
         request.num_computed = seq.num_cached
         if request.num_cached is None:
             request.num_cached = seq.num_cached
-        self._placed[request.row] = [Placement(request.row, 0, seq.slots.copy())]
+        self._growth.start(request)
         return request
 
     def _spare(self, request: Request, need: int) -> int:

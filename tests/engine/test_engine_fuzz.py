@@ -12,7 +12,7 @@ import torch
 from fake_decoder import EOS, VOCAB, FakeDecoder, fake_engine, greedy, next_logits, run, tokens
 
 from qrt.config import SamplingParams
-from qrt.engine import admission, scheduler
+from qrt.engine import admission, growth, scheduler
 from qrt.engine.request import FinishReason
 from qrt.errors import QueueFullError
 
@@ -86,7 +86,8 @@ def random_engine(rng, monkeypatch):
     monkeypatch.setattr(
         scheduler, "expected_output", lambda done, most, conservative: min(most, done + slack)
     )
-    monkeypatch.setattr(scheduler, "GROW_TOKENS", rng.choice([1, 5]))
+    monkeypatch.setattr(growth, "GROW_TOKENS", rng.choice([1, 5]))
+    monkeypatch.setattr(growth, "GROWN_AT_ONCE", rng.choice([1, 3, 64]))
     monkeypatch.setattr(scheduler, "SHARED_TOKENS", rng.choice([1, 8, 1000]))
     return fake_engine(
         pool=rng.choice([48, 64, 80, 256]),

@@ -1,0 +1,66 @@
+"""Growth: slots for tokens that requests are about to have, and what the request table is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qrt.engine.plan import Placement
+from qrt.engine.request import Request
+from qrt.mem.manager import KVManager
+
+GROW_TOKENS = 16  # that a decoding request is given slots for at a time while there is room
+GROWN_AT_ONCE = 64  # requests that are given some before they must have them: each costs the host some time
+
+
+def short(request: Request, ahead: int = 0) -> bool:
+    """Whether a request that decodes lacks slots for its known tokens and `ahead` more."""
+    if request.seq is None or not request.decoding or len(request) >= request.max_len:
+        return False
+    return len(request.seq) < min(len(request) + ahead, request.max_len)
+
+
+class Growth:
+    """Gives slots to running requests, and keeps for the next plan what it gave."""
+
+    def __init__(self, kv: KVManager) -> None:
+        self._kv = kv
+        self._placed: dict[int, list[Placement]] = {}  # by row of the request table
+
+    def start(self, request: Request) -> None:
+        """A request has got a row, and slots for the tokens it has."""
+        assert request.seq is not None
+        self._placed[request.row] = [Placement(request.row, 0, request.seq.slots.copy())]
+
+    def stop(self, request: Request) -> None:
+        """It gives its row back."""
+        self._placed.pop(request.row, None)
+
+    def taken(self) -> tuple[Placement, ...]:
+        """What the next plan tells the request table; it is told once."""
+        placed = tuple(placement for row in self._placed.values() for placement in row)
+        self._placed.clear()
+        return placed
+
+    def give(self, request: Request) -> bool:
+        """Slots for a request that is `short`; False when there is room for none."""
+        return self._extend(request, GROW_TOKENS) or self._extend(request, 1)
+
+    def give_ahead(self, running: Sequence[Request]) -> None:
+        """When some want slots soon, all others get theirs in the same step, if they are not too many: most
+        steps then send the device nothing."""
+        few = GROW_TOKENS // 4
+        soon = [request for request in running if short(request, GROW_TOKENS - few)]
+        if any(short(request, few) for request in soon):
+            soon.sort(key=lambda request: len(request.seq or ()) - len(request))
+            for request in soon[:GROWN_AT_ONCE]:
+                self._extend(request, GROW_TOKENS)
+
+    def _extend(self, request: Request, tokens: int) -> bool:
+        """Slots for so many tokens from the last known one on; False when there is no room for them."""
+        assert request.seq is not None
+        start = len(request.seq)
+        slots = self._kv.extend(request.seq, min(len(request) - 1 + tokens, request.max_len) - start)
+        if slots is None:
+            return False
+        self._placed.setdefault(request.row, []).append(Placement(request.row, start, slots))
+        return True
