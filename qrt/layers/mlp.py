@@ -18,12 +18,10 @@ class MLP:
 
     def __call__(self, x: Tensor | QuantizedTokens) -> Tensor:
         """x [T, H] -> [T, H], or `Linear.shares` of it."""
-        if self.down.int8_tokens and isinstance(x, QuantizedTokens):
+        if not self.down.int8_tokens:
+            return self.down(self.gate_up.silu_mul(x) if isinstance(x, Tensor) else silu_mul(self.gate_up(x)))
+        if isinstance(x, QuantizedTokens):
             return self.down.shares(self.gate_up.silu_mul_int8(x))
-        if not self.down.int8_tokens and isinstance(x, Tensor):
-            return self.down.shares(self.gate_up.silu_mul(x))
         y = self.gate_up(x)
-        if self.down.int8_tokens:
-            codes, scale = silu_mul_int8(y)
-            return self.down.shares(QuantizedTokens(codes, scale, y.dtype))
-        return self.down.shares(silu_mul(y))
+        codes, scale = silu_mul_int8(y)
+        return self.down.shares(QuantizedTokens(codes, scale, y.dtype))

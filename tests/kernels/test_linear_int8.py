@@ -56,6 +56,9 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
     for own, left, right in zip(shares, codes.split(part, 1), tensors[0].split(part, 1), strict=True):
         exact = (left.double() @ right.double().T) * scale.double()[:, None] * tensors[1].double()
         assert_rounded_once(own, exact, exact.abs())
+    for module in (kernel, ref):
+        with pytest.raises(NotImplementedError, match="w4a16 takes no int8 tokens"):
+            module.linear_shares(x, [], "w4a16")
     if tokens:
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(linear_int8_shares, (codes, scale, tensors, "w8a8"), test_utils=checks)

@@ -84,7 +84,7 @@ def _hopper_int8(
 
     last = True
     if SHARES:
-        Y += gl.program_id(1) * M * N
+        Y += gl.program_id(1).to(gl.int64) * M * N
     elif SPLIT:
         acc, last = sum_splits(acc, PARTS, ARRIVALS, MMA)
     if last:

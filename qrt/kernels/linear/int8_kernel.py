@@ -84,7 +84,7 @@ def _int8_gemm(
     at = m.to(tl.int64)[None, :] * N + n[:, None]
     last = True
     if SHARES:
-        Y += split * M * N
+        Y += split.to(tl.int64) * M * N
     elif SPLITS > 1:
         arrivals = ARRIVALS + tl.program_id(0)
         acc, last = sum_splits(acc, PARTS, arrivals, at, real, M * N, split, SPLITS)

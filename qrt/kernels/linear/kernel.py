@@ -259,7 +259,8 @@ def _plan(x: Tensor, weight: TiledWeight, bits: int) -> Plan | StreamPlan | Wide
     if hopper:
         kinds |= {len(kind._fields): kind for kind in (StreamPlan, WidePlan)}
     if measured is not None and len(measured) in kinds:
-        return kinds[len(measured)](*measured)  # type: ignore[no-any-return]
+        chosen: Plan | StreamPlan | WidePlan = kinds[len(measured)](*measured)
+        return chosen
     if few:
         return plan(width, blocks, tiles)
     return wide_plan(width, blocks, tiles) if hopper and measured is None and width <= WIDE_TOKENS else None
@@ -324,7 +325,8 @@ def linear_int8(
 
 def linear_shares(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
     """`qrt::linear_shares` on CUDA tensors."""
-    return WEIGHT_SCHEMES[scheme].linear_triton(x, weight, None, SHARED)
+    codes, scale, _ = quantize_tokens(x.contiguous())
+    return linear_int8_shares(codes, scale, weight, scheme)
 
 
 def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:

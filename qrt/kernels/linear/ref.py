@@ -33,7 +33,8 @@ def linear_int8(
 
 def linear_shares(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
     """x [T, K] -> fp32 [1, T, N]: nothing is split."""
-    return linear(x.float(), weight, None, scheme)[None]
+    codes, scale, _ = QuantizedTokens.of(x)
+    return linear_int8_shares(codes, scale, weight, scheme)
 
 
 def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:

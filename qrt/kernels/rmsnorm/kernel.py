@@ -37,7 +37,8 @@ def _rmsnorm(
     start = token * token_stride + row % HEADS * head_stride
     x = tl.load(X + start[:, None] + k[None, :], mask=inside, other=0.0)
     for s in tl.static_range(1, SHARES):
-        x += tl.load(X + s * ROWS * K + start[:, None] + k[None, :], mask=inside, other=0.0)
+        share = X + tl.cast(ROWS, tl.int64) * (s * K)
+        x += tl.load(share + start[:, None] + k[None, :], mask=inside, other=0.0)
     if SHARES > 0:
         x = x.to(RESIDUAL.dtype.element_ty)
     if RESIDUAL is not None:
