@@ -127,7 +127,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, name: str) -> Tensor:
         fmt.encode_ref(fmt.to_basis(k[some]), fmt.to_basis(v[some]), buffers, some)
     rows = torch.zeros(len(q), dtype=torch.int32, device=device)
     kv_lens = torch.full_like(rows, length)
-    parts = plan_parts(rows, kv_lens, k.shape[1], storage.programs_per_sm(len(q)))
+    parts = plan_parts(rows, kv_lens, k.shape[1], storage.heads_per_sm(*q.shape[:2]))
     turned = fmt.to_basis(q).to(dtype)
     scale = q.shape[-1] ** -0.5
     return decode_attention(turned, buffers, slots[None], rows, kv_lens, parts, name, scale).float()

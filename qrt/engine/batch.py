@@ -15,7 +15,7 @@ from qrt.engine.plan import Plan
 from qrt.engine.sampler import SampleMeta
 from qrt.engine.table import RequestTable
 from qrt.engine.transfer import to_device
-from qrt.kernels.decode_attention.plan import PROGRAMS_PER_SM, plan_parts
+from qrt.kernels.decode_attention.plan import HEADS_PER_SM, plan_parts
 from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
 
 
@@ -53,11 +53,11 @@ def build(
     *,
     num_kv_heads: int,
     attend_cache: bool,
-    programs_per_sm: int = PROGRAMS_PER_SM,
+    heads_per_sm: int = HEADS_PER_SM,
 ) -> Batch:
     """Describe the step, whose `admitted` and `placed` the table knows. Decodes come first, then the chunks.
 
-    `programs_per_sm` as in `plan_parts`.
+    `heads_per_sm` as in `plan_parts`.
     """
     arrays = {**_token_arrays(plan), **_sample_arrays(plan, adjustments)}
     cached = [chunk.end if attend_cache else chunk.start for chunk in plan.chunks]
@@ -72,7 +72,7 @@ def build(
         rows.append(decoding)
         tokens.append(table.last_token[decoding])
         positions.append(kv_lens - 1)
-        parts = plan_parts(decoding, kv_lens, num_kv_heads, programs_per_sm)
+        parts = plan_parts(decoding, kv_lens, num_kv_heads, heads_per_sm)
         decode = DecodeMeta(decoding, kv_lens, parts)
     if plan.chunks:
         table.length[sent["chunk_rows"]] = sent["chunk_ends"]

@@ -214,7 +214,7 @@ class TokenSteps:
             table.last_token,
             table.slot_table,
             self._model.config.num_kv_heads,
-            self._kv.programs_per_sm(size),
+            self._kv.heads_per_sm(size, self._model.config.num_heads),
         )
         none = slots.new_empty(0, dtype=torch.int64)
         decode = DecodeMeta(rows, kv_lens, parts)

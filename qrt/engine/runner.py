@@ -82,7 +82,7 @@ class Runner:
             self.adjustments,
             num_kv_heads=self.model.config.num_kv_heads,
             attend_cache=self.attend_cache,
-            programs_per_sm=self.kv.programs_per_sm(len(plan.decodes)),
+            heads_per_sm=self.kv.heads_per_sm(len(plan.decodes), self.model.config.num_heads),
         )
         hidden = self.model.hidden(batch.step, self.kv)
         fetch = Fetch(self.table.device)

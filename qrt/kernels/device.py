@@ -168,7 +168,7 @@ def online_softmax(query, tile, visible, m, l, acc, FMT: tl.constexpr):
     -inf (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
     scores = tl.where(visible[:, None], FMT.scores(query, tile), -float("inf"))
-    m_new = tl.maximum(m, tl.max(scores + FMT.weight(tile), 0))
+    m_new = tl.maximum(m, tl.max(scores + FMT.weight(tile, m.shape[0]), 0))
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(scores - m_new[None, :])
     return m_new, with_tokens(l, alpha, p), FMT.accumulate(acc, p, alpha, tile)

@@ -51,6 +51,7 @@ class KVStorage:
 
         QrtError when the memory cannot be had."""
         self.num_slots = self.pad_slot = num_slots
+        self._num_kv_heads = num_kv_heads
         # decode attention is planned once for all layers: for the format that most of them have
         self._usual = Counter(formats).most_common(1)[0][0]
         self._layers = []
@@ -72,9 +73,9 @@ class KVStorage:
         """Number of layers."""
         return len(self._layers)
 
-    def programs_per_sm(self, requests: int) -> int:
-        """Of decode attention, at once, as `plan_parts` wants to know it."""
-        return self._usual.block(requests).programs_per_sm
+    def heads_per_sm(self, requests: int, num_heads: int) -> int:
+        """Of decode attention with so many query heads, as `plan_parts` wants to know it."""
+        return self._usual.block(requests, num_heads, self._num_kv_heads).heads_per_sm
 
     def layer(self, index: int) -> KVLayer:
         """The format and tensors of layer `index`."""

@@ -1,5 +1,6 @@
 """Attention and RoPE from their definitions in fp64, and a cache to test kernels on."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +112,12 @@ def cache(
         at += n
     kv_lens = torch.tensor(lens, dtype=torch.int32)
     return Cache(name, buffers, table.to(device), rows.to(device), kv_lens.to(device), ks, vs)
+
+
+def far_slot(name: str, Hkv: int, D: int) -> int:
+    """The first one of which the format's first buffer has 2^31 elements before it."""
+    spec, *_ = KV_FORMATS[name].buffers(1, Hkv, D, torch.float16).values()
+    return -(-(2**31) // math.prod(spec.shape))
 
 
 def queries(n: int, Hq: int, D: int, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_truth import DTYPES, GPU, Cache, attend, bound, cache, error, from_basis, queries
+from attention_truth import DTYPES, GPU, Cache, attend, bound, cache, error, far_slot, from_basis, queries
 from torch.nn import functional as F
 
 from qrt.kernels.decode_attention import decode_attention, kernel, plan, ref
@@ -44,7 +44,7 @@ def truth(q, held: Cache, attend=attend) -> torch.Tensor:
 @FORMATS
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lengths_around_a_tile(device, attention, name, dtype):
-    tile = kernel.block_of(KV_FORMATS[name].block(5), 64, dtype).tokens
+    tile = kernel.block_of(KV_FORMATS[name].block(5, 4, 2), 64, dtype).tokens
     lens = [1, tile - 1, tile, tile + 1, 3 * tile + 5]
     held, q = cache(name, lens, 2, 64, dtype, device), queries(5, 4, 64, dtype, device, name)
     out = run(attention, q, held, [1, 2, 1, 2, 3])
@@ -53,7 +53,20 @@ def test_lengths_around_a_tile(device, attention, name, dtype):
 
 
 @FORMATS
-@pytest.mark.parametrize("Hq,Hkv,D", [(3, 1, 80), (16, 1, 64), (7, 7, 96), (14, 2, 128), (4, 2, 256)])
+@pytest.mark.parametrize(
+    "Hq,Hkv,D",
+    [
+        (3, 1, 80),
+        (16, 1, 64),
+        (7, 7, 96),
+        (14, 2, 128),
+        (4, 2, 256),
+        (6, 2, 80),
+        (4, 4, 64),
+        (16, 4, 96),
+        (4, 2, 128),
+    ],  # pairs of KV heads
+)
 def test_heads_and_head_dims(device, name, Hq, Hkv, D):
     held, q = cache(name, [40], Hkv, D, torch.float16, device), queries(1, Hq, D, torch.float16, device, name)
     for attention in (ref.decode_attention, kernel.decode_attention):
@@ -62,11 +75,14 @@ def test_heads_and_head_dims(device, name, Hq, Hkv, D):
 
 @pytest.mark.parametrize("group", range(1, 17))
 def test_query_heads_of_a_kv_head(device, group):
-    """GQA 1 to 16, of which a dot has rows to spare."""
+    """GQA 1 to 16, of which a dot has rows to spare, or takes those of two KV heads."""
     for name in KV_FORMATS if GPU else [list(KV_FORMATS)[group % len(list(KV_FORMATS))]]:
-        q = queries(1, group, 64, torch.float16, device, name)
-        held = cache(name, [70], 1, 64, torch.float16, device)
-        assert error(run(kernel.decode_attention, q, held, 2), truth(q, held)) < bound(name, torch.float16)
+        for Hkv in (1, 2):
+            q = queries(1, group * Hkv, 64, torch.float16, device, name)
+            held = cache(name, [70], Hkv, 64, torch.float16, device)
+            assert error(run(kernel.decode_attention, q, held, 2), truth(q, held)) < bound(
+                name, torch.float16
+            )
 
 
 @FORMATS
@@ -269,7 +285,7 @@ def test_sizes_of_users(device, name, lens, Hq, Hkv, D):
 @pytest.mark.slow  # gigabytes: not beside other tests
 @FORMATS
 def test_pool_beyond_2_to_the_31_elements(device, name):
-    extra = 2**31 // (2 * 8 * 128 * KV_FORMATS[name].bits // 16) + 100_000
+    extra = far_slot(name, 8, 128) + 100_000
     held = plain(name, [1000], 8, 128, torch.float16, device, extra)
     assert held.buffers[0].numel() > 2**31
     q = queries(1, 32, 128, torch.float16, device, name)

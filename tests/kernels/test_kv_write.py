@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_truth import DTYPES, rope, to_basis
+from attention_truth import DTYPES, far_slot, rope, to_basis
 
 from qrt.kernels.kv_write import kernel, kv_write, ref
 from qrt.quant.kv import KV_FORMATS
@@ -198,7 +198,7 @@ def test_a_prefill_of_8192_tokens(device, name, D):
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_pool_beyond_2_to_the_31_elements(device, name):
     """The same bits into slots at its end as into the first ones, and nothing below them."""
-    slots = 2**31 // (2 * 8 * 128 * KV_FORMATS[name].bits // 16) + 1000
+    slots = far_slot(name, 8, 128) + 1000
     step = Step(name, 301, 32, 8, 128, torch.bfloat16, device, slots=slots)
     near = torch.randperm(400, device=device)[:301].int()
     far = near + slots - 400

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_truth import DTYPES, GPU, Cache, attend, bound, cache, error, from_basis, queries
+from attention_truth import DTYPES, GPU, Cache, attend, bound, cache, error, far_slot, from_basis, queries
 from torch.nn import functional as F
 
 from qrt.kernels.prefill_attention import kernel, prefill_attention, ref
@@ -276,7 +276,7 @@ def test_pool_beyond_2_to_the_31_elements(device, attend_cache, name):
     """The same bits from slots at its end as from the first ones."""
     case = chunks(name, [900, 700], [400, 1], 32, 8, 128, torch.float16, device)
     held, want = case.held, case.run(kernel.prefill_attention, attend_cache)
-    slots, extra = len(held.buffers[0]), 2**31 // (2 * 8 * 128 * KV_FORMATS[name].bits // 16)
+    slots, extra = len(held.buffers[0]), far_slot(name, 8, 128)
     specs = KV_FORMATS[name].buffers(extra + slots, 8, 128, torch.float16).values()
     pool = [spec.zeros(device) for spec in specs]
     for far, near in zip(pool, held.buffers, strict=True):

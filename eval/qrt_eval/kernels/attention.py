@@ -60,7 +60,8 @@ def decode_rows(
             fmt = KV_FORMATS[name]
             num_bytes = tokens * fmt.bytes_per_slot(config.num_kv_heads, dim, q.dtype)
             caches = [_cache(fmt, tokens, config, device) for _ in range(copies(num_bytes))]
-            parts = plan_parts(index, lens, config.num_kv_heads, fmt.block(batch).programs_per_sm)
+            block = fmt.block(batch, heads, config.num_kv_heads)
+            parts = plan_parts(index, lens, config.num_kv_heads, block.heads_per_sm)
             operands = [(q, kv, table, index, lens, parts, name, scale) for kv in caches]
             us = microseconds(decode_attention, operands)
             floor = rates.floor_us(num_bytes + 2 * q.nbytes, flops)

@@ -64,7 +64,8 @@ def _time(model: Decoder, kv: str, batch: int, context: int) -> float:
     table = torch.randperm(tokens, device=device).to(torch.int32).view(batch, context)
     index = torch.arange(batch, device=device, dtype=torch.int32)
     lens = torch.full_like(index, context)
-    parts = plan_parts(index, lens, config.num_kv_heads, storage.programs_per_sm(batch))
+    heads_per_sm = storage.heads_per_sm(batch, config.num_heads)
+    parts = plan_parts(index, lens, config.num_kv_heads, heads_per_sm)
     step = StepMeta(
         tokens=index.long() % VOCABULARY,
         positions=lens - 1,

@@ -1,9 +1,9 @@
 """Triton kernel of decode_attention: see the package's docstring for the contract.
 
-A program attends one part (`plan`) of one request's tokens for the query heads of one KV head, packed into
-the columns of the dot. The last of up to `FAN_IN` parts to arrive merges them by their base-2 log-sum-exp,
-the last of the groups so merged merges those, and whoever holds the whole leaves the basis of the cache
-(research/kv.md section 2.5). Parts are added in their order, so results do not depend on timing.
+A program attends one part (`plan`) of one request's tokens for the query heads of one KV head, or of two where
+together they fill the columns of the dot. The last of up to `FAN_IN` parts to arrive merges them by their
+base-2 log-sum-exp, the last of the groups so merged merges those, and whoever holds the whole leaves the basis
+of the cache (research/kv.md section 2.5). Parts are added in their order, so results do not depend on timing.
 
 Until the kernel before it is done, a program asks for what it attends first to be brought into the L2 cache.
 """
@@ -31,10 +31,9 @@ from qrt.kernels.device import (
 )
 from qrt.kernels.gpu import overlaps
 from qrt.quant.kv import KV_FORMATS
-from qrt.quant.kv.base import DecodeBlock
+from qrt.quant.kv.base import DOT_COLUMNS, DecodeBlock
 from qrt.quant.kv.device import ASM, KVDevice, all_tokens, no_sums, part_columns
 
-MIN_HEADS = 8  # columns of a tensor-core dot; unused ones cost nothing
 FAN_IN = 16  # parts that one program merges, and groups of parts; where there are more parts, half of them
 MERGED_ROWS = 16  # heads times parts that a warp reads at a time while merging
 LEAST = tl.constexpr(-1e30)  # below every log-sum-exp, and finite
@@ -123,11 +122,14 @@ def _merge(
 
 
 @triton.jit
-def _bring(buffers, slots, valid, head, HEADS: tl.constexpr, BYTES: tl.constexpr):
-    """Ask for a head's K and V of `slots` [N], BYTES of a token in each buffer, to come into the L2 cache."""
+def _bring(
+    buffers, slots, valid, head, HEADS: tl.constexpr, BYTES: tl.constexpr, TOGETHER: tl.constexpr
+):  # fmt: skip
+    """Ask for K and V of `slots` [N] and TOGETHER heads, BYTES of each in each buffer, to come into the L2
+    cache."""
     for i in tl.static_range(len(BYTES)):
         start = buffers[i].to(tl.int64, bitcast=True) + (slots * HEADS + head) * BYTES[i]
-        for line in tl.static_range((BYTES[i] + 127) // 128):
+        for line in tl.static_range((TOGETHER * BYTES[i] + 127) // 128):
             tl.inline_asm_elementwise(
                 "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
                 "=r,l,r", [start + line * 128, valid.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
@@ -139,10 +141,11 @@ def _attend_kernel(
     q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
-    MERGED: tl.constexpr, FAN: tl.constexpr, BYTES: tl.constexpr, launch_pdl: tl.constexpr,
+    MERGED: tl.constexpr, FAN: tl.constexpr, BYTES: tl.constexpr, TOGETHER: tl.constexpr,
+    launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """grid (Hkv, P). partial [P, Hq, D] and lse [P, Hq] take normalized parts."""
-    kv_head, entry = tl.program_id(0), tl.program_id(1)
+    """grid (Hkv / TOGETHER, P). partial [P, Hq, D] and lse [P, Hq] take normalized parts."""
+    kv_head, entry = tl.program_id(0) * TOGETHER, tl.program_id(1)
     part = parts + entry * FIELDS  # of the step, not of the kernel before
     request, table_row = tl.load(part), tl.load(part + 1).to(tl.int64)
     start, end = tl.load(part + 2), tl.load(part + 3)
@@ -153,10 +156,19 @@ def _attend_kernel(
     if launch_pdl:
         if ASM:
             early = start + tl.arange(0, TILE) < end
-            _bring(buffers, tl.load(table, mask=early, other=0).to(tl.int64), early, kv_head, HKV, BYTES)
+            _bring(
+                buffers,
+                tl.load(table, mask=early, other=0).to(tl.int64),
+                early,
+                kv_head,
+                HKV,
+                BYTES,
+                TOGETHER,
+            )
         gdc_wait()
     row = tl.arange(0, M)
-    live, head = row < G, kv_head * G + row
+    SHARE: tl.constexpr = M // TOGETHER  # of the rows, of each KV head
+    live, head = row % SHARE < G, (kv_head + row // SHARE) * G + row % SHARE
     dims, real = part_columns(D, FMT.parts, H)
     result = out + (request.to(tl.int64) * (HKV * G) + head) * D
     if start >= end:
@@ -164,20 +176,20 @@ def _attend_kernel(
         store_halves(result, nothing, nothing, live, dims, real, D)
         return
     lo, hi = load_halves(q + request.to(tl.int64) * stride_q + head * D, live, dims, real, D)
-    query = FMT.query(lo, hi, scale)
+    query = FMT.query(lo, hi, scale, TOGETHER)
     # what a last tile reads beyond the end: of one slot for all programs the memory would be a bottleneck
     beyond = tl.load(slot_table + table_row * stride_table + start)
     m, l = tl.full([M], -float("inf"), tl.float32), no_sums(M, TILE)
-    acc = FMT.empty(M, H, TILE)
+    acc = FMT.empty(M, H, TILE, TOGETHER)
     for first in tl.range(start, end, TILE, num_stages=STAGES):
         valid = first + tl.arange(0, TILE) < end
         slots = tl.load(table, mask=valid, other=beyond).to(tl.int64)
         table += TILE
-        tile = FMT.load(buffers, slots, valid, kv_head, HKV, D, H)
+        tile = FMT.load(buffers, slots, valid, kv_head, HKV, D, H, TOGETHER)
         m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
     if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
         gdc_launch_dependents()
-    lo, hi = FMT.finish(acc)
+    lo, hi = FMT.finish(acc, TOGETHER)
     sums = all_tokens(l)
     inverse = (1.0 / sums)[:, None]
     lo, hi = lo * inverse, hi * inverse
@@ -215,18 +227,18 @@ def decode_attention(
         return out
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device()
-    block = block_of(fmt.block(B), D, q.dtype)
+    block = block_of(fmt.block(B, Hq, Hkv), D, q.dtype)
     partial = torch.empty(P, Hq, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(P, Hq, dtype=torch.float32, device=q.device)
-    heads = max(MIN_HEADS, triton.next_power_of_2(Hq // Hkv))
-    _attend_kernel[(Hkv, P)](
+    heads = max(DOT_COLUMNS, triton.next_power_of_2(Hq // Hkv))
+    _attend_kernel[(Hkv // block.heads, P)](
         q, tuple(kv), slot_table, parts, partial, lse, _arrivals(triton.next_power_of_2(P * Hkv), q.device),
         signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e),
         token_stride(q, "q"), slot_table.stride(0),
         G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts), M=heads, TILE=block.tokens, FMT=device,
         STAGES=block.stages, FIELDS=FIELDS, FAN=FAN_IN,
         MERGED=min(FAN_IN, max(1, MERGED_ROWS * block.warps // heads)),
-        BYTES=tuple(x.shape[2] * x.itemsize for x in kv), num_warps=block.warps, maxnreg=block.registers,
-        launch_pdl=overlaps(q.device),
+        BYTES=tuple(x.stride(1) * x.itemsize for x in kv), TOGETHER=block.heads, num_warps=block.warps,
+        maxnreg=block.registers, launch_pdl=overlaps(q.device),
     )  # fmt: skip
     return out

@@ -16,19 +16,19 @@ FIELDS = 8  # int32 of a part: a sector of memory
 UNIT = 64  # tokens of which parts are made, the last of a request aside
 MIN_PART = 128  # tokens; a shorter part costs more to merge than it gains
 STARTUP = 64  # what starting and merging a part costs, in tokens it could have attended
-PROGRAMS_PER_SM = 12  # that run at once, where no format says
+HEADS_PER_SM = 12  # that run at once, where no format says
 CUTS = (8, 128)  # most parts of a request: among many of them, and among few
 _CUTS_TIMES_REQUESTS = 1 << 13  # that one program can weigh
 
 
-def at_once(num_kv_heads: int, programs_per_sm: int, device: torch.device) -> int:
+def at_once(num_kv_heads: int, heads_per_sm: int, device: torch.device) -> int:
     """Parts that the GPU attends at a time, all KV heads of them."""
-    return max(1, programs_per_sm * multiprocessors(device) // num_kv_heads)
+    return max(1, heads_per_sm * multiprocessors(device) // num_kv_heads)
 
 
-def max_parts(requests: int, num_kv_heads: int, programs_per_sm: int, device: torch.device) -> int:
+def max_parts(requests: int, num_kv_heads: int, heads_per_sm: int, device: torch.device) -> int:
     """Length of the list: one part for each request, and as many again as run at once."""
-    return requests + at_once(num_kv_heads, programs_per_sm, device)
+    return requests + at_once(num_kv_heads, heads_per_sm, device)
 
 
 def max_cuts(requests: int) -> int:
@@ -36,17 +36,15 @@ def max_cuts(requests: int) -> int:
     return min(max(_CUTS_TIMES_REQUESTS // (1 << (max(requests, 1) - 1).bit_length()), CUTS[0]), CUTS[1])
 
 
-def plan_parts(
-    rows: Tensor, kv_lens: Tensor, num_kv_heads: int, programs_per_sm: int = PROGRAMS_PER_SM
-) -> Tensor:
+def plan_parts(rows: Tensor, kv_lens: Tensor, num_kv_heads: int, heads_per_sm: int = HEADS_PER_SM) -> Tensor:
     """The parts of requests with kv_lens int32 [B] tokens at rows int32 [B]: int32 [max_parts, FIELDS].
 
     Of the lengths that cut the longest request evenly, the one that is done first: programs run in waves of
-    as many as the GPU holds (`DecodeBlock.programs_per_sm`), and a last wave of few costs as much as a full
+    as many as the GPU holds (`DecodeBlock.heads_per_sm`), and a last wave of few costs as much as a full
     one. On the device, without a sync; once per step, for all layers.
     """
-    programs = at_once(num_kv_heads, programs_per_sm, kv_lens.device)
-    room = max_parts(len(kv_lens), num_kv_heads, programs_per_sm, kv_lens.device)
+    programs = at_once(num_kv_heads, heads_per_sm, kv_lens.device)
+    room = max_parts(len(kv_lens), num_kv_heads, heads_per_sm, kv_lens.device)
     if not len(kv_lens):
         return cut(rows, kv_lens, kv_lens, room)
     cuts = torch.arange(1, max_cuts(len(kv_lens)) + 1, device=kv_lens.device)

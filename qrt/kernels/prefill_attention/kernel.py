@@ -65,7 +65,7 @@ def _gather_kernel(
     live = token < length
     table = slot_table + tl.load(rows + request).to(tl.int64) * stride_table
     slots = tl.load(table + token, mask=live, other=0).to(tl.int64)
-    k_lo, k_hi, v_lo, v_hi = FMT.decode(FMT.load(buffers, slots, live, head, HKV, D, H))
+    k_lo, k_hi, v_lo, v_hi = FMT.decode(FMT.load(buffers, slots, live, head, HKV, D, H, 1))
     dims, real = part_columns(D, FMT.parts, H)
     at = ((start + token) * HKV + head) * D
     store_halves(k + at, k_lo, k_hi, live, dims, real, D)

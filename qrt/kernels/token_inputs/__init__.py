@@ -3,7 +3,7 @@
 token_inputs: what the model needs of a step in which every token attends through the cache on its own.
 
 token_inputs(rows int32 [T], given int32 [T], tokens int32 [T], length int32 [R], last_token int64 [R],
-             slot_table int32 [R, L], num_kv_heads, programs_per_sm)
+             slot_table int32 [R, L], num_kv_heads, heads_per_sm)
 -> ids int64 [T], positions, slots, kv_lens int32 [T], parts int32 [P, 8]
 
 Token t belongs to row rows[t] of tables of R requests. given[t] is its position and tokens[t] itself; where
@@ -34,16 +34,16 @@ def _fake(
     last_token: Tensor,
     slot_table: Tensor,
     num_kv_heads: int,
-    programs_per_sm: int,
+    heads_per_sm: int,
 ) -> tuple[Tensor, ...]:
-    room = max_parts(len(rows), num_kv_heads, programs_per_sm, rows.device)
+    room = max_parts(len(rows), num_kv_heads, heads_per_sm, rows.device)
     parts = rows.new_empty(room, FIELDS)
     return rows.new_empty(rows.shape, dtype=torch.int64), *(torch.empty_like(rows) for _ in range(3)), parts
 
 
 token_inputs = define(
     "token_inputs(Tensor rows, Tensor given, Tensor tokens, Tensor length, Tensor last_token, "
-    "Tensor slot_table, int num_kv_heads, int programs_per_sm) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor slot_table, int num_kv_heads, int heads_per_sm) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     ref=ref.token_inputs,
     triton="qrt.kernels.token_inputs.kernel:token_inputs",
     fake=_fake,

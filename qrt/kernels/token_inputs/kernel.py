@@ -81,7 +81,7 @@ def token_inputs(
     last_token: Tensor,
     slot_table: Tensor,
     num_kv_heads: int,
-    programs_per_sm: int,
+    heads_per_sm: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the package's docstring."""
     T = expect(rows, "T", torch.int32, "rows")["T"]
@@ -89,13 +89,13 @@ def token_inputs(
         expect(each, "T", torch.int32, name, T=T)
     ids = torch.empty(T, dtype=torch.int64, device=rows.device)
     positions, slots, kv_lens = (torch.empty_like(rows) for _ in range(3))
-    room = max_parts(T, num_kv_heads, programs_per_sm, rows.device)
+    room = max_parts(T, num_kv_heads, heads_per_sm, rows.device)
     parts = torch.empty(room, FIELDS, dtype=torch.int32, device=rows.device)
     most, tile = max_cuts(T), max(MIN_TILE, triton.next_power_of_2(T))
     cuts = triton.next_power_of_2(most)
     _token_inputs[(1,)](
         rows, given, tokens, length, last_token, slot_table, slot_table.stride(0), ids, positions, slots,
-        kv_lens, parts, T, most, at_once(num_kv_heads, programs_per_sm, rows.device), room,
+        kv_lens, parts, T, most, at_once(num_kv_heads, heads_per_sm, rows.device), room,
         T=tile, CUTS=cuts, ROOM=triton.next_power_of_2(room), AT_ONCE=max(1, min(16, 1024 // tile)),
         UNIT=UNIT, MIN_PART=MIN_PART, STARTUP=STARTUP, FIELDS=FIELDS,
         num_warps=4 if tile * cuts <= 2048 else 8,

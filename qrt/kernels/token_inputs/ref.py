@@ -16,14 +16,14 @@ def token_inputs(
     last_token: Tensor,
     slot_table: Tensor,
     num_kv_heads: int,
-    programs_per_sm: int,
+    heads_per_sm: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the package's docstring."""
     kv_lens = torch.where(given < 0, length[rows], given + 1)
     positions = (kv_lens - 1).clamp(min=0)
     ids = torch.where(tokens < 0, last_token[rows], tokens.long())
     slots = slot_table[rows.long(), positions.long()]
-    parts = plan_parts(rows, kv_lens, num_kv_heads, programs_per_sm)
+    parts = plan_parts(rows, kv_lens, num_kv_heads, heads_per_sm)
     return ids, positions, slots, kv_lens, parts
 
 

@@ -12,20 +12,25 @@ from torch import Tensor
 from qrt.quant import rotation
 from qrt.quant.spec import TensorSpec
 
+DOT_COLUMNS = 8  # of a tensor core's; heads that do not fill them cost as much
+
 
 class DecodeBlock(NamedTuple):
     """How decode attention goes through a format: tokens of a tile, tiles in flight, warps, registers of a
-    thread. The fastest of some on an H200 at 32 query and 8 KV heads of 128 (qrt/kernels/NOTES.md)."""
+    thread, KV heads of a program. The fastest of some on an H200 at 32 query and 8 KV heads of 128
+    (qrt/kernels/NOTES.md)."""
 
     tokens: int
     stages: int
     warps: int
     registers: int
+    heads: int = 1
 
     @property
-    def programs_per_sm(self) -> int:
-        """How many run at once on a multiprocessor, by its 64 Ki registers."""
-        return (1 << 16) // (32 * self.warps * self.registers)
+    def heads_per_sm(self) -> int:
+        """KV heads that a multiprocessor attends at once, by the 16 Ki registers of each of its quarters."""
+        warps = 4 * ((1 << 14) // (32 * self.registers))
+        return warps // self.warps * self.heads
 
 
 class KVFormat(ABC):
@@ -39,10 +44,14 @@ class KVFormat(ABC):
     bits: ClassVar[int]  # per value; 16 stands for the model dtype
     rotated: ClassVar[bool]
     decode_blocks: ClassVar[dict[int, DecodeBlock]]  # of so many requests and more
+    pair_blocks: ClassVar[dict[int, DecodeBlock]] = {}  # in pairs of KV heads, where that is faster
 
-    def block(self, requests: int) -> DecodeBlock:
-        """How decode attention goes through so many requests."""
-        return self.decode_blocks[max(least for least in self.decode_blocks if least <= max(requests, 1))]
+    def block(self, requests: int, num_heads: int, num_kv_heads: int) -> DecodeBlock:
+        """How decode attention goes through so many requests: in pairs where two KV heads' query heads share
+        the columns of a dot."""
+        pairs = 2 * num_heads <= DOT_COLUMNS * num_kv_heads and num_kv_heads % 2 == 0
+        blocks = pairs and self.pair_blocks or self.decode_blocks
+        return blocks[max(least for least in blocks if least <= max(requests, 1))]
 
     @abstractmethod
     def buffers(

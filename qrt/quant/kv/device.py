@@ -16,20 +16,22 @@ class KVDevice(NamedTuple):
     """A format's device functions, passed to the kernel bodies as one constexpr.
 
     Of N tokens and M query heads. K and V are the left operands, so that what is unpacked stays in registers
-    and few heads, as 8 columns, waste little of a tensor core's tile.
+    and few heads, as 8 columns, waste little of a tensor core's tile. TOGETHER KV heads may be attended by
+    one dot: their query heads are as many equal shares of the M.
 
     parts       of a half head, see above
     encode      (lo, hi [M, H] fp32, buffers, slots, heads, live, which, HEADS, D) writes
                 vectors of K (which 0) or V (which 1)
-    load        (buffers, slots [N] int64, live [N], head, HEADS, D, H) -> tile of N tokens
-    decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H], the values, in fp32 or the model's dtype
-    query       (lo, hi [M, H], scale) -> the right operand of `scores`; scale turns logits into base 2
+    load        (buffers, slots [N] int64, live [N], head, HEADS, D, H, TOGETHER) -> tile of N tokens
+    decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H] of one head, in fp32 or the model's dtype
+    query       (lo, hi [M, H], scale, TOGETHER) -> the right operand of `scores`; scale turns logits into
+                base 2
     scores      (query, tile) -> [N, M] fp32, base-2 logits
-    weight      (tile) -> bits [N, 1] to add to logits where their largest is sought, or 0; p, which is
-                relative to that, then suits `accumulate`
-    empty       (M, H, N) -> accumulator of V times probabilities
+    weight      (tile, M) -> bits [N, M] or [N, 1] to add to logits where their largest is sought, or 0; p,
+                which is relative to that, then suits `accumulate`
+    empty       (M, H, N, TOGETHER) -> accumulator of V times probabilities
     accumulate  (acc, p [N, M] fp32, alpha [M], tile) -> acc * alpha + V.T @ p
-    finish      (acc) -> lo, hi [M, H] fp32
+    finish      (acc, TOGETHER) -> lo, hi [M, H] fp32
     """
 
     parts: int
@@ -58,40 +60,95 @@ LARGEST_SCALE = tl.constexpr(65504.0)
 @triton.jit
 def part_columns(D: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr):
     """dims [H] of a half head's columns, and which of them are real."""
-    column = tl.arange(0, H)
-    P: tl.constexpr = H // PARTS
-    W: tl.constexpr = D // 2 // PARTS
+    return columns_of(D // 2, PARTS, H, 1)
+
+
+@triton.jit
+def columns_of(W: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr, TOGETHER: tl.constexpr):
+    """Rows of W side by side, each cut into PARTS equal parts that are padded to P / PARTS columns: where
+    columns [TOGETHER * P] are, and which of them are real."""
+    column = tl.arange(0, TOGETHER * P)
     if W == P:
-        return column, column < H
+        return column, column < TOGETHER * P
     else:
-        return column // P * W + column % P, column % P < W
+        part, inside = column % P // (P // PARTS), column % (P // PARTS)
+        return column // P * W + part * (W // PARTS) + inside, inside < W // PARTS
 
 
 @triton.jit
 def load_words(
-    buffers, slots, live, head,
-    HEADS: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
+    buffers, slots, live, head, HEADS: tl.constexpr,
+    WK: tl.constexpr, PARTS: tl.constexpr, PK: tl.constexpr, WV: tl.constexpr, PV: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """K words [N, P] and V words [P, N], int16, and the four scales of each token as one int64 [N].
+    """K words [N, TOGETHER * PK] and V words [TOGETHER * PV, N], int16, of the heads from `head` on, in
+    `columns_of` WK in PARTS and of WV, and the four scales of each token and head as one int64 [N, TOGETHER].
 
     Slots of tokens that are not `live` must be in the buffers too: their words are read, not their scales.
     """
-    column = tl.arange(0, P)
-    token = buffers[0] + (slots * (HEADS * 2 * W) + head * (2 * W))
-    if W == P:  # tokens that are not live have no scale: their words may be any
-        k = tl.load(token[:, None] + column[None, :])
-        v = tl.load(token[None, :] + (W + column)[:, None])
+    k_column, k_real = columns_of(WK, PARTS, PK, TOGETHER)
+    v_column, v_real = columns_of(WV, 1, PV, TOGETHER)
+    first = slots * HEADS + head
+    k_at = buffers[0] + (first * WK)[:, None] + k_column[None, :]
+    v_at = buffers[1] + (first * WV)[None, :] + v_column[:, None]
+    if WK == PK and WV == PV:  # tokens that are not live have no scale: their words may be any
+        k, v = tl.load(k_at), tl.load(v_at)
     else:
-        k_mask, v_mask = live[:, None] & (column < W)[None, :], live[None, :] & (column < W)[:, None]
-        k = tl.load(token[:, None] + column[None, :], mask=k_mask, other=0)
-        v = tl.load(token[None, :] + (W + column)[:, None], mask=v_mask, other=0)
-    return k, v, load_scales(buffers, slots, live, head, HEADS)
+        k = tl.load(k_at, mask=live[:, None] & k_real[None, :], other=0)
+        v = tl.load(v_at, mask=live[None, :] & v_real[:, None], other=0)
+    return k, v, _load_scales(buffers, first, live, TOGETHER)
 
 
 @triton.jit
-def load_scales(buffers, slots, live, head, HEADS: tl.constexpr):
-    """The four scales of each token as one int64 [N]: those of all heads fill sectors of memory."""
-    return tl.load(buffers[1].to(tl.pointer_type(tl.int64)) + (slots * HEADS + head), mask=live, other=0)
+def _load_scales(buffers, first, live, TOGETHER: tl.constexpr):
+    """The four scales of each token and head as one int64: those of all heads fill sectors of memory."""
+    scales = buffers[2].to(tl.pointer_type(tl.int64)) + first
+    if TOGETHER == 1:
+        return tl.load(scales, mask=live, other=0)[:, None]
+    else:
+        scales = scales[:, None] + tl.arange(0, TOGETHER)[None, :]
+        return tl.load(scales, mask=live[:, None], other=0)
+
+
+@triton.jit
+def per_row(x, M: tl.constexpr):
+    """x [N, heads] -> [N, M]: every head's for its rows; of one head [N, 1]."""
+    if x.shape[1] == 1:
+        return x
+    else:
+        shape: tl.constexpr = (x.shape[0], x.shape[1], M // x.shape[1])
+        return tl.reshape(tl.broadcast_to(x[:, :, None], shape), (x.shape[0], M))
+
+
+@triton.jit
+def own_columns(M: tl.constexpr, TOGETHER: tl.constexpr):
+    """[M, TOGETHER, 1]: which of the heads is the row's."""
+    share = tl.arange(0, M) // (M // TOGETHER)
+    return (share[:, None] == tl.arange(0, TOGETHER)[None, :])[:, :, None]
+
+
+@triton.jit
+def apart(x, TOGETHER: tl.constexpr):
+    """x [M, C] -> [M, TOGETHER * C], zero outside of the columns of a row's own head: so one dot is enough
+    for all heads."""
+    if TOGETHER == 1:
+        return x
+    else:
+        M: tl.constexpr = x.shape[0]
+        C: tl.constexpr = x.shape[1]
+        wide = tl.broadcast_to(x[:, None, :], (M, TOGETHER, C))
+        return tl.reshape(tl.where(own_columns(M, TOGETHER), wide, tl.zeros_like(wide)), (M, TOGETHER * C))
+
+
+@triton.jit
+def together(x, TOGETHER: tl.constexpr):
+    """The inverse: x [M, TOGETHER * C] -> [M, C], whatever lies outside."""
+    if TOGETHER == 1:
+        return x
+    else:
+        M: tl.constexpr = x.shape[0]
+        wide = tl.reshape(x, (M, TOGETHER, x.shape[1] // TOGETHER))
+        return tl.sum(tl.where(own_columns(M, TOGETHER), wide, 0.0), 1)
 
 
 @triton.jit
@@ -102,7 +159,7 @@ def scale_of(scales, INDEX: tl.constexpr):
 
 @triton.jit
 def words_weight(scales):
-    """The `weight` [N] of V in units of its scales: the largest probability times scale becomes
+    """The `weight` of V in units of its scales [N, heads]: the largest probability times scale becomes
     2^HEADROOM_BITS."""
     largest = tl.maximum(tl.maximum(scale_of(scales, 2), scale_of(scales, 3)), SMALLEST_SCALE)
     if ASM:
@@ -137,15 +194,18 @@ def all_tokens(sums):
 @triton.jit
 def store_scale(scale, buffers, slots, heads, live, HEADS: tl.constexpr, index):
     """One fp16 of each vector's four."""
-    tl.store(buffers[1] + (slots * HEADS + heads) * 4 + index, scale, mask=live)
+    tl.store(buffers[2] + (slots * HEADS + heads) * 4 + index, scale, mask=live)
 
 
 @triton.jit
-def store_words(words, buffers, slots, heads, live, which, HEADS: tl.constexpr, W: tl.constexpr):
-    """words int32 [M, P] as the int16 words of K (which 0) or V (which 1)."""
-    column = tl.arange(0, words.shape[1])
-    at = buffers[0] + (slots * (HEADS * 2 * W) + heads * (2 * W) + which * W)[:, None] + column[None, :]
-    tl.store(at, words.to(tl.int16), mask=live[:, None] & (column < W)[None, :])
+def store_words(
+    words, buffer, slots, heads, live,
+    HEADS: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """words int32 [M, P] as int16 words of K or V, W of a head."""
+    column, real = columns_of(W, PARTS, words.shape[1], 1)
+    at = buffer + ((slots * HEADS + heads) * W)[:, None] + column[None, :]
+    tl.store(at, words.to(tl.int16), mask=live[:, None] & real[None, :])
 
 
 @triton.jit

@@ -1,13 +1,14 @@
 """The layout that the integer KV formats share: planes of codes in 16-bit words, one scale per half head.
 
-    kv     int16 [S, Hkv, Wk + Wv]   W = D * bits / 16; word j holds dim j + p * W in plane p; K's, then V's
-    scale  fp16  [S, Hkv, 4]         (k_lo, k_hi, v_lo, v_hi), read by the kernels as one int64
+    k, v   int16 [S, Hkv, W]   W = D * bits / 16; word j holds dim j + p * W in plane p
+    scale  fp16  [S, Hkv, 4]   (k_lo, k_hi, v_lo, v_hi), read by the kernels as one int64
 
 int4, D = 128     bits  15..12    11..8     7..4     3..0
 word j (0..31)          j + 96    j + 64    j + 32   j       two planes per half head
 
 16-bit words keep Triton on wide loads, and one shift-and-mask unpacks the same plane of two words at once
-(research/kv.md sections 2.3 and 2.4).
+(research/kv.md sections 2.3 and 2.4). Heads lie side by side, so that K of two int4 heads fills a line of
+memory.
 """
 
 from __future__ import annotations
@@ -76,23 +77,21 @@ class PlaneFormat(KVFormat):
             raise UnsupportedError(
                 f"KV format {self.name}: head_dim {head_dim}, wanted a multiple of {planes}; use --kv fp16"
             )
-        words = head_dim // self.k.planes + head_dim // self.v.planes
         return {
-            "kv": TensorSpec((num_slots, num_kv_heads, words), torch.int16),
+            "k": TensorSpec((num_slots, num_kv_heads, head_dim // self.k.planes), torch.int16),
+            "v": TensorSpec((num_slots, num_kv_heads, head_dim // self.v.planes), torch.int16),
             "scale": TensorSpec((num_slots, num_kv_heads, 4), torch.float16),
         }
 
     def encode_ref(self, k: Tensor, v: Tensor, buffers: Sequence[Tensor], slots: Tensor) -> None:
         """See KVFormat."""
-        kv, scale = buffers
         (k_words, k_scales), (v_words, v_scales) = self.k.pack(k), self.v.pack(v)
-        kv[slots] = torch.cat((k_words, v_words), -1)
+        k_buffer, v_buffer, scale = buffers
+        k_buffer[slots], v_buffer[slots] = k_words, v_words
         scale[slots] = torch.cat((k_scales, v_scales), -1)
 
     def decode_ref(self, buffers: Sequence[Tensor], slots: Tensor) -> tuple[Tensor, Tensor]:
         """See KVFormat."""
-        kv, scale = buffers
-        k_share = kv.shape[-1] * self.k.bits // (self.k.bits + self.v.bits)
-        k_words, v_words = kv[slots].tensor_split((k_share,), -1)
-        k_scales, v_scales = scale[slots].split(2, -1)
+        k_words, v_words, scale = (buffer[slots] for buffer in buffers)
+        k_scales, v_scales = scale.split(2, -1)
         return self.k.unpack(k_words, k_scales), self.v.unpack(v_words, v_scales)

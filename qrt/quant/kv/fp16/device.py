@@ -7,7 +7,11 @@ from qrt.quant.kv.device import KVDevice
 
 
 @triton.jit
-def _load(buffers, slots, live, head, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
+def _load(
+    buffers, slots, live, head,
+    HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(TOGETHER == 1)  # a head fills lines of memory
     column = tl.arange(0, H)
     token = buffers[0] + (slots * (HEADS * 2 * D) + head * (2 * D))
     k_mask, v_mask = live[:, None], live[None, :]
@@ -25,7 +29,7 @@ def _decode(tile):
 
 
 @triton.jit
-def _query(lo, hi, scale):
+def _query(lo, hi, scale, TOGETHER: tl.constexpr):
     return tl.trans(lo), tl.trans(hi), scale
 
 
@@ -37,12 +41,12 @@ def _scores(query, tile):
 
 
 @triton.jit
-def _weight(tile):
+def _weight(tile, M: tl.constexpr):
     return 0.0
 
 
 @triton.jit
-def _empty(M: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
+def _empty(M: tl.constexpr, H: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr):
     return tl.zeros([H, M], tl.float32), tl.zeros([H, M], tl.float32)
 
 
@@ -55,7 +59,7 @@ def _accumulate(acc, p, alpha, tile):
 
 
 @triton.jit
-def _finish(acc):
+def _finish(acc, TOGETHER: tl.constexpr):
     return tl.trans(acc[0]), tl.trans(acc[1])
 
 

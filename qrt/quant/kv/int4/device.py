@@ -13,16 +13,19 @@ from qrt.quant.kv.device import (
     ASM,
     KVDevice,
     all_tokens,
+    apart,
     floor_above,
     floor_plus,
     load_words,
     no_sums,
     part_columns,
+    per_row,
     scale_of,
     steps_of,
     store_scale,
     store_words,
     stored_scale,
+    together,
     with_tokens,
     words_weight,
 )
@@ -87,8 +90,11 @@ def _nibbles(words):
 
 
 @triton.jit
-def _load(buffers, slots, live, head, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
-    return load_words(buffers, slots, live, head, HEADS, D // 4, H // 2)
+def _load(
+    buffers, slots, live, head,
+    HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    return load_words(buffers, slots, live, head, HEADS, D // 4, 1, H // 2, D // 4, H // 2, TOGETHER)
 
 
 @triton.jit
@@ -105,11 +111,11 @@ def _half(a, b):
 
 @triton.jit
 def _values(words, scale_lo, scale_hi):
-    """Words [N, P] and the scales [N] of their half heads -> lo, hi [N, 2P] fp32, (n - 7.5) times scale."""
+    """Words [N, P] and scales [N, 1] of their half heads -> lo, hi [N, 2P] fp32, (n - 7.5) times scale."""
     a, b, c, d = _exact(words)
     lo = _half(a.to(tl.float32), b.to(tl.float32) * 0.0625) + 0.5
     hi = _half(c.to(tl.float32), d.to(tl.float32) * 0.0625) + 0.5
-    return lo * scale_lo[:, None], hi * scale_hi[:, None]
+    return lo * scale_lo, hi * scale_hi
 
 
 @triton.jit
@@ -120,37 +126,38 @@ def _decode(tile):
 
 
 @triton.jit
-def _half_query(half, scale):
+def _half_query(half, scale, TOGETHER: tl.constexpr):
     a, b = _parts(half.to(tl.float32) * scale)
     a, b = a.to(tl.float16), (b * 0.0625).to(tl.float16)
     less = tl.sum(a.to(tl.float32), 1) * -LOW_BIAS - tl.sum(b.to(tl.float32), 1) * HIGH_BIAS
-    return tl.trans(a), tl.trans(b), less
+    return tl.trans(apart(a, TOGETHER)), tl.trans(apart(b, TOGETHER)), less
 
 
 @triton.jit
-def _query(lo, hi, scale):
-    return _half_query(lo, scale) + _half_query(hi, scale)
+def _query(lo, hi, scale, TOGETHER: tl.constexpr):
+    return _half_query(lo, scale, TOGETHER) + _half_query(hi, scale, TOGETHER)
 
 
 @triton.jit
 def _scores(query, tile):
     q_a, q_b, less_lo, q_c, q_d, less_hi = query
     k_a, k_b, k_c, k_d = _biased(tile[0])
-    shape: tl.constexpr = (k_a.shape[0], q_a.shape[1])
+    M: tl.constexpr = q_a.shape[1]
+    shape: tl.constexpr = (k_a.shape[0], M)
     lo = tl.dot(k_a, q_a, tl.broadcast_to(less_lo[None, :], shape))  # what a bias costs, from the start
     hi = tl.dot(k_c, q_c, tl.broadcast_to(less_hi[None, :], shape))
     lo, hi = tl.dot(k_b, q_b, lo), tl.dot(k_d, q_d, hi)
-    return lo * scale_of(tile[2], 0)[:, None] + hi * scale_of(tile[2], 1)[:, None]
+    return lo * per_row(scale_of(tile[2], 0), M) + hi * per_row(scale_of(tile[2], 1), M)
 
 
 @triton.jit
-def _weight(tile):
-    return words_weight(tile[2])[:, None]
+def _weight(tile, M: tl.constexpr):
+    return per_row(words_weight(tile[2]), M)
 
 
 @triton.jit
-def _empty(M: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
-    part = tl.zeros([H // 2, M], tl.float32)
+def _empty(M: tl.constexpr, H: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr):
+    part = tl.zeros([TOGETHER * H // 2, M], tl.float32)
     mass = no_sums(M, N)
     return part, part, part, part, mass, mass
 
@@ -158,7 +165,8 @@ def _empty(M: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def _accumulate(acc, p, alpha, tile):
     a, b, c, d, mass_lo, mass_hi = acc
-    p_lo, p_hi = p * scale_of(tile[2], 2)[:, None], p * scale_of(tile[2], 3)[:, None]
+    M: tl.constexpr = p.shape[1]
+    p_lo, p_hi = p * per_row(scale_of(tile[2], 2), M), p * per_row(scale_of(tile[2], 3), M)
     mass_lo, mass_hi = with_tokens(mass_lo, alpha, p_lo), with_tokens(mass_hi, alpha, p_hi)
     alpha = alpha[None, :]
     p_lo, p_hi = p_lo.to(tl.float16), p_hi.to(tl.float16)
@@ -169,10 +177,15 @@ def _accumulate(acc, p, alpha, tile):
 
 
 @triton.jit
-def _finish(acc):
+def _half_sum(a, b, mass, TOGETHER: tl.constexpr):
+    a, b = together(tl.trans(a), TOGETHER), together(tl.trans(b), TOGETHER)
+    return _half(a, b * 0.0625) + 0.5 * all_tokens(mass)[:, None]
+
+
+@triton.jit
+def _finish(acc, TOGETHER: tl.constexpr):
     a, b, c, d, mass_lo, mass_hi = acc
-    lo = _half(tl.trans(a), tl.trans(b) * 0.0625) + 0.5 * all_tokens(mass_lo)[:, None]
-    return lo, _half(tl.trans(c), tl.trans(d) * 0.0625) + 0.5 * all_tokens(mass_hi)[:, None]
+    return _half_sum(a, b, mass_lo, TOGETHER), _half_sum(c, d, mass_hi, TOGETHER)
 
 
 @triton.jit
@@ -214,7 +227,8 @@ def _encode(
 ):  # fmt: skip
     scale_lo, scale_hi = _best_scale(lo, D), _best_scale(hi, D)
     words = _byte(lo, scale_lo) + (_byte(hi, scale_hi) << 8)
-    store_words(words, buffers, slots, heads, live, which, HEADS, D // 4)
+    buffer = tl.where(which == 0, buffers[0], buffers[1])
+    store_words(words, buffer, slots, heads, live, HEADS, D // 4, 1)
     store_scale(scale_lo, buffers, slots, heads, live, HEADS, 2 * which)
     store_scale(scale_hi, buffers, slots, heads, live, HEADS, 2 * which + 1)
 

@@ -10,13 +10,16 @@ import triton.language as tl
 from qrt.quant.kv.device import (
     ASM,
     KVDevice,
+    apart,
     floor_plus,
     load_words,
+    per_row,
     scale_of,
     steps_of,
     store_scale,
     store_words,
     stored_scale,
+    together,
     words_weight,
 )
 
@@ -58,48 +61,54 @@ def _exact(words):
 
 
 @triton.jit
-def _load(buffers, slots, live, head, HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
-    return load_words(buffers, slots, live, head, HEADS, D // 2, H)
+def _load(
+    buffers, slots, live, head,
+    HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    return load_words(buffers, slots, live, head, HEADS, D // 2, 1, H, D // 2, H, TOGETHER)
 
 
 @triton.jit
 def _decode(tile):
     k_lo, k_hi = _exact(tile[0])
     v_lo, v_hi = _exact(tl.trans(tile[1]))
-    k_lo, k_hi = k_lo * scale_of(tile[2], 0)[:, None], k_hi * scale_of(tile[2], 1)[:, None]
-    return k_lo, k_hi, v_lo * scale_of(tile[2], 2)[:, None], v_hi * scale_of(tile[2], 3)[:, None]
+    k_lo, k_hi = k_lo * scale_of(tile[2], 0), k_hi * scale_of(tile[2], 1)
+    return k_lo, k_hi, v_lo * scale_of(tile[2], 2), v_hi * scale_of(tile[2], 3)
 
 
 @triton.jit
-def _query(lo, hi, scale):
+def _query(lo, hi, scale, TOGETHER: tl.constexpr):
     lo, hi = (lo.to(tl.float32) * scale).to(tl.float16), (hi.to(tl.float32) * scale).to(tl.float16)
     less_lo, less_hi = tl.sum(lo.to(tl.float32), 1) * -K_BIAS, tl.sum(hi.to(tl.float32), 1) * -K_BIAS
-    return tl.trans(lo), tl.trans(hi), less_lo, less_hi
+    return tl.trans(apart(lo, TOGETHER)), tl.trans(apart(hi, TOGETHER)), less_lo, less_hi
 
 
 @triton.jit
 def _scores(query, tile):
     q_lo, q_hi, less_lo, less_hi = query
     k_lo, k_hi = _biased(tile[0])
-    shape: tl.constexpr = (k_lo.shape[0], q_lo.shape[1])
+    M: tl.constexpr = q_lo.shape[1]
+    shape: tl.constexpr = (k_lo.shape[0], M)
     lo = tl.dot(k_lo, q_lo, tl.broadcast_to(less_lo[None, :], shape))  # what a bias costs, from the start
     hi = tl.dot(k_hi, q_hi, tl.broadcast_to(less_hi[None, :], shape))
-    return lo * scale_of(tile[2], 0)[:, None] + hi * scale_of(tile[2], 1)[:, None]
+    return lo * per_row(scale_of(tile[2], 0), M) + hi * per_row(scale_of(tile[2], 1), M)
 
 
 @triton.jit
-def _weight(tile):
-    return words_weight(tile[2])[:, None]
+def _weight(tile, M: tl.constexpr):
+    return per_row(words_weight(tile[2]), M)
 
 
 @triton.jit
-def _empty(M: tl.constexpr, H: tl.constexpr, N: tl.constexpr):
-    return tl.zeros([H, M], tl.float32), tl.zeros([H, M], tl.float32)
+def _empty(M: tl.constexpr, H: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr):
+    half = tl.zeros([TOGETHER * H, M], tl.float32)
+    return half, half
 
 
 @triton.jit
 def _accumulate(acc, p, alpha, tile):
-    p_lo, p_hi = p * scale_of(tile[2], 2)[:, None], p * scale_of(tile[2], 3)[:, None]
+    M: tl.constexpr = p.shape[1]
+    p_lo, p_hi = p * per_row(scale_of(tile[2], 2), M), p * per_row(scale_of(tile[2], 3), M)
     v_lo, v_hi = _exact(tile[1])
     lo = tl.dot(v_lo, p_lo.to(tl.float16), acc[0] * alpha[None, :])
     hi = tl.dot(v_hi, p_hi.to(tl.float16), acc[1] * alpha[None, :])
@@ -107,8 +116,8 @@ def _accumulate(acc, p, alpha, tile):
 
 
 @triton.jit
-def _finish(acc):
-    return tl.trans(acc[0]), tl.trans(acc[1])
+def _finish(acc, TOGETHER: tl.constexpr):
+    return together(tl.trans(acc[0]), TOGETHER), together(tl.trans(acc[1]), TOGETHER)
 
 
 @triton.jit
@@ -124,7 +133,8 @@ def _encode(
     scale_lo = stored_scale(tl.max(tl.abs(lo), 1), 127.0)
     scale_hi = stored_scale(tl.max(tl.abs(hi), 1), 127.0)
     words = _codes(lo, scale_lo) + (_codes(hi, scale_hi) << 8)
-    store_words(words, buffers, slots, heads, live, which, HEADS, D // 2)
+    buffer = tl.where(which == 0, buffers[0], buffers[1])
+    store_words(words, buffer, slots, heads, live, HEADS, D // 2, 1)
     store_scale(scale_lo, buffers, slots, heads, live, HEADS, 2 * which)
     store_scale(scale_hi, buffers, slots, heads, live, HEADS, 2 * which + 1)
 

@@ -11,13 +11,18 @@ from qrt.quant.kv.planes import PlaneFormat
 
 
 class K8V4Format(PlaneFormat):
-    """A token's K words, two planes, then its V words, four."""
+    """K words of two planes, V words of four."""
 
     name = "k8v4"
     bits = 6
     k = INT8.k
     v = INT4.v
     decode_blocks = {1: DecodeBlock(tokens=64, stages=3, warps=2, registers=128)}
+    pair_blocks = {
+        1: decode_blocks[1],
+        2: DecodeBlock(tokens=64, stages=3, warps=2, registers=200, heads=2),
+        192: DecodeBlock(tokens=32, stages=3, warps=1, registers=255, heads=2),
+    }
 
     def device(self) -> Any:
         """See KVFormat."""
