@@ -7,7 +7,7 @@ from importlib import import_module
 from qrt.cli import ArgumentParser, run_main
 from qrt_eval import flags
 
-OPS = ("layer", "linear", "decode", "prefill", "kv_write", "elementwise", "sample")
+OPS = ("layer", "chain", "linear", "decode", "prefill", "kv_write", "elementwise", "sample")
 
 
 def parser() -> ArgumentParser:

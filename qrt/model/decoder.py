@@ -43,7 +43,10 @@ class DecoderLayer:
         kv: KVLayer, rope: RopeTables,
     ) -> Tensor:  # fmt: skip
         """As a call, and the norm that follows with the one Linear that reads it, if that is not the head."""
-        y = self.attention(qkv, step, kv, rope)
+        return self.after(self.attention(qkv, step, kv, rope), norm, reader, residual)
+
+    def after(self, y: Tensor, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> Tensor:
+        """`into` from what the heads attended on, y [T, Hq*D]."""
         linears = [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
         if len(y) == 1 and self.mlp_norm.eps == norm.eps and _fits(linears, residual):
             tensors = [x.tensors for x in linears] + ([] if reader else [[]])

@@ -32,7 +32,7 @@ def test_the_whole_table(small, tmp_path, capsys):
     result = json.loads(out.read_text())
     cells = {(row["op"], row["what"], row["at"]): row for row in result["kernels"]}
     assert len(cells) == len(result["kernels"]) and {key[0] for key in cells} == {
-        "layer", "linear", "decode", "prefill", "kv_write", "rmsnorm", "silu_mul", "sample",
+        "layer", "chain", "linear", "decode", "prefill", "kv_write", "rmsnorm", "silu_mul", "sample",
     }  # fmt: skip
     for row in cells.values():
         assert row["us"] > 0 and row["floor_us"] > 0 and row["num_bytes"] > 0
@@ -49,6 +49,8 @@ def test_the_whole_table(small, tmp_path, capsys):
         cells["linear", f"w4a16 {name}", "M=1"]["flops"] for name in ("qkv", "o", "gate_up", "down")
     )
     assert layer["flops"] == 2 * products + cells["decode", "int4", "2 x 64"]["flops"]
+    chain = cells["chain", "w4a16", "M=8"]
+    assert chain["flops"] == 8 * products and chain["num_bytes"] < layer["num_bytes"] and chain["ours"]
     # 2 x 64 tokens, 2 heads of K and V: 64 codes in 4 bits and two fp16 scales each
     assert cells["decode", "int4", "2 x 64"]["num_bytes"] == 2 * 64 * 2 * 2 * (64 // 2 + 4)
     baseline = {at for op, what, at in cells if (op, what) == ("prefill", "torch SDPA, contiguous")}

@@ -53,22 +53,13 @@ def test_lengths_around_a_tile(device, attention, name, dtype):
 
 
 @FORMATS
-@pytest.mark.parametrize(
-    "Hq,Hkv,D",
-    [
-        (3, 1, 80),
-        (16, 1, 64),
-        (7, 7, 96),
-        (14, 2, 128),
-        (4, 2, 256),
-        (6, 2, 80),
-        (4, 4, 64),
-        (16, 4, 96),
-        (4, 2, 128),
-    ],  # pairs of KV heads
-)
+@pytest.mark.parametrize("Hq,Hkv,D", [
+    (3, 1, 80), (16, 1, 64), (7, 7, 96), (14, 2, 128), (4, 2, 256),
+    (6, 2, 80), (4, 4, 64), (16, 4, 96), (4, 2, 128),  # where KV heads may be attended in pairs
+])  # fmt: skip
 def test_heads_and_head_dims(device, name, Hq, Hkv, D):
-    held, q = cache(name, [40], Hkv, D, torch.float16, device), queries(1, Hq, D, torch.float16, device, name)
+    held = cache(name, [40, 7], Hkv, D, torch.float16, device)
+    q = queries(2, Hq, D, torch.float16, device, name)
     for attention in (ref.decode_attention, kernel.decode_attention):
         assert error(run(attention, q, held, 2), truth(q, held)) < bound(name, torch.float16)
 
@@ -78,11 +69,35 @@ def test_query_heads_of_a_kv_head(device, group):
     """GQA 1 to 16, of which a dot has rows to spare, or takes those of two KV heads."""
     for name in KV_FORMATS if GPU else [list(KV_FORMATS)[group % len(list(KV_FORMATS))]]:
         for Hkv in (1, 2):
-            q = queries(1, group * Hkv, 64, torch.float16, device, name)
-            held = cache(name, [70], Hkv, 64, torch.float16, device)
-            assert error(run(kernel.decode_attention, q, held, 2), truth(q, held)) < bound(
-                name, torch.float16
-            )
+            q = queries(2, group * Hkv, 64, torch.float16, device, name)
+            held = cache(name, [70, 5], Hkv, 64, torch.float16, device)
+            got = run(kernel.decode_attention, q, held, 2)
+            assert error(got, truth(q, held)) < bound(name, torch.float16)
+
+
+BLOCKS = [
+    (name, columns, block)
+    for name in KV_FORMATS
+    for columns, blocks in [(8, KV_FORMATS[name].decode_blocks), *KV_FORMATS[name].pair_blocks.items()]
+    for block in dict.fromkeys(blocks.values())
+]
+
+
+@pytest.mark.parametrize("name, columns, block", BLOCKS)
+def test_every_block(device, monkeypatch, name, columns, block):
+    """Whatever number of requests it is for; also where query heads leave columns empty."""
+    monkeypatch.setattr(kernel, "block_of", lambda *_: block)
+    for group in (columns // 2, columns // 2 - 1):
+        held = cache(name, [150, 3], 2, 64, torch.float16, device)
+        q = queries(2, 2 * group, 64, torch.float16, device, name)
+        assert error(run(kernel.decode_attention, q, held, 2), truth(q, held)) < bound(name, torch.float16)
+
+
+def test_which_heads_go_in_pairs():
+    """int4's where two share the columns of a dot, of many requests, and not an odd number of them."""
+    shapes = ((32, 8), (16, 16), (12, 4), (64, 8), (32, 2), (12, 3))
+    for requests, wanted in {1: [1] * 6, 2: [2, 2, 2, 2, 1, 1], 256: [2, 2, 2, 1, 1, 1]}.items():
+        assert [KV_FORMATS["int4"].block(requests, *heads).heads for heads in shapes] == wanted
 
 
 @FORMATS

@@ -1,6 +1,7 @@
 """A whole decoder layer at decode, as the engine launches it: a chain of kernels in one CUDA graph.
 
-What a kernel is worth shows here, not alone: its start and end may lie under those of its neighbours.
+What a kernel is worth shows here, not alone: its start and end may lie under those of its neighbours. "chain"
+is what lies between the attention of two layers: four products, two norms, silu * up.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from qrt.arch import ModelConfig
 from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.step import DecodeMeta, StepMeta
 from qrt.mem.storage import KVStorage
-from qrt.model.decoder import Decoder
+from qrt.model.decoder import Decoder, DecoderLayer
 from qrt.model.random import random_model
 from qrt.quant.kv import KV_FORMATS
 from qrt_eval.kernels.attention import randomize
+from qrt_eval.kernels.linear import INT8_PRODUCTS
 from qrt_eval.kernels.row import Row
 from qrt_eval.kernels.timer import Rates, activation_dtype, microseconds
 
@@ -30,26 +32,66 @@ def rows(
     config: ModelConfig, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device
 ) -> Iterator[Row]:
     """A row per pair of weight scheme and KV format and per (batch, context)."""
-    layers = GPU_LAYERS if device.type == "cuda" else 1
-    plain = "bf16" if device.type == "cuda" else "fp32"
-    config = replace(config, num_layers=layers, vocab_size=VOCABULARY)
+    plain = _plain(device)
     for scheme, kv in PAIRS:
-        dtype = activation_dtype(device)
-        model = random_model(config, scheme, device=device, dtype=dtype)
-        weight_bytes = sum(t.nbytes for linear in model.linears() for t in linear.parameters())
-        weight_bytes -= sum(t.nbytes for t in model.head.parameters())
+        model = _model(config, scheme, device)
         fmt = KV_FORMATS[kv]
         for batch, context in sizes:
             us = _time(model, kv, batch, context)
-            kv_bytes = batch * context * fmt.bytes_per_slot(config.num_kv_heads, config.head_dim, dtype)
-            num_bytes = weight_bytes // layers + kv_bytes
+            slot_bytes = fmt.bytes_per_slot(config.num_kv_heads, config.head_dim, model.dtype)
+            num_bytes = _weight_bytes(model) + batch * context * slot_bytes
             flops = batch * _flops_per_token(model, context)
-            int8 = scheme == "w8a8"
-            floor_us = rates.floor_us(num_bytes, 0 if int8 else flops, flops if int8 else 0)
             names = [plain if name == "fp16" else name for name in (scheme, kv)]
             what, at = "{}, KV {}".format(*names), f"{batch} x {context}"
+            floor_us = _floor_us(rates, scheme, num_bytes, flops)
             yield Row("layer", what, at, us, floor_us, num_bytes, flops, ours=scheme != "fp16")
         del model
+
+
+def chain_rows(
+    config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device
+) -> Iterator[Row]:
+    """A row per weight scheme and number of tokens."""
+    for scheme in dict.fromkeys(scheme for scheme, _ in PAIRS):
+        model = _model(config, scheme, device)
+        blocks = [
+            (layer, norm, following.attention.qkv)
+            for (layer, norm), following in zip(
+                model.blocks(), model.layers[1:] + model.layers[:1], strict=True
+            )
+        ]
+        for m in tokens:
+            widths = config.num_heads * config.head_dim, config.hidden_size
+            y, residual = (torch.randn(m, width, device=device, dtype=model.dtype) for width in widths)
+            us = microseconds(
+                DecoderLayer.after, [(layer, y, *others, residual) for layer, *others in blocks]
+            )
+            flops, num_bytes = m * _flops_per_token(model, 0), _weight_bytes(model)
+            what = _plain(device) if scheme == "fp16" else scheme
+            floor_us = _floor_us(rates, scheme, num_bytes, flops)
+            yield Row("chain", what, f"M={m}", us, floor_us, num_bytes, flops, ours=scheme != "fp16")
+        del model
+
+
+def _plain(device: torch.device) -> str:
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+def _model(config: ModelConfig, scheme: str, device: torch.device) -> Decoder:
+    layers = GPU_LAYERS if device.type == "cuda" else 1
+    config = replace(config, num_layers=layers, vocab_size=VOCABULARY)
+    return random_model(config, scheme, device=device, dtype=activation_dtype(device))
+
+
+def _weight_bytes(model: Decoder) -> int:
+    """Of a layer."""
+    num_bytes = sum(t.nbytes for linear in model.linears() for t in linear.parameters())
+    return (num_bytes - sum(t.nbytes for t in model.head.parameters())) // model.config.num_layers
+
+
+def _floor_us(rates: Rates, scheme: str, num_bytes: int, flops: int) -> float:
+    int8 = scheme in INT8_PRODUCTS
+    return rates.floor_us(num_bytes, 0 if int8 else flops, flops if int8 else 0)
 
 
 def _time(model: Decoder, kv: str, batch: int, context: int) -> float:

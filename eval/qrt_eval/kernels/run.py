@@ -61,6 +61,8 @@ def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: tor
     prefills = [_pair(text) for text in arguments.prefill] if arguments.prefill else PREFILLS
     if "layer" in ops:
         yield from layer.rows(config, decodes if arguments.decode else LAYERS, rates, device)
+    if "chain" in ops:
+        yield from layer.chain_rows(config, tokens, rates, device)
     if "linear" in ops:
         yield from linear.rows(config, tokens, rates, device)
     if "decode" in ops:

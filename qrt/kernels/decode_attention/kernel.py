@@ -1,9 +1,9 @@
 """Triton kernel of decode_attention: see the package's docstring for the contract.
 
-A program attends one part (`plan`) of one request's tokens for the query heads of one KV head, or of two where
-together they fill the columns of the dot. The last of up to `FAN_IN` parts to arrive merges them by their
-base-2 log-sum-exp, the last of the groups so merged merges those, and whoever holds the whole leaves the basis
-of the cache (research/kv.md section 2.5). Parts are added in their order, so results do not depend on timing.
+A program attends one part (`plan`) of one request's tokens for the query heads of one KV head, or of two that
+are read side by side. The last of up to `FAN_IN` parts to arrive merges them by their base-2 log-sum-exp, the
+last of the groups so merged merges those, and whoever holds the whole leaves the basis of the cache
+(research/kv.md section 2.5). Parts are added in their order, so results do not depend on timing.
 
 Until the kernel before it is done, a program asks for what it attends first to be brought into the L2 cache.
 """
@@ -230,7 +230,7 @@ def decode_attention(
     block = block_of(fmt.block(B, Hq, Hkv), D, q.dtype)
     partial = torch.empty(P, Hq, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(P, Hq, dtype=torch.float32, device=q.device)
-    heads = max(DOT_COLUMNS, triton.next_power_of_2(Hq // Hkv))
+    heads = max(DOT_COLUMNS, block.heads * triton.next_power_of_2(Hq // Hkv))
     _attend_kernel[(Hkv // block.heads, P)](
         q, tuple(kv), slot_table, parts, partial, lse, _arrivals(triton.next_power_of_2(P * Hkv), q.device),
         signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e),

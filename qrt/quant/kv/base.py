@@ -12,7 +12,7 @@ from torch import Tensor
 from qrt.quant import rotation
 from qrt.quant.spec import TensorSpec
 
-DOT_COLUMNS = 8  # of a tensor core's; heads that do not fill them cost as much
+DOT_COLUMNS = 8  # of a tensor core's, at least; heads that do not fill them cost as much
 
 
 class DecodeBlock(NamedTuple):
@@ -44,13 +44,15 @@ class KVFormat(ABC):
     bits: ClassVar[int]  # per value; 16 stands for the model dtype
     rotated: ClassVar[bool]
     decode_blocks: ClassVar[dict[int, DecodeBlock]]  # of so many requests and more
-    pair_blocks: ClassVar[dict[int, DecodeBlock]] = {}  # in pairs of KV heads, where that is faster
+    # the same in pairs of KV heads, by the columns of a dot that the two heads' queries take
+    pair_blocks: ClassVar[dict[int, dict[int, DecodeBlock]]] = {}
 
     def block(self, requests: int, num_heads: int, num_kv_heads: int) -> DecodeBlock:
-        """How decode attention goes through so many requests: in pairs where two KV heads' query heads share
-        the columns of a dot."""
-        pairs = 2 * num_heads <= DOT_COLUMNS * num_kv_heads and num_kv_heads % 2 == 0
-        blocks = pairs and self.pair_blocks or self.decode_blocks
+        """How decode attention goes through so many requests."""
+        group = num_heads // num_kv_heads
+        columns = max(DOT_COLUMNS, 2 << (group - 1).bit_length())
+        pairs = self.pair_blocks.get(columns) if num_kv_heads % 2 == 0 else None
+        blocks = pairs or self.decode_blocks
         return blocks[max(least for least in blocks if least <= max(requests, 1))]
 
     @abstractmethod

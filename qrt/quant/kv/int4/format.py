@@ -20,9 +20,12 @@ class Int4Format(PlaneFormat):
         192: DecodeBlock(tokens=32, stages=2, warps=1, registers=128),
     }
     pair_blocks = {
-        1: decode_blocks[1],
-        2: DecodeBlock(tokens=64, stages=5, warps=2, registers=200, heads=2),
-        192: DecodeBlock(tokens=32, stages=5, warps=1, registers=255, heads=2),
+        8: {
+            1: decode_blocks[1],
+            2: DecodeBlock(tokens=64, stages=5, warps=2, registers=200, heads=2),
+            192: DecodeBlock(tokens=32, stages=5, warps=1, registers=255, heads=2),
+        },
+        16: decode_blocks | {2: DecodeBlock(tokens=64, stages=5, warps=2, registers=255, heads=2)},
     }
 
     def device(self) -> Any:

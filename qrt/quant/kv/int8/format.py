@@ -21,7 +21,9 @@ class Int8Format(PlaneFormat):
         48: DecodeBlock(tokens=64, stages=2, warps=2, registers=128),
         192: DecodeBlock(tokens=32, stages=2, warps=1, registers=128),
     }
-    pair_blocks = decode_blocks | {192: DecodeBlock(tokens=32, stages=2, warps=1, registers=200, heads=2)}
+    pair_blocks = {
+        8: decode_blocks | {192: DecodeBlock(tokens=32, stages=2, warps=1, registers=200, heads=2)}
+    }
 
     def device(self) -> Any:
         """See KVFormat."""

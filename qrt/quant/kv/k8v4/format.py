@@ -19,9 +19,16 @@ class K8V4Format(PlaneFormat):
     v = INT4.v
     decode_blocks = {1: DecodeBlock(tokens=64, stages=3, warps=2, registers=128)}
     pair_blocks = {
-        1: decode_blocks[1],
-        2: DecodeBlock(tokens=64, stages=3, warps=2, registers=200, heads=2),
-        192: DecodeBlock(tokens=32, stages=3, warps=1, registers=255, heads=2),
+        8: {
+            1: decode_blocks[1],
+            2: DecodeBlock(tokens=64, stages=3, warps=2, registers=200, heads=2),
+            192: DecodeBlock(tokens=32, stages=3, warps=1, registers=255, heads=2),
+        },
+        16: {
+            1: decode_blocks[1],
+            2: DecodeBlock(tokens=64, stages=3, warps=2, registers=255, heads=2),
+            192: decode_blocks[1],
+        },
     }
 
     def device(self) -> Any:
