@@ -35,7 +35,7 @@ from qrt_eval.kernels.timer import microseconds
 FUSED_WIDTHS = (8, 16, 32, 64)
 STREAM_WIDTHS = (64,)
 WIDE_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-INT8_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+INT8_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 HEAD_WIDTHS = (8, 16, 64, 128, 256)  # of rows that sample
 MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the largest unless given here
 SMS = 132
@@ -146,11 +146,9 @@ HOPPER_INT8_BLOCKS = ((16, 64, 8), (16, 128, 6), (32, 128, 4), (64, 64, 8), (64,
 def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
     if width <= 64:
         depths = {128: (3, 4), 256: (4, 6)}
-        shapes = {8: ((32, 128), (32, 256), (64, 256)), 16: ((32, 256), (64, 256))}
+        shapes = ((32, 256), (64, 256)) if width == 16 else ((64, 128), (64, 256))
         blocks = [
-            (width, outputs, inputs, 4, stages)
-            for outputs, inputs in shapes.get(width, ((64, 128), (64, 256)))
-            for stages in depths[inputs]
+            (width, outputs, inputs, 4, stages) for outputs, inputs in shapes for stages in depths[inputs]
         ]
     else:  # smaller blocks only where the largest ones are few
         few = width < 1024 and -(-n // 128) * (width // 128) < 4 * SMS

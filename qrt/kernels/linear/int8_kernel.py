@@ -124,8 +124,9 @@ class Plan(NamedTuple):
 
 
 def width_of(tokens: int) -> int:
-    """Token counts that share a Plan, by the largest of them: powers of two, all above 1024 alike."""
-    return min(max(8, triton.next_power_of_2(tokens)), 2048)
+    """Token counts that share a Plan, by the largest of them: powers of two, all up to 16 and all above 1024
+    alike."""
+    return min(max(16, triton.next_power_of_2(tokens)), 2048)
 
 
 def tuning_key(k: int, n: int, width: int) -> str:
