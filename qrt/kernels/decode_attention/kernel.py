@@ -156,15 +156,8 @@ def _attend_kernel(
     if launch_pdl:
         if ASM:
             early = start + tl.arange(0, TILE) < end
-            _bring(
-                buffers,
-                tl.load(table, mask=early, other=0).to(tl.int64),
-                early,
-                kv_head,
-                HKV,
-                BYTES,
-                TOGETHER,
-            )
+            first_slots = tl.load(table, mask=early, other=0).to(tl.int64)
+            _bring(buffers, first_slots, early, kv_head, HKV, BYTES, TOGETHER)
         gdc_wait()
     row = tl.arange(0, M)
     SHARE: tl.constexpr = M // TOGETHER  # of the rows, of each KV head
