@@ -134,6 +134,9 @@ def test_deaths(start, tmp_path):
     """An API process that is killed is replaced and its requests' slots come back; with the engine the
     server dies: a JSON error for who waits, red health, exit code 1, nothing left behind."""
     server = start("--api-server-count", "2")
+    server.wait(
+        lambda: server.log.read_text().count("ready: serving") == 2
+    )  # the other one may be a moment later
     (engine,), apis = server.children("router"), server.children("httpserver")
     assert len(apis) == 2
     (folder,) = tmp_path.glob("qrt-*")
