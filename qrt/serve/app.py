@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,19 @@ OPEN_FOLDER = "/page/"
 PAGE_POLICY = (
     "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 )
+READY_SECONDS = 3.0  # for an engine that runs to answer, before this process takes connections
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 def create_app(service: Service) -> FastAPI:
     """The application; it starts and closes the engine's client."""
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.client.start()
+        # an engine that runs says so at once; one that loads is not waited for, and /liveness answers
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(service.client.ready.wait(), READY_SECONDS)
         yield
         await service.client.close()
 

@@ -72,15 +72,12 @@ class Processes:
             if f"qrt.serve.{module}" in line
         ]
 
-    def running(self) -> int | None:
-        """Requests that run; None where a process that has just been started knows nothing yet."""
-        reply = self.get("/load")
-        return reply.json()["running"] if reply.status_code == 200 else None
+    def load(self) -> dict:
+        return self.get("/load").raise_for_status().json()
 
     def idle(self) -> bool:
-        reply = self.get("/load")  # 503 from a process that has just been started
-        load = reply.json()
-        return reply.status_code == 200 and not (load["running"] or load["waiting"] or load["kv_used_tokens"])
+        load = self.load()
+        return not (load["running"] or load["waiting"] or load["kv_used_tokens"])
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -134,9 +131,7 @@ def test_deaths(start, tmp_path):
     """An API process that is killed is replaced and its requests' slots come back; with the engine the
     server dies: a JSON error for who waits, red health, exit code 1, nothing left behind."""
     server = start("--api-server-count", "2")
-    server.wait(
-        lambda: server.log.read_text().count("ready: serving") == 2
-    )  # the other one may be a moment later
+    server.wait(lambda: server.log.read_text().count("ready: serving") == 2)
     (engine,), apis = server.children("router"), server.children("httpserver")
     assert len(apis) == 2
     (folder,) = tmp_path.glob("qrt-*")
@@ -162,7 +157,7 @@ def test_deaths(start, tmp_path):
     stream.start()
     whole.start()
     assert stream.began.wait(PATIENCE)
-    server.wait(lambda: server.running() == 2)
+    server.wait(lambda: server.load()["running"] == 2)
     os.kill(engine, signal.SIGKILL)
     server.wait(lambda: server.get("/health").status_code == 503)
     stream.join(PATIENCE)
@@ -209,7 +204,7 @@ def test_what_a_server_says_when_it_starts(start):
 def drain(server: Processes) -> None:
     running = Request(server, stream=False, max_tokens=800)
     running.start()
-    server.wait(lambda: server.running() == 1)
+    server.wait(lambda: server.load()["running"] == 1)
     server.process.terminate()
     server.wait(lambda: server.get("/readiness").status_code == 503)
     refused = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE)
