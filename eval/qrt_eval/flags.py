@@ -13,7 +13,7 @@ MODEL_HELP = "checkpoint folder, or 'tiny'"
 
 def positive(text: str) -> int:
     """The type of a flag that wants an integer of at least 1."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"got {text!r}, wanted an integer of at least 1")
     return int(text)
 

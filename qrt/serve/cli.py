@@ -51,7 +51,7 @@ def serve(arguments: Namespace) -> int:
     if model_path(engine.model) is None and not Path(engine.model).is_dir():
         raise CheckpointError(f"{engine.model}: no such folder; give a checkpoint folder, or 'tiny'")
     if server.host not in LOOPBACK and not server.uds and not server.api_keys:
-        logger.warning("%s is reachable from outside and no --api-key is set", server.host)
+        logger.warning("%s is reachable from outside without a key; set --api-key-file", server.host)
     return supervise(engine, server)
 
 

@@ -130,7 +130,11 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
         "--served-model-name", "--model-name", nargs="+", metavar="NAME", help="names of the model in the API"
     )
     group.add_argument(
-        "--api-key", nargs="+", default=[], metavar="KEY", help="any one lets a request in (or QRT_API_KEY)"
+        "--api-key",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help="any one lets a request in; every user of the machine can read it here, unlike in QRT_API_KEY",
     )
     group.add_argument("--api-key-file", metavar="FILE", help="keys, one a line")
     group.add_argument(

@@ -7,6 +7,7 @@ and are not run are refused by name, never dropped.
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -30,6 +31,7 @@ Tokens = list[TokenId]
 TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_LISTS)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")  # as a key: one way to write each, so that none comes twice
 
 # Fields of Sampling that SamplingParams has under the same name.
 SAMPLING_FIELDS = (
@@ -115,7 +117,7 @@ class Sampling(Body):
 
 
 def _token_id(key: str) -> int:
-    if not key.isdigit() or len(key) > 9:
+    if not TOKEN_ID.fullmatch(key):
         raise ConfigError(f"logit_bias: got the key {key[:20]!r}, wanted a token id")
     return int(key)
 

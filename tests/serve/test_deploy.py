@@ -55,6 +55,8 @@ def test_compose_and_prometheus(tmp_path):
     assert server["security_opt"] == ["no-new-privileges:true"] and "privileged" not in server, (
         "seccomp stays"
     )
+    (home,) = (mount for mount in server["tmpfs"] if mount.startswith("/home/qrt"))
+    assert "exec" in home.split(":")[1].split(","), "a compiled kernel's launcher is a library"
     files = [volume.split(":")[0] for s in services.values() for volume in s["volumes"] if volume[0] == "."]
     assert files and all((DEPLOY / file).is_file() for file in files)
     assert (ROOT / server["build"]["dockerfile"]).is_file()

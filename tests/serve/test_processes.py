@@ -201,6 +201,22 @@ def test_what_a_server_says_when_it_starts(start):
     assert {"/v1/completions", "/v1/chat/completions", "/generate", "/metrics"} < set(routes.split(", "))
 
 
+def test_keys_stand_on_no_command_line(start, tmp_path):
+    """A key that comes from a file is known to the API processes, and to nobody who lists processes or reads
+    the log."""
+    keys, key = tmp_path / "keys", "a-key-of-its-own"
+    keys.write_text(key)
+    server = start("--api-key-file", str(keys))
+    assert server.get("/v1/models").status_code == 401
+    allowed = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    assert allowed.status_code == 200
+    lines = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True).stdout.decode().splitlines()
+    processes = [server.process.pid, *server.children("router"), *server.children("httpserver")]
+    seen = [line for line in lines if int(line.split()[0]) in processes]
+    assert len(seen) == 3 and not any(key in line for line in seen)
+    assert key not in server.log.read_text()
+
+
 def drain(server: Processes) -> None:
     running = Request(server, stream=False, max_tokens=800)
     running.start()

@@ -82,7 +82,7 @@ def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: tor
 def _pair(text: str) -> tuple[int, int]:
     """`16x4096` -> (16, 4096)."""
     parts = text.split("x")
-    if len(parts) != 2 or not all(part.isdigit() for part in parts) or int(parts[0]) < 1:
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or int(parts[0]) < 1:
         raise ConfigError(f"size {text!r}: wanted two numbers like 16x4096")
     return int(parts[0]), int(parts[1])
 
