@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from itertools import count
 from typing import Any
@@ -94,7 +95,7 @@ class LLM:
             raise ConfigError(f"priority: got {len(priorities)} for {len(listed)} prompts, wanted one each")
         collectors = [self._collector(prompt, own) for prompt, own in zip(listed, params, strict=True)]
         by_id = {engine_id: collector for collector in collectors for engine_id in collector.engine_ids}
-        try:
+        with self._running(by_id):
             for collector, prompt, first in zip(collectors, listed, priorities, strict=True):
                 salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
                 for engine_id, own in collector.engine_requests():
@@ -110,9 +111,6 @@ class LLM:
                     if collector.finished:
                         bar.set_postfix_str(f"{_rate(tokens, bar)} output tokens/s", refresh=False)
                         bar.update()
-        finally:  # an interrupt or a refused prompt leaves nothing behind
-            for engine_id in by_id:
-                self.engine.abort(engine_id)
         return [collector.output() for collector in collectors]
 
     def chat(
@@ -154,16 +152,26 @@ class LLM:
         """As `score`, and the rank of each token among all that could have come, 1 = likeliest."""
         params = SamplingParams(prompt_logprobs=0)
         parts: dict[str, list[Scores]] = {f"score-{next(self._ids)}": [] for _ in token_ids}
-        try:
+        with self._running(parts):
             for request_id, ids in zip(parts, token_ids, strict=True):
                 self.engine.add(request_id, ids, params, generate=False)
             for delta in self._deltas():
                 if delta.prompt_scores is not None:
                     parts[delta.request_id].append(delta.prompt_scores)
-        finally:
-            for request_id in parts:
-                self.engine.abort(request_id)
         return [concat(scores) if scores else Scores.empty() for scores in parts.values()]
+
+    @contextmanager
+    def _running(self, request_ids: Iterable[str]) -> Iterator[None]:
+        """However it ends, nothing of these requests is left behind."""
+        try:
+            yield
+        except QrtError:  # a refused prompt, a failed step: the engine knows where it stands
+            for request_id in request_ids:
+                self.engine.abort(request_id)
+            raise
+        except BaseException:  # Ctrl-C may have come anywhere
+            self.engine.clear()
+            raise
 
     def _deltas(self) -> Iterator[RequestDelta]:
         """Step until the engine has no work left; QrtError when a step has failed."""

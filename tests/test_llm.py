@@ -2,18 +2,23 @@
 
 import json
 import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
+import qrt
 import small_tokenizers
 from qrt import LLM, SamplingParams
 from qrt.engine import scheduler
 from qrt.errors import CheckpointError, ConfigError, QrtError, UnsupportedError
 from tiny_models import random_checkpoint
 
+SOURCE = str(Path(qrt.__file__).parent)
 KV_BYTES = 4 << 20
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 PROMPTS = ["The quick brown", "今天的天气", "the next token is often the most likely one. " * 3, "x"]
@@ -25,7 +30,7 @@ def folder(tmp_path_factory):
     tokenizer = small_tokenizers.byte_level()
     random_checkpoint(folder, "LlamaForCausalLM", vocab_size=tokenizer.get_vocab_size(), eos_token_id=1)
     generation = {
-        "eos_token_id": [1, 300],
+        "eos_token_id": [1, 300, -1, 9999],  # two that are none
         "temperature": 0.6,
         "top_p": 0.9,
         "top_k": 20,
@@ -273,6 +278,41 @@ def test_an_error_in_a_step_is_named(folder, monkeypatch):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     monkeypatch.undo()
     assert not llm.engine.has_work and len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 4
+
+
+def interrupt(after: int):
+    """A trace function (`sys.settrace`) that is Ctrl-C at that line of qrt's own code; 0: it only counts."""
+    counted = [0]
+
+    def line(frame, event, argument):
+        counted[0] += event == "line"
+        if event == "line" and counted[0] == after:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return line
+
+    def call(frame, event, argument):
+        return line if frame.f_code.co_filename.startswith(SOURCE) else None
+
+    return call, counted
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupt_anywhere_leaves_the_engine_whole(folder, expected, overlap):
+    llm = make(folder, overlap=overlap, max_num_seqs=2, max_num_batched_tokens=40)
+    params = replace(GREEDY, max_tokens=8)
+    short = [tokens[:8] for tokens in expected]
+    trace, lines = interrupt(0)
+    sys.settrace(trace)
+    llm.generate(PROMPTS, params, use_tqdm=False)
+    sys.settrace(None)
+    for after in np.random.default_rng(0).integers(1, lines[0], 40).tolist():
+        with pytest.raises(KeyboardInterrupt):
+            sys.settrace(interrupt(after)[0])
+            llm.generate(PROMPTS, params, use_tqdm=False)
+        assert not llm.engine.has_work, after
+        assert ids_of(llm.generate(PROMPTS, params, use_tqdm=False)) == short, after
+        llm.engine.scheduler.kv.check()
 
 
 def test_what_it_says_of_itself(folder, llm, capfd):

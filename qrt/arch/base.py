@@ -177,7 +177,6 @@ class ModelConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedError(f"config.json: hidden_act {config['hidden_act']!r}; qrt runs 'silu'")
         max_position = _positive(config, "max_position_embeddings")
-        eos = config.get("eos_token_id")
         return cls(
             architecture=arch.name,
             vocab_size=_positive(config, "vocab_size"),
@@ -197,7 +196,7 @@ class ModelConfig:
             qk_norm=arch.qk_norm,
             sliding_window=arch.sliding_window(config),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            eos_token_ids=_token_ids(config, "eos_token_id"),
         )
 
     def __post_init__(self) -> None:
@@ -228,6 +227,15 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise CheckpointError(f"config.json: {key} is {value!r}, wanted a positive number")
     return float(value)
+
+
+def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """One or a list of them, or none."""
+    value = config.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(token, int) for token in ids):
+        raise CheckpointError(f"config.json: {key} is {value!r}, wanted a token id or a list of them")
+    return tuple(ids)
 
 
 def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:

@@ -68,23 +68,28 @@ class Engine:
         format = _kv_format(config.kv)  # before anything slow
         self.generation = GenerationConfig()
         if model is None:
-            dummy = config.load_format == "dummy"
-            checkpoint = open_checkpoint(config.model, weights=not dummy)
-            self.generation = GenerationConfig.read(Path(checkpoint.path))
-            if config.generation_config == "vllm":
-                self.generation = GenerationConfig(self.generation.eos_token_ids)
-            device = _device(config)
-            load = dummy_model if dummy else load_model
-            model = load(checkpoint, device=device, dtype=_dtype(config, checkpoint, device))
+            model, self.generation = _load(config)
         self.model = model
-        limits = Limits(
+        self._limits = Limits(
             _max_model_len(config, model),
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.max_num_queued_reqs,
             config.max_num_queued_tokens,
         )
+        named = {*model.config.eos_token_ids, *self.generation.eos_token_ids, *eos_token_ids}
+        self._eos = [token for token in named if 0 <= token < model.config.vocab_size]
         self.formats = _layer_formats(config, format, model.config.num_layers)
+        self.runner = self._runner()
+        overlap = config.overlap if config.overlap is not None else model.device.type == "cuda"
+        self._depth = 2 if overlap else 1
+        self._forget()
+        logger.info("model: %s, on %s", model, model.device)
+        logger.info("%s", self.pool)
+
+    def _runner(self) -> Runner:
+        """The pool, and what works on it; steps are recorded unless that is off."""
+        config, model, limits = self.config, self.model, self._limits
         quantized = any(format.rotated for format in self.formats)
         smoothing = fit_smoothing(model, limits.max_model_len) if quantized else None
         self.pool = _pool(config, model, self.formats, limits, smoothing)
@@ -97,27 +102,21 @@ class Engine:
             steps = TokenSteps(model, kv, table, *_capture_sizes(config, limits.max_model_len))
             if not config.enforce_eager:
                 steps.record()
-        manager = KVManager(self.pool.num_slots, prefix_caching=config.enable_prefix_caching)
-        vocab = model.config.vocab_size
-        named = {*model.config.eos_token_ids, *self.generation.eos_token_ids, *eos_token_ids}
-        eos = [token for token in named if token < vocab]
-        adjustments = Adjustments(vocab, eos, model.device)
-        self.runner = Runner(
-            model, kv, table, adjustments, attend_cache=config.attend_cache, token_steps=steps
-        )
+        adjustments = Adjustments(model.config.vocab_size, self._eos, model.device)
+        return Runner(model, kv, table, adjustments, attend_cache=config.attend_cache, token_steps=steps)
+
+    def _forget(self) -> None:
+        """No request, no launched step, an empty pool."""
+        config = self.config
         self.scheduler = Scheduler(
-            manager,
-            limits,
-            eos,
+            KVManager(self.pool.num_slots, prefix_caching=config.enable_prefix_caching),
+            self._limits,
+            self._eos,
             config.seed,
             by_priority=config.scheduling_policy == "priority",
             conservative=config.admission == "conservative",
         )
-        overlap = config.overlap if config.overlap is not None else model.device.type == "cuda"
-        self._depth = 2 if overlap else 1
         self._launched: deque[tuple[Plan, Launched]] = deque()
-        logger.info("model: %s, on %s", model, model.device)
-        logger.info("%s", self.pool)
 
     @property
     def max_model_len(self) -> int:
@@ -208,6 +207,13 @@ class Engine:
             deltas += self._finish()
         return deltas
 
+    def clear(self) -> None:
+        """Forget all requests and cached prefixes, wherever an exception that is no QrtError (Ctrl-C, say)
+        has left them; what has been launched is waited for."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        self._forget()
+
     def start_timeline(self) -> Timeline:
         """Note from now on how long the GPU works on steps of decodes, and waits between them."""
         self.runner.timeline = Timeline()
@@ -229,6 +235,17 @@ class Engine:
     def _give_up(self, plan: Plan, error: Exception) -> list[RequestDelta]:
         logger.error("a step failed; its %d requests are given up", len(plan.works), exc_info=error)
         return self.scheduler.fail(f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _load(config: EngineConfig) -> tuple[Decoder, GenerationConfig]:
+    """The checkpoint's model and defaults."""
+    dummy = config.load_format == "dummy"
+    checkpoint = open_checkpoint(config.model, weights=not dummy)
+    neutral = config.generation_config == "vllm"
+    generation = GenerationConfig.read(Path(checkpoint.path), sampling=not neutral)
+    device = _device(config)
+    load = dummy_model if dummy else load_model
+    return load(checkpoint, device=device, dtype=_dtype(config, checkpoint, device)), generation
 
 
 def _capture_sizes(

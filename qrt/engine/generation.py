@@ -16,7 +16,28 @@ logger = logging.getLogger(__name__)
 # our name -> theirs; and theirs that change what is sampled, which qrt does not run, with their "off"
 SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 USED = {**dict(zip(SAME, SAME, strict=True)), "max_tokens": "max_new_tokens"}
-NOT_RUN = {"typical_p": 1.0, "no_repeat_ngram_size": 0}
+NOT_RUN = {
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "exponential_decay_length_penalty": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "stop_strings": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": None,
+    "penalty_alpha": None,
+    "num_beams": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -31,10 +52,11 @@ class GenerationConfig:
     sampling: SamplingParams = SamplingParams()
 
     @classmethod
-    def read(cls, folder: Path) -> GenerationConfig:
+    def read(cls, folder: Path, *, sampling: bool = True) -> GenerationConfig:
         """From `folder`/generation_config.json; neutral without the file, CheckpointError when it is damaged.
 
-        A setting that qrt does not run is logged by name.
+        A setting that changes what is sampled and is not run by qrt is logged by name. Without `sampling`
+        only the ends of the text are read.
         """
         path = folder / "generation_config.json"
         if not path.is_file():
@@ -43,7 +65,7 @@ class GenerationConfig:
             entries = json.loads(path.read_text())
             eos = entries.get("eos_token_id")
             ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-            return cls(tuple(int(token) for token in ids), _sampling(entries))
+            return cls(tuple(map(int, ids)), _sampling(entries) if sampling else SamplingParams())
         except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: {error}; correct or remove the file") from error
 

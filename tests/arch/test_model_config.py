@@ -125,6 +125,9 @@ def test_eos_and_dtype():
     assert read("Llama", SIZES).eos_token_ids == ()
     assert read("Llama", {**SIZES, "eos_token_id": 2}).eos_token_ids == (2,)
     assert read("Llama", {**SIZES, "eos_token_id": [2, 7]}).eos_token_ids == (2, 7)
+    for wrong in ("x", [1, None], [[1]]):
+        with pytest.raises(CheckpointError, match="eos_token_id is .*, wanted a token id or a list of them"):
+            read("Llama", {**SIZES, "eos_token_id": wrong})
     assert read("Llama", {**SIZES, "torch_dtype": "float16"}).dtype == "float16"
     assert read("Llama", {**SIZES, "dtype": "float32"}).dtype == "float32"
 
