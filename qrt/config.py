@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from qrt.errors import ConfigError
 
@@ -48,6 +47,7 @@ MAX_TOKENS_LISTED = 1024  # of logit_bias and allowed_token_ids; a request canno
 MAX_BAD_WORDS = 128
 MAX_LOGPROBS = 20  # per token, as OpenAI and vLLM: a request cannot ask for a whole vocabulary per position
 GREEDY_TEMPERATURE = 1e-5  # below this, logits / temperature overflows where it still changes anything
+LARGE = 1e30  # beyond it a factor or divisor of logits leaves fp32
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,11 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.kv, str):
+            raise ConfigError(f"kv: got {self.kv!r}, wanted the name of a KV format")
+        for name in ("kv_skip_layers", "cudagraph_capture_sizes"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _listed(name, getattr(self, name)))
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
@@ -123,10 +128,11 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), 1)
         for size in self.cudagraph_capture_sizes or ():
             _at_least("cudagraph_capture_sizes", size, 1)
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization: got {self.gpu_memory_utilization}, wanted above 0 and at most 1"
-            )
+        share = self.gpu_memory_utilization
+        if not _is_number(share) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization: got {share!r}, wanted above 0 and at most 1")
+        if not _is_integer(self.seed):
+            raise ConfigError(f"seed: got {self.seed!r}, wanted an integer")
 
 
 @dataclass(frozen=True)
@@ -181,20 +187,26 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        object.__setattr__(self, "stop", _listed("stop", stop))
         for name in ("stop_token_ids", "bad_words"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+            object.__setattr__(self, name, _listed(name, getattr(self, name) or ()))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            object.__setattr__(
+                self, "allowed_token_ids", _listed("allowed_token_ids", self.allowed_token_ids)
+            )
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise ConfigError(
+                f"logit_bias: got {self.logit_bias!r}, wanted a value for each of some token ids"
+            )
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         self._check_numbers()
         self._check_counts()
         self._check_lists()
 
     def _check_numbers(self) -> None:
         for name, low, high in (
-            ("temperature", 0, math.inf),
+            ("temperature", 0, LARGE),
             ("min_p", 0, 1),
             ("presence_penalty", -2, 2),
             ("frequency_penalty", -2, 2),
@@ -203,11 +215,11 @@ class SamplingParams:
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p: got {self.top_p!r}, wanted above 0 and at most 1")
         penalty = self.repetition_penalty
-        if not _is_number(penalty) or not 0 < penalty < math.inf:
+        if not _is_number(penalty) or not 1 / LARGE <= penalty <= LARGE:
             raise ConfigError(f"repetition_penalty: got {penalty!r}, wanted above 0")
         if (decay := self.exponential_decay_length_penalty) is not None:
-            start, factor = decay if len(decay) == 2 else (None, None)
-            if not _is_integer(start) or start < 0 or not _is_number(factor) or not 1 <= factor < math.inf:
+            start, factor = decay if isinstance(decay, (tuple, list)) and len(decay) == 2 else (None, None)
+            if not _is_integer(start) or start < 0 or not _is_number(factor) or not 1 <= factor <= LARGE:
                 raise ConfigError(
                     f"exponential_decay_length_penalty: got {decay!r}, wanted (tokens, factor of at least 1)"
                 )
@@ -252,8 +264,11 @@ class SamplingParams:
                 _at_least("allowed_token_ids", token, 0)
         if any(not isinstance(text, str) or not text for text in self.stop_strings):
             raise ConfigError(f"stop: got {self.stop!r}, wanted non-empty strings")
-        if any(not isinstance(word, (str, tuple)) or not word for word in self.bad_words):
-            raise ConfigError(f"bad_words: got {self.bad_words!r}, wanted non-empty strings")
+        for word in self.bad_words:
+            if not isinstance(word, (str, tuple)) or not word:
+                raise ConfigError(f"bad_words: got {word!r}, wanted non-empty strings")
+            for token in word if isinstance(word, tuple) else ():
+                _at_least("bad_words", token, 0)
 
     @property
     def greedy(self) -> bool:
@@ -285,10 +300,15 @@ def _at_most(name: str, value: int, high: int) -> None:
 
 
 def _between(name: str, value: object, low: float, high: float) -> None:
-    """`high` itself is allowed only where it is finite."""
-    if not _is_number(value) or not math.isfinite(value) or not low <= value <= high:
-        wanted = f"{low} or more" if high == math.inf else f"{low} to {high}"
-        raise ConfigError(f"{name}: got {value!r}, wanted {wanted}")
+    if not _is_number(value) or not low <= value <= high:
+        raise ConfigError(f"{name}: got {value!r}, wanted {low} to {high}")
+
+
+def _listed(name: str, value: object) -> tuple[Any, ...]:
+    """A list as a tuple; a text is none."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name}: got {value!r}, wanted a list")
+    return tuple(value)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -9,14 +9,19 @@ from qrt.errors import ConfigError
 
 BAD_SAMPLING = {
     "n": [0, -1, 1.5, True, "2"],
-    "temperature": [-0.1, float("nan"), float("inf"), "hot", None, True],
+    "temperature": [1e39, -0.1, float("nan"), float("inf"), "hot", None, True],
     "top_p": [0, -1, 1.01, float("nan"), "x"],
     "top_k": [-2, 1.5, "5"],
     "seed": [1.5, "x", 2**63, -(2**63) - 1, True],
     "max_tokens": [0, -1, 2.0],
     "min_tokens": [-1, 17],  # 16 is the default of max_tokens
-    "stop": [[""], "", [5]],
-    "stop_token_ids": [[-1], ["a"], [1.5]],
+    "stop": [[""], "", [5], 5],
+    "stop_token_ids": [[-1], ["a"], [1.5], 5],
+    "allowed_token_ids": [[-1], ["a"], 5],
+    "bad_words": ["abc", 5, [""], [("a",)], [(-1,)]],
+    "logit_bias": [[1], 5],
+    "repetition_penalty": [0, 1e39, "x"],
+    "exponential_decay_length_penalty": [5, (1,), (1, 1e39)],
     "logprobs": [-1, 21, 1.5],
     "prompt_logprobs": [-1, 21, "all"],
 }
@@ -25,7 +30,10 @@ BAD_ENGINE = {
     "max_model_len": [0, 1.5],
     "max_num_seqs": [0, None],
     "max_num_batched_tokens": [0],
-    "gpu_memory_utilization": [0, 1.1, float("nan")],
+    "gpu_memory_utilization": [0, 1.1, float("nan"), "0.9"],
+    "kv": [None, 8],
+    "kv_skip_layers": [5, [-1], ["a"]],
+    "seed": ["x", None],
     "kv_cache_memory_bytes": [0],
 }
 

@@ -247,11 +247,21 @@ def test_refusals_leave_the_engine_clean(llm, folder, expected):
         ([5, 420], "token id 420, wanted 0 to 419"),
         ([5, -1], "token id -1"),
         ({"promt": "x"}, "'promt'; did you mean 'prompt'"),
-        ([0.5, 1.5], "wanted"),
+        ([0.5, 1.5], "wanted a list of token ids"),
+        ([1, [2, 3]], "wanted a list of token ids"),
+        ({"prompt_token_ids": None}, "got NoneType, wanted text, token ids"),
+        ({"prompt": "x", "cache_salt": ["a"]}, r"cache_salt: got \['a'\], wanted text"),
+        ("a\ud800", "wanted text without lone surrogates"),
         ("", "got no tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
             llm.generate([prompt], GREEDY, use_tqdm=False)
+    for priority, message in (
+        ("a", "got 'a', wanted an integer"),
+        (5, "set scheduling_policy to 'priority'"),
+    ):
+        with pytest.raises(ConfigError, match=f"priority: .*{message}"):
+            llm.generate(PROMPTS[:1], GREEDY, priority=[priority])
     with pytest.raises(ConfigError, match="got 3 for 2 prompts"):
         llm.generate(PROMPTS[:2], [GREEDY] * 3)
     with pytest.raises(ConfigError, match="stop_token_ids: token id 420"):
@@ -313,6 +323,22 @@ def test_an_interrupt_anywhere_leaves_the_engine_whole(folder, expected, overlap
         assert not llm.engine.has_work, after
         assert ids_of(llm.generate(PROMPTS, params, use_tqdm=False)) == short, after
         llm.engine.scheduler.kv.check()
+
+
+def test_what_may_not_be_drawn_is_not_drawn_whatever_else_is_asked_for(llm):
+    """A penalty that grows beyond fp32 gives back no token that min_tokens bans; where nothing may be drawn
+    the request is refused."""
+    for temperature in (0, 1):
+        params = SamplingParams(
+            temperature=temperature, max_tokens=400, min_tokens=390, exponential_decay_length_penalty=(0, 2.0)
+        )
+        ids = llm.generate("x", params, use_tqdm=False)[0].outputs[0].token_ids
+        assert len(ids) == 391 and ids[-1] in (1, 300) and not {1, 300} & set(ids[:-1])
+        assert len(set(ids)) > 1
+    for settings in ({"min_tokens": 4}, {"min_tokens": 0, "bad_words": [(1,)]}):
+        with pytest.raises(ConfigError, match=r"allowed_token_ids: .* leave none of \[1\]"):
+            llm.generate("x", SamplingParams(allowed_token_ids=[1], **settings))
+    llm.generate("x", SamplingParams(allowed_token_ids=[1], min_tokens=4, ignore_eos=True), use_tqdm=False)
 
 
 def test_what_it_says_of_itself(folder, llm, capfd):

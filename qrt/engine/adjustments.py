@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qrt.config import LARGE
 from qrt.engine.plan import Adjustment, Admission
 from qrt.engine.transfer import to_device
 
@@ -63,7 +64,7 @@ class Adjustments:
         x = torch.where(self.prompt[places] | (counts > 0), repeated, x)
         x = x - frequency * counts - presence * (counts > 0)
         eos = x[:, self._eos]
-        grown = growth ** (lengths[:, None] - start).clamp(min=0)
+        grown = (growth ** (lengths[:, None] - start).clamp(min=0)).clamp(max=LARGE)
         # a token that is not allowed stays so: -inf + inf would be NaN
         x[:, self._eos] = torch.where(eos == -_INF, eos, eos + eos.abs() * (grown - 1))
         return x

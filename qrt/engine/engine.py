@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,7 +114,6 @@ class Engine:
             self._limits,
             self._eos,
             config.seed,
-            by_priority=config.scheduling_policy == "priority",
             conservative=config.admission == "conservative",
         )
         self._launched: deque[tuple[Plan, Launched]] = deque()
@@ -141,11 +141,7 @@ class Engine:
 
         Raises ConfigError when the prompt is empty or too long, or a token id is outside the vocabulary.
         """
-        ids, vocab = np.asarray(prompt_ids), self.model.config.vocab_size
-        if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-            raise ConfigError(
-                f"prompt: got {ids.dtype} of shape {list(ids.shape)}, wanted a list of token ids"
-            )
+        ids, vocab = _array(prompt_ids), self.model.config.vocab_size
         for name, given in (
             ("prompt", ids),
             ("stop_token_ids", params.stop_token_ids),
@@ -159,8 +155,22 @@ class Engine:
                 raise ConfigError(
                     f"{name}: token id {wrong[0]}, wanted 0 to {vocab - 1}, the model's vocabulary"
                 )
+        self._check_allowed(params)
         self.scheduler.max_len(ids.size, params.max_tokens if generate else 0)
         return ids.astype(np.int32)
+
+    def _check_allowed(self, params: SamplingParams) -> None:
+        """ConfigError where no token may be drawn, at first or ever."""
+        if params.allowed_token_ids is None:
+            return
+        banned = {word[0] for word in params.bad_words if isinstance(word, tuple) and len(word) == 1}
+        if params.min_tokens:
+            banned |= {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+        if banned.issuperset(params.allowed_token_ids):
+            raise ConfigError(
+                "allowed_token_ids: bad_words, or min_tokens and what ends the text, leave none of "
+                f"{list(params.allowed_token_ids)[:8]}; wanted one that may be drawn"
+            )
 
     def add(
         self,
@@ -178,6 +188,15 @@ class Engine:
         of requests with its `cache_salt`. Raises ConfigError as `validate` does, and when the id is in use;
         QueueFullError when as many requests or tokens wait as may.
         """
+        if not isinstance(priority, int):
+            raise ConfigError(f"priority: got {priority!r}, wanted an integer")
+        if priority and self.config.scheduling_policy != "priority":
+            raise ConfigError(
+                f"priority: got {priority}, but requests run in the order they come; set scheduling_policy "
+                "to 'priority' (--scheduling-policy), or leave it out"
+            )
+        if not isinstance(cache_salt, str | None):
+            raise ConfigError(f"cache_salt: got {cache_salt!r}, wanted text")
         ids = self.validate(prompt_ids, params, generate=generate)
         if any(isinstance(word, str) for word in params.bad_words):
             raise ConfigError("bad_words: got text, wanted token ids; LLM and the server encode them")
@@ -246,6 +265,17 @@ def _load(config: EngineConfig) -> tuple[Decoder, GenerationConfig]:
     device = _device(config)
     load = dummy_model if dummy else load_model
     return load(checkpoint, device=device, dtype=_dtype(config, checkpoint, device)), generation
+
+
+def _array(prompt_ids: Sequence[int]) -> NDArray[Any]:
+    """ConfigError for what is no list of integers."""
+    try:
+        ids = np.asarray(prompt_ids)
+    except ValueError:  # lists of different lengths
+        ids = np.empty((0, 0), object)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ConfigError(f"prompt: got {str(prompt_ids)[:50]}, wanted a list of token ids")
+    return ids
 
 
 def _capture_sizes(

@@ -72,7 +72,6 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         *,
-        by_priority: bool = False,
         conservative: bool = False,
     ) -> None:
         self.kv = kv
@@ -89,7 +88,6 @@ class Scheduler:
         self._max_len = min(limits.max_model_len, kv.num_slots)
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
-        self._by_priority = by_priority
         self._conservative = conservative
         self._num_added = 0
 
@@ -124,7 +122,8 @@ class Scheduler:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue a request for `prompt` int32 [P]; generate=False only scores the prompt.
+        """Queue a request for `prompt` int32 [P], the smallest `priority` first; generate=False only scores
+        the prompt.
 
         Raises ConfigError when the id is in use, or the prompt is empty or can never fit; QueueFullError when
         as many wait as may.
@@ -135,7 +134,7 @@ class Scheduler:
         self._check_queue(len(prompt))
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         sampling = self._sampling(params, len(prompt))
-        order = (priority if self._by_priority else 0, self._num_added)
+        order = (priority, self._num_added)
         request = Request(request_id, prompt, params, sampling, stop_ids, max_len, order, cache_salt)
         self._num_added += 1
         self._requests[request_id] = request

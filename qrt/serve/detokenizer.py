@@ -93,12 +93,14 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, overlook: bool = False) -> str:
         """The text that cannot be part of a stop string, or, once one is complete, all that is before it
-        (or up to its end, with `include`)."""
+        (or up to its end, with `include`). `overlook`: what is completed by this text does not count."""
+        seen = len(self._held)  # a stop string ends behind it
         text = self._held + text
-        matches = [(start + len(s), start, s) for s in self._stops if (start := text.find(s)) >= 0]
-        if matches:
+        starts = [(text.find(stop, max(0, seen - len(stop) + 1)), stop) for stop in self._stops]
+        matches = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        if matches and not overlook:
             end, start, self.found = min(matches)
             self._held = ""
             return text[: end if self._include else start]
@@ -140,7 +142,7 @@ class Detokenizer:
         return self._stops.found
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that can be shown now. No stop string is looked for before `min_tokens`."""
+        """The text that can be shown now. A stop string must end behind `min_tokens`."""
         if not self._has_stops:
             self.num_tokens += len(token_ids)
             return self._add(self._stream.feed(token_ids))
@@ -150,7 +152,7 @@ class Detokenizer:
                 break
             self.num_tokens += 1
             piece = self._stream.feed([token_id])
-            pieces.append(self._stops.feed(piece) if self.num_tokens > self._min_tokens else piece)
+            pieces.append(self._stops.feed(piece, overlook=self.num_tokens <= self._min_tokens))
         return self._add("".join(pieces))
 
     def finish(self) -> str:

@@ -220,9 +220,9 @@ class RequestCollector:
         return CompletionOutput(
             index,
             completion.detokenizer.text,
-            completion.token_ids,
+            list(completion.token_ids),  # a copy: an output is not changed by what comes later
             completion.cumulative_logprob if wanted else None,
-            completion.logprobs if wanted else None,
+            list(completion.logprobs) if wanted else None,
             completion.finish_reason,
             completion.stop_reason,
         )

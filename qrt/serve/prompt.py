@@ -19,12 +19,15 @@ def split_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list
         if unknown := [key for key in prompt if key not in KEYS]:
             raise ConfigError(f"prompt: unknown key {unknown[0]!r}{nearest(unknown[0], list(KEYS))}")
         if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            return prompt.get("prompt"), _listed(prompt["prompt_token_ids"])
         prompt = prompt.get("prompt", ())
     if isinstance(prompt, str):
         return prompt, tokenizer.encode(prompt)
-    if not isinstance(prompt, Sequence):
-        got = type(prompt).__name__
+    return None, _listed(prompt)
+
+
+def _listed(ids: Any) -> list[int]:
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        got = type(ids).__name__
         raise ConfigError(f"prompt: got {got}, wanted text, token ids or a dictionary")
-    ids: Any = prompt
-    return None, list(ids)
+    return list(ids)

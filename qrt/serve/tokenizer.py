@@ -57,8 +57,11 @@ class Tokenizer:
         return self._max_token_chars
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with BOS where the tokenizer puts one."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids of `text`, with BOS where the tokenizer puts one; ConfigError for what is no Unicode."""
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:
+            raise ConfigError(f"prompt: got {text[:50]!r}, wanted text without lone surrogates") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids` as the model wrote it: spaces are not cleaned up, bytes that are not UTF-8

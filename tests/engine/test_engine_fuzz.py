@@ -106,7 +106,7 @@ def check_order(engine, added):
     by_priority = engine.config.scheduling_policy == "priority"
 
     def key(request):
-        return (added[request.id][2] if by_priority else 0, arrival[request.id])
+        return (added[request.id][2], arrival[request.id])
 
     running = [key(request) for request in engine.scheduler.running]
     waiting = [key(request) for request in engine.scheduler.waiting]
@@ -119,8 +119,9 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(seed, monkeypatch
     rng = random.Random(seed)
     engine = random_engine(rng, monkeypatch)
     shared = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+    most = 3 if engine.config.scheduling_policy == "priority" else 1
     pending = {
-        str(i): (random_prompt(rng, shared), random_params(rng), rng.randrange(3), rng.choice([None, "x"]))
+        str(i): (random_prompt(rng, shared), random_params(rng), rng.randrange(most), rng.choice([None, "x"]))
         for i in range(14)
     }
     added, deltas, ended, aborted = {}, {}, set(), set()

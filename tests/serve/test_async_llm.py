@@ -64,6 +64,20 @@ def test_aborts_refusals_and_the_end():
             await anext(llm.generate([5] * 3000, LONG))
         with pytest.raises(ConfigError, match="unknown key 'promt'"):
             await anext(llm.generate({"promt": "x"}))
+        running = llm.generate("The", LONG)
+        await anext(running)
+        for prompt, priority, message in (  # each is refused alone
+            ({"prompt": "x", "cache_salt": ["a"]}, 0, "cache_salt: got"),
+            ([[1, [2, 3]]], 0, "wanted integers"),
+            ("x", "a", "priority: got 'a'"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                await anext(llm.generate(prompt, LONG, priority=priority))
+        early = await anext(running)
+        seen = list(early.outputs[0].token_ids)
+        await anext(running)
+        assert early.outputs[0].token_ids == seen, "an output is not changed by what comes later"
+        await running.aclose()
         await llm.reset_prefix_cache()
         assert llm.client.router.engine.scheduler.kv.stats.evictable_slots == 0
         await llm.check_health()

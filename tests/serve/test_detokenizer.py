@@ -157,9 +157,10 @@ def test_a_long_stream_keeps_a_short_window(tokenizer):
     assert longest <= LONGEST_WINDOW + 1 < len(ids)
 
 
-def cut(text, stops, include):
-    """Definition: the text up to the first stop string to be complete, the longest that ends there."""
-    for end in range(len(text) + 1):
+def cut(text, stops, include, early):
+    """Definition: the text up to the first stop string that is complete behind `early` characters, the
+    longest that ends there."""
+    for end in range(early + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             stop = max(ending, key=len)
@@ -172,16 +173,18 @@ def cut(text, stops, include):
     text=st.text("ab\n", max_size=40),
     stops=st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3),
     include=st.booleans(),
+    early=st.sampled_from([0, 0, 3, 7]),
     seed=st.integers(0, 10**6),
 )
-def test_stop_strings_by_definition(text, stops, include, seed):
+def test_stop_strings_by_definition(text, stops, include, early, seed):
     """For any cutting into pieces: the same text, the same stop string, nothing shown too early."""
     rng, checker, shown = random.Random(seed), StopStrings(stops, include), ""
-    wanted, stop = cut(text, stops, include)
+    wanted, stop = cut(text, stops, include, early)
     while text and checker.found is None:
         size = rng.randrange(1, 6)
-        shown += checker.feed(text[:size])
-        text = text[size:]
+        size = min(size, early) if early else size
+        shown += checker.feed(text[:size], overlook=early > 0)
+        text, early = text[size:], max(0, early - size)
         assert wanted.startswith(shown)
     if checker.found is None:
         shown += checker.finish()
