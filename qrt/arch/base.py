@@ -135,7 +135,11 @@ class Mixture:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: frequencies theta^(-2i/D), rescaled by `kind`: "default", "linear" or "llama3"."""
+    """Rotary embedding: frequencies theta^(-2i/D), rescaled by `kind`: "default", "linear", "llama3", "yarn".
+
+    `truncate` (yarn): the band between kept and stretched channels begins and ends at whole channels.
+    `length` is what cos and sin are multiplied by.
+    """
 
     theta: float
     kind: str = "default"
@@ -143,6 +147,8 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 0
+    truncate: bool = True
+    length: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class ModelConfig:
         hidden = _positive(config, "hidden_size")
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedError(f"config.json: hidden_act {config['hidden_act']!r}; qrt runs 'silu'")
-        max_position = _positive(config, "max_position_embeddings")
+        rope, max_position = _rope(config, _positive(config, "max_position_embeddings"))
         return cls(
             architecture=arch.name,
             vocab_size=_positive(config, "vocab_size"),
@@ -188,7 +194,7 @@ class ModelConfig:
             head_dim=_positive(config, "head_dim", hidden // heads),
             rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
             max_position=max_position,
-            rope=_rope(config, max_position),
+            rope=rope,
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=arch.qkv_bias(config),
             o_bias=arch.o_bias(config),
@@ -238,8 +244,11 @@ def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """transformers 5 writes `rope_parameters`; older checkpoints `rope_theta` and `rope_scaling`."""
+def _rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]:
+    """The embedding, and the context that it is stretched to.
+
+    transformers 5 writes `rope_parameters`; older checkpoints `rope_theta` and `rope_scaling`.
+    """
     own = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if any(isinstance(value, Mapping) for value in own.values()):
         raise UnsupportedError("config.json: rope_parameters differ between layers, which qrt does not run")
@@ -248,13 +257,16 @@ def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
     if _number(entry, "partial_rotary_factor", 1.0) != 1:
         raise UnsupportedError("config.json: partial_rotary_factor other than 1 is not run by qrt")
     theta = _number(entry, "rope_theta", 10000.0)
+    if theta <= 1:
+        raise CheckpointError(f"config.json: rope_theta is {theta}, wanted more than 1")
     match kind:
         case "default":
-            return RopeConfig(theta)
+            return RopeConfig(theta), max_position
         case "linear":
-            return RopeConfig(theta, kind, _number(entry, "factor"))
+            factor = _number(entry, "factor")
+            return RopeConfig(theta, kind, factor), _stretched(max_position, factor)
         case "llama3":
-            return RopeConfig(
+            rope = RopeConfig(
                 theta,
                 kind,
                 factor=_number(entry, "factor"),
@@ -262,4 +274,40 @@ def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
                 high_freq_factor=_number(entry, "high_freq_factor"),
                 original_max_position=_positive(entry, "original_max_position_embeddings", max_position),
             )
-    raise UnsupportedError(f"config.json: RoPE type {kind!r}; qrt runs 'default', 'linear' and 'llama3'")
+            return rope, max_position
+        case "yarn":
+            rope = _yarn(entry, theta, max_position)
+            return rope, _stretched(rope.original_max_position, rope.factor)
+    raise UnsupportedError(
+        f"config.json: RoPE type {kind!r}; qrt runs 'default', 'linear', 'llama3' and 'yarn'"
+    )
+
+
+def _yarn(entry: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
+    """YaRN (Peng et al., arXiv:2309.00071) as transformers reads it."""
+    original = _positive(entry, "original_max_position_embeddings", max_position)
+    factor = _number(entry, "factor", max_position / original)
+    stretch = 0.1 * math.log(max(factor, 1.0))
+    length = 1 + stretch
+    if entry.get("mscale") and entry.get("mscale_all_dim"):
+        length = 1 + stretch * _number(entry, "mscale")
+        length /= 1 + stretch * _number(entry, "mscale_all_dim")
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor=factor,
+        low_freq_factor=_number(entry, "beta_slow", 1.0),
+        high_freq_factor=_number(entry, "beta_fast", 32.0),
+        original_max_position=original,
+        truncate=bool(entry.get("truncate", True)),
+        length=_number(entry, "attention_factor", length),
+    )
+
+
+def _stretched(max_position: int, factor: float) -> int:
+    context = int(max_position * factor)
+    if context > MAX_SIZE:
+        raise CheckpointError(
+            f"config.json: RoPE stretches the context to {context:,} tokens, wanted at most {MAX_SIZE:,}"
+        )
+    return context

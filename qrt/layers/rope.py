@@ -28,7 +28,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
     linear: divided by the factor. llama3 (Llama 3.1): divided by the factor where fewer than
     `low_freq_factor` turns fit the original context, kept where more than `high_freq_factor` do, and
-    interpolated by the number of turns in between.
+    interpolated by the number of turns in between. yarn (arXiv:2309.00071): the same, interpolated by the
+    number of the channel.
     """
     base = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     match rope.kind:
@@ -38,11 +39,25 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             turns = rope.original_max_position * base / (2 * math.pi)
             keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
             return torch.lerp(base / rope.factor, base, keep.clamp(0, 1))
+        case "yarn":
+            first, last = (_channel(rope, head_dim, t) for t in (rope.high_freq_factor, rope.low_freq_factor))
+            if rope.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
+            stretched = (torch.arange(head_dim // 2) - first) / max(last - first, 1e-3)
+            return torch.lerp(base, base / rope.factor, stretched.clamp(0, 1).double())
     return base
+
+
+def _channel(rope: RopeConfig, head_dim: int, turns: float) -> float:
+    """The pair of channels, as a real number, that turns so often in the original context."""
+    turned = rope.original_max_position / (2 * math.pi * turns)
+    return head_dim * math.log(turned) / (2 * math.log(rope.theta))
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> RopeTables:
     """The tables of positions 0..max_position-1; angles in fp64, so that position 100000 is as exact as 1."""
     positions = torch.arange(max_position, dtype=torch.float64)
     angles = torch.outer(positions, frequencies(rope, head_dim))
-    return RopeTables(angles.cos().float().to(device), angles.sin().float().to(device))
+    cos, sin = ((rope.length * turned).float().to(device) for turned in (angles.cos(), angles.sin()))
+    return RopeTables(cos, sin)

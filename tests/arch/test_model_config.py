@@ -30,10 +30,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 1024,
 }
 OLD_THETA = {"rope_theta": 500000.0}
+MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 CASES = {
     "llama-2": ("Llama", {}),
     "llama-2-mha": ("Llama", {"num_key_value_heads": None}),
     "llama-linear-old": ("Llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama-yarn-old": ("Llama", {"rope_scaling": {"type": "yarn", "factor": 16.0, **MSCALES}}),
     "llama-3-old": ("Llama", OLD_THETA),
     "llama-3.1-old": ("Llama", {**OLD_THETA, "rope_scaling": LLAMA3, "eos_token_id": [5, 6]}),
     "llama-3.1-new": ("Llama", {"rope_parameters": {**OLD_THETA, **LLAMA3}, "tie_word_embeddings": True}),
@@ -54,6 +57,7 @@ CASES = {
         "Qwen3",
         {"head_dim": 128, "rope_parameters": {"rope_theta": 1e6}, "tie_word_embeddings": True},
     ),
+    "qwen3-yarn": ("Qwen3", {"head_dim": 128, "rope_parameters": {"rope_theta": 1e6, **YARN}}),
     "qwen3-biased": ("Qwen3", {"head_dim": 128, "attention_bias": True, "rope_theta": 1e6}),
 }
 
@@ -84,7 +88,6 @@ def test_agrees_with_transformers(case, saved_by):
         ("num_kv_heads", truth.num_key_value_heads),
         ("head_dim", getattr(truth, "head_dim", truth.hidden_size // truth.num_attention_heads)),
         ("rms_norm_eps", truth.rms_norm_eps),
-        ("max_position", truth.max_position_embeddings),
         ("tied_embeddings", truth.tie_word_embeddings),
     ):
         assert getattr(ours, name) == theirs, name
@@ -96,6 +99,13 @@ def test_agrees_with_transformers(case, saved_by):
         assert ours.rope.low_freq_factor == rope["low_freq_factor"]
         assert ours.rope.high_freq_factor == rope["high_freq_factor"]
         assert ours.rope.original_max_position == rope["original_max_position_embeddings"]
+    if ours.rope.kind == "yarn":
+        theirs = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](truth, "cpu")[1]
+        assert ours.rope.length == pytest.approx(theirs, rel=1e-12) and theirs != 1
+    # what RoPE stretches is the context the model was trained for
+    trained = rope.get("original_max_position_embeddings") if ours.rope.kind == "yarn" else None
+    stretch = ours.rope.factor if ours.rope.kind in ("linear", "yarn") else 1
+    assert ours.max_position == (trained or truth.max_position_embeddings) * stretch
     if "layer_types" in truth:
         slides = "sliding_attention" in truth.layer_types
         assert ours.sliding_window == (truth.sliding_window if slides else None)
@@ -146,7 +156,9 @@ BAD = {
     "theta as text": ({"rope_theta": "big"}, CheckpointError, "rope_theta is 'big'"),
     "eps of zero": ({"rms_norm_eps": 0}, CheckpointError, "rms_norm_eps is 0"),
     "activation": ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act 'gelu'"),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, UnsupportedError, "RoPE type 'yarn'"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, UnsupportedError, "type 'dynamic'"),
+    "stretched": ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, CheckpointError, "RoPE stretches"),
+    "theta of one": ({"rope_theta": 1}, CheckpointError, "rope_theta is 1.0, wanted more than 1"),
     "partial": ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor"),
     "linear without factor": ({"rope_scaling": {"type": "linear"}}, CheckpointError, "factor is None"),
     "llama3 without its numbers": (

@@ -1,6 +1,7 @@
 """RoPE tables against transformers' rotary embedding and the definition."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from qrt.arch.base import RopeConfig
 from qrt.layers.rope import frequencies, rope_tables
 
 LLAMA3 = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+YARN = RopeConfig(1e6, "yarn", 4.0, 1.0, 32.0, 32768, length=1.1386)
 KINDS = {
     "default": RopeConfig(10000.0),
     "linear": RopeConfig(10000.0, "linear", 4.0),
     "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn, a band of any width": replace(YARN, factor=2.5, low_freq_factor=2.0, truncate=False, length=0.9),
 }
 
 
@@ -22,6 +26,10 @@ def as_transformers(rope: RopeConfig) -> dict:
     entry = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind != "default":
         entry["factor"] = rope.factor
+    if rope.kind == "yarn":
+        entry |= {"beta_slow": rope.low_freq_factor, "beta_fast": rope.high_freq_factor}
+        entry |= {"original_max_position_embeddings": rope.original_max_position}
+        entry |= {"truncate": rope.truncate, "attention_factor": rope.length}
     if rope.kind == "llama3":
         entry["low_freq_factor"] = rope.low_freq_factor
         entry["high_freq_factor"] = rope.high_freq_factor

@@ -12,12 +12,19 @@ from tiny_models import LLAMA3_ROPE, random_checkpoint
 
 STEPS = 64
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+}
 CASES = {
     "llama-gqa": ("LlamaForCausalLM", {}),
     "llama-mha-tied": ("LlamaForCausalLM", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "llama-3.1": ("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE, "head_dim": 128}),
     "llama-linear-rope": ("LlamaForCausalLM", {"rope_parameters": LINEAR_ROPE}),
+    "qwen3-yarn": ("Qwen3ForCausalLM", {"rope_parameters": YARN_ROPE}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None, "head_dim": 128}),
     "mistral-mqa-in-window": ("MistralForCausalLM", {"sliding_window": 128, "num_key_value_heads": 1}),
     "qwen2": ("Qwen2ForCausalLM", {"hidden_size": 256}),

@@ -1,5 +1,8 @@
 """Smoothing of K: attention does not change, scores of quantized K come out better."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from qrt.arch.base import RopeConfig
@@ -7,7 +10,8 @@ from qrt.layers.rope import rope_tables
 from qrt.quant.kv import KV_FORMATS, smoothing
 
 T, HQ, HKV, D = 256, 6, 2, 64
-ROPE = rope_tables(RopeConfig(10000.0), D, 512, torch.device("cpu"))
+CONFIG = RopeConfig(10000.0)
+ROPE = rope_tables(CONFIG, D, 512, torch.device("cpu"))
 PAIRS = torch.arange(D // 2)
 
 
@@ -19,10 +23,10 @@ def sample(seed, bias=0.0):
     return q, torch.randn(T, HKV, D, generator=gen) * torch.linspace(2, 0.5, D // 2).repeat(2) + mean
 
 
-def turn(x):
+def turn(x, rope=ROPE):
     """RoPE at positions 0, 1, ...: pairs (i, i + D/2) as complex numbers."""
     lo, hi = x.double().chunk(2, -1)
-    turned = torch.complex(lo, hi) * torch.complex(*(table[:T, None].double() for table in ROPE))
+    turned = torch.complex(lo, hi) * torch.complex(*(table[:T, None].double() for table in rope))
     return torch.cat((turned.real, turned.imag), -1)
 
 
@@ -70,9 +74,13 @@ def test_quantized_scores_lose_less():
     assert lost("int4", *smoothed(table, q, k)) < 0.9 * lost("int4", q, k)
 
 
-def test_the_energies_of_every_pair_are_balanced():
-    q, k = sample(0)
-    q, k = smoothed(smoothing.fit(q, k, *ROPE), turn(q), turn(k))
+@pytest.mark.parametrize("length", [1.0, 1.5])
+@pytest.mark.parametrize("bias", [0.0, 3.0])
+def test_the_energies_of_every_pair_are_balanced(bias, length):
+    """Also where RoPE stretches what it turns."""
+    rope = rope_tables(replace(CONFIG, length=length), D, T, torch.device("cpu"))
+    q, k = sample(0, bias)
+    q, k = smoothed(smoothing.fit(q, k, *rope), turn(q, rope), turn(k, rope))
     q, k = q.square().mean(0).unflatten(0, (HKV, -1)).mean(1), (k - k.mean(0)).square().mean(0)
     ratio = (q[:, PAIRS] + q[:, PAIRS + D // 2]) / (k[:, PAIRS] + k[:, PAIRS + D // 2])
     assert (ratio / ratio.log().mean(-1, keepdim=True).exp()).log().abs().max() < 0.15

@@ -32,7 +32,8 @@ def fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     c, s = cos.mean(0), sin.mean(0)
     mean_lo, mean_hi = lo * c - hi * s, hi * c + lo * s
     # the spread that stays about the shift, of both channels of a pair
-    k_energy = _floored(_pairs(k.square().mean(0)) - mean_lo.square() - mean_hi.square())
+    length = cos[0].square() + sin[0].square()  # 1, but where RoPE also stretches (YaRN)
+    k_energy = _floored(length * _pairs(k.square().mean(0)) - mean_lo.square() - mean_hi.square())
     q_energy = _floored(_pairs(q.square().mean(0).unflatten(0, (k.shape[1], -1)).mean(1)))
     gain = (k_energy / q_energy) ** 0.25
     gain = (gain / gain.log().mean(-1, keepdim=True).exp()).repeat(1, 2)
