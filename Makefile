@@ -28,6 +28,8 @@ audit: .venv/installed
 	build/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 .venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else \
+	    'qrt wants Python 3.11 or 3.12, $(PYTHON) is %d.%d; name another with PYTHON=' % v)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[serve,plot,test]"

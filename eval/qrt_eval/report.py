@@ -1,6 +1,7 @@
-"""README's tables, from the files in eval/results: `python -m qrt_eval.report [FOLDER]` prints them.
+"""Tables of the files in eval/results: `python -m qrt_eval.report [FOLDER]` prints them.
 
-tests/eval/test_report.py holds README to what is printed here.
+They stand in eval/results/README.md, some in README too; tests/eval/test_report.py holds both to what is printed
+here.
 """
 
 from __future__ import annotations
