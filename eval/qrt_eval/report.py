@@ -1,7 +1,6 @@
 """Tables of the files in eval/results: `python -m qrt_eval.report [FOLDER]` prints them.
 
-They stand in eval/results/README.md, some in README too; tests/eval/test_report.py holds both to what is printed
-here.
+They stand in eval/results/README.md, some in README too; tests/eval/test_report.py holds both to them.
 """
 
 from __future__ import annotations

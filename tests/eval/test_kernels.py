@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qrt.kernels import tuned
+from qrt.kernels.linear import int8_kernel, kernel
 from qrt_eval import shapes
 from qrt_eval.cli import main
 from qrt_eval.kernels import timer, tune
@@ -109,8 +110,8 @@ def test_every_key_has_a_trial_and_none_is_tried_twice():
         assert len(todo) == len(set(todo)) and len({trial.key for trial in todo}) == 2 * 10 + 8
         for trial in todo:
             if trial.scheme == "w8a8":  # what the launcher makes of it is what it says
-                inputs, splits = trial.config[2:4] if len(trial.config) == 6 else (128, trial.config[2])
-                assert -(-k // (-(-k // splits // inputs) * inputs)) == splits
+                plan, inputs = trial.plan, getattr(trial.plan, "inputs", 128)
+                assert -(-k // (-(-k // plan.splits // inputs) * inputs)) == plan.splits
 
 
 def test_tuning_all_shapes_takes_minutes():
@@ -122,13 +123,13 @@ def test_tuning_all_shapes_takes_minutes():
 def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
     """Every weight's winners are in the file before the next weight is measured. What the file has is kept,
     unless it is no plan that is tried: of a kernel that is no more."""
-    table, file, cut = {"int8 128x512 16 wide": [16, 32, 256, 1, 4, 4]}, tmp_path / "gpu.json", [3]
-    table["tiles 128x512 4 bits 128 wide"] = [128, 1, 1, 4]
+    table, file, cut = {"int8 128x512 16 wide": ["block", 16, 32, 256, 1, 4, 4]}, tmp_path / "gpu.json", [3]
+    table["tiles 128x512 4 bits 128 wide"] = ["gone", 128, 1, 1, 4]
 
     def measure(trial, weights, table):
         if not weights:
             raise KeyboardInterrupt
-        return 1.0 + sum(trial.config)
+        return 1.0 + sum(trial.plan or ())
 
     def copies(weight):
         cut[0] -= 1
@@ -140,6 +141,10 @@ def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "gpu")
     monkeypatch.setattr(tuned, "configs", lambda device: table)
     monkeypatch.setattr(tuned, "path", lambda name: file)
+
+    def size(entry):
+        return sum(entry[1:])
+
     todo = tune.pending([shapes.shape("small")], table)
     with pytest.raises(KeyboardInterrupt):
         tune.tune([shapes.shape("small")], torch.device("cuda"))
@@ -147,19 +152,20 @@ def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
     tune.tune([shapes.shape("small")], torch.device("cuda"))
     best = {}
     for trial in todo:
-        best[trial.key] = min(best.get(trial.key, trial.config), trial.config, key=sum)
+        best[trial.key] = min(best.get(trial.key, trial.entry), trial.entry, key=size)
     written = json.loads(file.read_text())
-    assert written.pop("int8 128x512 16 wide") == [16, 32, 256, 1, 4, 4]
-    assert {key: sum(plan) for key, plan in written.items()} == {key: sum(c) for key, c in best.items()}
+    assert written.pop("int8 128x512 16 wide") == ["block", 16, 32, 256, 1, 4, 4]
+    assert {key: size(entry) for key, entry in written.items()} == {key: size(e) for key, e in best.items()}
     assert tune.pending([shapes.shape("small")], table) == []
 
 
 def test_files_of_measured_block_sizes_are_whole():
     for file in tuned.FOLDER.glob("*.json"):
         table = json.loads(file.read_text())
-        assert table and all(
-            key.startswith(("tiles ", "int8 ")) and all(isinstance(n, int) and n > 0 for n in plan)
-            for key, plan in table.items()
-        )
+        assert table
+        for key, (kind, *sizes) in table.items():
+            plans = {"tiles": {**kernel.PLANS, "dequantize": list}, "int8": int8_kernel.PLANS}[key.split()[0]]
+            assert len(sizes) == len(getattr(plans[kind], "_fields", ())), key
+            assert all(isinstance(n, int) and n > 0 for n in sizes)
     assert tuned.path("NVIDIA H200").name == "nvidia_h200.json"
     assert tuned.configs(torch.device("cpu")) == {}

@@ -28,7 +28,7 @@ for scheme, bits, symmetric, group, dtype, tokens in (
     weight = random_weight(128, 1024, bits, group, symmetric=symmetric, dtype=dtype)
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), dtype)
     kernel.linear(torch.empty(tokens, 1024, dtype=dtype), tensors, None, scheme)
-kernel._plan = lambda *weight: kernel.Plan(2, 1, 4, 3)
+kernel._chosen = lambda *weight: kernel.FusedPlan(2, 1, 4, 3)
 for scheme, bits, tokens in (("w4a16", 4, 16), ("w8a16", 8, 32)):
     weight = random_weight(256, 1024, bits, 128, symmetric=False, dtype=BF16)
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), BF16)

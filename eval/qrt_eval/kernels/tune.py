@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import groupby, product, starmap
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,8 @@ from qrt.errors import ConfigError
 from qrt.kernels import tuned
 from qrt.kernels.linear import int8_kernel, linear, linear_silu, linear_silu_int8
 from qrt.kernels.linear import kernel as tile_kernel
-from qrt.kernels.linear.hopper_int8_kernel import HopperPlan
+from qrt.kernels.linear.int8_kernel import BlockPlan, HopperPlan
+from qrt.kernels.linear.kernel import FusedPlan, StreamPlan, WidePlan
 from qrt.layers.linear import Linear
 from qrt_eval.kernels.linear import HEADS, cold_copies, head, products, random_linear
 from qrt_eval.kernels.timer import microseconds
@@ -39,6 +40,8 @@ INT8_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 HEAD_WIDTHS = (8, 16, 64, 128, 256)  # of rows that sample
 MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the largest unless given here
 SMS = 132
+Plan = FusedPlan | StreamPlan | WidePlan | BlockPlan | HopperPlan
+KINDS = {plan: kind for kind, plan in {**tile_kernel.PLANS, **int8_kernel.PLANS}.items()}
 COMPILED_ROWS = 1024  # N of the weights that kernels are compiled with: K is compiled in, N is not
 
 
@@ -49,7 +52,7 @@ class Trial(NamedTuple):
     k: int
     n: int
     width: int
-    config: tuple[int, ...]
+    plan: Plan | None  # None: dequantize, and multiply in 16 bits
     gated: bool = False  # a gate over its up, run with silu_mul
 
     @property
@@ -60,20 +63,23 @@ class Trial(NamedTuple):
         return tile_kernel.tuning_key(self.k, self.n, 4 if self.scheme == "w4a16" else 8, self.width)
 
     @property
+    def entry(self) -> tuned.Measured:
+        """Its plan as the file has it."""
+        return ["dequantize"] if self.plan is None else [KINDS[type(self.plan)], *self.plan]
+
+    @property
     def binary(self) -> tuple[object, ...]:
         """Equal for trials that one compiled kernel serves: only the fused ones and dequantizing know K."""
-        if self.scheme == "w8a8" and len(self.config) == len(HopperPlan._fields):
-            int8_plan = HopperPlan(*self.config)
-            return self.scheme, int8_plan._replace(splits=min(int8_plan.splits, 2)), self.gated
-        if self.scheme == "w8a8":
-            return self.scheme, self.config
-        if len(self.config) == len(tile_kernel.StreamPlan._fields):
-            return self.scheme, self.config
-        if len(self.config) == len(tile_kernel.WidePlan._fields):
-            plan = tile_kernel.WidePlan(*self.config)
-            # whether K is split, and whether a divisor of the tiles is known
-            return self.scheme, plan._replace(splits=min(plan.splits, 2)), self.k % 4096 == 0
-        return self.scheme, self.k, self.config, self.width if self.config else 0
+        match self.plan:
+            case HopperPlan(splits=splits):
+                return self.scheme, self.plan._replace(splits=min(splits, 2)), self.gated
+            case BlockPlan() | StreamPlan():
+                return self.scheme, self.plan
+            case WidePlan(splits=splits):  # whether K is split, and whether a divisor of the tiles is known
+                return self.scheme, self.plan._replace(splits=min(splits, 2)), self.k % 4096 == 0
+            case FusedPlan():
+                return self.scheme, self.k, self.plan, self.width
+        return self.scheme, self.k
 
 
 def trials(k: int, n: int, gated: bool = False) -> Iterator[Trial]:
@@ -82,35 +88,36 @@ def trials(k: int, n: int, gated: bool = False) -> Iterator[Trial]:
     for scheme, inputs in (("w4a16", 256), ("w8a16", 128)):
         tiles = -(-k // inputs)
         for width in FUSED_WIDTHS:
-            plans = _fused_plans(width, blocks, tiles, gated)
-            yield from (Trial(scheme, k, n, width, plan, gated) for plan in plans)
+            fused = _fused_plans(width, blocks, tiles, gated)
+            yield from (Trial(scheme, k, n, width, plan, gated) for plan in fused)
         for width in STREAM_WIDTHS:
             yield from (Trial(scheme, k, n, width, plan, gated) for plan in _stream_plans(1024 // inputs))
         for width in WIDE_WIDTHS:
-            plans = _wide_plans(width, blocks, tiles, 1024 // inputs)
-            yield from (Trial(scheme, k, n, width, plan, gated) for plan in plans)
+            wide = _wide_plans(width, blocks, tiles, 1024 // inputs)
+            yield from (Trial(scheme, k, n, width, plan, gated) for plan in wide)
     for width in INT8_WIDTHS:
         yield from (Trial("w8a8", k, n, width, plan, gated) for plan in _int8_plans(width, k, n))
 
 
-def _fused_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[tuple[int, ...]]:
-    usual = tile_kernel.plan(width, blocks, tiles).splits
+def _fused_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[FusedPlan]:
+    usual = tile_kernel.fused_plan(width, blocks, tiles).splits
     around = (usual // 2, usual, 2 * usual) if width <= 16 and not gated else (usual // 2, usual)
     splits = sorted({tile_kernel.even_splits(s, tiles) for s in around if s})
-    yield from product((1,), splits, (2, 4) if width <= 16 else (4,), (3, 4) if width <= 32 else (3,))
+    sizes = product((1,), splits, (2, 4) if width <= 16 else (4,), (3, 4) if width <= 32 else (3,))
+    yield from starmap(FusedPlan, sizes)
     if gated and width <= 32 and blocks % 2 == 0:  # the gate and the up of its columns: silu_mul too
-        yield from product((2,), (1,), (4,), (3, 4))
+        yield from starmap(FusedPlan, product((2,), (1,), (4,), (3, 4)))
 
 
 # row blocks, stages at 4 bits (8 have half the tile), warps, registers, programs an SM
 STREAM_BLOCKS = ((1, 4, 4, 128, 1), (1, 2, 4, 80, 2), (2, 2, 8, 80, 2), (2, 4, 8, 128, 1))
 
 
-def _stream_plans(bits: int) -> Iterator[tuple[int, ...]]:
+def _stream_plans(bits: int) -> Iterator[StreamPlan]:
     """Of `stream_kernel`."""
     for blocks, stages, warps, registers, programs in STREAM_BLOCKS:
         depth = stages + stages // 2 if bits == 8 else stages
-        yield tile_kernel.StreamPlan(blocks, depth, warps, registers, programs)
+        yield StreamPlan(blocks, depth, warps, registers, programs)
 
 
 # width -> tokens, row blocks, planes of x a stage, stages of x and of w at 4 bits (8 have half the tile)
@@ -123,10 +130,10 @@ WIDE_BLOCKS = {
 }  # fmt: skip
 
 
-def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterator[tuple[int, ...]]:
-    """Of `hopper_kernel`, and () to dequantize."""
+def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterator[WidePlan | None]:
+    """Of `hopper_kernel`, and None to dequantize."""
     if width > 64:
-        yield ()
+        yield None
     for tokens, rows, planes, x_stages, w_stages in WIDE_BLOCKS[min(width, 512)]:
         if bits == 8:
             if (tokens, planes) == (256, 2):
@@ -135,7 +142,7 @@ def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterator[tupl
             w_stages = 4 if tokens == 256 or rows == 2 else 6
         programs = -(-blocks // rows) * -(-width // tokens)
         for splits in _splits(programs, tiles // 4) if width < 1024 else (1,):
-            yield tile_kernel.WidePlan(tokens, rows, splits, planes, x_stages, w_stages)
+            yield WidePlan(tokens, rows, splits, planes, x_stages, w_stages)
 
 
 # tokens, outputs, stages of `hopper_int8_kernel`; blocks of fewer than 64 tokens are for all of so few
@@ -143,7 +150,7 @@ HOPPER_INT8_BLOCKS = ((16, 64, 8), (16, 128, 6), (32, 128, 4), (64, 64, 8), (64,
                       (64, 128, 6), (128, 64, 8), (128, 128, 4), (128, 128, 6), (128, 256, 4))  # fmt: skip
 
 
-def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
+def _int8_plans(width: int, k: int, n: int) -> Iterator[BlockPlan | HopperPlan]:
     if width <= 64:
         depths = {128: (3, 4), 256: (4, 6)}
         shapes = ((32, 256), (64, 256)) if width == 16 else ((64, 128), (64, 256))
@@ -157,7 +164,7 @@ def _int8_plans(width: int, k: int, n: int) -> Iterator[tuple[int, ...]]:
         programs, steps = -(-n // outputs) * -(-width // tokens), -(-k // inputs)
         for splits in _splits(programs, steps // 2):  # no share of one step
             if splits <= 8:
-                yield tokens, outputs, inputs, splits, warps, stages
+                yield BlockPlan(tokens, outputs, inputs, splits, warps, stages)
     for tokens, outputs, stages in HOPPER_INT8_BLOCKS:
         if width >= 512 and (outputs == 64 or (tokens, stages) == (64, 4)):
             continue  # many tokens want large blocks
@@ -173,7 +180,7 @@ def _splits(programs: int, steps: int) -> list[int]:
     return sorted({tile_kernel.even_splits(s, max(steps, 1)) for s in counts if s})
 
 
-def pending(configs: Sequence[ModelConfig], table: Mapping[str, list[int]]) -> list[Trial]:
+def pending(configs: Sequence[ModelConfig], table: Mapping[str, tuned.Measured]) -> list[Trial]:
     """The trials of these models' products, one model after the other, then of their heads in int8, less
     those of keys whose plan in `table` is one that is tried."""
     sizes = {size: name == "gate_up" for config in configs for name, size in products(config).items()}
@@ -182,7 +189,7 @@ def pending(configs: Sequence[ModelConfig], table: Mapping[str, list[int]]) -> l
         if size not in sizes:
             own = (trial for trial in trials(*size) if trial.width in HEAD_WIDTHS)
             todo += [trial for trial in own if trial.scheme in HEADS]
-    done = {trial.key for trial in todo if table.get(trial.key) == list(trial.config)}
+    done = {trial.key for trial in todo if table.get(trial.key) == trial.entry}
     return [trial for trial in todo if trial.key not in done]
 
 
@@ -196,24 +203,24 @@ def tune(configs: Sequence[ModelConfig], device: torch.device) -> None:
     with tqdm(total=len(todo), desc="Measuring", unit="kernel") as bar:
         for (scheme, k, n), group in groupby(todo, lambda trial: trial[:3]):
             weights = cold_copies(random_linear(scheme, k, n, device))
-            best: dict[str, tuple[float, tuple[int, ...]]] = {}
+            best: dict[str, tuple[float, tuned.Measured]] = {}
             for trial in group:
                 us = _try(trial, weights, table)
                 if us is not None and us < best.get(trial.key, (float("inf"),))[0]:
-                    best[trial.key] = us, trial.config
+                    best[trial.key] = us, trial.entry
                 bar.update()
-            table.update({key: list(config) for key, (_, config) in best.items()})
+            table.update({key: entry for key, (_, entry) in best.items()})
             _write(file, table)
             del weights  # before the next ones are made
     print(f"{len({trial.key for trial in todo})} block sizes measured, written to {file}", file=sys.stderr)
 
 
-def _write(file: Path, table: Mapping[str, list[int]]) -> None:
+def _write(file: Path, table: Mapping[str, tuned.Measured]) -> None:
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))
     file.write_text("{\n" + lines + "\n}\n")
 
 
-def _try(trial: Trial, weights: Sequence[Linear], table: dict[str, list[int]]) -> float | None:
+def _try(trial: Trial, weights: Sequence[Linear], table: dict[str, tuned.Measured]) -> float | None:
     """Microseconds, or None when the configuration does not fit the GPU."""
     with _planned(trial, table):
         return microseconds(*_calls(trial, weights), 9)
@@ -232,10 +239,10 @@ def _calls(trial: Trial, weights: Sequence[Linear]) -> tuple[Callable[..., objec
 
 
 @contextmanager
-def _planned(trial: Trial, table: dict[str, list[int]]) -> Iterator[None]:
+def _planned(trial: Trial, table: dict[str, tuned.Measured]) -> Iterator[None]:
     """`table` says what is tried; a configuration that does not fit the GPU leaves the block."""
     before = table.get(trial.key)
-    table[trial.key] = list(trial.config)
+    table[trial.key] = trial.entry
     try:
         yield
     except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -112,7 +112,7 @@ def quantize_tokens(x: Tensor) -> QuantizedTokens:
     return QuantizedTokens(codes, scale, x.dtype)
 
 
-class Plan(NamedTuple):
+class BlockPlan(NamedTuple):
     """Tokens, outputs and inputs of a program's block, and how it is compiled."""
 
     tokens: int
@@ -124,35 +124,41 @@ class Plan(NamedTuple):
 
 
 def width_of(tokens: int) -> int:
-    """Token counts that share a Plan, by the largest of them: powers of two, all up to 16 and all above 1024
+    """Token counts that share a plan, by the largest of them: powers of two, all up to 16 and all above 1024
     alike."""
     return min(max(16, triton.next_power_of_2(tokens)), 2048)
 
 
 def tuning_key(k: int, n: int, width: int) -> str:
-    """Of a Plan in `qrt.kernels.tuned`."""
+    """Of a plan in `qrt.kernels.tuned`."""
     return f"int8 {k}x{n} {width} wide"
 
 
-def plan(width: int) -> Plan:
+PLANS: dict[str, Any] = {"block": BlockPlan, "hopper": HopperPlan}  # by their names there
+
+
+def block_plan(width: int) -> BlockPlan:
     """Where nothing was measured."""
     if width <= 64:  # bound by weight bytes: narrow blocks, so that every SM reads
-        return Plan(width, 32, 256, 1, 4, 4)
-    return Plan(128, 128, 128, 1, 8, 3)
+        return BlockPlan(width, 32, 256, 1, 4, 4)
+    return BlockPlan(128, 128, 128, 1, 8, 3)
 
 
-def _plan(x: QuantizedTokens, n: int) -> Plan | HopperPlan:
-    """What was measured for x, or a rule of thumb."""
+def _chosen(x: QuantizedTokens, n: int) -> BlockPlan | HopperPlan:
+    """What was measured for x, where it runs, or a rule of thumb."""
     tokens, k = x.codes.shape
     measured = configs(x.codes.device).get(tuning_key(k, n, width_of(tokens)))
-    if measured and (len(measured) != len(HopperPlan._fields) or fits(x)):
-        return HopperPlan(*measured) if len(measured) == len(HopperPlan._fields) else Plan(*measured)
-    return (hopper_plan(tokens, n) if fits(x) else None) or plan(width_of(tokens))
+    if measured is not None:
+        kind, *sizes = measured
+        if kind == "block" or fits(x):
+            chosen: BlockPlan | HopperPlan = PLANS[kind](*sizes)
+            return chosen
+    return (hopper_plan(tokens, n) if fits(x) else None) or block_plan(width_of(tokens))
 
 
 def gated_plan(x: QuantizedTokens, n: int) -> HopperPlan | None:
     """That of `gated_int8_gemm` for x times a weight [n, K]; None: silu_mul is an operator of its own."""
-    chosen = _plan(x, n)
+    chosen = _chosen(x, n)
     return chosen if isinstance(chosen, HopperPlan) and x.codes.shape[0] and gates(chosen) else None
 
 
@@ -178,7 +184,7 @@ def int8_gemm(
     if isinstance(x, Tensor):
         x = quantize_tokens(x.contiguous())
     (tokens, k), n = x.codes.shape, codes.shape[0]
-    block = _plan(x, n)
+    block = _chosen(x, n)
     inputs = INPUTS if isinstance(block, HopperPlan) else block.inputs
     share = triton.cdiv(triton.cdiv(k, block.splits), inputs) * inputs
     splits = triton.cdiv(k, share)

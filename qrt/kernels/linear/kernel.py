@@ -158,7 +158,7 @@ def _dequantize(
         tl.store(out, plane.to(OUT.dtype.element_ty), mask=(k < K)[None, :])
 
 
-class Plan(NamedTuple):
+class FusedPlan(NamedTuple):
     """How `_fused` is launched for one shape."""
 
     blocks: int  # row blocks a program
@@ -173,11 +173,14 @@ def width_of(tokens: int) -> int:
 
 
 def tuning_key(k: int, n: int, bits: int, width: int) -> str:
-    """Of a Plan in `qrt.kernels.tuned`."""
+    """Of a plan in `qrt.kernels.tuned`."""
     return f"tiles {k}x{n} {bits} bits {width} wide"
 
 
-def plan(width: int, blocks: int, tiles: int) -> Plan:
+PLANS: dict[str, Any] = {"fused": FusedPlan, "stream": StreamPlan, "wide": WidePlan}  # by their names there
+
+
+def fused_plan(width: int, blocks: int, tiles: int) -> FusedPlan:
     """Where nothing was measured: enough programs to fill 132 SMs about twice, and no share of K that is
     long while there are few. The constants are those that won on an H200 for Llama-3-8B's shapes."""
     splits = triton.next_power_of_2(triton.cdiv(256 if width <= 32 else 192, blocks))
@@ -185,7 +188,7 @@ def plan(width: int, blocks: int, tiles: int) -> Plan:
         splits *= 2
     crowded = blocks * splits >= 448  # smaller programs, so that more fit on an SM
     warps = 2 if width == 8 or (width == 16 and crowded) else 4
-    return Plan(1, even_splits(splits, tiles), warps, 4 if width == 8 and splits == 1 else 3)
+    return FusedPlan(1, even_splits(splits, tiles), warps, 4 if width == 8 and splits == 1 else 3)
 
 
 def even_splits(splits: int, tiles: int) -> int:
@@ -203,9 +206,9 @@ def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, un
     layout = _layout(weight, bits, unpack)
     if x.shape[0] == 0:
         return y
-    chosen = _plan(x, weight, bits)
+    chosen = _chosen(x, weight, bits)
     if chosen is not None:
-        launch = {StreamPlan: stream_gemm, WidePlan: wide_gemm, Plan: _launch_fused}[type(chosen)]
+        launch = {StreamPlan: stream_gemm, WidePlan: wide_gemm, FusedPlan: _launch_fused}[type(chosen)]
         launch(x.contiguous(), weight, bias, y, layout, chosen)
         return y
     blocks = max(1, SCRATCH_BYTES // (TILE_ROWS * x.shape[1] * x.itemsize))
@@ -223,8 +226,9 @@ def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, un
 def gated_tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, unpack: Any) -> Tensor:
     """`silu_mul` of `tile_gemm`, [T, N / 2], the same bits; in one kernel where its blocks are as wide as two
     row blocks."""
-    chosen, n = _plan(x, weight, bits), weight.out_features
-    whole = isinstance(chosen, Plan) and (chosen.blocks, chosen.splits) == (2, 1) and n % (2 * TILE_ROWS) == 0
+    chosen, n = _chosen(x, weight, bits), weight.out_features
+    paired = isinstance(chosen, FusedPlan) and (chosen.blocks, chosen.splits) == (2, 1)
+    whole = paired and n % (2 * TILE_ROWS) == 0
     if not whole or not x.shape[0]:
         return silu_mul(tile_gemm(x, weight, bias, bits, unpack))
     y = torch.empty(x.shape[0], n // 2, dtype=x.dtype, device=x.device)
@@ -233,8 +237,8 @@ def gated_tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: i
 
 
 def _launch_fused(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], chosen: Plan,
-    halves: int = 1,
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any],
+    chosen: FusedPlan, halves: int = 1,
 ) -> None:  # fmt: skip
     (tokens, k), n = x.shape, weight.out_features
     blocks, _, rows, words = weight.packed.shape
@@ -250,19 +254,18 @@ def _launch_fused(
     )  # fmt: skip
 
 
-def _plan(x: Tensor, weight: TiledWeight, bits: int) -> Plan | StreamPlan | WidePlan | None:
-    """What was measured for x, or a rule of thumb; None: `_dequantize`."""
+def _chosen(x: Tensor, weight: TiledWeight, bits: int) -> FusedPlan | StreamPlan | WidePlan | None:
+    """What was measured for x, where it runs, or a rule of thumb; None: `_dequantize`."""
     (tokens, k), (blocks, tiles) = x.shape, weight.packed.shape[:2]
     width, few = width_of(tokens), tokens <= FUSED_TOKENS[x.itemsize]
     measured, hopper = configs(x.device).get(tuning_key(k, weight.out_features, bits, width)), fits(x, weight)
-    kinds: dict[int, Any] = {len(Plan._fields): Plan} if few else {}
-    if hopper:
-        kinds |= {len(kind._fields): kind for kind in (StreamPlan, WidePlan)}
-    if measured is not None and len(measured) in kinds:
-        chosen: Plan | StreamPlan | WidePlan = kinds[len(measured)](*measured)
-        return chosen
+    if measured is not None:
+        kind, *sizes = measured
+        if {"fused": few, "stream": hopper, "wide": hopper}.get(kind, False):
+            chosen: FusedPlan | StreamPlan | WidePlan = PLANS[kind](*sizes)
+            return chosen
     if few:
-        return plan(width, blocks, tiles)
+        return fused_plan(width, blocks, tiles)
     return wide_plan(width, blocks, tiles) if hopper and measured is None and width <= WIDE_TOKENS else None
 
 

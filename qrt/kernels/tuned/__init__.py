@@ -7,12 +7,14 @@ import logging
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
+Measured = list[Any]  # the name of a kernel's plan, and its numbers
 
 
 def path(device_name: str) -> Path:
@@ -21,8 +23,9 @@ def path(device_name: str) -> Path:
 
 
 @lru_cache(maxsize=8)
-def configs(device: torch.device) -> dict[str, list[int]]:
-    """Launch parameters by kernel and sizes, `tiles 4096x6144 8 bits 16 wide` -> what the launcher says.
+def configs(device: torch.device) -> dict[str, Measured]:
+    """Plans by operand and sizes: `tiles 4096x6144 8 bits 16 wide` -> `["fused", 1, 4, 2, 3]`, the kernel and
+    the fields of its plan.
 
     Empty on a CPU and, said once, on a GPU that nothing was measured on: launchers then use their own rule.
     One dict for all GPUs of a name: what the tuner puts there is used at once.
@@ -31,7 +34,7 @@ def configs(device: torch.device) -> dict[str, list[int]]:
 
 
 @lru_cache(maxsize=8)
-def _read(name: str) -> dict[str, list[int]]:
+def _read(name: str) -> dict[str, Measured]:
     if not path(name).is_file():
         logger.info(
             "kernels: no measured block sizes for %s, using rules of thumb; "
@@ -39,5 +42,5 @@ def _read(name: str) -> dict[str, list[int]]:
             name,
         )
         return {}
-    found: dict[str, list[int]] = json.loads(path(name).read_text())
+    found: dict[str, Measured] = json.loads(path(name).read_text())
     return found
