@@ -127,11 +127,6 @@ def _token_arrays(plan: Plan) -> dict[str, NDArray[Any]]:
 
 def _sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[Any]]:
     """Which hidden states are sampled, for which rows, and how."""
-    ends, last = [], len(plan.decodes)
-    for chunk in plan.chunks:
-        last += len(chunk.tokens)
-        if chunk.samples:
-            ends.append(last - 1)
     careful: list[int] = []
     filtered: list[int] = []
     adjusted: list[tuple[int, int]] = []
@@ -148,7 +143,7 @@ def _sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[An
         careful.append(index)
     places = adjustments.places([row for _, row in adjusted])
     return {
-        "logit_rows": _int64(range(len(plan.decodes)), ends),
+        "logit_rows": _int64(plan.sampled_at),
         "sample_rows": _int64([work.row for work in plan.sampled]),
         "careful": _int64(careful),
         "filtered": _int64(filtered),

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
@@ -80,7 +81,7 @@ class TokenSteps:
         self._hidden = torch.zeros(most, model.config.hidden_size, dtype=model.dtype, device=device)
         self._recorded: dict[tuple[Callable[[int], Tensor], int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
-    def take(self, plan: Plan) -> bool:
+    def handles(self, plan: Plan) -> bool:
         """Whether the plan is such a step."""
         if any(chunk.scoring for chunk in plan.chunks):
             return False
@@ -124,33 +125,41 @@ class TokenSteps:
         rows = [decode.row for decode in plan.decodes]
         if not plan.chunks and rows == self._sent:
             return
-        last, ends = len(rows), []
-        for chunk in plan.chunks:
-            last += len(chunk.tokens)
-            if chunk.samples:
-                ends.append(last - 1)
-        drawn = [*range(len(rows)), *ends]
-        tokens = np.full((3, self._size(plan)), TABLE, np.int32)
-        tokens[0] = self._table.pad_row
-        tokens[0, : len(rows)] = rows
-        at = len(rows)
-        for chunk in plan.chunks:
-            own = slice(at, at := at + len(chunk.tokens))
-            tokens[0, own], tokens[1, own] = chunk.row, np.arange(chunk.start, chunk.end)
-            tokens[2, own] = chunk.tokens
-        draws = np.zeros((3, _holds(self.rows, len(drawn))), np.int32)
-        draws[1] = self._table.pad_row
-        draws[0, : len(drawn)] = drawn
-        draws[1, : len(drawn)] = [work.row for work in plan.sampled]
-        draws[2, : len(drawn)] = 1
-        ends_of = np.array([(chunk.row, chunk.end) for chunk in plan.chunks], np.int32).reshape(-1, 2).T
-        sent = to_device({"tokens": tokens, "draws": draws, "ends": ends_of}, self._table.device)
+        tokens, draws = self._token_inputs(plan), self._draw_inputs(plan)
+        ends = np.array([(chunk.row, chunk.end) for chunk in plan.chunks], np.int32).reshape(-1, 2).T
+        sent = to_device({"tokens": tokens, "draws": draws, "ends": ends}, self._table.device)
         self._tokens[:, : tokens.shape[1]].copy_(sent["tokens"])
         self._draws[:, : draws.shape[1]].copy_(sent["draws"][:2])
         self._drawn[: draws.shape[1]].copy_(sent["draws"][2])
         if plan.chunks:
             self._table.length[sent["ends"][0]] = sent["ends"][1]
         self._sent = None if plan.chunks else rows
+
+    def _token_inputs(self, plan: Plan) -> NDArray[np.int32]:
+        """Of each token, padding last: its row, its position and itself, int32 [3, size]."""
+        inputs = np.full((3, self._size(plan)), TABLE, np.int32)
+        rows, positions, tokens = inputs
+        at = len(plan.decodes)
+        rows[:at] = [decode.row for decode in plan.decodes]
+        for chunk in plan.chunks:
+            own = slice(at, at := at + len(chunk.tokens))
+            rows[own], positions[own], tokens[own] = (
+                chunk.row,
+                np.arange(chunk.start, chunk.end),
+                chunk.tokens,
+            )
+        rows[at:] = self._table.pad_row
+        return inputs
+
+    def _draw_inputs(self, plan: Plan) -> NDArray[np.int32]:
+        """Of what is drawn, padding last: the token behind which, its row, and 1; int32 [3, size]."""
+        inputs = np.zeros((3, _holds(self.rows, len(plan.sampled))), np.int32)
+        tokens, rows, drawn = inputs
+        count = len(plan.sampled)
+        tokens[:count], drawn[:count] = plan.sampled_at, 1
+        rows[:count] = [work.row for work in plan.sampled]
+        rows[count:] = self._table.pad_row
+        return inputs
 
     def forward(self, plan: Plan) -> Tensor:
         """Hidden states [T, H] of the tokens that were sent, good until the next call."""
@@ -229,7 +238,13 @@ class TokenSteps:
         zero, start = torch.zeros_like(count), positions[:1]
         room = min(CHUNK_CACHED, table.slot_table.shape[1])
         prefill = PrefillMeta(
-            rows[:1], start + count, torch.cat((zero, count)), torch.cat((zero, start)), size, room, room
+            rows=rows[:1],
+            kv_lens=start + count,
+            query_start=torch.cat((zero, count)),
+            cached_start=torch.cat((zero, start)),
+            max_query_len=size,
+            num_cached=room,
+            max_cached_len=room,
         )
         slots = table.slots(rows, positions)
         none = slots.new_empty(0, dtype=torch.int64)

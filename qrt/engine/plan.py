@@ -152,6 +152,16 @@ class Plan:
         """What samples a token, in the order of `StepResult.tokens`."""
         return self.decodes + tuple(chunk for chunk in self.chunks if chunk.samples)
 
+    @cached_property
+    def sampled_at(self) -> Sequence[int]:
+        """Which of the step's tokens each of `sampled` comes behind."""
+        at, ends = len(self.decodes), []
+        for chunk in self.chunks:
+            at += len(chunk.tokens)
+            if chunk.samples:
+                ends.append(at - 1)
+        return [*range(len(self.decodes)), *ends]
+
     @property
     def works(self) -> tuple[Decode | Chunk, ...]:
         """All that is computed, a request each."""

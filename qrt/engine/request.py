@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 
 from qrt.config import SamplingParams
-from qrt.engine.plan import Ban, Decode, Sampling
+from qrt.engine.plan import Ban, Decode, Sampling, Scoring
 from qrt.mem.manager import SequenceKV
 from qrt.mem.slots import Ints
 
@@ -94,6 +94,26 @@ class Request:
         if not params.bad_words and len(self.output) + self.pending >= params.min_tokens:
             return ()
         return tuple(self._banned())
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ends with what is known of it; None when it goes on."""
+        if self.output:
+            if len(self.output) > self.params.min_tokens and self.output[-1] in self.stop_ids:
+                return FinishReason.STOP
+            return FinishReason.LENGTH if len(self.prompt) + len(self.output) >= self.max_len else None
+        done = self.decoding and not self.in_flight and not self.generates
+        return FinishReason.LENGTH if done else None
+
+    def scores(self, start: int, end: int) -> Scoring | None:
+        """The prompt tokens that follow positions [start, end) and have not been scored yet."""
+        if not self.scoring or self.params.prompt_logprobs is None:
+            return None
+        first, last = max(start, self.num_scored), min(end, len(self.prompt) - 1)
+        if first >= last:
+            return None
+        targets: Ints = self.prompt[first + 1 : last + 1]
+        return Scoring(first - start, targets, self.params.prompt_logprobs)
 
     def decode(self) -> Decode:
         """Its part of a step that decodes."""

@@ -74,7 +74,7 @@ class Runner:
             self.table.place(plan.placed)
         if self.timeline is not None and plan.chunks:
             self.timeline.cut()
-        if self.token_steps is not None and self.token_steps.take(plan):
+        if self.token_steps is not None and self.token_steps.handles(plan):
             return self._few_tokens(self.token_steps, plan)
         batch = build(
             plan,

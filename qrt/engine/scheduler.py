@@ -27,15 +27,7 @@ from qrt.engine.admission import expected_output, peak_slots
 from qrt.engine.growth import Growth, short
 from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta
-from qrt.engine.plan import (
-    Adjustment,
-    Admission,
-    Chunk,
-    Plan,
-    Sampling,
-    Scoring,
-    StepResult,
-)
+from qrt.engine.plan import Adjustment, Admission, Chunk, Plan, Sampling, StepResult
 from qrt.engine.request import FinishReason, Request
 from qrt.errors import ConfigError, QueueFullError
 from qrt.mem.manager import KVManager
@@ -363,7 +355,7 @@ class Scheduler:
             samples=request.generates and end == request.prefill_len,
             sampling=request.sampling,
             banned=request.banned,
-            scoring=_scoring(request, start, end),
+            scoring=request.scores(start, end),
         )
 
     def _report(
@@ -374,7 +366,7 @@ class Scheduler:
         prompt_scores: Scores | None = None,
     ) -> RequestDelta:
         """What the step added to a request that has been advanced; ends it when it is done."""
-        reason = _finish_reason(request)
+        reason = request.finish_reason
         if reason:
             del self._requests[request.id]
             self._stop(request, keep=request.generates)
@@ -383,23 +375,3 @@ class Scheduler:
             stop_reason = token_ids[-1]
         cached = request.num_cached or 0
         return RequestDelta(request.id, token_ids, reason, stop_reason, logprobs, prompt_scores, cached)
-
-
-def _finish_reason(request: Request) -> FinishReason | None:
-    if request.output:
-        if len(request.output) > request.params.min_tokens and request.output[-1] in request.stop_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.prompt) + len(request.output) >= request.max_len else None
-    done = request.decoding and not request.in_flight and not request.generates
-    return FinishReason.LENGTH if done else None
-
-
-def _scoring(request: Request, start: int, end: int) -> Scoring | None:
-    """The prompt tokens that follow positions [start, end) and have not been scored yet."""
-    if not request.scoring or request.params.prompt_logprobs is None:
-        return None
-    first, last = max(start, request.num_scored), min(end, len(request.prompt) - 1)
-    if first >= last:
-        return None
-    targets: Ints = request.prompt[first + 1 : last + 1]
-    return Scoring(first - start, targets, request.params.prompt_logprobs)

@@ -41,7 +41,7 @@ class Attention:
         self.o = o
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.num_heads = (num_heads, num_kv_heads, num_kv_heads)
+        self.qkv_heads = (num_heads, num_kv_heads, num_kv_heads)
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
 
@@ -55,7 +55,7 @@ class Attention:
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Hq, D], k and v [T, Hkv, D], q and k before RoPE; without norms, views."""
-        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=1)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.qkv_heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

@@ -36,27 +36,27 @@ class DecoderLayer:
 
         Returns the MLP's output [T, H], or shares of it, which the norm that follows the layer adds.
         """
-        return self._rest(residual, self.attention(qkv, step, kv, rope))
+        return self._mlp_block(residual, self.attention(qkv, step, kv, rope))
 
-    def into(
+    def into_next(
         self, norm: RMSNorm, reader: Linear | None, qkv: Tensor, residual: Tensor, step: StepMeta,
         kv: KVLayer, rope: RopeTables,
     ) -> Tensor:  # fmt: skip
         """As a call, and the norm that follows with the one Linear that reads it, if that is not the head."""
-        return self.after(self.attention(qkv, step, kv, rope), norm, reader, residual)
+        return self.after_attention(self.attention(qkv, step, kv, rope), norm, reader, residual)
 
-    def after(self, y: Tensor, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> Tensor:
-        """`into` from what the heads attended on, y [T, Hq*D]."""
+    def after_attention(self, y: Tensor, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> Tensor:
+        """The rest of `into_next`, from what the heads attended, y [T, Hq*D]."""
         linears = [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
         if len(y) == 1 and self.mlp_norm.eps == norm.eps and _fits(linears, residual):
             tensors = [x.tensors for x in linears] + ([] if reader else [[]])
             norms = self.mlp_norm.weight, norm.weight, norm.eps
             return one_token(y, residual, *tensors, *norms, self.mlp.down.scheme)
-        y = self._rest(residual, y)
+        y = self._mlp_block(residual, y)
         return reader(norm.add_for(reader, residual, y)) if reader else norm.add(residual, y)
 
-    def _rest(self, residual: Tensor, y: Tensor) -> Tensor:
-        """From what the heads attended, y [T, Hq*D]."""
+    def _mlp_block(self, residual: Tensor, y: Tensor) -> Tensor:
+        """o of what the heads attended, y [T, Hq*D], and the MLP behind its norm."""
         return self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o.shares(y)))
 
 
@@ -95,7 +95,7 @@ class Decoder:
         residual, x = self.embed(step.tokens, first.norm)
         x = readers[0](x)
         for i, ((layer, norm), reader) in enumerate(zip(self.blocks(), [*readers[1:], None], strict=True)):
-            x = layer.into(norm, reader, x, residual, step, kv.layer(i), self.rope)
+            x = layer.into_next(norm, reader, x, residual, step, kv.layer(i), self.rope)
         return x
 
     def blocks(self) -> Iterator[tuple[DecoderLayer, RMSNorm]]:

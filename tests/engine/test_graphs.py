@@ -102,11 +102,11 @@ def plan_of(decodes, *chunks):
 def test_what_is_a_step_of_few_tokens():
     kv = KVStorage([KV_FORMATS["fp16"]], 64, 1, 16, torch.float32, "cpu")
     steps = TokenSteps(FakeDecoder(), kv, RequestTable(8, 64, 64, torch.device("cpu")), [1, 2, 8], [300])
-    assert steps.take(plan_of(8)) and not steps.take(plan_of(9))
-    assert steps.take(plan_of(7, (0, 293))) and not steps.take(plan_of(7, (0, 294)))
-    assert not steps.take(plan_of(8, (0, 3))), "nine would be drawn"
-    assert steps.take(plan_of(1, (graphs.PROMPT_READS // 64 - 64, 64)))
-    assert not steps.take(plan_of(1, (graphs.PROMPT_READS // 64 - 63, 64))), "too much would be read again"
+    assert steps.handles(plan_of(8)) and not steps.handles(plan_of(9))
+    assert steps.handles(plan_of(7, (0, 293))) and not steps.handles(plan_of(7, (0, 294)))
+    assert not steps.handles(plan_of(8, (0, 3))), "nine would be drawn"
+    assert steps.handles(plan_of(1, (graphs.PROMPT_READS // 64 - 64, 64)))
+    assert not steps.handles(plan_of(1, (graphs.PROMPT_READS // 64 - 63, 64))), "too much would be read again"
 
 
 def test_default_sizes():

@@ -64,7 +64,7 @@ def chain_rows(
             widths = config.num_heads * config.head_dim, config.hidden_size
             y, residual = (torch.randn(m, width, device=device, dtype=model.dtype) for width in widths)
             us = microseconds(
-                DecoderLayer.after, [(layer, y, *others, residual) for layer, *others in blocks]
+                DecoderLayer.after_attention, [(layer, y, *others, residual) for layer, *others in blocks]
             )
             flops, num_bytes = m * _flops_per_token(model, 0), _weight_bytes(model)
             what = _plain(device) if scheme == "fp16" else scheme
