@@ -30,6 +30,12 @@ def root_logger():
     root.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test draws the same numbers, whichever tests its process has run before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def device() -> torch.device:
     """Where kernel tests put their tensors: the GPU, or the CPU with Triton's interpreter."""
