@@ -124,7 +124,8 @@ def test_splits_do_not_change_the_result(device, name):
     for splits in (3, kernel.FAN_IN + 1, [plan.CUTS[1], 1]):
         out = run(kernel.decode_attention, q, held, splits)
         torch.testing.assert_close(out, whole, atol=1e-3, rtol=0)
-        assert torch.equal(run(kernel.decode_attention, q, held, splits), out)  # whoever arrives last
+        if device.type == "cuda":  # whoever arrives last; the interpreter runs them in order
+            assert torch.equal(run(kernel.decode_attention, q, held, splits), out)
 
 
 @BOTH
