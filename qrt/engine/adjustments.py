@@ -74,8 +74,8 @@ class Adjustments:
         self.counts.index_put_((places, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
 
     def _write(self, place: int, adjustment: Adjustment, new: Admission) -> None:
-        growth = adjustment.growth or (0, 1.0)
-        factors = (adjustment.repetition, adjustment.presence, adjustment.frequency, growth[1], growth[0])
+        start, growth = adjustment.growth or (0, 1.0)
+        factors = adjustment.repetition, adjustment.presence, adjustment.frequency, growth, start
         bias = adjustment.bias
         sent = to_device(
             {
