@@ -233,6 +233,15 @@ def test_an_absent_tensor_names_the_nearest(made):
     )
 
 
+def test_a_dtype_is_checked_without_a_shape_too(made):
+    checkpoint = open_checkpoint(made / "plain")
+    assert checkpoint.tensor("model.norm.weight", dtype=torch.float32).shape == (128,)
+    with pytest.raises(
+        CheckpointError, match="norm.weight: dtype torch.float32, wanted torch.int8; the file"
+    ):
+        checkpoint.tensor("model.norm.weight", dtype=torch.int8)
+
+
 def replaced(folder: Path, name: str, change) -> Path:
     """The checkpoint with one tensor changed (None drops it)."""
     tensors = load_file(folder / "model.safetensors")

@@ -65,13 +65,10 @@ class TensorFolder:
         not those asked for (`shape`, `dtype` and `sizes` are those of `qrt.checks.expect`).
         """
         shard = self._shard(name)
-        if shape is not None:
-            try:
-                expect(self.spec(name), shape, dtype, name, **sizes)
-            except ValueError as error:
-                raise CheckpointError(
-                    f"{self.path}: {error}; the file does not match its config.json"
-                ) from None
+        try:
+            expect(self.spec(name), "..." if shape is None else shape, dtype, name, **sizes)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {error}; the file does not match its config.json") from None
         return shard.tensor(name)
 
     def _shard(self, name: str) -> Shard:
