@@ -12,12 +12,13 @@ from torch import Tensor
 
 from qrt.arch import Arch, ModelConfig
 from qrt.arch.runnable import runnable
-from qrt.errors import CheckpointError
+from qrt.errors import CheckpointError, UnsupportedError
 from qrt.layers.linear import Linear
 from qrt.model.build import LinearShape, build, layer_norms, layer_shapes
 from qrt.model.decoder import Decoder
 from qrt.model.random import RandomWeights
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
+from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.weight.base import fuse
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,9 @@ def dummy_model(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dt
 def load_model(source: str | Path | Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Load a checkpoint folder (or "tiny") on `device`; what is not quantized is cast to `dtype`.
 
-    Raises UnsupportedError for an architecture or scheme qrt does not run, CheckpointError for tensors
-    that are missing, left over or of another shape than config.json says, each by name.
+    Raises UnsupportedError for an architecture or scheme qrt does not run and for a quantized embedding or
+    norm, CheckpointError for tensors that are missing, left over or of another shape than config.json says,
+    each by name.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     arch = _architecture(checkpoint)
@@ -90,6 +92,11 @@ class CheckpointWeights:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read and check an embedding or a norm."""
         tensor = self.checkpoint.tensor(name)
+        if tensor.dtype not in FLOATS:
+            raise UnsupportedError(
+                f"{self.checkpoint.path}: {name} is {tensor.dtype}; qrt reads embeddings and norms as "
+                f"{' or '.join(map(str, FLOATS))}: quantize the Linears only"
+            )
         if tuple(tensor.shape) != shape:
             raise self._mismatch(name, tensor.shape, shape)
         return tensor.to(self.device, self.dtype)

@@ -153,6 +153,15 @@ def test_shapes_are_checked_against_the_config(broken, change, text):
     refuses(broken(config=change), CheckpointError, text)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"])
+def test_codes_are_not_read_as_an_embedding_or_a_norm(broken, name, dtype):
+    def quantize(held):
+        held[name] = held[name].to(dtype)
+
+    refuses(broken("plain", quantize), UnsupportedError, rf"{name} is {dtype}; .* quantize the Linears only")
+
+
 def test_a_bad_config_reaches_the_user(broken):
     refuses(broken(config={"vocab_size": None}), CheckpointError, "vocab_size is None")
 
