@@ -160,29 +160,89 @@ FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
 
 
-@pytest.mark.parametrize(
-    "shape, strategy", [((N, 1), "channel"), ((1,), "tensor"), ((N // 32, K // 64), "block")]
-)
-def test_fp8_is_read_as_16_bits_and_said_so(tmp_path, caplog, shape, strategy):
-    torch.manual_seed(0)
-    weight = torch.randn(N, K).to(torch.float8_e4m3fn)
-    scale = (torch.rand(shape) + 0.5).bfloat16()
-    entry = {"targets": ["Linear"], "weights": {**FP8, "strategy": strategy}, "input_activations": DYNAMIC}
+def save_fp8(folder, weight, scale, **arguments):
+    folder.mkdir()
+    entry = {"targets": ["Linear"], "weights": {**FP8, **arguments}, "input_activations": DYNAMIC}
     config = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "config_groups": {"g": entry},
     }
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    save_file({f"{Q}.weight": weight, f"{Q}.weight_scale": scale}, tmp_path / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    save_file({f"{Q}.weight": weight, f"{Q}.weight_scale": scale}, folder / "model.safetensors")
+    return open_checkpoint(folder)
+
+
+BLOCKS = [  # of N, K; how the scale lies and what it covers
+    (64, 256, "channel", None, (64, 1)),
+    (64, 256, "tensor", None, (1,)),
+    (64, 256, "tensor", None, ()),
+    (64, 256, "block", [32, 64], (2, 4)),
+    (192, 320, "block", [128, 128], (2, 3)),  # the last blocks are half of one
+    (576, 128, "block", [128, 128], (5, 1)),
+    (64, 96, "block", [128, 128], (1, 1)),  # less than a block
+]
+
+
+@pytest.mark.parametrize("n, k, strategy, block, shape", BLOCKS)
+def test_fp8_is_read_as_16_bits_and_said_so(tmp_path, caplog, n, k, strategy, block, shape):
+    torch.manual_seed(0)
+    weight = torch.randn(n, k).to(torch.float8_e4m3fn)
+    scale = (torch.rand(shape) + 0.5).bfloat16()
     with caplog.at_level(logging.WARNING):
-        scheme, got = open_checkpoint(tmp_path).linear(Q)
+        scheme, got = save_fp8(
+            tmp_path / "m", weight, scale, strategy=strategy, block_structure=block
+        ).linear(Q)
     assert "fp8 weights run as 16-bit weights" in caplog.text
-    blocks = (1, 1) if shape == (1,) else shape
-    for row, column in ((0, 0), (40, 70), (63, 255)):
-        s = scale.view(blocks)[row * blocks[0] // N, column * blocks[1] // K]
-        assert got.values[row, column] == (weight[row, column].float() * s.float()).bfloat16()
     assert scheme == "fp16" and got.values.dtype == torch.bfloat16 and got.bits == 0
+    rows, columns = block or (1 if strategy == "channel" else n, k)
+    table = scale.float().numpy().reshape(-(-n // rows), -(-k // columns))
+    wanted = weight.float().numpy() * table[np.arange(n)[:, None] // rows, np.arange(k) // columns]
+    assert torch.equal(got.values, torch.from_numpy(wanted).bfloat16())
+
+
+@pytest.mark.parametrize("n, k, strategy, block, shape", BLOCKS)
+def test_fp8_agrees_with_compressed_tensors(tmp_path, n, k, strategy, block, shape):
+    pytest.importorskip("compressed_tensors", reason="it is the truth here")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    torch.manual_seed(1)
+    weight = torch.randn(n, k).to(torch.float8_e4m3fn)
+    scale = torch.rand(shape) + 0.5
+    got = save_fp8(tmp_path / "m", weight, scale, strategy=strategy, block_structure=block).linear(Q)[1]
+    arguments = QuantizationArgs(**FP8, strategy=strategy, block_structure=block)
+    assert torch.equal(got.values, dequantize(weight, scale, args=arguments))
+
+
+@pytest.mark.parametrize(
+    "strategy, block, shape",
+    [
+        ("block", [128, 128], (4, 2)),  # transposed
+        ("block", [128, 128], (1,)),
+        ("block", [64, 128], (2, 4)),
+        ("channel", None, (64, 1)),
+        ("channel", None, (1,)),
+        ("tensor", None, (256, 1)),
+    ],
+)
+def test_fp8_scales_of_another_shape_are_refused(tmp_path, strategy, block, shape):
+    read = save_fp8(
+        tmp_path / "m",
+        torch.ones(256, 512).to(torch.float8_e4m3fn),
+        torch.ones(shape),
+        strategy=strategy,
+        block_structure=block,
+    )
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight_scale: shape .* wanted \[B0 B1\] with B0="):
+        read.linear(Q)
+
+
+@pytest.mark.parametrize("block", [None, [128], [0, 128], [128, 64.0], "128x128"])
+def test_fp8_blocks_need_their_sizes(tmp_path, block):
+    weight, scale = torch.ones(N, K).to(torch.float8_e4m3fn), torch.ones(1, 2)
+    with pytest.raises(CheckpointError, match="block_structure is .*, wanted two positive numbers"):
+        save_fp8(tmp_path / "m", weight, scale, strategy="block", block_structure=block)
 
 
 def test_old_compressed_tensors_with_a_group_index(tmp_path):

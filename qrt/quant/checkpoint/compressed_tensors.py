@@ -40,7 +40,6 @@ class Stored:
     int8_activations: bool
 
 
-FP8 = Stored("fp16", 8, FloatQuantized(), False)
 STORED = (
     Stored("w4a16", 4, PackQuantized(), False),
     Stored("w8a16", 8, PackQuantized(), False),
@@ -65,6 +64,7 @@ WEIGHTS: dict[str, tuple[Any, ...]] = {
     "actorder": (None, False, "weight", "static", "group"),  # only "group" leaves a trace, weight_g_idx
     "block_structure": (None,),
 }
+FP8_BLOCKS = {"tensor": (None, None), "channel": (1, None)}  # rows and columns of a scale; None: all of them
 FP8_WEIGHTS: dict[str, tuple[Any, ...]] = {
     "num_bits": (8,),
     "type": ("float",),
@@ -128,7 +128,7 @@ class CompressedTensors(CheckpointFormat):
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
         """See CheckpointFormat; fp8 weights are plain ones once they are loaded."""
         group = self._group_of(module)
-        if group is None or group.stored is FP8:
+        if group is None or isinstance(group.stored.layout, FloatQuantized):
             return "fp16", None
         return group.stored.scheme, group.spec
 
@@ -222,7 +222,7 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
     where = f"{where}: config_groups.{name}"
     if not isinstance(entry, dict):
         raise UnsupportedError(f"{where} is {entry!r}; qrt reads groups written out as objects, not presets")
-    if (entry.get("format") or default_format) == FP8.layout.name:
+    if (entry.get("format") or default_format) == FloatQuantized.name:
         return _fp8_group(where, entry)
     weights = _arguments(f"{where}.weights", entry.get("weights"), WEIGHTS)
     activations = entry.get("input_activations")
@@ -252,9 +252,20 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
 
 def _fp8_group(where: str, entry: Mapping[str, Any]) -> Group:
     """An entry of fp8 weights; how its activations would be rounded does not matter, for they are not."""
-    _arguments(f"{where}.weights", entry.get("weights"), FP8_WEIGHTS)
+    weights = _arguments(f"{where}.weights", entry.get("weights"), FP8_WEIGHTS)
+    block = FP8_BLOCKS.get(weights["strategy"]) or block_of(
+        f"{where}.weights.block_structure", weights["block_structure"]
+    )
     logger.warning("%s: fp8 weights run as 16-bit weights, activations are not rounded", where)
-    return Group(_patterns(where, entry.get("targets")), QuantSpec(8, True, Granularity.CHANNEL), FP8)
+    stored = Stored("fp16", 8, FloatQuantized(block), False)
+    return Group(_patterns(where, entry.get("targets")), QuantSpec(8, True, Granularity.CHANNEL), stored)
+
+
+def block_of(where: str, entry: Any) -> tuple[int, int]:
+    """Rows and columns of a block, from a config."""
+    if not isinstance(entry, list) or len(entry) != 2 or any(type(n) is not int or n < 1 for n in entry):
+        raise CheckpointError(f"{where} is {entry!r}, wanted two positive numbers, rows and columns")
+    return entry[0], entry[1]
 
 
 def _arguments(where: str, entry: Any, wanted: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

@@ -10,19 +10,19 @@ The integer ones store signed codes q = u - 2^(b-1), where u is WeightData's uns
     int-quantized   P.weight             int8  [N, K]              q
                     P.weight_scale       float [N, 1]
     float-quantized P.weight             fp8   [N, K]              weight / scale, e4m3
-                    P.weight_scale       float [N, 1], [1] or one for each block [N/B0, K/B1]
+                    P.weight_scale       float [N, 1], [1] or one for each block [ceil(N/B0), ceil(K/B1)]
     all             P.bias               float [N]                 where the Linear has one
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import prod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from qrt.errors import CheckpointError
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.format import FLOATS, bias_of, group_count, order_of
 from qrt.quant.packing import pack, packed_words, unpack
@@ -108,9 +108,15 @@ class IntQuantized(Layout):
 
 
 class FloatQuantized(Layout):
-    """fp8 weights, read as the 16-bit weights that they stand for: qrt has no fp8 products."""
+    """fp8 weights, read as the 16-bit weights that they stand for: qrt has no fp8 products.
+
+    block    rows and columns that share a scale, None being all of them; the last ones may be fewer
+    """
 
     name = "float-quantized"
+
+    def __init__(self, block: tuple[int | None, int | None]) -> None:
+        self.block = block
 
     def holds(self, spec: QuantSpec) -> bool:
         return spec.bits == 8 and spec.symmetric
@@ -120,22 +126,17 @@ class FloatQuantized(Layout):
 
     def decode(self, tensors: TensorFolder, module: str, spec: QuantSpec) -> WeightData:
         weight = tensors.tensor(f"{module}.weight", "N K", torch.float8_e4m3fn)
-        scale = tensors.tensor(f"{module}.weight_scale", dtype=FLOATS)
-        bias = bias_of(tensors, module, weight.shape[0])
-        return WeightData((weight.float() * _per_weight(scale, weight, module)).to(scale.dtype), bias=bias)
-
-
-def _per_weight(scale: Tensor, weight: Tensor, module: str) -> Tensor:
-    """fp32 scales that broadcast over `weight` [N, K]: one for all, one a row, or one a block."""
-    if scale.numel() == 1:
-        return scale.float().view(1, 1)
-    blocks = scale.shape
-    if len(blocks) != 2 or any(size % count for size, count in zip(weight.shape, blocks, strict=True)):
-        raise CheckpointError(
-            f"{module}.weight_scale: shape {list(blocks)} does not divide the weight's {list(weight.shape)}"
+        n, k = weight.shape
+        rows, columns = (
+            max(1, min(block or size, size)) for block, size in zip(self.block, weight.shape, strict=True)
         )
-    rows, columns = (size // count for size, count in zip(weight.shape, blocks, strict=True))
-    return scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        name, blocks = f"{module}.weight_scale", (-(-n // rows), -(-k // columns))
+        if blocks == (1, 1) and prod(tensors.spec(name).shape) == 1:  # [1], [1, 1] or a scalar
+            scale = tensors.tensor(name, dtype=FLOATS).view(1, 1)
+        else:
+            scale = tensors.tensor(name, "B0 B1", FLOATS, B0=blocks[0], B1=blocks[1])
+        spread = scale.float().repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+        return WeightData((weight.float() * spread).to(scale.dtype), bias=bias_of(tensors, module, n))
 
 
 def _flip(codes: Tensor) -> Tensor:
