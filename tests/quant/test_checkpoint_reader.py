@@ -277,6 +277,28 @@ def test_tensors_that_do_not_fit_the_config(copy, base, suffix, change):
     refuse(replaced(copy(base), name, change), CheckpointError, re.escape(f"{Q}.weight"), Q)
 
 
+def added(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """The checkpoint with more tensors of Q, by suffix."""
+    held = load_file(folder / "model.safetensors")
+    held |= {f"{Q}.{suffix}": tensor for suffix, tensor in tensors.items()}
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_zero_points_of_weights_that_the_config_calls_symmetric(copy):
+    w4 = copy("w4")
+    edit(w4 / "config.json", lambda v: grid("symmetric", True)(v["quantization_config"]))
+    refuse(w4, CheckpointError, f"{Q}.weight_zero_point holds zero points, but its weights are symmetric", Q)
+    words = torch.full((256 // 8, 2), 0x88888888 - (1 << 32), dtype=torch.int32)  # 8 in every nibble
+    scheme, weight = open_checkpoint(added(w4, {"weight_zero_point": words})).linear(Q)
+    assert scheme == "w4a16" and weight.zero is None
+
+    w8a8, zero = copy("w8a8"), torch.zeros(256, 1, dtype=torch.int8)
+    assert open_checkpoint(added(w8a8, {"weight_zero_point": zero})).linear(Q)[1].zero is None
+    zero[7] = -1
+    refuse(added(w8a8, {"weight_zero_point": zero}), CheckpointError, "holds zero points", Q)
+
+
 def test_a_group_that_does_not_divide(copy):
     w4 = copy("w4")
     edit(

@@ -238,6 +238,18 @@ def test_fp8_scales_of_another_shape_are_refused(tmp_path, strategy, block, shap
         read.linear(Q)
 
 
+def test_fp8_zero_points_are_zero(tmp_path):
+    save_fp8(tmp_path / "m", torch.ones(N, K).to(torch.float8_e4m3fn), torch.ones(1), strategy="tensor")
+    path = tmp_path / "m/model.safetensors"
+    tensors = {**load_file(path), f"{Q}.weight_zero_point": torch.zeros(1).to(torch.float8_e4m3fn)}
+    save_file(tensors, path)
+    assert open_checkpoint(tmp_path / "m").linear(Q)[0] == "fp16"
+    tensors[f"{Q}.weight_zero_point"] = torch.ones(1).to(torch.float8_e4m3fn)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=f"{Q}.weight_zero_point holds zero points"):
+        open_checkpoint(tmp_path / "m").linear(Q)
+
+
 @pytest.mark.parametrize("block", [None, [128], [0, 128], [128, 64.0], "128x128"])
 def test_fp8_blocks_need_their_sizes(tmp_path, block):
     weight, scale = torch.ones(N, K).to(torch.float8_e4m3fn), torch.ones(1, 2)

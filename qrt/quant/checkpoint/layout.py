@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from qrt.errors import CheckpointError
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.format import FLOATS, bias_of, group_count, order_of
 from qrt.quant.packing import pack, packed_words, unpack
@@ -74,12 +75,13 @@ class PackQuantized(Layout):
             f"{module}.weight_packed", "N W", torch.int32, N=n, W=packed_words(k, spec.bits)
         )
         scale = tensors.tensor(f"{module}.weight_scale", "N G", FLOATS, N=n, G=groups)
-        zero = None
-        if not spec.symmetric:
-            zeros = tensors.tensor(
-                f"{module}.weight_zero_point", "Z G", torch.int32, Z=packed_words(n, spec.bits), G=groups
-            )
+        zero, name = None, f"{module}.weight_zero_point"
+        if not spec.symmetric or tensors.has(name):
+            zeros = tensors.tensor(name, "Z G", torch.int32, Z=packed_words(n, spec.bits), G=groups)
             zero = unpack(zeros, spec.bits, n, axis=0)
+        if spec.symmetric and zero is not None:
+            _expect_neutral(tensors, name, zero, spec.midpoint)
+            zero = None
         codes = unpack(words, spec.bits, k)
         perm = order_of(tensors, f"{module}.weight_g_idx", groups, k)
         if perm is not None:
@@ -103,6 +105,7 @@ class IntQuantized(Layout):
         codes = tensors.tensor(f"{module}.weight", "N K", torch.int8)
         n = codes.shape[0]
         scale = tensors.tensor(f"{module}.weight_scale", "N 1", FLOATS, N=n)
+        _expect_no_zeros(tensors, module)
         bias = bias_of(tensors, module, n)
         return WeightData(_flip(codes.view(torch.uint8)), scale, bias=bias, bits=spec.bits)
 
@@ -135,8 +138,24 @@ class FloatQuantized(Layout):
             scale = tensors.tensor(name, dtype=FLOATS).view(1, 1)
         else:
             scale = tensors.tensor(name, "B0 B1", FLOATS, B0=blocks[0], B1=blocks[1])
+        _expect_no_zeros(tensors, module)
         spread = scale.float().repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
         return WeightData((weight.float() * spread).to(scale.dtype), bias=bias_of(tensors, module, n))
+
+
+def _expect_no_zeros(tensors: TensorFolder, module: str) -> None:
+    """CheckpointError where a symmetric weight has zero points other than 0, which old files store."""
+    name = f"{module}.weight_zero_point"
+    if tensors.has(name):
+        _expect_neutral(tensors, name, tensors.tensor(name).float(), 0)
+
+
+def _expect_neutral(tensors: TensorFolder, name: str, zero: Tensor, neutral: int) -> None:
+    if not (zero == neutral).all():
+        raise CheckpointError(
+            f"{tensors.path}: {name} holds zero points, but its weights are symmetric; "
+            "the file does not match its config.json"
+        )
 
 
 def _flip(codes: Tensor) -> Tensor:
