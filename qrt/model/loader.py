@@ -99,6 +99,8 @@ class CheckpointWeights:
             )
         if tuple(tensor.shape) != shape:
             raise self._mismatch(name, tensor.shape, shape)
+        module = name.rpartition(".")[0]
+        self.checkpoint.expect_no_more(module, (name, f"{module}.bias"))  # a bias is zero: _check_names
         return tensor.to(self.device, self.dtype)
 
     def _mismatch(self, name: str, came: Iterable[int], wanted: Iterable[int]) -> CheckpointError:

@@ -162,6 +162,14 @@ def test_codes_are_not_read_as_an_embedding_or_a_norm(broken, name, dtype):
     refuses(broken("plain", quantize), UnsupportedError, rf"{name} is {dtype}; .* quantize the Linears only")
 
 
+@pytest.mark.parametrize("module", ["model.embed_tokens", "model.layers.0.input_layernorm", Q])
+def test_tensors_that_a_known_module_does_not_use_are_named(broken, module):
+    def add(held):
+        held[f"{module}.weight_scale"] = torch.ones(1)
+
+    refuses(broken("plain", add), CheckpointError, rf"{module}\.weight_scale: of no use to quant_method None")
+
+
 def test_a_bad_config_reaches_the_user(broken):
     refuses(broken(config={"vocab_size": None}), CheckpointError, "vocab_size is None")
 

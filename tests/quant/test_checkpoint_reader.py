@@ -299,6 +299,21 @@ def test_zero_points_of_weights_that_the_config_calls_symmetric(copy):
     refuse(added(w8a8, {"weight_zero_point": zero}), CheckpointError, "holds zero points", Q)
 
 
+@pytest.mark.parametrize(
+    "base, suffix",
+    [("plain", "weight_scale"), ("w4", "weight"), ("w4", "weight_global_scale"), ("w4", "qweight")],
+)
+def test_a_tensor_of_a_linear_that_nothing_reads_is_refused(copy, base, suffix):
+    folder = added(copy(base), {suffix: torch.ones(256, 1)})
+    refuse(folder, CheckpointError, rf"{Q}\.{suffix}: of no use to quant_method .*config\.json", Q)
+
+
+def test_scales_of_activations_are_no_matter(made, copy):
+    scales = {"input_scale": torch.ones(1), "input_zero_point": torch.zeros(1), "output_scale": torch.ones(1)}
+    got = open_checkpoint(added(copy("w8a8"), scales)).linear(Q)[1]
+    assert torch.equal(got.dequantize(), open_checkpoint(made / "w8a8").linear(Q)[1].dequantize())
+
+
 def test_a_group_that_does_not_divide(copy):
     w4 = copy("w4")
     edit(

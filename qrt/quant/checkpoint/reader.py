@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from qrt.assets import model_path
 from qrt.errors import CheckpointError, UnsupportedError
@@ -24,6 +27,8 @@ FORMATS: Registry[Callable[[Mapping[str, Any], TensorFolder], CheckpointFormat]]
         "gptq": "qrt.quant.checkpoint.gptq:Gptq",
     },
 )
+# Of activations and KV caches that others round by stored scales; qrt does not
+UNREAD = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
 SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and llm-awq
 
 
@@ -45,13 +50,47 @@ class Checkpoint(TensorFolder):
 
     def linear(self, module: str) -> tuple[str, WeightData]:
         """Scheme name (a key of WEIGHT_SCHEMES) and canonical weight of a Linear, e.g.
-        "model.layers.0.self_attn.q_proj". Unquantized weights are mapped, codes are unpacked into memory."""
-        return self._format.linear(self, module)
+        "model.layers.0.self_attn.q_proj". Unquantized weights are mapped, codes are unpacked into memory.
+
+        CheckpointError and UnsupportedError as in CheckpointFormat, and for a tensor of it that was not read.
+        """
+        reading = Reading(self)
+        found = self._format.linear(reading, module)
+        self.expect_no_more(module, reading.read)
+        return found
+
+    def expect_no_more(self, module: str, read: Collection[str]) -> None:
+        """CheckpointError when `module` has tensors beside those in `read`, which may change its meaning."""
+        names = [name for name in self.stored_names() if name.startswith(f"{module}.") and name not in read]
+        if left := [name for name in names if not name.endswith(UNREAD)]:
+            raise CheckpointError(
+                f"{self.path}: {', '.join(left)}: of no use to quant_method "
+                f"{self.quantization.get('quant_method')!r}; the file does not match its config.json"
+            )
 
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
         """Scheme name and grid of a Linear (None: unquantized) by config.json alone; UnsupportedError for a
         quant_method whose config does not tell."""
         return self._format.grid(module)
+
+
+class Reading(TensorFolder):
+    """A folder that notes the names of the tensors that are read."""
+
+    def __init__(self, folder: TensorFolder) -> None:
+        super().__init__(folder.path, folder._shard_of)
+        self.read: set[str] = set()
+
+    def tensor(
+        self,
+        name: str,
+        shape: str | None = None,
+        dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+        **sizes: int,
+    ) -> Tensor:
+        """See TensorFolder."""
+        self.read.add(name)
+        return super().tensor(name, shape, dtype, **sizes)
 
 
 def open_checkpoint(path: str | Path, *, weights: bool = True) -> Checkpoint:
