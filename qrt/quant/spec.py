@@ -10,6 +10,8 @@ import torch
 
 from qrt.errors import ConfigError
 
+SMALLEST_GROUP = 32  # that the kernels run
+
 
 class Granularity(Enum):
     """What one scale covers."""
@@ -55,14 +57,16 @@ class QuantSpec:
         if in_features % group:
             raise ConfigError(
                 f"group size {group} does not divide {in_features} input features; "
-                f"use a group size that does (e.g. {_largest_power_of_two_divisor(in_features)}) "
-                "or leave the layer unquantized with --ignore"
+                f"use {_group_size_for(in_features)} or leave the layer unquantized with --ignore"
             )
         return group
 
 
-def _largest_power_of_two_divisor(n: int) -> int:
-    return n & -n
+def _group_size_for(in_features: int) -> str:
+    power = in_features & -in_features  # the largest power of two that divides it
+    if power < SMALLEST_GROUP:
+        return "group size -1 (one scale per channel)"
+    return f"a group size that does (e.g. {power})"
 
 
 @dataclass(frozen=True)
