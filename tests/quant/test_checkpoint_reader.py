@@ -176,6 +176,26 @@ def test_links_inside_the_folder_are_fine(copy, tmp_path):
     assert open_checkpoint(sharded).linear(Q)[0] == "fp16"
 
 
+@pytest.mark.parametrize("base, file", [
+    ("plain", "config.json"), ("plain", "model.safetensors"), ("plain", "quantize_config.json"),
+    ("sharded", "model.safetensors.index.json"), ("sharded", "model-00001-of-00004.safetensors"),
+])  # fmt: skip
+def test_a_link_to_a_file_that_is_gone_says_so(copy, base, file):
+    """What a pruned Hugging Face cache leaves behind."""
+    path = copy(base) / file
+    path.unlink(missing_ok=True)
+    path.symlink_to("../../blobs/0123")
+    refuse(path.parent, CheckpointError, rf"/{file}: a link to \.\./\.\./blobs/0123, which is gone; download")
+
+
+def test_a_name_that_is_too_long_for_a_file(copy):
+    sharded = copy("sharded")
+    name = "a" * 5000
+    index = sharded / "model.safetensors.index.json"
+    edit(index, lambda value: value["weight_map"].update({"model.norm.weight": name}))
+    refuse(sharded, CheckpointError, r"aaa: cannot be read \(File name too long\)")
+
+
 # -- safetensors files ------------------------------------------------------------------------------------
 
 

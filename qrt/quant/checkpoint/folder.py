@@ -90,13 +90,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is a file; CheckpointError for a link to one that is gone and for an impossible name."""
+    try:
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(
+                f"{path}: a link to {path.readlink()}, which is gone; download the checkpoint again"
+            )
+        return path.is_file()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+
+
 def _shards(folder: Path) -> dict[str, Shard]:
     """Tensor name -> opened shard; a single file wins over an index, as in transformers."""
     single, index = folder / SINGLE, folder / INDEX
-    if single.is_file():
+    if is_file(single):
         shard = open_shard(single)
         return dict.fromkeys(shard.tensors, shard)
-    if not index.is_file():
+    if not is_file(index):
         raise _no_weights(folder)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
@@ -112,7 +124,7 @@ def _open_listed(index: Path, file: str) -> Shard:
     """Open a shard that an index names; a name that leaves the folder is refused (links inside are fine)."""
     if file != Path(file).name or file == "..":
         raise CheckpointError(f"{index}: names {file!r}; wanted plain file names inside the folder")
-    if not (index.parent / file).is_file():
+    if not is_file(index.parent / file):
         raise CheckpointError(f"{index}: names {file!r}, which is not there; download the missing shard")
     return open_shard(index.parent / file)
 

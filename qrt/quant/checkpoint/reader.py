@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qrt.assets import model_path
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.quant.checkpoint.folder import TensorFolder, read_json
+from qrt.quant.checkpoint.folder import TensorFolder, is_file, read_json
 from qrt.quant.checkpoint.format import CheckpointFormat
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.spec import QuantSpec
@@ -98,8 +98,8 @@ def open_checkpoint(path: str | Path, *, weights: bool = True) -> Checkpoint:
     `weights` there need not be any.
 
     Raises CheckpointError: no such folder, no config.json, no safetensors (says so when only .bin files are
-    there), an index that names a missing shard or a path outside the folder, a truncated shard;
-    UnsupportedError: a quant_method or a quantization_config that qrt does not read.
+    there), an index that names a missing shard or a path outside the folder, a link to a file that is gone,
+    a truncated shard; UnsupportedError: a quant_method or a quantization_config that qrt does not read.
     """
     folder = model_path(str(path)) or Path(path)
     if not folder.exists():
@@ -109,7 +109,7 @@ def open_checkpoint(path: str | Path, *, weights: bool = True) -> Checkpoint:
         )
     if not folder.is_dir():
         raise CheckpointError(f"{path}: not a folder; give the checkpoint folder that holds config.json")
-    if not (folder / "config.json").is_file():
+    if not is_file(folder / "config.json"):
         raise CheckpointError(f"{path}: no config.json; wanted a Hugging Face checkpoint folder")
     return Checkpoint(folder, weights=weights)
 
@@ -119,7 +119,7 @@ def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     entry = config.get("quantization_config")
     if entry is None:
         for file, method in SEPARATE_CONFIGS.items():
-            if (path / file).is_file():
+            if is_file(path / file):
                 return {**read_json(path / file), "quant_method": method}
         return {}
     if not isinstance(entry, dict):
