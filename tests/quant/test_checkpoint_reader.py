@@ -216,6 +216,8 @@ def test_damaged_headers(tmp_path):
         (b"[1, 2]", "not a JSON object"),
         (b"[" * 100_000, "not a JSON object"),
         ({"a": 3}, "no dtype, shape or data_offsets"),
+        ({"a": {**good, "dtype": []}}, r"tensor 'a' has dtype \[\]"),
+        ({"a": {**good, "dtype": {}}}, r"tensor 'a' has dtype \{\}"),
         ({"a": {**good, "data_offsets": [0]}}, "no dtype, shape or data_offsets"),
         ({"a": {**good, "shape": [2, 3]}}, r"takes 24 bytes, not 16"),
         ({"a": {**good, "shape": [-2, -2]}}, r"shape \[-2, -2\]"),
@@ -343,6 +345,14 @@ def test_a_group_that_does_not_divide(copy):
     refuse(w4, CheckpointError, f"{Q}: group_size 48 does not divide its 128 input features", Q)
 
 
+def test_a_weight_without_inputs(copy):
+    w4 = copy("w4")
+    weights = {"num_bits": 4, "strategy": "channel"}
+    edit(w4 / "config.json", lambda v: in_group(weights=weights)(v["quantization_config"]))
+    replaced(w4, f"{Q}.weight_shape", torch.zeros_like)
+    refuse(w4, CheckpointError, f"{Q}: group_size -1 does not divide its 0 input features", Q)
+
+
 def test_a_bias_of_another_length(made, tmp_path):
     random_checkpoint(tmp_path, "LlamaForCausalLM", attention_bias=True, num_hidden_layers=1)
     replaced(tmp_path, f"{Q}.bias", lambda t: t[:-1].clone())
@@ -402,6 +412,7 @@ REFUSED = [
     ("w4", top(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is not read"),
 ]
 MALFORMED = [
+    ("w4", grid("num_bits", 4.0), r"weights\.num_bits is 4\.0, wanted a whole number"),
     ("w4", grid("group_size", 0), r"weights\.group_size is 0"),
     ("w4", grid("group_size", "64"), r"weights\.group_size is '64'"),
     ("w4", in_group(weights=None), "weights is None, wanted an object"),

@@ -51,7 +51,7 @@ def save(folder, tensors, quantization, separate=None):
     (folder / "config.json").write_text(json.dumps(config))
     if separate:
         (folder / separate).write_text(json.dumps(quantization))
-    tensors = {f"{Q}.{key}": torch.from_numpy(np.ascontiguousarray(t)) for key, t in tensors.items()}
+    tensors = {f"{Q}.{key}": torch.from_numpy(np.array(t, order="C")) for key, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     return open_checkpoint(folder)
 
@@ -144,6 +144,7 @@ REFUSED = [
     ({"quant_method": "awq", "version": "new"}, "'new' is an unknown layout"),
     ({"quant_method": "awq", "bits": 8}, "AWQ with 8 bits is not read"),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' is another layout"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": ["gptq"]}, r"\"\['gptq'\]\" is another layout"),
     ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "pack_dtype 'int16'"),
     ({"quant_method": "gptq", "bits": 3, "group_size": G}, "GPTQ with 3 bits is not read; qrt reads 4 and 8"),
 ]
@@ -154,6 +155,20 @@ def test_other_layouts_are_refused_by_name(weight, tmp_path, config, message):
     codes, zeros, scales, index, _ = weight(4)
     with pytest.raises(UnsupportedError, match=message):
         save(tmp_path / "m", gptq_tensors(codes, zeros, scales, index, 4, 2), config).linear(Q)
+
+
+@pytest.mark.parametrize("meta", ["x", [1], 7])
+def test_gptq_meta_is_an_object(weight, tmp_path, meta):
+    config = {"quant_method": "gptq", "bits": 4, "group_size": G, "sym": False, "meta": meta}
+    with pytest.raises(CheckpointError, match="quantization_config.meta is .*, wanted an object"):
+        save(tmp_path / "m", gptq_tensors(*weight(4)[:4], 4, 1), config)
+
+
+def test_gptq_scales_without_dimensions(weight, tmp_path):
+    tensors = {**gptq_tensors(*weight(4)[:4], 4, 1), "scales": np.float16(1)}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": G}
+    with pytest.raises(CheckpointError, match=rf"{Q}\.scales: shape \[.*, wanted \[G N\] with G=4, N=64"):
+        save(tmp_path / "m", tensors, config).linear(Q)
 
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}

@@ -273,7 +273,9 @@ def _arguments(where: str, entry: Any, wanted: Mapping[str, tuple[Any, ...]]) ->
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where} is {entry!r}, wanted an object")
     values = {**DEFAULTS, **entry}
-    size = values["group_size"]
+    bits, size = values["num_bits"], values["group_size"]
+    if type(bits) is not int:
+        raise CheckpointError(f"{where}.num_bits is {bits!r}, wanted a whole number")
     if values["strategy"] is None and size is not None:
         values["strategy"] = "channel" if size == -1 else "group"
     if values["strategy"] == "group":

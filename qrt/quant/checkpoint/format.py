@@ -55,10 +55,10 @@ def setting(where: str, config: Mapping[str, Any], names: Sequence[str], default
 def group_count(tensors: TensorFolder, module: str, group_size: int, in_features: int) -> int:
     """Scales per output row for groups of `group_size` inputs, -1 being all of them."""
     group = in_features if group_size == -1 else group_size
-    if in_features % group:
+    if in_features == 0 or in_features % group:
         raise CheckpointError(
-            f"{tensors.path}: {module}: group_size {group} does not divide its {in_features} input features; "
-            "the file does not match its config.json"
+            f"{tensors.path}: {module}: group_size {group_size} does not divide its {in_features} input "
+            "features; the file does not match its config.json"
         )
     return in_features // group
 

@@ -39,7 +39,7 @@ class Gptq(CheckpointFormat):
 
     def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
         self._where = f"{tensors.path}: quantization_config"
-        version = config.get("checkpoint_format") or "gptq"
+        version = str(config.get("checkpoint_format") or "gptq")
         if version not in VERSIONS:
             raise UnsupportedError(
                 f"{self._where}.checkpoint_format {version!r} is another layout of the words; qrt reads "
@@ -50,7 +50,10 @@ class Gptq(CheckpointFormat):
         self._minus_one = VERSIONS[version] == 1
         self._config = config
         self._rules = _rules(self._where, config.get("dynamic") or {})
-        writer = str((config.get("meta") or {}).get("quantizer") or "")
+        meta = config.get("meta") or {}
+        if not isinstance(meta, Mapping):
+            raise CheckpointError(f"{self._where}.meta is {meta!r}, wanted an object")
+        writer = str(meta.get("quantizer") or "")
         if self._minus_one and config.get("sym") is False and "gptqmodel" not in writer:
             logger.warning(
                 "%s: asymmetric GPTQ v1 that does not name GPTQModel as its writer: zero points of 0 may be "
@@ -67,9 +70,8 @@ class Gptq(CheckpointFormat):
         if bits not in WEIGHT_ONLY:
             known = " and ".join(map(str, WEIGHT_ONLY))
             raise UnsupportedError(f"{self._where}: GPTQ with {bits} bits is not read; qrt reads {known}")
-        n = tensors.spec(f"{module}.scales").shape[-1]
-        words = tensors.tensor(f"{module}.qweight", "W N", torch.int32, N=n)
-        k = words.shape[0] * WORD_BITS // bits
+        words = tensors.tensor(f"{module}.qweight", "W N", torch.int32)
+        k, n = words.shape[0] * WORD_BITS // bits, words.shape[1]
         groups = group_count(tensors, module, setting(self._where, config, ("group_size",), -1), k)
         scales = tensors.tensor(f"{module}.scales", "G N", FLOATS, G=groups, N=n)
         codes = unpack(words, bits, k, axis=0)

@@ -93,6 +93,8 @@ def _locate(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[Te
         code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise _damaged(path, f"tensor {name!r} has no dtype, shape or data_offsets") from None
+    if not isinstance(code, str):
+        raise _damaged(path, f"tensor {name!r} has dtype {code!r}")
     if code not in DTYPES:
         raise UnsupportedError(f"{path}: tensor {name!r} has dtype {code}; qrt reads {', '.join(DTYPES)}")
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
