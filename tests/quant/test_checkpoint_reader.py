@@ -475,3 +475,12 @@ def test_ignore_wins_over_every_target(copy, ignore):
     edit(w4 / "config.json", lambda v: v["quantization_config"].update(ignore=[ignore]))
     edit(w4 / "config.json", lambda v: in_group(targets=["Linear", Q])(v["quantization_config"]))
     refuse(w4, CheckpointError, re.escape(f"no tensor '{Q}.weight'"), Q)
+
+
+@pytest.mark.parametrize("ignore, plain", [("re:mlp", False), ("re:.*mlp", True), ("re:model.*q_proj", True)])
+def test_a_regular_expression_matches_from_the_start_of_a_name(copy, ignore, plain):
+    """As re.match does, which compressed-tensors, transformers and vLLM use: an ignored module is plain."""
+    w4 = copy("w4")
+    edit(w4 / "config.json", lambda v: v["quantization_config"].update(ignore=[ignore]))
+    module = Q if "q_proj" in ignore else "model.layers.0.mlp.up_proj"
+    assert open_checkpoint(w4).grid(module)[0] == ("fp16" if plain else "w4a16")
