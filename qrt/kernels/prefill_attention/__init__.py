@@ -8,7 +8,12 @@ context, the chunk included, and its own k and v are not read, so that a perplex
 loses. kv, slot_table, rows: as for decode_attention.
 
 On the host: max_query_len, the longest chunk; num_cached, the last of cached_start; max_cached_len, the most
-positions that one chunk reads from the cache. What is read from the cache is rounded to q's dtype.
+positions that one chunk reads from the cache.
+
+The kernel rounds what it reads from the cache to q's dtype, but to fp16, and q with it, where q is bf16 and
+the format quantized: bf16 would round as coarsely as int8 does. fp16 ends at 65504; what is larger is
+infinite there. The reference computes in fp32.
+
 Returns [T, Hq, D] in q's dtype and the model's basis; tokens before query_start[0], of no chunk, may be
 anything there.
 """
