@@ -5,11 +5,16 @@ activations by absmax/127.5, qrt by absmax/127, so there the truth is a transfor
 replaced by the definition. For a KV format it is one whose attention reads K and V through that format.
 """
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
 from hand_steps import Requests
 from rtn_checkpoint import rtn_checkpoint
+from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from truth import ours, prompt, relative, theirs
@@ -51,6 +56,35 @@ def test_weight_only_checkpoints_agree_with_transformers(plain, grid, tmp_path):
     assert relative(logits, theirs(plain, TOKENS)) > 1e-3  # it was quantized at all
     tokens, _ = Requests(model).greedy(TOKENS, 16)
     assert theirs(folder, TOKENS + tokens[:-1])[len(TOKENS) - 1 :].argmax(-1).tolist() == tokens
+
+
+def test_fp8_blocks_agree_with_transformers(plain, tmp_path):
+    pytest.importorskip("accelerate", reason="transformers loads such a checkpoint with it")
+    folder = fp8_checkpoint(plain, tmp_path / "fp8", 64)
+    logits = Requests(ours(folder)).run([(0, TOKENS)])[0]
+    assert relative(logits, theirs(folder, TOKENS)) < 1e-4
+    assert relative(logits, theirs(plain, TOKENS)) > 1e-3
+
+
+def fp8_checkpoint(source: Path, out: Path, size: int) -> Path:
+    """`source` with its Linears as DeepSeek and Qwen publish fp8; blocks of `size` must divide them."""
+    shutil.copytree(source, out)
+    tensors = load_file(out / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        blocks = tensors[name].float().unflatten(1, (-1, size)).unflatten(0, (-1, size))
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = blocks / scale[:, None, :, None]
+        tensors[name] = codes.flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [size, size],
+        "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"],
+        "dequantize": True,  # for transformers: activations stay as they are
+    }  # fmt: skip
+    (out / "config.json").write_text(json.dumps(config))
+    return out
 
 
 def test_w8a8_is_the_definition(plain, tmp_path):

@@ -362,7 +362,7 @@ def test_a_bias_of_another_length(made, tmp_path):
 # -- quantization_config -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fp8", "bitsandbytes", None, ["gptq"]])
+@pytest.mark.parametrize("method", ["fbgemm_fp8", "bitsandbytes", None, ["gptq"]])
 def test_other_quant_methods_are_refused_by_name(copy, method):
     plain = copy("plain")
     edit(plain / "config.json", lambda v: v.update(quantization_config={"quant_method": method, "bits": 4}))

@@ -272,6 +272,49 @@ def test_fp8_blocks_need_their_sizes(tmp_path, block):
         save_fp8(tmp_path / "m", weight, scale, strategy="block", block_structure=block)
 
 
+def fp8_method(folder, weight, scale, suffix, **config):
+    folder.mkdir()
+    config = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", **config}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {f"{Q}.weight": weight, f"{Q}.{suffix}": scale, f"{Q}.input_scale": torch.ones(1)}
+    save_file({**tensors, "lm_head.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    return open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size, shape, suffix", [
+    ([128, 128], (2, 3), "weight_scale_inv"), ([64, 32], (3, 10), "weight_scale_inv"),
+    (None, (), "weight_scale_inv"), (None, (1,), "weight_scale"),
+])  # fmt: skip
+def test_fp8_of_deepseek_qwen_and_autofp8(tmp_path, caplog, size, shape, suffix, dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(192, 320).to(torch.float8_e4m3fn)
+    scale = (torch.rand(shape) + 0.5).to(dtype)
+    with caplog.at_level(logging.WARNING):
+        read = fp8_method(tmp_path / "m", weight, scale, suffix, weight_block_size=size)
+    assert "fp8 weights run as 16-bit weights" in caplog.text
+    rows, columns = size or (192, 320)
+    table = scale.float().numpy().reshape(-(-192 // rows), -(-320 // columns))
+    wanted = weight.float().numpy() * table[np.arange(192)[:, None] // rows, np.arange(320) // columns]
+    scheme, got = read.linear(Q)
+    assert scheme == "fp16" and torch.equal(got.values, torch.from_numpy(wanted).to(dtype))
+    assert torch.equal(read.linear("lm_head")[1].values, torch.ones(2, 2)) and read.grid(Q) == ("fp16", None)
+
+
+def test_fp8_that_does_not_fit_its_config_is_refused(tmp_path):
+    weight = torch.ones(192, 320).to(torch.float8_e4m3fn)
+    for number, (size, shape) in enumerate([(None, (2, 3)), ([128, 128], (1,)), ([128, 128], (3, 2))]):
+        read = fp8_method(
+            tmp_path / str(number), weight, torch.ones(shape), "weight_scale_inv", weight_block_size=size
+        )
+        with pytest.raises(CheckpointError, match=rf"{Q}\.weight_scale_inv: shape .*, wanted \[B0 B1\]"):
+            read.linear(Q)
+    with pytest.raises(CheckpointError, match="weight_block_size is 128, wanted two positive numbers"):
+        fp8_method(tmp_path / "size", weight, torch.ones(1), "weight_scale", weight_block_size=128)
+    with pytest.raises(CheckpointError, match=f"{Q}.weight: dtype torch.float8_e4m3fn, wanted"):
+        fp8_method(tmp_path / "none", weight, torch.ones(1), "input_zero_point").linear(Q)
+
+
 def test_old_compressed_tensors_with_a_group_index(tmp_path):
     """actorder "group" of old versions: columns in input order, groups by index."""
     from qrt.quant.spec import Granularity, QuantSpec

@@ -17,7 +17,7 @@ from typing import Any
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import CheckpointFormat
+from qrt.quant.checkpoint.format import CheckpointFormat, block_of
 from qrt.quant.checkpoint.layout import FloatQuantized, IntQuantized, Layout, PackQuantized
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.spec import Granularity, QuantSpec
@@ -259,13 +259,6 @@ def _fp8_group(where: str, entry: Mapping[str, Any]) -> Group:
     logger.warning("%s: fp8 weights run as 16-bit weights, activations are not rounded", where)
     stored = Stored("fp16", 8, FloatQuantized(block), False)
     return Group(_patterns(where, entry.get("targets")), QuantSpec(8, True, Granularity.CHANNEL), stored)
-
-
-def block_of(where: str, entry: Any) -> tuple[int, int]:
-    """Rows and columns of a block, from a config."""
-    if not isinstance(entry, list) or len(entry) != 2 or any(type(n) is not int or n < 1 for n in entry):
-        raise CheckpointError(f"{where} is {entry!r}, wanted two positive numbers, rows and columns")
-    return entry[0], entry[1]
 
 
 def _arguments(where: str, entry: Any, wanted: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

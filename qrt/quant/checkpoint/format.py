@@ -52,6 +52,13 @@ def setting(where: str, config: Mapping[str, Any], names: Sequence[str], default
     return value
 
 
+def block_of(where: str, entry: Any) -> tuple[int, int]:
+    """Rows and columns of a block, from a config."""
+    if not isinstance(entry, list) or len(entry) != 2 or any(type(n) is not int or n < 1 for n in entry):
+        raise CheckpointError(f"{where} is {entry!r}, wanted two positive numbers, rows and columns")
+    return entry[0], entry[1]
+
+
 def group_count(tensors: TensorFolder, module: str, group_size: int, in_features: int) -> int:
     """Scales per output row for groups of `group_size` inputs, -1 being all of them."""
     group = in_features if group_size == -1 else group_size

@@ -114,12 +114,13 @@ class FloatQuantized(Layout):
     """fp8 weights, read as the 16-bit weights that they stand for: qrt has no fp8 products.
 
     block    rows and columns that share a scale, None being all of them; the last ones may be fewer
+    scale    suffix of the scales
     """
 
     name = "float-quantized"
 
-    def __init__(self, block: tuple[int | None, int | None]) -> None:
-        self.block = block
+    def __init__(self, block: tuple[int | None, int | None], scale: str = "weight_scale") -> None:
+        self.block, self.scale = block, scale
 
     def holds(self, spec: QuantSpec) -> bool:
         return spec.bits == 8 and spec.symmetric
@@ -133,7 +134,7 @@ class FloatQuantized(Layout):
         rows, columns = (
             max(1, min(block or size, size)) for block, size in zip(self.block, weight.shape, strict=True)
         )
-        name, blocks = f"{module}.weight_scale", (-(-n // rows), -(-k // columns))
+        name, blocks = f"{module}.{self.scale}", (-(-n // rows), -(-k // columns))
         if blocks == (1, 1) and prod(tensors.spec(name).shape) == 1:  # [1], [1, 1] or a scalar
             scale = tensors.tensor(name, dtype=FLOATS).view(1, 1)
         else:

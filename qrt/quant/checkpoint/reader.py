@@ -25,6 +25,7 @@ FORMATS: Registry[Callable[[Mapping[str, Any], TensorFolder], CheckpointFormat]]
         "compressed-tensors": "qrt.quant.checkpoint.compressed_tensors:CompressedTensors",
         "awq": "qrt.quant.checkpoint.awq:AwqGemm",
         "gptq": "qrt.quant.checkpoint.gptq:Gptq",
+        "fp8": "qrt.quant.checkpoint.fp8:Fp8",
     },
 )
 # Of activations and KV caches that others round by stored scales; qrt does not
