@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,9 @@ class Checkpoint(TensorFolder):
         self.config: dict[str, Any] = read_json(path / "config.json")
         self.quantization = _quantization(path, self.config)
         super().__init__(path, None if weights else {})
+        self._tensors_of: defaultdict[str, list[str]] = defaultdict(list)  # by module
+        for name in self.stored_names():
+            self._tensors_of[name.rpartition(".")[0]].append(name)
         method = self.quantization.get("quant_method")
         self._format = Plain() if method is None else FORMATS[method](self.quantization, self)
 
@@ -62,8 +66,8 @@ class Checkpoint(TensorFolder):
 
     def expect_no_more(self, module: str, read: Collection[str]) -> None:
         """CheckpointError when `module` has tensors beside those in `read`, which may change its meaning."""
-        names = [name for name in self.stored_names() if name.startswith(f"{module}.") and name not in read]
-        if left := [name for name in names if not name.endswith(UNREAD)]:
+        left = [name for name in self._tensors_of[module] if name not in read and not name.endswith(UNREAD)]
+        if left:
             raise CheckpointError(
                 f"{self.path}: {', '.join(left)}: of no use to quant_method "
                 f"{self.quantization.get('quant_method')!r}; the file does not match its config.json"
@@ -79,7 +83,7 @@ class Reading(TensorFolder):
     """A folder that notes the names of the tensors that are read."""
 
     def __init__(self, folder: TensorFolder) -> None:
-        super().__init__(folder.path, folder._shard_of)
+        self.path, self._shard_of = folder.path, folder._shard_of
         self.read: set[str] = set()
 
     def tensor(
