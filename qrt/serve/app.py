@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import FileResponse
+from starlette._utils import get_route_path
 from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -93,7 +94,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         answer = self._answering(headers, send)
-        if self._keys and not _is_open(scope["path"]) and not self._has_key(headers):
+        if self._keys and not _is_open(scope) and not self._has_key(headers):
             refusal = error_response(401, "wrong or missing API key", headers={"WWW-Authenticate": "Bearer"})
             await refusal(scope, receive, answer)
         else:
@@ -124,7 +125,9 @@ class Gate:
         return answer
 
 
-def _is_open(path: str) -> bool:
+def _is_open(scope: Scope) -> bool:
+    """By the path that the router reads: the one below --root-path."""
+    path = get_route_path(scope)
     return path in OPEN_ROUTES or path.startswith(OPEN_FOLDER)
 
 

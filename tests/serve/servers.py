@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 import time
 from typing import Any
+
+import httpx
 
 from qrt import EngineConfig
 from qrt.engine.engine import Engine
@@ -23,6 +26,18 @@ KEY = "a-key"
 
 def bearer(key: str = KEY) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
+
+
+def refused(reply: httpx.Response, code: int = 400) -> str:
+    """The message of an error in OpenAI's shape."""
+    assert reply.status_code == code, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
+    assert "Traceback" not in reply.text and not re.search(
+        r"0x[0-9a-f]{6,}|/work/|/tmp/|site-packages", reply.text
+    )
+    assert len(reply.content) < 3000, "a small request makes no large error"
+    return error["message"]
 
 
 class ThreadServer:

@@ -1,7 +1,8 @@
 """The security checklist (research/engine.md 7.4), line by line: what is refused, how, and how quickly.
 
-Elsewhere: sockets and processes in test_processes.py, templates in test_chat_template.py, safetensors and
-shard names in tests/quant/test_checkpoint_reader.py.
+Elsewhere: keys in test_keys.py, fields that are not run in test_fields.py, sockets and processes in
+test_processes.py, templates in test_chat_template.py, safetensors and shard names in
+tests/quant/test_checkpoint_reader.py.
 """
 
 import asyncio
@@ -16,15 +17,13 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import KEY, ThreadServer, bearer, wait_idle
+from servers import KEY, ThreadServer, bearer, refused, wait_idle
 
 import qrt.serve.connection as connection
-from qrt.errors import ConfigError
 from qrt.serve.lightllm import GenerateRequest
 from qrt.serve.openai import Detokenize, TokenizeChat
 from qrt.serve.process import LineFormatter
 from qrt.serve.protocol import NOT_RUN, ChatCompletionRequest, CompletionRequest
-from qrt.serve.settings import ServerConfig
 
 pytestmark = pytest.mark.model
 JSON = {**bearer(), "Content-Type": "application/json"}
@@ -48,18 +47,6 @@ def client(server):
         yield client
 
 
-def refused(reply: httpx.Response, code: int = 400) -> str:
-    """The message of an error in OpenAI's shape."""
-    assert reply.status_code == code, reply.text
-    error = reply.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
-    assert "Traceback" not in reply.text and not re.search(
-        r"0x[0-9a-f]{6,}|/work/|/tmp/|site-packages", reply.text
-    )
-    assert len(reply.content) < 3000, "a small request makes no large error"
-    return error["message"]
-
-
 # Source
 
 
@@ -76,28 +63,7 @@ def test_no_dangerous_call_in_the_source():
                 pytest.fail(f"{path}:{number}: {line.strip()}")
 
 
-# Keys
-
-
-def test_every_route_wants_a_key_but_health(server):
-    for path in ("/", "/page/app.js", "/health", "/healthz", "/liveness", "/readiness"):
-        assert httpx.get(server.url + path).status_code == 200
-    paths = server.server.config.app.openapi()["paths"]
-    assert len(paths) > 12
-    for path in [*paths, "/openapi.json", "/v1/embeddings", "/get_model_info", "/nowhere", "/v1/models/x"]:
-        for headers in ({}, bearer("wrong"), {"Authorization": KEY}, bearer(KEY + "x")):
-            reply = httpx.get(server.url + path, headers=headers)
-            assert refused(reply, 401) and reply.headers["WWW-Authenticate"] == "Bearer"
-
-
-def test_the_key_comes_before_the_body(server):
-    reply = httpx.post(f"{server.url}/v1/completions", content=b"{broken", headers=bearer("wrong"))
-    refused(reply, 401)
-
-
-def test_an_empty_key_is_no_key():
-    with pytest.raises(ConfigError, match="empty key"):
-        ServerConfig(model_names=("x",), api_keys=("",))
+# Origins
 
 
 def test_origins(server):
@@ -266,41 +232,6 @@ def test_amplifiers_are_capped(client, field):
 def test_chats_are_capped(client, field):
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **field}
     refused(client.post("/v1/chat/completions", json=body))
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
-        {"structured_outputs": {"regex": "(a+)+$"}},
-        {"guided_grammar": "root ::= root"},
-        {"functions": [{"name": "f"}]},
-        {"suffix": "x"},
-        {"use_beam_search": True},
-    ],
-    ids=lambda field: next(iter(field)),
-)
-def test_what_would_change_the_result_and_is_not_run_is_refused_by_name(client, field):
-    """Grammars among it: no schema or expression reaches a compiler."""
-    body = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "max_tokens": 2, **field}
-    for route in ("/v1/completions", "/v1/chat/completions"):
-        assert next(iter(field)) in refused(client.post(route, json=body), 501)
-    assert "embeddings" in refused(client.post("/v1/embeddings", json={"input": "x"}), 501)
-
-
-def test_unknown_fields_that_change_nothing_are_let_in(client):
-    fields = {
-        "user": "u",
-        "store": True,
-        "metadata": {"a": 1},
-        "service_tier": "auto",
-        "parallel_tool_calls": True,
-    }
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
-    assert client.post("/v1/chat/completions", json=body).status_code == 200
-    body = {"prompt": "x", "max_tokens": 2, "top_logprobs": ["of the other endpoint"]}
-    assert client.post("/v1/completions", json=body).status_code == 200
 
 
 VALUES = st.recursive(

@@ -1,0 +1,49 @@
+"""Who is let in: a key on every route but health and the page, wherever a proxy puts them."""
+
+import httpx
+import pytest
+from servers import KEY, ThreadServer, bearer, refused
+
+from qrt.errors import ConfigError
+from qrt.serve.settings import ServerConfig
+
+pytestmark = pytest.mark.model
+OPEN = ("/", "/page/app.js", "/health", "/healthz", "/liveness", "/readiness")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ThreadServer(kv="fp16") as running:
+        yield running
+
+
+def test_every_route_wants_a_key_but_health(server):
+    for path in OPEN:
+        assert httpx.get(server.url + path).status_code == 200
+    paths = server.server.config.app.openapi()["paths"]
+    assert len(paths) > 12
+    for path in [*paths, "/openapi.json", "/v1/embeddings", "/get_model_info", "/nowhere", "/v1/models/x"]:
+        for headers in ({}, bearer("wrong"), {"Authorization": KEY}, bearer(KEY + "x")):
+            reply = httpx.get(server.url + path, headers=headers)
+            assert refused(reply, 401) and reply.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_the_key_comes_before_the_body(server):
+    reply = httpx.post(f"{server.url}/v1/completions", content=b"{broken", headers=bearer("wrong"))
+    refused(reply, 401)
+
+
+def test_an_empty_key_is_no_key():
+    with pytest.raises(ConfigError, match="empty key"):
+        ServerConfig(model_names=("x",), api_keys=("",))
+
+
+@pytest.mark.parametrize("root_path", ["/page", "/qrt", "/qrt/", "/health"])
+def test_a_root_path_opens_and_shuts_nothing(root_path):
+    """The key is wanted by the path below it, which is the one that routes go by."""
+    with ThreadServer(kv="fp16", root_path=root_path) as server:
+        for path in OPEN:
+            assert httpx.get(server.url + path).status_code == 200
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/qrt/health"):
+            refused(httpx.get(server.url + path), 401)
+        assert httpx.get(f"{server.url}/v1/models", headers=bearer()).status_code == 200
