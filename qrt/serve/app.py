@@ -85,7 +85,7 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
-        self._keys = [_digest(f"Bearer {key}".encode()) for key in service.config.api_keys]
+        self._keys = [_digest(f"bearer {key}".encode()) for key in service.config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -101,8 +101,9 @@ class Gate:
             await self._app(scope, receive, answer)
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Compares with every key, and takes the same time for all."""
-        given = _digest(headers.get(b"authorization", b""))
+        """Compares with every key, and takes the same time for all; the scheme is in any case (RFC 9110)."""
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = _digest(scheme.lower() + b" " + key)
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)
 

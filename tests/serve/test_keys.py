@@ -33,6 +33,13 @@ def test_the_key_comes_before_the_body(server):
     refused(reply, 401)
 
 
+def test_the_scheme_is_in_any_case(server):
+    """The key is not."""
+    for scheme, key, code in (("bearer", KEY, 200), ("BEARER", KEY, 200), ("Bearer", KEY.upper(), 401)):
+        headers = {"Authorization": f"{scheme} {key}"}
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == code
+
+
 def test_an_empty_key_is_no_key():
     with pytest.raises(ConfigError, match="empty key"):
         ServerConfig(model_names=("x",), api_keys=("",))
