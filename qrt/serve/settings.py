@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from qrt.errors import ConfigError
@@ -20,6 +21,16 @@ MAX_BAD_WORDS = 128
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_ECHO_CHARS = 200  # of the client's own input in an error
+MAX_SOCKET_PATH_BYTES = 107  # the kernel's sockaddr_un has 108, the last one zero
+
+
+def check_socket_path(name: str, path: str) -> None:
+    """ConfigError for one that the kernel would not take; `name` is the setting it comes from."""
+    if (size := len(os.fsencode(path))) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"{name}: got the socket {path} of {size} bytes, wanted at most {MAX_SOCKET_PATH_BYTES}; take a "
+            "shorter folder"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,8 @@ class ServerConfig:
                 raise ConfigError(f"{name}: got {value}, wanted more than 0 seconds")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: got {self.port}, wanted 0 (any) to 65535")
+        if self.uds is not None:
+            check_socket_path("uds", self.uds)
         if any(not key for key in self.api_keys):
             raise ConfigError("api_key: got an empty key, wanted one that is not empty")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -23,7 +24,7 @@ import msgspec
 from qrt.config import EngineConfig
 from qrt.serve.messages import EngineInfo, Gone, Hello, decode_ready
 from qrt.serve.process import Spec
-from qrt.serve.settings import ServerConfig
+from qrt.serve.settings import ServerConfig, check_socket_path
 from qrt.serve.sockets import ClientSocket
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,11 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
         with contextlib.ExitStack() as stack:
             self._listener = stack.enter_context(listen(self._server))
+            if self._server.uds:
+                stack.callback(_unlink, Path(self._server.uds), os.stat(self._server.uds))
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qrt-"))  # mode 0700
             self._socket = str(Path(folder) / "engine")
+            check_socket_path("TMPDIR", self._socket)
             self._alive, held_by_engine = os.pipe()
             stack.callback(os.close, self._alive)
             engine = await self._spawn(ENGINE, "engine", held_by_engine)
@@ -69,8 +73,6 @@ class Supervisor:
                 return await self._watch(engine)
             finally:
                 await self._end(engine)
-                if self._server.uds:
-                    Path(self._server.uds).unlink(missing_ok=True)
 
     def _signalled(self, number: int) -> None:
         if self._stop.is_set():
@@ -141,6 +143,8 @@ class Supervisor:
         while now - self._restarts[0] > RESTART_SECONDS:
             self._restarts.popleft()
         if not self._ready or len(self._restarts) > MAX_RESTARTS:
+            why = "too many deaths" if self._ready else "the model was not loaded yet"
+            logger.error("%s; the server ends", why)
             return False
         await self._start_api()
         return True
@@ -187,25 +191,45 @@ class Supervisor:
 
 def listen(server: ServerConfig) -> socket.socket:
     """The listening socket; OSError names the address that is not to be had."""
-    if server.uds:
-        path = Path(server.uds)
-        if path.is_socket():  # of a server that was killed
-            path.unlink()
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(server.uds)
-    else:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(
-                server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            listener = socket.socket(family)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}: {server.host}:{server.port}") from error
-    listener.listen(BACKLOG)
+    try:
+        listener = _listen_unix(server.uds) if server.uds else _listen_tcp(server.host, server.port)
+    except OSError as error:
+        where = server.uds or f"{server.host}:{server.port}"
+        raise OSError(error.errno, f"{error.strerror}: {where}") from error
     listener.setblocking(False)
     return listener
+
+
+def _listen_unix(path: str) -> socket.socket:
+    if Path(path).is_socket():
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.setblocking(False)
+            code = caller.connect_ex(path)
+        if code != errno.ECONNREFUSED:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        Path(path).unlink()  # of a server that was killed
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(BACKLOG)
+    return listener
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    listener.listen(BACKLOG)
+    return listener
+
+
+def _unlink(path: Path, ours: os.stat_result) -> None:
+    """Unless another server has put its own socket there meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(path.stat(), ours):
+            path.unlink()
 
 
 def address_of(listener: socket.socket, server: ServerConfig) -> str:
