@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.serve.settings import MAX_ECHO_CHARS
+from qrt.serve.wrong_fields import wrong_field
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +76,10 @@ def add_error_handlers(app: FastAPI, codes: dict[type[Exception], int]) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"] if part != "body")
+        wrong = wrong_field(error.errors(), error.body)
+        param = ".".join(map(str, wrong.path))
         return error_response(
-            400, f"{param or 'body'}: {first['msg']}"[:MAX_MESSAGE_CHARS], param[:MAX_ECHO_CHARS]
+            400, f"{param or 'body'}: {wrong.message}"[:MAX_MESSAGE_CHARS], param[:MAX_ECHO_CHARS]
         )
 
     @app.exception_handler(HTTPException)

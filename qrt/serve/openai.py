@@ -68,7 +68,7 @@ def openai_routes(service: Service) -> APIRouter:
         raise UnsupportedError("embeddings: qrt serves generating models only")
 
     @routes.post("/tokenize", responses=errors())
-    async def tokenize(body: TokenizeText | TokenizeChat) -> dict[str, Any]:
+    async def tokenize(body: TokenizeChat | TokenizeText) -> dict[str, Any]:
         service.check_running()
         service.check_model(body.model)
         if isinstance(body, TokenizeChat):
@@ -103,6 +103,7 @@ class TokenizeText(Body):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
+    messages: None = None  # those of a TokenizeChat
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -48,3 +48,40 @@ def test_unknown_fields_that_change_nothing_are_let_in(client):
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     body = {"prompt": "x", "max_tokens": 2, "top_logprobs": ["of the other endpoint"]}
     assert client.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "route, body, message",
+    [
+        ("completions", {"stop": ["x"] * 20}, "stop: List should have at most 16 items"),
+        ("completions", {"stop": [""]}, "stop.0: String should have at least 1 character"),
+        ("completions", {"stop": 5}, "stop: Input should be a valid string"),
+        ("completions", {"prompt": ["x"] * 2000}, "prompt: List should have at most 1024 items"),
+        ("completions", {"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer"),
+        ("completions", {"prompt": ["a", 1]}, "prompt.1: Input should be a valid string"),
+        ("completions", {"prompt": [-1]}, "prompt.0: Input should be greater than or equal to 0"),
+        ("completions", {"prompt": [[1], [2, "x"]]}, "prompt.1.1: Input should be a valid integer"),
+        ("completions", {"prompt": []}, "prompt: List should have at least 1 item"),
+        ("completions", {"n": 0, "prompt": []}, "n: Input should be greater than or equal to 1"),
+        ("completions", [], "body: Input should be a valid dictionary"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
+        (
+            "chat/completions",
+            {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.1.content.0.type: Input should be 'text'",
+        ),
+        ("../tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should"),
+        ("../tokenize", {"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
+        ("../tokenize", {"messages": 5}, "messages: Input should be a valid list"),
+        ("../tokenize", {"prompt": 5}, "prompt: Input should be a valid string"),
+        ("../tokenize", {"prompt": "x", "add_special_tokens": 5}, "add_special_tokens: Input should be"),
+        ("../tokenize", [], "body: Input should be a valid dictionary"),
+        ("../generate", {"inputs": "x", "parameters": {"stop": ["x"] * 17}}, "parameters.stop: List should"),
+    ],
+)
+def test_a_wrong_field_is_told_by_the_alternative_that_was_meant(client, route, body, message):
+    """Its place in what the client sent, and nothing that only this server's source knows."""
+    whole = {**({"prompt": "x"} if route == "completions" else {}), **body} if body else body
+    reply = client.post(f"/v1/{route}", json=whole)
+    assert refused(reply).startswith(message), reply.text
+    assert reply.json()["error"]["param"] == message.partition(":")[0].removeprefix("body")

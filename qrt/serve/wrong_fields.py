@@ -1,0 +1,63 @@
+"""Which of pydantic's errors a client is told: of a union's alternatives, the one that was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WrongField:
+    """One error. pydantic puts an alternative's own name among the parts of `loc`, where the input has none.
+
+    path    where it is in the input
+    names   places in `loc` of alternatives' names
+    """
+
+    loc: tuple[int | str, ...]
+    path: tuple[int | str, ...]
+    names: tuple[int, ...]
+    kind: str
+    message: str
+
+    @property
+    def fit(self) -> tuple[bool, int, list[int]]:
+        """How far the input was what this alternative wants: more, where it is the right type and only its
+        value is wrong; then the deeper and the later, the fewer fit before it."""
+        missing = self.kind == "missing"
+        right_type = not (missing or self.kind == "none_required" or self.kind.endswith("_type"))
+        return right_type, len(self.path) - missing, [part for part in self.path if isinstance(part, int)]
+
+
+def wrong_field(errors: Sequence[Any], body: Any) -> WrongField:
+    """Of pydantic's errors about `body` the first one's, by the alternative that fits best."""
+    return _best([_located(error, body) for error in errors])
+
+
+def _best(errors: list[WrongField], start: int = 0) -> WrongField:
+    first = errors[0]
+    place = next((place for place in first.names if place >= start), None)
+    if place is None:
+        return first
+    alternatives: dict[int | str, list[WrongField]] = {}
+    for error in errors:
+        if error.loc[:place] == first.loc[:place] and len(error.loc) > place:
+            alternatives.setdefault(error.loc[place], []).append(error)
+    return max((_best(own, place + 1) for own in alternatives.values()), key=lambda error: error.fit)
+
+
+def _located(error: Any, body: Any) -> WrongField:
+    """Its `loc` followed through the input."""
+    loc = tuple(error["loc"][1:]) if error["loc"][0] == "body" else tuple(error["loc"])
+    names, value = [], body
+    for place, part in enumerate(loc):
+        if isinstance(value, list) and isinstance(part, int):
+            value = value[part] if part < len(value) else None
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        elif error["type"] != "missing" or place < len(loc) - 1:
+            names.append(place)
+    path = tuple(part for place, part in enumerate(loc) if place not in names)
+    message = error["msg"].partition(" or instance of ")[0]  # of a class of ours
+    return WrongField(loc, path, tuple(names), error["type"], message)
