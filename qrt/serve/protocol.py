@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from qrt.config import SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
@@ -42,21 +44,45 @@ SAMPLING_FIELDS = (
 )  # fmt: skip
 
 
-class Body(BaseModel):
-    """Base of all request bodies: finite numbers, nothing converted (true is no number, "1" neither); further
-    fields are let in, to be ignored or refused."""
+@cache
+def _never_null(body: type[BaseModel]) -> frozenset[str]:
+    """Keys of the fields that have a default other than null and take no null."""
+    keys: set[str] = set()
+    for name, field in body.model_fields.items():
+        if not field.is_required() and NoneType not in get_args(field.annotation):
+            alias = field.validation_alias
+            keys |= {name, *map(str, alias.choices if isinstance(alias, AliasChoices) else ())}
+    return frozenset(keys)
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
+
+def _document_nulls(schema: dict[str, Any], body: type[BaseModel]) -> None:
+    for key in _never_null(body) & schema["properties"].keys():
+        schema["properties"][key] = {"anyOf": [schema["properties"][key], {"type": "null"}]}
+
+
+class Body(BaseModel):
+    """Base of all request bodies: finite numbers, nothing converted (true is no number, "1" neither); null is
+    a field's default, as in OpenAI's schema; further fields are let in, to be ignored or refused."""
+
+    model_config = ConfigDict(
+        extra="allow", allow_inf_nan=False, strict=True, json_schema_extra=_document_nulls
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        never = _never_null(cls)
+        return {key: value for key, value in given.items() if value is not None or key not in never}
 
     def given(self, name: str) -> Any:
         """A field by name, declared or not; None where it is not given."""
         return getattr(self, name, None)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     """`stream_options`."""
-
-    model_config = ConfigDict(strict=True)
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

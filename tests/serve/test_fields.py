@@ -4,6 +4,10 @@ import httpx
 import pytest
 from servers import ThreadServer, bearer, refused
 
+from qrt.serve.lightllm import GenerateRequest, Parameters
+from qrt.serve.openai import Detokenize
+from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest
+
 pytestmark = pytest.mark.model
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 
@@ -48,6 +52,44 @@ def test_unknown_fields_that_change_nothing_are_let_in(client):
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     body = {"prompt": "x", "max_tokens": 2, "top_logprobs": ["of the other endpoint"]}
     assert client.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "route, body, names",
+    [
+        (
+            "/v1/completions",
+            {"prompt": "x", "temperature": 0},
+            "n echo stream logprobs ignore_eos min_tokens",
+        ),
+        ("/v1/chat/completions", {**CHAT, "temperature": 0}, "logprobs add_generation_prompt stream n"),
+        ("/generate", {"inputs": "x"}, "parameters"),
+        ("/generate", {"inputs": "x", "parameters": {}}, "do_sample max_new_tokens stop details ignore_eos"),
+        ("/tokenize", {"prompt": "x"}, "add_special_tokens return_token_strs messages"),
+        ("/tokenize", {"messages": CHAT["messages"]}, "add_generation_prompt tools return_token_strs"),
+    ],
+)
+def test_null_is_the_default(client, route, body, names):
+    """As in OpenAI's schema, and in vLLM."""
+    nulls = dict.fromkeys(names.split())
+    given = {**body, "parameters": nulls} if "parameters" in body else {**body, **nulls}
+    replies = [client.post(route, json=sent).raise_for_status().json() for sent in (body, given)]
+    for reply in replies:
+        for key in ("id", "created"):
+            reply.pop(key, None)
+        reply.get("usage", {}).pop("prompt_tokens_details", None)
+    assert replies[0] == replies[1]
+    for wanted in body.keys() & {"prompt", "messages", "inputs"}:
+        refused(client.post(route, json={**given, wanted: None}))
+
+
+def test_the_document_says_what_may_be_null(client):
+    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    for body in (CompletionRequest, ChatCompletionRequest, GenerateRequest, Parameters, Detokenize):
+        schema = schemas[body.__name__]
+        for key, value in schema["properties"].items():
+            nullable = {"type": "null"} in value.get("anyOf", ())
+            assert nullable == (key not in schema.get("required", ())), (body, key)
 
 
 @pytest.mark.parametrize(
