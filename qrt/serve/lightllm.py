@@ -15,10 +15,10 @@ from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.answer import Deadline, answer_events, answer_whole
 from qrt.serve.openapi import EVENTS, errors
 from qrt.serve.output import CompletionDelta, CompletionOutput, RequestCollector, TokenLogprobs
-from qrt.serve.protocol import Body, Count, Penalty, Stop, TokenList
+from qrt.serve.protocol import Body, Count, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
 from qrt.serve.replies import LEAST_LOGPROB, event
 from qrt.serve.service import Service
-from qrt.serve.settings import MAX_N, MAX_STOPS
+from qrt.serve.settings import MAX_BAD_WORDS, MAX_N, MAX_STOPS
 from qrt.serve.strict_json import StrictJsonRoute
 
 DEFAULT_MAX_NEW_TOKENS = 16
@@ -29,8 +29,10 @@ SAME = (
     "repetition_penalty", "allowed_token_ids", "exponential_decay_length_penalty",
 )  # fmt: skip
 NOT_RUN = (
-    "regular_constraint", "guided_grammar", "guided_json",
-    "move_kv_to_decode_node", "typical_p", "truncate", "decoder_input_details", "num_beam",
+    "regular_constraint", "guided_grammar", "guided_json", "move_kv_to_decode_node", "print_eos_token",
+    "num_beam",
+    # TGI's
+    "grammar", "typical_p", "truncate", "decoder_input_details", "top_n_tokens", "watermark", "adapter_id",
 )  # fmt: skip
 
 
@@ -50,6 +52,8 @@ class Parameters(Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     allowed_token_ids: TokenList | None = None
+    invalid_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BAD_WORDS)] = []
+    logit_bias: LogitBias = {}
     exponential_decay_length_penalty: (
         Annotated[tuple[Count, Annotated[float, Field(ge=1, le=100)]], Field(strict=False)] | None
     ) = None
@@ -76,6 +80,8 @@ class Parameters(Body):
             n=self.n or self.best_of or 1,  # LightLLM returns all of best_of
             temperature=temperature if self.do_sample else 0.0,
             logprobs=0,
+            logit_bias=by_token_id(self.logit_bias),
+            bad_words=tuple((token,) for token in self.invalid_token_ids),
             **given,
         )
 

@@ -18,6 +18,7 @@ from qrt.config import SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.settings import (
     MAX_BAD_WORDS,
+    MAX_DOCUMENTS,
     MAX_MESSAGES,
     MAX_N,
     MAX_PROMPTS,
@@ -33,6 +34,7 @@ Tokens = list[TokenId]
 TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_LISTS)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_TOKEN_LISTS)]
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")  # as a key: one way to write each, so that none comes twice
 
 # Fields of Sampling that SamplingParams has under the same name.
@@ -104,10 +106,7 @@ class Sampling(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_TOKEN_LISTS)]
-        | None
-    ) = None
+    logit_bias: LogitBias | None = None
     allowed_token_ids: TokenList | None = None
     bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
     min_tokens: Count = 0
@@ -137,15 +136,17 @@ class Sampling(Body):
         own = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         own = {name: value for name, value in own.items() if value is not None}
         if "logit_bias" in own:
-            own["logit_bias"] = {_token_id(key): value for key, value in own["logit_bias"].items()}
+            own["logit_bias"] = by_token_id(own["logit_bias"])
         shared = {name: value for name, value in defaults.items() if name != "max_tokens"}
         return SamplingParams(**{**shared, **own, "max_tokens": max_tokens, "logprobs": logprobs})
 
 
-def _token_id(key: str) -> int:
-    if not TOKEN_ID.fullmatch(key):
-        raise ConfigError(f"logit_bias: got the key {key[:20]!r}, wanted a token id")
-    return int(key)
+def by_token_id(bias: LogitBias) -> dict[int, float]:
+    """The keys of JSON as token ids; ConfigError for one that is none."""
+    for key in bias:
+        if not TOKEN_ID.fullmatch(key):
+            raise ConfigError(f"logit_bias: got the key {key[:20]!r}, wanted a token id")
+    return {int(key): value for key, value in bias.items()}
 
 
 class CompletionRequest(Sampling):
@@ -255,13 +256,14 @@ class Conversation(Body):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
 
     def template_arguments(self, *, tools: bool = True) -> dict[str, Any]:
-        """For `Tokenizer.render_chat`; the last two of its own names win over chat_template_kwargs."""
+        """For `Tokenizer.render_chat`; its own names win over chat_template_kwargs."""
         if self.given("chat_template") is not None:
             raise ConfigError(
                 "chat_template: a request cannot bring one; start the server with --chat-template"
@@ -272,6 +274,7 @@ class Conversation(Body):
         return {
             **named,
             "tools": [tool.for_template() for tool in self.tools] if tools and self.tools else None,
+            "documents": self.documents,
             "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
             "continue_final_message": self.continue_final_message,
         }
@@ -291,6 +294,7 @@ class ChatCompletionRequest(Conversation, Sampling):
     logprobs: bool = False
     top_logprobs: Count | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
     @property
     def uses_tools(self) -> bool:
@@ -318,6 +322,7 @@ class ChatCompletionRequest(Conversation, Sampling):
 
 # Fields that are not declared above because they are not run, with the value that asks for nothing.
 NOT_RUN: dict[str, Any] = {
+    # OpenAI's
     "suffix": None,
     "functions": None,
     "function_call": "none",
@@ -326,6 +331,8 @@ NOT_RUN: dict[str, Any] = {
     "audio": None,
     "prediction": None,
     "web_search_options": None,
+    # vLLM's
+    "echo": False,  # of a chat
     "structured_outputs": None,
     "guided_json": None,
     "guided_regex": None,
@@ -334,4 +341,20 @@ NOT_RUN: dict[str, Any] = {
     "use_beam_search": False,
     "length_penalty": 1.0,
     "prompt_embeds": None,
+    "truncate_prompt_tokens": None,
+    "logits_processors": None,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "detokenize": True,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    # SGLang's
+    "regex": None,
+    "json_schema": None,
+    "ebnf": None,
+    "stop_regex": None,
+    "structural_tag": None,
+    # transformers'
+    "typical_p": 1.0,
+    "no_repeat_ngram_size": 0,
 }

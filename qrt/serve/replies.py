@@ -188,6 +188,7 @@ class ChatReply(Reply):
         super().__init__(id, model, body, collectors)
         self._num_top = body.top_logprobs or 0
         self._tools = tools
+        self._parallel = body.parallel_tool_calls
         self._streams = [ToolCallStream(tools) for _ in range(self._n)] if tools else []
 
     def body(self) -> dict[str, Any]:
@@ -209,7 +210,9 @@ class ChatReply(Reply):
             text, calls = parse(self._tools, completion.text)
             if calls:
                 message["content"] = text.strip() or None
-                message["tool_calls"] = [_tool_call(call) for call in calls]
+                message["tool_calls"] = [
+                    _tool_call(call) for call in (calls if self._parallel else calls[:1])
+                ]
                 reason = "tool_calls" if reason == "stop" else reason
         return {
             "index": number,
@@ -230,6 +233,8 @@ class ChatReply(Reply):
             if reason:
                 text += stream.finish()
             for place, call in enumerate(calls, start=first):
+                if place and not self._parallel:
+                    break
                 yield _chat_chunk(number, {"tool_calls": [{"index": place, **_tool_call(call)}]})
             if stream.num_calls:
                 reason = "tool_calls" if reason == "stop" else reason

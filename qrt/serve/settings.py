@@ -20,6 +20,7 @@ MAX_TOKEN_LISTS = 1024  # entries of logit_bias, allowed_token_ids, stop_token_i
 MAX_BAD_WORDS = 128
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+MAX_DOCUMENTS = 1024
 MAX_ECHO_CHARS = 200  # of the client's own input in an error
 MAX_SOCKET_PATH_BYTES = 107  # the kernel's sockaddr_un has 108, the last one zero
 

@@ -29,6 +29,20 @@ def client():
         {"functions": [{"name": "f"}]},
         {"suffix": "x"},
         {"use_beam_search": True},
+        {"truncate_prompt_tokens": 5},
+        {"logits_processors": ["x"]},
+        {"thinking_token_budget": 8},
+        {"repetition_detection": {"max_pattern_size": 3}},
+        {"detokenize": False},
+        {"return_token_ids": True},
+        {"return_tokens_as_token_ids": True},
+        {"regex": "a+"},
+        {"json_schema": "{}"},
+        {"ebnf": "root ::= root"},
+        {"stop_regex": "a"},
+        {"structural_tag": "{}"},
+        {"typical_p": 0.5},
+        {"no_repeat_ngram_size": 2},
     ],
     ids=lambda field: next(iter(field)),
 )
@@ -38,6 +52,35 @@ def test_what_would_change_the_result_and_is_not_run_is_refused_by_name(client, 
     for route in ("/v1/completions", "/v1/chat/completions"):
         assert next(iter(field)) in refused(client.post(route, json=body), 501)
     assert "embeddings" in refused(client.post("/v1/embeddings", json={"input": "x"}), 501)
+
+
+def test_a_chat_is_not_echoed(client):
+    assert "echo" in refused(client.post("/v1/chat/completions", json={**CHAT, "echo": True}), 501)
+    off = {"echo": False, "detokenize": True, "typical_p": 1.0, "return_token_ids": False}
+    assert client.post("/v1/chat/completions", json={**CHAT, **off}).status_code == 200
+
+
+def test_a_priority_is_refused_where_it_changes_nothing(client):
+    assert "--scheduling-policy priority" in refused(
+        client.post("/v1/chat/completions", json={**CHAT, "priority": 1})
+    )
+    assert client.post("/v1/chat/completions", json={**CHAT, "priority": 0}).status_code == 200
+    with ThreadServer(kv="fp16", engine={"scheduling_policy": "priority"}) as server:
+        body = {"prompt": "x", "max_tokens": 2, "priority": 1}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, headers=bearer())
+        assert reply.status_code == 200
+
+
+def test_documents_reach_the_template():
+    template = "{% for d in documents or [] %}{{ d.text }} {% endfor %}{{ messages[0].content }}"
+    with ThreadServer(kv="fp16", chat_template=template) as server:
+        with httpx.Client(base_url=server.url, headers=bearer(), timeout=30) as client:
+            body = {"messages": CHAT["messages"], "documents": [{"text": "one"}, {"text": "two"}]}
+            ids = client.post("/tokenize", json=body).json()["tokens"]
+            assert ids == server.tokenizer.encode("one two x", add_special_tokens=False)
+            reply = client.post("/v1/chat/completions", json={**body, "max_tokens": 1})
+            assert reply.json()["usage"]["prompt_tokens"] == len(ids)
+            assert "documents" in refused(client.post("/tokenize", json={**body, "documents": [1]}))
 
 
 def test_unknown_fields_that_change_nothing_are_let_in(client):

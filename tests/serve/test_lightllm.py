@@ -74,6 +74,15 @@ def test_parameters_mean_what_they_do_elsewhere(lightllm):
     assert generate(lightllm, **penalised).json()["generated_text"] == [openai_text(lightllm, **penalised)]
 
 
+def test_tokens_that_are_wanted_and_not(lightllm):
+    tokens = [token["id"] for token in generate(lightllm, return_details=True).json()["tokens"]]
+    biased = generate(lightllm, logit_bias={str(tokens[3]): 100}, return_details=True).json()["tokens"]
+    assert [token["id"] for token in biased] == [tokens[3]] * 12
+    for ids in (tokens[:1], tokens):
+        other = generate(lightllm, invalid_token_ids=ids, return_details=True).json()["tokens"]
+        assert not {token["id"] for token in other} & set(ids)
+
+
 def test_generate_stream(lightllm):
     got = events(generate(lightllm, "/generate_stream"))
     assert "".join(event["token"]["text"] for event in got) == openai_text(lightllm)
@@ -119,6 +128,10 @@ def test_tgi(tgi):
         ({"best_of": 1000}, 400),
         ({"guided_json": "{}"}, 501),
         ({"regular_constraint": "a+"}, 501),
+        ({"grammar": {"type": "regex", "value": "a+"}}, 501),
+        ({"watermark": True}, 501),
+        ({"logit_bias": {"x": 1}}, 400),
+        ({"invalid_token_ids": [10**6]}, 400),
     ],
 )
 def test_refusals(lightllm, parameters, code):

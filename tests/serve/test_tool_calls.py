@@ -20,6 +20,7 @@ ANSWERS = {
     "mistral": f"[TOOL_CALLS][{CALL}]",
     "pythonic": '[get_weather(city="Köln", days=2)]',
 }
+TWICE = {"hermes": f"{ANSWERS['hermes']}\n{ANSWERS['hermes']}", "mistral": f"[TOOL_CALLS][{CALL}, {CALL}]"}
 CASES = [
     ("hermes", f"I look.\n{ANSWERS['hermes']}\n{ANSWERS['hermes']}", "I look.", 2),
     ("hermes", "no <tool_call> but text, 1 < 2 <tool", "no <tool_call> but text, 1 < 2 <tool", 0),
@@ -102,6 +103,7 @@ def client(request):
         answers = {
             "both": "Let me see. " + ANSWERS[request.param],
             "alone": ANSWERS[request.param],
+            "twice": TWICE[request.param],
             "plain": "No tool is needed.",
         }
         script(server.engine, server.tokenizer, answers)
@@ -148,6 +150,17 @@ def test_streamed_the_name_comes_once(client):
     assert content.strip() == "Let me see." and names == ["get_weather"]
     assert json.loads(arguments) == ARGUMENTS
     assert reasons[-1] == "tool_calls" and not any(reasons[:-1])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("parallel, count", [(True, 2), (False, 1)])
+def test_calls_one_at_a_time(client, parallel, count):
+    choice = ask(client, "twice", parallel_tool_calls=parallel).choices[0]
+    assert choice.finish_reason == "tool_calls" and len(choice.message.tool_calls) == count
+    chunks = list(ask(client, "twice", parallel_tool_calls=parallel, stream=True))
+    calls = [call.index for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert calls == list(range(count)) and chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert not "".join(chunk.choices[0].delta.content or "" for chunk in chunks).strip()
 
 
 @pytest.mark.model
