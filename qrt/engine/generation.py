@@ -46,10 +46,12 @@ class GenerationConfig:
 
     eos_token_ids   tokens that end the text
     sampling        used where the caller gives no SamplingParams, as in vLLM
+    max_new_tokens  its max_tokens, if it names one
     """
 
     eos_token_ids: tuple[int, ...] = ()
     sampling: SamplingParams = SamplingParams()
+    max_new_tokens: int | None = None
 
     @classmethod
     def read(cls, folder: Path, *, sampling: bool = True) -> GenerationConfig:
@@ -65,7 +67,10 @@ class GenerationConfig:
             entries = json.loads(path.read_text())
             eos = entries.get("eos_token_id")
             ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-            return cls(tuple(map(int, ids)), _sampling(entries) if sampling else SamplingParams())
+            named = tuple(map(int, ids))
+            if not sampling:
+                return cls(named)
+            return cls(named, _sampling(entries), entries.get("max_new_tokens"))
         except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: {error}; correct or remove the file") from error
 

@@ -66,7 +66,8 @@ class Gone(Message):
 class EngineInfo(Message):
     """What a server says about its engine; fixed once the model is loaded.
 
-    sampling   the fields of the checkpoint's default SamplingParams that differ from qrt's
+    sampling         the fields of the checkpoint's default SamplingParams that differ from qrt's
+    max_new_tokens   the checkpoint's, which is max_tokens where a request names none, and the most it may be
     """
 
     model: str
@@ -85,6 +86,7 @@ class EngineInfo(Message):
     max_num_queued_tokens: int | None
     vocab_size: int
     sampling: dict[str, Any]
+    max_new_tokens: int | None
 
 
 class Ready(Message):

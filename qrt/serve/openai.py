@@ -170,7 +170,8 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
     generate = body.max_tokens != 0
     if not generate and not body.echo:
         raise ConfigError("max_tokens: got 0, wanted at least 1, or echo: true")
-    params = body.sampling_params(service.defaults, body.max_tokens if generate else 1, body.logprobs)
+    max_tokens = service.max_tokens(body.max_tokens) if generate else 1
+    params = body.sampling_params(service.defaults, max_tokens, body.logprobs)
     if body.echo and body.logprobs is not None:
         if body.stream and body.n > 1:
             raise ConfigError("echo with logprobs: wanted without stream, or with n 1")
@@ -194,7 +195,7 @@ async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> lis
     text = await service.render_chat(messages, **body.template_arguments(tools=body.uses_tools))
     ids = await service.encode(text, body.add_special_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(service.defaults, body.token_limit, logprobs)
+    params = body.sampling_params(service.defaults, service.max_tokens(body.token_limit), logprobs)
     if (
         body.uses_tools
         and service.tool_format

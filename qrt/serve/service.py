@@ -52,6 +52,12 @@ class Service:
         """Fields of the checkpoint's default SamplingParams."""
         return self.client.info.sampling
 
+    def max_tokens(self, wanted: int | None) -> int | None:
+        """What a request may generate: as vLLM, the checkpoint's max_new_tokens is both the default and the
+        most; None is all that the context leaves."""
+        most = self.client.info.max_new_tokens
+        return most if wanted is None else wanted if most is None else min(wanted, most)
+
     def check_running(self) -> None:
         """503 while the server starts or ends."""
         if self.draining:

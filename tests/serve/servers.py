@@ -46,7 +46,7 @@ class ThreadServer:
 
     def __init__(self, kv: str = "int8", *, engine: dict[str, Any] | None = None, **settings: Any) -> None:
         self.tokenizer = Tokenizer("tiny")
-        config = EngineConfig("tiny", kv=kv, **(engine or {}))
+        config = EngineConfig(**{"model": "tiny", "kv": kv, **(engine or {})})
         self.engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
         server = ServerConfig(**{"model_names": ("tiny", "alias"), "api_keys": (KEY,), **settings})
         self.service = Service(ThreadClient(Router(self.engine)), self.tokenizer, server)

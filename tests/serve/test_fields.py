@@ -1,9 +1,13 @@
 """Fields of a body: which are run, refused by name or let in, and what is said of a wrong one."""
 
+import json
+import shutil
+
 import httpx
 import pytest
 from servers import ThreadServer, bearer, refused
 
+from qrt.assets import model_path
 from qrt.serve.lightllm import GenerateRequest, Parameters
 from qrt.serve.openai import Detokenize
 from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest
@@ -69,6 +73,29 @@ def test_a_priority_is_refused_where_it_changes_nothing(client):
         body = {"prompt": "x", "max_tokens": 2, "priority": 1}
         reply = httpx.post(f"{server.url}/v1/completions", json=body, headers=bearer())
         assert reply.status_code == 200
+
+
+@pytest.mark.parametrize("most", [5, 16])  # 16 is also OpenAI's default
+def test_the_checkpoint_names_the_most_tokens(tmp_path, most):
+    """max_new_tokens of its generation_config.json is the default, and what a larger max_tokens is cut to."""
+    folder = shutil.copytree(model_path("tiny"), tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": most}))
+
+    def tokens(client, body):
+        route = "chat/completions" if "messages" in body else "completions"
+        reply = client.post(f"/v1/{route}", json={**body, "ignore_eos": True})
+        return reply.raise_for_status().json()["usage"]["completion_tokens"]
+
+    for config, limit in (("auto", most), ("vllm", 40)):
+        engine = {"model": str(folder), "generation_config": config, "max_model_len": 64}
+        with ThreadServer(kv="fp16", engine=engine) as server:
+            with httpx.Client(base_url=server.url, headers=bearer(), timeout=30) as client:
+                for name in ("prompt", "messages"):
+                    body = {name: {"prompt": "x", **CHAT}[name]}
+                    assert tokens(client, {**body, "max_tokens": 3}) == 3
+                    assert tokens(client, {**body, "max_tokens": 40}) == limit
+                    left = tokens(client, {**body, "max_tokens": None})
+                    assert left == limit if config == "auto" else left > 50
 
 
 def test_documents_reach_the_template():
