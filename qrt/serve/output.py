@@ -264,6 +264,14 @@ class RequestCollector:
         """Of one token alone, special or not."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Of one token alone, though it be a part of a character."""
+        return self._tokenizer.token_bytes(token_id)
+
+    def shown_chars(self, token_id: int) -> int:
+        """Characters of one token alone in the completion's text: none of a special token that is skipped."""
+        return len(self._tokenizer.decode([token_id], self.params.skip_special_tokens))
+
 
 def encode_bad_words(
     words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer

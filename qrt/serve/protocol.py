@@ -132,8 +132,8 @@ class Sampling(Body):
     def sampling_params(
         self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
-        """The request's SamplingParams; what it leaves out comes from `defaults`, the model's. `max_tokens` as
-        `Service.max_tokens` has it."""
+        """The request's SamplingParams; what it leaves out comes from `defaults`, the model's. `max_tokens`
+        as `Service.max_tokens` has it."""
         own = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         own = {name: value for name, value in own.items() if value is not None}
         if "logit_bias" in own:

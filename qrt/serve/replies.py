@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 
+from qrt.serve.detokenizer import INCOMPLETE
 from qrt.serve.output import CompletionDelta, CompletionOutput, Logprob, RequestCollector, TokenLogprobs
 from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest, Sampling
 from qrt.serve.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
@@ -112,22 +114,21 @@ class CompletionReply(Reply):
         super().__init__(id, model, body, collectors)
         self._echo = body.echo
         self._echo_logprobs = body.echo and body.logprobs is not None
-        self._offsets: dict[int, int] = {}  # characters sent of each choice
+        self._offsets: dict[int, int] = {}  # of each choice, where the next token's text starts
 
     def opening(self, number: int, index: int) -> Iterator[dict[str, Any]]:
         """With echo, each choice begins with its prompt."""
         if self._echo:
             text = self.collectors[index].prompt or ""
             self._offsets[number] = len(text)
-            yield _text_choice(number, text, self._prompt_part(index, []), None, None)
+            yield _text_choice(number, text, self._prompt_logprobs_of(index), None, None)
 
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """See Reply."""
         prompt = (self.collectors[index].prompt or "") if self._echo else ""
-        if self._echo_logprobs:
-            logprobs = self._prompt_part(index, completion.logprobs or [])
-        else:
-            logprobs = _legacy_logprobs(completion.logprobs, len(prompt))
+        logprobs, _ = self._logprobs_of(index, completion.logprobs, len(prompt))
+        if logprobs and (before := self._prompt_logprobs_of(index)):
+            logprobs = {name: before[name] + logprobs[name] for name in logprobs}
         text = prompt + completion.text
         choice = _text_choice(number, text, logprobs, completion.finish_reason, completion.stop_reason)
         if self._prompt_logprobs:
@@ -137,21 +138,31 @@ class CompletionReply(Reply):
     def chunk_choices(self, number: int, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
         """See Reply."""
         offset = self._offsets.get(number, 0)
-        self._offsets[number] = offset + len(delta.text)
-        logprobs = _legacy_logprobs(delta.logprobs, offset)
+        logprobs, self._offsets[number] = self._logprobs_of(number // self._n, delta.logprobs, offset)
         yield _text_choice(number, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
-    def _prompt_part(self, index: int, output: list[TokenLogprobs]) -> dict[str, Any] | None:
-        """Of the echoed prompt, whose first token has none, and of `output` behind it."""
+    def _logprobs_of(
+        self, index: int, rows: list[TokenLogprobs] | None, offset: int
+    ) -> tuple[dict[str, Any] | None, int]:
+        """Of output tokens whose text starts at `offset`, and where it ends."""
+        if rows is None:
+            return None, offset
+        widths = [self.collectors[index].shown_chars(next(iter(row))) for row in rows]
+        return _legacy_logprobs(rows, widths, offset), offset + sum(widths)
+
+    def _prompt_logprobs_of(self, index: int) -> dict[str, Any] | None:
+        """Of the echoed prompt, whose first token has none."""
         if not self._echo_logprobs:
             return None
         collector = self.collectors[index]
-        first = collector.token_text(collector.prompt_ids[0])
+        texts = [collector.token_text(token) for token in collector.prompt_ids]
+        widths = [len(text) for text in texts]
+        if not (collector.prompt or "").startswith(texts[0]):
+            widths[0] = 0  # BOS, which the tokenizer has put before a prompt that came as text
         known = [row for row in collector.prompt_logprobs if row is not None]
-        logprobs = _legacy_logprobs([*known, *output], len(first))
-        assert logprobs is not None
+        logprobs = _legacy_logprobs(known, widths[1:], widths[0])
         return {
-            "tokens": [first, *logprobs["tokens"]],
+            "tokens": [texts[0], *logprobs["tokens"]],
             "token_logprobs": [None, *logprobs["token_logprobs"]],
             "top_logprobs": [None, *logprobs["top_logprobs"]],
             "text_offset": [0, *logprobs["text_offset"]],
@@ -217,7 +228,7 @@ class ChatReply(Reply):
         return {
             "index": number,
             "message": message,
-            "logprobs": _chat_logprobs(completion.logprobs, self._num_top),
+            "logprobs": _chat_logprobs(completion.logprobs, self._num_top, self.collectors[index]),
             "finish_reason": reason,
             "stop_reason": completion.stop_reason,
         }
@@ -225,7 +236,7 @@ class ChatReply(Reply):
     def chunk_choices(self, number: int, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
         """See Reply. A call comes whole, in one chunk: its name once, its arguments as a string."""
         text, reason = delta.text, delta.finish_reason
-        logprobs = _chat_logprobs(delta.logprobs, self._num_top)
+        logprobs = _chat_logprobs(delta.logprobs, self._num_top, self.collectors[0])
         if self._tools:
             stream = self._streams[number]
             first = stream.num_calls
@@ -276,35 +287,41 @@ def _number(entry: Logprob) -> float:
     return max(entry.logprob, LEAST_LOGPROB)
 
 
-def _legacy_logprobs(rows: list[TokenLogprobs] | None, offset: int) -> dict[str, Any] | None:
-    """Four parallel lists; `offset` is where the first token's text starts."""
-    if rows is None:
-        return None
+def _legacy_logprobs(rows: list[TokenLogprobs], widths: list[int], offset: int) -> dict[str, Any]:
+    """Four parallel lists; the first token's text starts at `offset`, and `widths` are their characters."""
     chosen = [next(iter(row.values())) for row in rows]
-    offsets = []
-    for entry in chosen:
-        offsets.append(offset)
-        offset += len(entry.decoded_token)
     return {
         "tokens": [entry.decoded_token for entry in chosen],
         "token_logprobs": [_number(entry) for entry in chosen],
-        "top_logprobs": [{e.decoded_token: _number(e) for e in row.values()} for row in rows],
-        "text_offset": offsets,
+        "top_logprobs": [_by_text(row) for row in rows],
+        "text_offset": list(accumulate(widths, initial=offset))[: len(rows)],
     }
 
 
-def _chat_logprobs(rows: list[TokenLogprobs] | None, num_top: int) -> dict[str, Any] | None:
+def _by_text(row: TokenLogprobs) -> dict[str, float]:
+    """Parts of characters have one text: the likeliest stands for all."""
+    likeliest: dict[str, float] = {}
+    for entry in row.values():
+        text, value = entry.decoded_token, _number(entry)
+        likeliest[text] = max(value, likeliest.get(text, value))
+    return likeliest
+
+
+def _chat_logprobs(
+    rows: list[TokenLogprobs] | None, num_top: int, collector: RequestCollector
+) -> dict[str, Any] | None:
     """One entry a token: the token that came, and the `num_top` likeliest in order."""
     if rows is None:
         return None
     content = []
     for row in rows:
-        chosen = next(iter(row.values()))
-        top = sorted((e for e in row.values() if e.rank <= num_top), key=lambda e: e.rank)
-        content.append({**_chat_token(chosen), "top_logprobs": [_chat_token(e) for e in top]})
+        (chosen, *_), ranked = row.items(), sorted(row.items(), key=lambda item: item[1].rank)
+        top = [_chat_token(*item, collector) for item in ranked if item[1].rank <= num_top]
+        content.append({**_chat_token(*chosen, collector), "top_logprobs": top})
     return {"content": content}
 
 
-def _chat_token(entry: Logprob) -> dict[str, Any]:
+def _chat_token(token_id: int, entry: Logprob, collector: RequestCollector) -> dict[str, Any]:
     text = entry.decoded_token
-    return {"token": text, "logprob": _number(entry), "bytes": list(text.encode())}
+    own = collector.token_bytes(token_id) if INCOMPLETE in text else text.encode()
+    return {"token": text, "logprob": _number(entry), "bytes": list(own)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,12 @@ from qrt.assets import model_path
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.serve.chat_template import ChatTemplate, Message
 
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes a byte that is no token's text
+# Byte-level BPE writes each byte as a character that can be seen (GPT-2's bytes_to_unicode): itself, or one
+# from U+0100 on.
+_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_UNSEEN = sorted(set(range(256)).difference(_SEEN))
+BYTE_CHARACTERS = {chr(byte): byte for byte in _SEEN} | {chr(256 + i): byte for i, byte in enumerate(_UNSEEN)}
 PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that tokenizer.json says all about
 
 
@@ -70,6 +77,17 @@ class Tokenizer:
             return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
         except (OverflowError, TypeError) as error:
             raise ConfigError(f"token ids: wanted integers of 0 or more below 2^32 ({error})") from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token alone, special or not, writes: also the bytes of a part of a character, for which
+        `decode` has only U+FFFD."""
+        text = self.decode([token_id], skip_special_tokens=False)
+        token = self._backend.id_to_token(token_id) or ""
+        if "\ufffd" in text and (byte := BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        if "\ufffd" in text and all(character in BYTE_CHARACTERS for character in token):
+            return bytes(BYTE_CHARACTERS[character] for character in token)
+        return text.encode()
 
     def chat_template(self, text: str | None = None, tools: bool = False) -> str | None:
         """`text`, or the checkpoint's own template (of two the one for tools); None without one."""

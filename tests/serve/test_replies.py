@@ -1,0 +1,105 @@
+"""Logprobs in replies where texts of tokens say little: parts of characters, special tokens, streams."""
+
+import json
+
+import pytest
+import torch
+
+import small_tokenizers
+from qrt.config import SamplingParams
+from qrt.engine.logprobs import Scores
+from qrt.engine.output import RequestDelta
+from qrt.engine.request import FinishReason
+from qrt.serve.output import RequestCollector
+from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest
+from qrt.serve.replies import ChatReply, CompletionReply
+from qrt.serve.tokenizer import Tokenizer
+
+TEXT = "Köln 🦄 你好"
+
+
+@pytest.fixture(params=["byte_level", "byte_fallback"])
+def tokenizer(request, tmp_path):
+    return Tokenizer(small_tokenizers.save(getattr(small_tokenizers, request.param)(), tmp_path))
+
+
+def scores(ids, others=()) -> Scores:
+    """Each token is the likeliest of its place, `others` come behind."""
+    ranked = [[token, *(other for other in others if other != token)][: len(others) or 1] for token in ids]
+    values = -torch.arange(1.0, len(ranked[0]) + 1).repeat(len(ids), 1)
+    return Scores(values[:, 0], torch.ones(len(ids), dtype=torch.int64), torch.tensor(ranked), values)
+
+
+def deltas(ids, others, prompt_ids):
+    """The prompt's scores, and one token a step."""
+    yield RequestDelta("r#0", prompt_scores=scores(prompt_ids[1:]) if prompt_ids[1:] else None)
+    for place, token in enumerate(ids):
+        finish = FinishReason.LENGTH if place == len(ids) - 1 else None
+        yield RequestDelta("r#0", (token,), finish, logprobs=scores([token], others))
+
+
+def reply(kind, tokenizer, ids, others=(), *, prompt=None, prompt_ids=(5,), **body):
+    """The whole reply's choice, and those of a stream."""
+    request = CompletionRequest if kind is CompletionReply else ChatCompletionRequest
+    given = {"prompt": "x"} if kind is CompletionReply else {"messages": [{"role": "user", "content": "x"}]}
+    params = SamplingParams(max_tokens=len(ids), logprobs=5)
+    collector = RequestCollector("r", prompt, list(prompt_ids), params, tokenizer)
+    made = kind("id", "m", request.model_validate({**given, **body}), [collector])
+    events = [
+        event for delta in deltas(ids, others, prompt_ids) for event in made.events(0, collector.feed(delta))
+    ]
+    chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    return made.body()["choices"][0], chunks
+
+
+def test_bytes_of_parts_of_characters(tokenizer):
+    """Together they are the text's, where the tokens' own texts are U+FFFD."""
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    whole, chunks = reply(ChatReply, tokenizer, ids, ids[:4], logprobs=True, top_logprobs=5)
+    content = whole["logprobs"]["content"]
+    assert sum(entry["token"] == "\ufffd" for entry in content) > 1, "some are parts of a character"
+    written = bytes(byte for entry in content for byte in entry["bytes"]).decode()
+    assert written.replace(" ", "") == TEXT.replace(" ", "")  # SentencePiece's decoder strips a token's space
+    streamed = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
+    assert streamed == content
+    for entry in content:
+        assert entry["top_logprobs"][0] == {key: entry[key] for key in ("token", "logprob", "bytes")}
+        assert len({tuple(top["bytes"]) for top in entry["top_logprobs"]}) >= len(entry["top_logprobs"]) - 1
+
+
+def test_the_likeliest_of_one_text_stands_for_all(tokenizer):
+    ids = tokenizer.encode("🦄", add_special_tokens=False)[-2:]
+    assert [tokenizer.decode([token], False) for token in ids] == ["\ufffd"] * 2
+    whole, _ = reply(CompletionReply, tokenizer, ids, ids, logprobs=5)
+    assert whole["logprobs"]["top_logprobs"] == [{"\ufffd": -1.0}] * 2
+    assert whole["logprobs"]["token_logprobs"] == [-1.0] * 2
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_offsets_of_a_stream_are_those_of_the_whole(tokenizer, echo, as_text):
+    """And of plain text they are where each token stands in it, though special tokens come between."""
+    ids = tokenizer.encode("the dog", add_special_tokens=False)
+    ids = [*ids[:2], 2, *ids[2:], 1]
+    prompt_ids = tokenizer.encode("the fox")
+    prompt = "the fox" if as_text else tokenizer.decode(prompt_ids, False)
+    given = {"prompt": prompt, "prompt_ids": prompt_ids, "echo": echo, "logprobs": 1}
+    whole, chunks = reply(CompletionReply, tokenizer, ids, **given)
+    streamed = [offset for chunk in chunks for offset in chunk["logprobs"]["text_offset"]]
+    logprobs = whole["logprobs"]
+    assert streamed == logprobs["text_offset"]
+    output = len(prompt) if echo else 0
+    before = len(streamed) - len(ids)
+    shown = [tokenizer.decode([token]) for token in ids]
+    assert streamed[before:] == [output + len("".join(shown[:place])) for place in range(len(ids))]
+
+
+def test_a_token_stands_where_its_offset_says(tmp_path):
+    tokenizer = Tokenizer(small_tokenizers.save(small_tokenizers.byte_level(), tmp_path))
+    prompt_ids = [0, *tokenizer.encode("the fox runs", add_special_tokens=False)]  # with a BOS
+    ids = [2, *tokenizer.encode(" and on", add_special_tokens=False)]
+    given = {"prompt": "the fox runs", "prompt_ids": prompt_ids, "echo": True, "logprobs": 1}
+    whole, _ = reply(CompletionReply, tokenizer, ids, **given)
+    rows = zip(whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"], strict=True)
+    for token, offset in rows:
+        assert whole["text"].startswith(token, offset) or token in small_tokenizers.SPECIAL
