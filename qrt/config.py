@@ -44,7 +44,7 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")  # the first two are one: qrt re
 GENERATION_CONFIGS = ("auto", "vllm")
 ADMISSIONS = ("aggressive", "conservative")
 MAX_TOKENS_LISTED = 1024  # of logit_bias and allowed_token_ids; a request cannot ask for work without bound
-MAX_BAD_WORDS = 128
+MAX_BAD_WORDS = 128  # as text; each is one or two lists of tokens to the engine
 MAX_LOGPROBS = 20  # per token, as OpenAI and vLLM: a request cannot ask for a whole vocabulary per position
 GREEDY_TEMPERATURE = 1e-5  # below this, logits / temperature overflows where it still changes anything
 LARGE = 1e30  # beyond it a factor or divisor of logits leaves fp32
@@ -253,7 +253,9 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         _at_most("logit_bias: number of tokens", len(self.logit_bias), MAX_TOKENS_LISTED)
-        _at_most("bad_words: number", len(self.bad_words), MAX_BAD_WORDS)
+        words = sum(isinstance(word, str) for word in self.bad_words)
+        _at_most("bad_words: number", words, MAX_BAD_WORDS)
+        _at_most("bad_words: number of token lists", len(self.bad_words) - words, 2 * MAX_BAD_WORDS)
         for token in self.stop_token_ids:
             _at_least("stop_token_ids", token, 0)
         if self.allowed_token_ids is not None:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import AliasChoices, ConfigDict, Field
 
-from qrt.config import SamplingParams
+from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.answer import Deadline, answer_events, answer_whole
 from qrt.serve.openapi import EVENTS, errors
@@ -18,7 +18,7 @@ from qrt.serve.output import CompletionDelta, CompletionOutput, RequestCollector
 from qrt.serve.protocol import Body, Count, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
 from qrt.serve.replies import LEAST_LOGPROB, event
 from qrt.serve.service import Service
-from qrt.serve.settings import MAX_BAD_WORDS, MAX_N, MAX_STOPS
+from qrt.serve.settings import MAX_N, MAX_STOPS
 from qrt.serve.strict_json import StrictJsonRoute
 
 DEFAULT_MAX_NEW_TOKENS = 16

@@ -157,7 +157,8 @@ def _check_body(service: Service, body: Sampling) -> None:
         )
     declared = type(body).model_fields
     for name in declared.keys() & {"logprobs", "top_logprobs", "prompt_logprobs"}:
-        if (wanted := int(body.given(name) or 0)) > service.config.max_logprobs:
+        wanted = body.given(name) or 0
+        if wanted is not True and wanted > service.config.max_logprobs:  # true: the token's own, no others
             raise ConfigError(f"{name}: got {wanted}, wanted at most {service.config.max_logprobs}")
     if body.stream and body.prompt_logprobs is not None:
         raise ConfigError("prompt_logprobs: wanted without stream")

@@ -14,27 +14,27 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from qrt.config import SamplingParams
+from qrt.config import MAX_BAD_WORDS, MAX_TOKENS_LISTED, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.settings import (
-    MAX_BAD_WORDS,
     MAX_DOCUMENTS,
     MAX_MESSAGES,
     MAX_N,
     MAX_PROMPTS,
     MAX_STOP_CHARS,
     MAX_STOPS,
-    MAX_TOKEN_LISTS,
     MAX_TOOLS,
 )
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Tokens = list[TokenId]
-TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_LISTS)]
+TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKENS_LISTED)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_TOKEN_LISTS)]
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_TOKENS_LISTED)
+]
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")  # as a key: one way to write each, so that none comes twice
 
 # Fields of Sampling that SamplingParams has under the same name.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from qrt.config import MAX_LOGPROBS
 from qrt.errors import ConfigError
 
-# Caps on every amplifier. Those with a flag are in ServerConfig and EngineConfig.
+# Caps on every amplifier. Those with a flag are in ServerConfig and EngineConfig, those of SamplingParams in
+# qrt.config.
 MAX_BODY_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_HEADERS = 128
@@ -16,8 +18,6 @@ MAX_PROMPTS = 1024
 MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
-MAX_TOKEN_LISTS = 1024  # entries of logit_bias, allowed_token_ids, stop_token_ids
-MAX_BAD_WORDS = 128
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
@@ -60,7 +60,7 @@ class ServerConfig:
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     api_server_count: int = 1
-    max_logprobs: int = 20
+    max_logprobs: int = MAX_LOGPROBS
     shutdown_timeout: float = 30.0
     watchdog_timeout: float = 300.0
     request_timeout: float | None = None
@@ -77,6 +77,8 @@ class ServerConfig:
         for name in ("shutdown_timeout", "max_logprobs"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, wanted 0 or more")
+        if self.max_logprobs > MAX_LOGPROBS:
+            raise ConfigError(f"max_logprobs: got {self.max_logprobs}, wanted at most {MAX_LOGPROBS}")
         for name in ("watchdog_timeout", "request_timeout"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ConfigError(f"{name}: got {value}, wanted more than 0 seconds")

@@ -98,6 +98,25 @@ def test_the_checkpoint_names_the_most_tokens(tmp_path, most):
                     assert left == limit if config == "auto" else left > 50
 
 
+def test_as_many_bad_words_as_may_be(client):
+    """Each of them is two lists of tokens to the engine: as the text's beginning, and behind a space."""
+    words = [f"word{number}" for number in range(128)]
+    body = {"prompt": "x", "max_tokens": 2, "bad_words": words}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    assert "bad_words" in refused(client.post("/v1/completions", json={**body, "bad_words": [*words, "x"]}))
+
+
+def test_a_tokens_own_logprob_is_none_of_the_likeliest():
+    with ThreadServer(kv="fp16", max_logprobs=0) as server:
+        with httpx.Client(base_url=server.url, headers=bearer(), timeout=30) as client:
+            chat = client.post("/v1/chat/completions", json={**CHAT, "logprobs": True})
+            assert chat.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+            for route, field in (("completions", "logprobs"), ("chat/completions", "top_logprobs")):
+                body = {"logprobs": True, **CHAT} if "chat" in route else {"prompt": "x"}
+                reply = client.post(f"/v1/{route}", json={**body, field: 1})
+                assert refused(reply) == f"{field}: got 1, wanted at most 0"
+
+
 def test_documents_reach_the_template():
     template = "{% for d in documents or [] %}{{ d.text }} {% endfor %}{{ messages[0].content }}"
     with ThreadServer(kv="fp16", chat_template=template) as server:
