@@ -258,11 +258,11 @@ class Engine:
 
 def _load(config: EngineConfig) -> tuple[Decoder, GenerationConfig]:
     """The checkpoint's model and defaults."""
+    device = _device(config)
     dummy = config.load_format == "dummy"
     checkpoint = open_checkpoint(config.model, weights=not dummy)
     neutral = config.generation_config == "vllm"
     generation = GenerationConfig.read(Path(checkpoint.path), sampling=not neutral)
-    device = _device(config)
     load = dummy_model if dummy else load_model
     return load(checkpoint, device=device, dtype=_dtype(config, checkpoint, device)), generation
 
@@ -292,7 +292,19 @@ def _capture_sizes(
 
 
 def _device(config: EngineConfig) -> torch.device:
-    return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """ConfigError for what is no device, or none of this machine's."""
+    count = torch.cuda.device_count()
+    name = config.device or ("cuda" if count else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cuda", "cpu"):
+        raise ConfigError(f"device: got {name!r}, wanted cuda, cuda:N or cpu")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found = f"cuda:0 to cuda:{count - 1}, or cpu" if count else "cpu: torch finds no GPU here"
+        raise ConfigError(f"device: got {name!r}, wanted {found}")
+    return device
 
 
 def _dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import sys
 from argparse import Namespace
 from dataclasses import fields
@@ -14,6 +15,7 @@ from qrt.assets import model_path
 from qrt.cli import run_main
 from qrt.config import ENV, EngineConfig
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+from qrt.serve.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from qrt.serve.settings import ServerConfig
@@ -77,16 +79,18 @@ def server_config(arguments: Namespace) -> ServerConfig:
         for field in fields(ServerConfig)
         if field.name in arguments
     }
-    template = arguments.chat_template
-    return ServerConfig(
+    server = ServerConfig(
         **{
             **given,
             "model_names": tuple(arguments.served_model_name or (Path(_model(arguments)).name,)),
             "api_keys": tuple(_keys(arguments)),
             "allowed_origins": tuple(arguments.allowed_origins),
-            "chat_template": None if template is None else _read("--chat-template", template),
+            "chat_template": _chat_template(arguments.chat_template),
         }
     )
+    if server.ssl_certfile and server.ssl_keyfile:
+        _check_certificate(server.ssl_certfile, server.ssl_keyfile)
+    return server
 
 
 def _model(arguments: Namespace) -> str:
@@ -106,6 +110,32 @@ def _keys(arguments: Namespace) -> list[str]:
     if not keys and ENV.api_key is not None:
         keys = [ENV.api_key]
     return keys
+
+
+def _chat_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    text = _read("--chat-template", path)
+    try:
+        ChatTemplate(text, {})
+    except ConfigError as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from error
+    return text
+
+
+def _check_certificate(certificate: str, key: str) -> None:
+    """ConfigError for what the API processes could not load; nobody is there to type a key's password."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    loads = {
+        ("--ssl-certfile", certificate): lambda: context.load_verify_locations(certificate),
+        ("--ssl-keyfile", key): lambda: context.load_cert_chain(certificate, key, password=""),
+    }
+    for (flag, path), load in loads.items():
+        _read(flag, path)
+        try:
+            load()
+        except ssl.SSLError as error:
+            raise ConfigError(f"{flag} {path}: {error}; wanted a certificate and its key, in PEM") from error
 
 
 def _read(flag: str, path: str) -> str:

@@ -90,7 +90,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             words = _file_words(top, Path(arguments.config))
         except (ConfigError, OSError, yaml.YAMLError) as error:
             top.error(f"--config: {' '.join(str(error).split())}")
-        arguments = top.parse_args(argv, top.parse_args(words))
+        of_file = top.parse_args(words)
+        if arguments.model_path is not None:
+            of_file.model = None  # by its other name
+        arguments = top.parse_args(argv, of_file)
     return arguments
 
 
@@ -347,7 +350,10 @@ def _print_help(top: ArgumentParser, group: str) -> None:
 
 def _file_words(top: ArgumentParser, path: Path) -> list[str]:
     """A YAML file's keys as flags; ConfigError for one that is none."""
-    entries: Any = yaml.safe_load(path.read_text())
+    try:
+        entries: Any = yaml.safe_load(path.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: got {error}, wanted UTF-8") from error
     if not isinstance(entries, dict):
         raise ConfigError(f"{path}: wanted `flag: value` lines")
     known = top._option_string_actions

@@ -1,10 +1,13 @@
 """The command line: vLLM's names, LightLLM's aliases, the YAML file, help by group, what is wrong."""
 
+import shutil
+import subprocess
 from dataclasses import fields
 
 import pytest
 
 from qrt.config import EngineConfig
+from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
 from qrt.serve.cli import engine_config, main, server_config
 from qrt.serve.flags import parse, parser
@@ -108,6 +111,11 @@ def test_the_file_and_the_command_line(tmp_path):
     file.write_text("enable_prefix_caching: false\nuse_tgi_api: false\nmodel: tiny\n")
     arguments = parse(["--config", str(file)])
     assert engine_config(arguments) == EngineConfig("tiny", **QUEUE, enable_prefix_caching=False)
+    for words in (["other"], ["--model", "other"], ["--model-dir", "other"]):
+        arguments = parse([*words, "--config", str(file)])
+        assert engine_config(arguments).model == "other" and server_config(arguments).model_names == (
+            "other",
+        )
 
 
 @pytest.mark.parametrize(
@@ -119,12 +127,13 @@ def test_the_file_and_the_command_line(tmp_path):
         ("log_level: loud", "invalid choice: 'loud'"),
         ("a: [", "expected"),
         ("tensor_parallel_size: 2", "tensor_parallel_size: qrt runs on one GPU"),
+        ("Ünï: 1", "invalid continuation byte, wanted UTF-8"),
         ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
     ],
 )
 def test_what_a_file_cannot_say(text, message, tmp_path, capsys):
     file = tmp_path / "server.yaml"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(SystemExit) as stopped:
         parse(["tiny", "--config", str(file)])
     error = capsys.readouterr().err
@@ -190,8 +199,48 @@ def test_keys(tmp_path, monkeypatch):
         (["tiny", "--api-server-count", "0"], "api_server_count: got 0"),
         (["tiny", "--chat-template", "no/such/file"], "--chat-template no/such/file"),
         (["tiny", "--ssl-keyfile", "x"], "ssl_keyfile, ssl_certfile"),
+        (["tiny", "--ssl-keyfile", "x", "--ssl-certfile", "no/such"], "--ssl-certfile no/such: [Errno 2]"),
+        (["tiny", "--max-logprobs", "21"], "max_logprobs: got 21, wanted at most 20"),
     ],
 )
 def test_what_cannot_be_served_is_said_before_anything_is_loaded(words, message, capsys):
     assert main(words) == 1
     assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_a_template_is_read_when_the_server_starts(tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert configs("--chat-template", str(file))[1].chat_template == file.read_text()
+    file.write_text("{% for m in messages %}")
+    with pytest.raises(ConfigError, match=f"--chat-template {file}: chat template: no valid Jinja"):
+        configs("--chat-template", str(file))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+def test_certificates_are_read_when_the_server_starts(tmp_path):
+    certificate, key, locked, other = (str(tmp_path / name) for name in ("cert", "key", "locked", "other"))
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x -days 9"
+    subprocess.run([*make.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    subprocess.run([*make.split(), "-keyout", other, "-out", "/dev/null"], check=True, capture_output=True)
+    lock = ["openssl", "ec", "-aes128", "-passout", "pass:secret", "-in", key, "-out", locked]
+    subprocess.run(lock, check=True, capture_output=True)
+    damaged = tmp_path / "damaged"
+    damaged.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+
+    def flags(certificate, key):
+        return configs("--ssl-certfile", certificate, "--ssl-keyfile", key)[1]
+
+    assert flags(certificate, key).ssl_keyfile == key
+    for wrong in (str(damaged), key):
+        with pytest.raises(ConfigError, match=f"--ssl-certfile {wrong}: .*wanted a certificate"):
+            flags(wrong, key)
+    for wrong in (str(damaged), certificate, locked, other):
+        with pytest.raises(ConfigError, match=f"--ssl-keyfile {wrong}: .*wanted a certificate and its key"):
+            flags(certificate, wrong)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "foo", "mps", "cuda:x"])
+def test_a_device_that_is_not_there(device):
+    with pytest.raises(ConfigError, match=f"device: got '{device}', wanted "):
+        Engine(configs("--device", device)[0])
