@@ -9,7 +9,6 @@ import hmac
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import FileResponse
@@ -20,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import qrt
 from qrt.errors import QueueFullError
-from qrt.serve.engine_client import EngineError
-from qrt.serve.http_errors import add_error_handlers, error_response
+from qrt.serve.engine_client import EngineClient, EngineError
+from qrt.serve.http_errors import add_error_handlers, error_response, unexpected_error
 from qrt.serve.lightllm import lightllm_routes
 from qrt.serve.messages import Failed
 from qrt.serve.openai import openai_routes
@@ -80,7 +79,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 class Gate:
-    """Lets in who has a key, before anything of the request is read; counts errors; names requests."""
+    """Lets in who has a key, before anything of the request is read; names requests; answers for defects."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -93,12 +92,26 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        answer = self._answering(headers, send)
+        name = self._name(headers)
+        scope.setdefault("state", {})["request_name"] = name
+        answer = Answer(send, self._service.client, name)
         if self._keys and not _is_open(scope) and not self._has_key(headers):
             refusal = error_response(401, "wrong or missing API key", headers={"WWW-Authenticate": "Bearer"})
             await refusal(scope, receive, answer)
-        else:
+            return
+        try:
             await self._app(scope, receive, answer)
+        except Exception as error:
+            if answer.begun:
+                raise
+            await error_response(500, unexpected_error(error))(scope, receive, answer)
+
+    def _name(self, headers: dict[bytes, bytes]) -> str | None:
+        """The client's X-Request-Id, or one of ours; None where replies have none."""
+        if not self._service.config.enable_request_id_headers:
+            return None
+        wanted = headers.get(b"x-request-id", b"")
+        return wanted.decode("ascii") if REQUEST_ID.fullmatch(wanted) else new_id("http")
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
         """Compares with every key, and takes the same time for all; the scheme is in any case (RFC 9110)."""
@@ -107,23 +120,29 @@ class Gate:
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)
 
-    def _answering(self, headers: dict[bytes, bytes], send: Send) -> Send:
-        """`send`, with what the Gate adds."""
-        client, named = self._service.client, self._service.config.enable_request_id_headers
-        wanted = headers.get(b"x-request-id", b"")
-        id = wanted if REQUEST_ID.fullmatch(wanted) else new_id("http").encode()
 
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                if message["status"] >= 400:
-                    client.tell(Failed(message["status"]))
-                added: list[Any] = [(b"x-content-type-options", b"nosniff")]
-                if named:
-                    added.append((b"x-request-id", id))
-                message = {**message, "headers": [*message.get("headers", []), *added]}
-            await send(message)
+class Answer:
+    """`send` of one request: counts errors, and adds headers.
 
-        return answer
+    begun    whether its status is out
+    """
+
+    def __init__(self, send: Send, client: EngineClient, name: str | None) -> None:
+        self._send = send
+        self._client = client
+        self._headers = [(b"x-content-type-options", b"nosniff")]
+        if name is not None:
+            self._headers.append((b"x-request-id", name.encode()))
+        self.begun = False
+
+    async def __call__(self, message: Message) -> None:
+        """See ASGI."""
+        if message["type"] == "http.response.start":
+            self.begun = True
+            if message["status"] >= 400:
+                self._client.tell(Failed(message["status"]))
+            message = {**message, "headers": [*message.get("headers", []), *self._headers]}
+        await self._send(message)
 
 
 def _is_open(scope: Scope) -> bool:

@@ -69,7 +69,7 @@ def unexpected_error(error: BaseException) -> str:
 
 
 def add_error_handlers(app: FastAPI, codes: dict[type[Exception], int]) -> None:
-    """`codes` beside the kinds of qrt.errors, which mean 400, 501 and 500."""
+    """`codes` beside the kinds of qrt.errors, which mean 400, 501 and 500; anything else is the Gate's."""
     known: dict[type[Exception], int] = {ConfigError: 400, UnsupportedError: 501, QrtError: 500}
     for kind, code in (known | codes).items():
         app.add_exception_handler(kind, _handler(code))
@@ -85,10 +85,6 @@ def add_error_handlers(app: FastAPI, codes: dict[type[Exception], int]) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         return error_response(error.status_code, str(error.detail), headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return error_response(500, unexpected_error(error))
 
 
 def _handler(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:

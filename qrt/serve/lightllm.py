@@ -102,17 +102,17 @@ def lightllm_routes(service: Service) -> APIRouter:
     async def generate(body: GenerateRequest, request: Request) -> Response:
         arrived = time.monotonic()
         collector = await _collector(service, body)
-        stream = await service.submit([collector], arrived)
+        stream = await service.submit([collector], arrived, request)
         reply = shape(service, body, collector)
         return await answer_whole(request, stream, Deadline(service, arrived), reply.body)
 
     @routes.post("/generate_stream", response_class=StreamingResponse, responses=EVENTS)
-    async def generate_stream(body: GenerateRequest) -> Response:
+    async def generate_stream(body: GenerateRequest, request: Request) -> Response:
         arrived = time.monotonic()
         collector = await _collector(service, body)
         if collector.params.n > 1:
             raise ConfigError("best_of: wanted 1 of a stream")
-        stream = await service.submit([collector], arrived)
+        stream = await service.submit([collector], arrived, request)
         reply = shape(service, body, collector)
         return answer_events(stream, Deadline(service, arrived), reply.events, end=b"")
 

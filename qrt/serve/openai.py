@@ -225,7 +225,7 @@ async def _answer(
     arrived: float,
 ) -> Response:
     deadline = Deadline(service, arrived)
-    stream = await service.submit(collectors, arrived)
+    stream = await service.submit(collectors, arrived, request)
     if body.stream:
         return answer_events(stream, deadline, reply.events, reply.closing)
     return await answer_whole(request, stream, deadline, reply.body)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from qrt.config import SamplingParams
 from qrt.errors import ConfigError
@@ -100,7 +101,9 @@ class Service:
         """A request under a new name."""
         return RequestCollector(new_id("req"), prompt, ids, params, self.tokenizer, **options)
 
-    async def submit(self, collectors: Sequence[RequestCollector], arrived: float) -> RequestStream:
+    async def submit(
+        self, collectors: Sequence[RequestCollector], arrived: float, request: Request
+    ) -> RequestStream:
         """See EngineClient; refuses more requests or tokens at once than may wait."""
         info, count = self.client.info, sum(len(c.engine_ids) for c in collectors)
         tokens = sum(len(c.engine_ids) * len(c.prompt_ids) for c in collectors)
@@ -111,10 +114,12 @@ class Service:
             if most is not None and count > 1 and got > most:
                 raise ConfigError(f"prompts x n: got {got} {what} in one, wanted at most {most}")
         if self.config.enable_log_requests:
+            name = request.state.request_name
             for collector in collectors:
                 logger.info(
-                    "%s: %d prompt tokens, %s",
+                    "%s%s: %d prompt tokens, %s",
                     collector.request_id,
+                    "" if name is None else f" of {name}",
                     len(collector.prompt_ids),
                     collector.params,
                 )

@@ -334,11 +334,17 @@ def test_the_wall_clock_may_jump(monkeypatch):
 
 
 def test_a_defect_is_a_number_and_a_log_line(server, monkeypatch, caplog):
+    """One, which is counted and has the headers of every reply."""
     monkeypatch.setattr(server.service.tokenizer, "encode", lambda *_: 1 / 0)
-    reply = httpx.post(f"{server.url}/tokenize", json={"prompt": "x"}, headers=JSON)
+    headers = {**JSON, "X-Request-Id": "mine-2", "Origin": "https://a.example"}
+    reply = httpx.post(f"{server.url}/tokenize", json={"prompt": "x"}, headers=headers)
     message = refused(reply, 500)
     reference = re.fullmatch(r"internal error, logged as (\w{12})", message)[1]
-    assert reference in caplog.text and "ZeroDivisionError" in caplog.text
+    assert reference in caplog.text and caplog.text.count("Traceback") == 1
+    assert "ZeroDivisionError" in caplog.text
+    assert reply.headers["X-Request-Id"] == "mine-2" and reply.headers["X-Content-Type-Options"] == "nosniff"
+    assert reply.headers["Access-Control-Allow-Origin"] == "https://a.example"
+    assert 'request_errors_total{code="500"} 1.0' in httpx.get(f"{server.url}/metrics", headers=JSON).text
 
 
 def test_request_ids_and_log_lines_cannot_be_forged(server):
@@ -353,9 +359,10 @@ def test_request_ids_and_log_lines_cannot_be_forged(server):
 
 
 def test_prompts_and_keys_are_not_logged(caplog):
-    with ThreadServer(kv="fp16", enable_log_requests=True, api_keys=("a-secret-key",)) as server:
+    settings = {"enable_log_requests": True, "enable_request_id_headers": True}
+    with ThreadServer(kv="fp16", **settings, api_keys=("a-secret-key",)) as server:
         logging.getLogger().setLevel(logging.DEBUG)
-        headers = {**bearer("a-secret-key"), "Content-Type": "application/json"}
+        headers = {**bearer("a-secret-key"), "X-Request-Id": "mine-3", "Content-Type": "application/json"}
         with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client, caplog.at_level(10):
             chat = {"messages": [{"role": "user", "content": "a secret word"}], "max_tokens": 2}
             assert client.post(
@@ -363,7 +370,7 @@ def test_prompts_and_keys_are_not_logged(caplog):
             ).is_success
             assert client.post("/v1/chat/completions", json=chat).is_success
             assert client.post("/v1/completions", json={"prompt": "a secret word", "n": 0}).is_client_error
-    assert caplog.text.count("prompt tokens") == 2, "requests are logged"
+    assert len(re.findall(r"req-\w+ of mine-3: \d+ prompt tokens", caplog.text)) == 2, "requests are logged"
     assert "secret" not in caplog.text
 
 
