@@ -67,8 +67,8 @@ class Parameters(Body):
     return_details: bool = Field(False, validation_alias=AliasChoices("return_details", "details"))
     return_full_text: bool = False
 
-    def sampling_params(self) -> SamplingParams:
-        """Greedy unless `do_sample`; UnsupportedError for what is not run."""
+    def sampling_params(self, sample: bool) -> SamplingParams:
+        """Greedy unless `sample`; UnsupportedError for what is not run."""
         extra = self.model_extra or {}
         if refused := [name for name in NOT_RUN if extra.get(name) not in (None, False)]:
             raise UnsupportedError(f"{', '.join(refused)}: not run by this server; leave it out")
@@ -78,7 +78,7 @@ class Parameters(Body):
         temperature = 1.0 if self.temperature is None else self.temperature
         return SamplingParams(
             n=self.n or self.best_of or 1,  # LightLLM returns all of best_of
-            temperature=temperature if self.do_sample else 0.0,
+            temperature=temperature if sample else 0.0,
             logprobs=0,
             logit_bias=by_token_id(self.logit_bias),
             bad_words=tuple((token,) for token in self.invalid_token_ids),
@@ -101,7 +101,7 @@ def lightllm_routes(service: Service) -> APIRouter:
     @routes.post("/generate", response_model=None, responses=errors())
     async def generate(body: GenerateRequest, request: Request) -> Response:
         arrived = time.monotonic()
-        collector = await _collector(service, body)
+        collector = await _collector(service, body, shape)
         stream = await service.submit([collector], arrived, request)
         reply = shape(service, body, collector)
         return await answer_whole(request, stream, Deadline(service, arrived), reply.body)
@@ -109,7 +109,7 @@ def lightllm_routes(service: Service) -> APIRouter:
     @routes.post("/generate_stream", response_class=StreamingResponse, responses=EVENTS)
     async def generate_stream(body: GenerateRequest, request: Request) -> Response:
         arrived = time.monotonic()
-        collector = await _collector(service, body)
+        collector = await _collector(service, body, shape)
         if collector.params.n > 1:
             raise ConfigError("best_of: wanted 1 of a stream")
         stream = await service.submit([collector], arrived, request)
@@ -119,9 +119,9 @@ def lightllm_routes(service: Service) -> APIRouter:
     return routes
 
 
-async def _collector(service: Service, body: GenerateRequest) -> RequestCollector:
+async def _collector(service: Service, body: GenerateRequest, shape: type[LightllmShape]) -> RequestCollector:
     service.check_running()
-    params = body.parameters.sampling_params()
+    params = body.parameters.sampling_params(shape.samples(body.parameters))
     return service.collector(body.inputs, await service.encode(body.inputs), params)
 
 
@@ -136,6 +136,11 @@ class LightllmShape:
         self._details = body.parameters.return_details
         self._text = body.inputs if body.parameters.return_full_text else ""
         self._special = set(service.tokenizer.hf.all_special_ids)
+
+    @staticmethod
+    def samples(parameters: Parameters) -> bool:
+        """Whether tokens are drawn; else each is the likeliest."""
+        return parameters.do_sample
 
     def body(self) -> Any:
         """The whole reply."""
@@ -198,6 +203,12 @@ class TgiShape(LightllmShape):
     """Hugging Face TGI's reply: the completion with the best score, details where asked for."""
 
     data = b"data: "
+
+    @staticmethod
+    def samples(parameters: Parameters) -> bool:
+        """As in TGI, what shapes the draw asks for one."""
+        shaped = parameters.temperature not in (None, 1) or parameters.top_p not in (None, 1)
+        return parameters.do_sample or shaped or (parameters.top_k or 0) > 0
 
     def body(self) -> Any:
         """The whole reply."""

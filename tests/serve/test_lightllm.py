@@ -121,6 +121,23 @@ def test_tgi(tgi):
 
 
 @pytest.mark.parametrize(
+    "parameters, drawn",
+    [
+        ({"temperature": 1.5}, True),
+        ({"top_k": 50}, True),
+        ({"top_p": 0.99}, True),
+        ({"temperature": 1.0}, False),
+    ],
+)
+def test_what_shapes_the_draw_asks_for_one_in_tgi(lightllm, tgi, parameters, drawn):
+    """In LightLLM only do_sample does."""
+    greedy = openai_text(tgi)
+    texts = {generate(tgi, **parameters, seed=seed).json()["generated_text"] for seed in range(4)}
+    assert len(texts) > 1 if drawn else texts == {greedy}
+    assert generate(lightllm, **parameters, seed=1).json()["generated_text"] == [greedy]
+
+
+@pytest.mark.parametrize(
     "parameters, code",
     [
         ({"max_new_tokens": 0}, 400),
