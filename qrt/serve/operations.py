@@ -30,11 +30,7 @@ def operation_routes(service: Service) -> APIRouter:
     @routes.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     @routes.api_route("/healthz", methods=["GET", "HEAD"], include_in_schema=False)
     async def health() -> Response:
-        if service.client.stopped:
-            return error_response(503, str(service.client.stopped))
-        if service.client.silent_seconds > service.config.watchdog_timeout / 2:
-            return error_response(503, "the engine is stuck in a step")
-        return Response()
+        return _broken(service) or Response()
 
     @routes.get("/liveness", include_in_schema=False)
     async def liveness() -> dict[str, str]:
@@ -43,9 +39,7 @@ def operation_routes(service: Service) -> APIRouter:
     @routes.get("/readiness", include_in_schema=False)
     async def readiness() -> Response:
         service.check_running()
-        if service.client.stopped:
-            return error_response(503, str(service.client.stopped))
-        return JSONResponse({"status": "ready"})
+        return _broken(service) or JSONResponse({"status": "ready"})
 
     @routes.get("/health_generate", responses=errors())
     async def health_generate() -> dict[str, str]:
@@ -97,6 +91,15 @@ def operation_routes(service: Service) -> APIRouter:
             return {"status": "ok"}
 
     return routes
+
+
+def _broken(service: Service) -> Response | None:
+    """503 where nothing would be generated."""
+    if service.client.stopped:
+        return error_response(503, str(service.client.stopped))
+    if service.client.silent_seconds > service.config.watchdog_timeout / 2:
+        return error_response(503, "the engine is stuck in a step")
+    return None
 
 
 async def _load(service: Service) -> dict[str, Any]:

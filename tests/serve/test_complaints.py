@@ -195,10 +195,11 @@ def test_a_prompt_found_again_gives_the_same(client, http):
 
 def test_a_stuck_engine_turns_health_red(server, http, monkeypatch):
     monkeypatch.setattr(type(server.service.client), "silent_seconds", 1000.0)
-    reply = http.get("/health")
-    assert reply.status_code == 503 and "stuck" in reply.json()["error"]["message"]
+    for probe in ("/health", "/readiness"):
+        reply = http.get(probe)
+        assert reply.status_code == 503 and "stuck" in reply.json()["error"]["message"]
     monkeypatch.undo()
-    assert http.get("/health").status_code == 200
+    assert http.get("/health").status_code == 200 == http.get("/readiness").status_code
 
 
 def test_the_watchdog_ends_a_step_that_does_not_end():

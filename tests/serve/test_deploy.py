@@ -86,6 +86,14 @@ def test_the_image_does_not_run_as_root():
     assert 'ENTRYPOINT ["qrt-serve"' in text and "STOPSIGNAL SIGTERM" in text
 
 
+def test_the_image_is_healthy_when_it_can_answer():
+    """/health is green while the model loads."""
+    (check,) = re.findall(
+        r"^HEALTHCHECK .*\n.*http://127.0.0.1:8000(/\w+)'", (DEPLOY / "Dockerfile").read_text(), re.M
+    )
+    assert check == "/readiness"
+
+
 def test_the_image_is_built_from_the_source_alone():
     """Of a checkout that may hold keys, results and builds, only what the Dockerfile copies is sent."""
     ignored, *rules = (ROOT / ".dockerignore").read_text().splitlines()[1:]
