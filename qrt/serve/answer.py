@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from qrt.errors import QrtError
-from qrt.serve.engine_client import RequestStream
+from qrt.serve.engine_client import RequestStream, ShutdownError
 from qrt.serve.http_errors import error_body, unexpected_error
 from qrt.serve.output import CompletionDelta
 from qrt.serve.replies import event
@@ -132,7 +132,7 @@ async def _bytes(
             for part in closing():
                 yield part
         except QrtError as error:
-            yield event(error_body(500, str(error)))
+            yield event(error_body(503 if isinstance(error, ShutdownError) else 500, str(error)))
         except Exception as error:
             yield event(error_body(500, unexpected_error(error)))
         yield end

@@ -45,6 +45,10 @@ class EngineError(QrtError):
     """The engine failed, not the request: a step went wrong, or the engine has ended."""
 
 
+class ShutdownError(EngineError):
+    """The engine ends because it was told to: another server may answer."""
+
+
 class RequestStream:
     """The requests of some collectors, running: an async iterator of (index of the collector, its delta).
 
@@ -251,11 +255,11 @@ class EngineClient(ABC):
             if stream := self._streams.get(delta.request_id):
                 stream.put(delta)
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, kind: type[EngineError] = EngineError) -> None:
         """In the event loop: fail what still waits, and what comes later."""
         if self.stopped:
             return
-        self.stopped = EngineError(reason)
+        self.stopped = kind(reason)
         for stream in self._streams.values():
             stream.fail(self.stopped)
         for answer in self._answers.values():
@@ -280,7 +284,7 @@ class ProcessClient(EngineClient):
 
     async def close(self) -> None:
         """See EngineClient."""
-        self.stop("the server is shutting down")
+        self.stop("the server is shutting down", ShutdownError)
         self._reader.cancel()
         self._socket.close()
 

@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from qrt.cli import run_main
 from qrt.serve.app import create_app
 from qrt.serve.connection import Connection
-from qrt.serve.engine_client import ProcessClient
+from qrt.serve.engine_client import ProcessClient, ShutdownError
 from qrt.serve.process import Spec, child_spec
 from qrt.serve.service import Service
 from qrt.serve.settings import ServerConfig
@@ -75,7 +75,7 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.05)
         if self._service.client.num_running:
             logger.warning("%d requests are given up", self._service.client.num_running)
-        self._service.client.stop("the server is shutting down")
+        self._service.client.stop("the server is shutting down", ShutdownError)
         self.should_exit = True
 
     def _engine_died(self) -> None:

@@ -1,12 +1,13 @@
 """The HTTP server with the real `openai` client over a real socket, on the bundled model."""
 
 import asyncio
+import json
 import time
 
 import httpx
 import openai
 import pytest
-from servers import KEY, ThreadServer, bearer, wait_idle
+from servers import KEY, ThreadServer, bearer, refused, wait_idle, wait_until
 
 from qrt import LLM, SamplingParams
 
@@ -191,6 +192,27 @@ def test_a_key_is_wanted_everywhere_but_health(server):
         assert reply.status_code == 401 and reply.json()["error"]["type"] == "AuthenticationError"
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
+
+
+def test_requests_given_up_when_the_server_ends_may_go_elsewhere():
+    """503 with Retry-After, not a failure of the server."""
+    body = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True}
+
+    async def run():
+        async with httpx.AsyncClient(base_url=server.url, headers=bearer(), timeout=60) as client:
+            asked = [
+                client.post("/v1/completions", json={**body, "stream": stream}) for stream in (False, True)
+            ]
+            tasks = [asyncio.create_task(reply) for reply in asked]
+            await wait_until(lambda: server.service.client.num_running == 2)
+            server.service.client._loop.call_soon_threadsafe(server.server.drain)
+            return await asyncio.gather(*tasks)
+
+    with ThreadServer(kv="fp16", shutdown_timeout=0.3) as server:
+        whole, stream = asyncio.run(run())
+    assert "shutting down" in refused(whole, 503) and whole.headers["Retry-After"] == "5"
+    *_, error, done, _ = stream.text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503 and done == "data: [DONE]"
 
 
 def test_an_engine_that_dies_fails_requests_and_health():
