@@ -12,7 +12,16 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError
 
 from qrt.config import MAX_BAD_WORDS, MAX_TOKENS_LISTED, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
@@ -28,12 +37,24 @@ from qrt.serve.settings import (
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Tokens = list[TokenId]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # as long as a body: one error is enough of it
 TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKENS_LISTED)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def _few(bias: Any) -> Any:
+    """Its size is looked at before its values, of which each wrong one would be an error."""
+    if isinstance(bias, dict) and len(bias) > MAX_TOKENS_LISTED:
+        sizes = {"field_type": "Dictionary", "max_length": MAX_TOKENS_LISTED, "actual_length": len(bias)}
+        raise PydanticKnownError("too_long", sizes)
+    return bias
+
+
 LogitBias = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_TOKENS_LISTED)
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_TOKENS_LISTED),
+    BeforeValidator(_few),
 ]
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")  # as a key: one way to write each, so that none comes twice
 
@@ -215,7 +236,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
 
     def for_template(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import httpx
 import pytest
@@ -216,3 +217,30 @@ def test_a_wrong_field_is_told_by_the_alternative_that_was_meant(client, route, 
     reply = client.post(f"/v1/{route}", json=whole)
     assert refused(reply).startswith(message), reply.text
     assert reply.json()["error"]["param"] == message.partition(":")[0].removeprefix("body")
+
+
+@pytest.mark.parametrize(
+    "route, body, message",
+    [
+        ("/v1/completions", lambda many: {"prompt": many}, "prompt: List should have at most 1024"),
+        ("/v1/completions", lambda many: {"prompt": [many]}, "prompt.0.0: Input should be a valid integer"),
+        (
+            "/v1/completions",
+            lambda many: {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(10**6)), "x")},
+            "logit_bias: Dictionary should have at most 1024",
+        ),
+        (
+            "/v1/chat/completions",
+            lambda many: {"messages": [{"role": "user", "content": many}]},
+            "messages.0.content.0: Input should be",
+        ),
+        ("/detokenize", lambda many: {"tokens": many}, "tokens.0: Input should be a valid integer"),
+    ],
+)
+def test_a_million_wrong_values_are_one_error(client, route, body, message):
+    """An object each would stop the server for many seconds."""
+    sent = json.dumps(body(["x"] * 2_000_000), separators=(",", ":"))
+    began = time.monotonic()
+    reply = client.post(route, content=sent, headers={"Content-Type": "application/json"})
+    assert refused(reply).startswith(message), reply.text
+    assert time.monotonic() - began < 4
