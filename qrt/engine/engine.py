@@ -293,13 +293,13 @@ def _capture_sizes(
 
 def _device(config: EngineConfig) -> torch.device:
     """ConfigError for what is no device, or none of this machine's."""
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = config.device or ("cuda" if count else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cuda", "cpu"):
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
         raise ConfigError(f"device: got {name!r}, wanted cuda, cuda:N or cpu")
     if device.type == "cuda" and (device.index or 0) >= count:
         found = f"cuda:0 to cuda:{count - 1}, or cpu" if count else "cpu: torch finds no GPU here"
