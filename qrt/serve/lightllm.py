@@ -13,9 +13,9 @@ from pydantic import AliasChoices, ConfigDict, Field
 from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.answer import Deadline, answer_events, answer_whole
+from qrt.serve.body import Body, Count, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
 from qrt.serve.openapi import EVENTS, errors
 from qrt.serve.output import CompletionDelta, CompletionOutput, RequestCollector, TokenLogprobs
-from qrt.serve.protocol import Body, Count, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
 from qrt.serve.replies import LEAST_LOGPROB, event
 from qrt.serve.service import Service
 from qrt.serve.settings import MAX_N, MAX_STOPS

@@ -13,15 +13,14 @@ from pydantic import Field
 
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.answer import Deadline, answer_events, answer_whole
+from qrt.serve.body import Body, Tokens
 from qrt.serve.openapi import MODEL, MODELS, errors, events_or
 from qrt.serve.output import RequestCollector
 from qrt.serve.protocol import (
-    Body,
     ChatCompletionRequest,
     CompletionRequest,
     Conversation,
     Sampling,
-    Tokens,
 )
 from qrt.serve.replies import ChatReply, CompletionReply, Reply
 from qrt.serve.service import Service, new_id

@@ -7,56 +7,21 @@ and are not run are refused by name, never dropped.
 from __future__ import annotations
 
 import json
-import re
-from functools import cache
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    model_validator,
-)
-from pydantic_core import PydanticKnownError
+from pydantic import BaseModel, ConfigDict, Field
 
-from qrt.config import MAX_BAD_WORDS, MAX_TOKENS_LISTED, SamplingParams
+from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
+from qrt.serve.body import Body, Count, LogitBias, Penalty, Stop, TokenList, Tokens, by_token_id
 from qrt.serve.settings import (
     MAX_DOCUMENTS,
     MAX_MESSAGES,
     MAX_N,
     MAX_PROMPTS,
-    MAX_STOP_CHARS,
     MAX_STOPS,
     MAX_TOOLS,
 )
-
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # as long as a body: one error is enough of it
-TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKENS_LISTED)]
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-
-
-def _few(bias: Any) -> Any:
-    """Its size is looked at before its values, of which each wrong one would be an error."""
-    if isinstance(bias, dict) and len(bias) > MAX_TOKENS_LISTED:
-        sizes = {"field_type": "Dictionary", "max_length": MAX_TOKENS_LISTED, "actual_length": len(bias)}
-        raise PydanticKnownError("too_long", sizes)
-    return bias
-
-
-LogitBias = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=MAX_TOKENS_LISTED),
-    BeforeValidator(_few),
-]
-TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")  # as a key: one way to write each, so that none comes twice
 
 # Fields of Sampling that SamplingParams has under the same name.
 SAMPLING_FIELDS = (
@@ -65,43 +30,6 @@ SAMPLING_FIELDS = (
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens",
     "prompt_logprobs",
 )  # fmt: skip
-
-
-@cache
-def _never_null(body: type[BaseModel]) -> frozenset[str]:
-    """Keys of the fields that have a default other than null and take no null."""
-    keys: set[str] = set()
-    for name, field in body.model_fields.items():
-        if not field.is_required() and NoneType not in get_args(field.annotation):
-            alias = field.validation_alias
-            keys |= {name, *map(str, alias.choices if isinstance(alias, AliasChoices) else ())}
-    return frozenset(keys)
-
-
-def _document_nulls(schema: dict[str, Any], body: type[BaseModel]) -> None:
-    for key in _never_null(body) & schema["properties"].keys():
-        schema["properties"][key] = {"anyOf": [schema["properties"][key], {"type": "null"}]}
-
-
-class Body(BaseModel):
-    """Base of all request bodies: finite numbers, nothing converted (true is no number, "1" neither); null is
-    a field's default, as in OpenAI's schema; further fields are let in, to be ignored or refused."""
-
-    model_config = ConfigDict(
-        extra="allow", allow_inf_nan=False, strict=True, json_schema_extra=_document_nulls
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or None not in given.values():
-            return given
-        never = _never_null(cls)
-        return {key: value for key, value in given.items() if value is not None or key not in never}
-
-    def given(self, name: str) -> Any:
-        """A field by name, declared or not; None where it is not given."""
-        return getattr(self, name, None)
 
 
 class StreamOptions(Body):
@@ -161,14 +89,6 @@ class Sampling(Body):
             own["logit_bias"] = by_token_id(own["logit_bias"])
         shared = {name: value for name, value in defaults.items() if name != "max_tokens"}
         return SamplingParams(**{**shared, **own, "max_tokens": max_tokens, "logprobs": logprobs})
-
-
-def by_token_id(bias: LogitBias) -> dict[int, float]:
-    """The keys of JSON as token ids; ConfigError for one that is none."""
-    for key in bias:
-        if not TOKEN_ID.fullmatch(key):
-            raise ConfigError(f"logit_bias: got the key {key[:20]!r}, wanted a token id")
-    return {int(key): value for key, value in bias.items()}
 
 
 class CompletionRequest(Sampling):

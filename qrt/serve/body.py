@@ -1,0 +1,91 @@
+"""What request bodies of all dialects are made of: kinds of fields, and what null means."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, get_args
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError
+
+from qrt.config import MAX_TOKENS_LISTED
+from qrt.errors import ConfigError
+from qrt.serve.settings import MAX_STOP_CHARS
+
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # as long as a body: one error is enough of it
+TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKENS_LISTED)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def _few(bias: Any) -> Any:
+    """Its size is looked at before its values, of which each wrong one would be an error."""
+    if isinstance(bias, dict) and len(bias) > MAX_TOKENS_LISTED:
+        sizes = {"field_type": "Dictionary", "max_length": MAX_TOKENS_LISTED, "actual_length": len(bias)}
+        raise PydanticKnownError("too_long", sizes)
+    return bias
+
+
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_TOKENS_LISTED),
+    BeforeValidator(_few),
+]
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")  # as a key: one way to write each, so that none comes twice
+
+
+def by_token_id(bias: LogitBias) -> dict[int, float]:
+    """The keys of JSON as token ids; ConfigError for one that is none."""
+    for key in bias:
+        if not TOKEN_ID.fullmatch(key):
+            raise ConfigError(f"logit_bias: got the key {key[:20]!r}, wanted a token id")
+    return {int(key): value for key, value in bias.items()}
+
+
+@cache
+def _never_null(body: type[BaseModel]) -> frozenset[str]:
+    """Keys of the fields that have a default other than null and take no null."""
+    keys: set[str] = set()
+    for name, field in body.model_fields.items():
+        if not field.is_required() and NoneType not in get_args(field.annotation):
+            alias = field.validation_alias
+            keys |= {name, *map(str, alias.choices if isinstance(alias, AliasChoices) else ())}
+    return frozenset(keys)
+
+
+def _document_nulls(schema: dict[str, Any], body: type[BaseModel]) -> None:
+    for key in _never_null(body) & schema["properties"].keys():
+        schema["properties"][key] = {"anyOf": [schema["properties"][key], {"type": "null"}]}
+
+
+class Body(BaseModel):
+    """Base of all request bodies: finite numbers, nothing converted (true is no number, "1" neither); null is
+    a field's default, as in OpenAI's schema; further fields are let in, to be ignored or refused."""
+
+    model_config = ConfigDict(
+        extra="allow", allow_inf_nan=False, strict=True, json_schema_extra=_document_nulls
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        never = _never_null(cls)
+        return {key: value for key, value in given.items() if value is not None or key not in never}
+
+    def given(self, name: str) -> Any:
+        """A field by name, declared or not; None where it is not given."""
+        return getattr(self, name, None)
