@@ -235,6 +235,12 @@ def test_chat(llm, expected):
     output = llm.chat(messages, GREEDY, use_tqdm=False)[0]
     assert output.prompt == rendered
     assert output.prompt_token_ids == llm.get_tokenizer().encode(rendered)
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "dog"}]
+    output = llm.chat([{"role": "user", "content": parts}, {"role": "user", "content": None}], use_tqdm=False)
+    assert output[0].prompt == "<|user|>the\ndog<|user|></s>"
+    for content in ([{"type": "image_url", "image_url": "x"}], 5):
+        with pytest.raises(ConfigError, match="messages: got .*wanted text, or parts of text"):
+            llm.chat([{"role": "user", "content": content}])
     two = llm.chat([messages, messages], GREEDY, use_tqdm=False)
     assert ids_of(two) == [output.outputs[0].token_ids] * 2
 

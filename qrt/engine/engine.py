@@ -193,7 +193,7 @@ class Engine:
         if priority and self.config.scheduling_policy != "priority":
             raise ConfigError(
                 f"priority: got {priority}, but requests run in the order they come; set scheduling_policy "
-                "to 'priority' (--scheduling-policy), or leave it out"
+                "to 'priority' (--scheduling-policy priority), or leave it out"
             )
         if not isinstance(cache_salt, str | None):
             raise ConfigError(f"cache_salt: got {cache_salt!r}, wanted text")

@@ -146,14 +146,16 @@ class ChatTemplate:
         **named: Any,
     ) -> str:
         """The prompt. With `continue_final_message` it ends inside the last message, which the model goes on
-        with. `named` are the template's own. ConfigError when the template refuses, or does too much.
+        with. `named` are the template's own. A content of text parts is joined, None is empty. ConfigError
+        when the template refuses, or does too much.
         """
+        messages = [{**message, "content": _text_of(message.get("content"))} for message in messages]
         if continue_final_message and add_generation_prompt:
             raise ConfigError("continue_final_message: wanted without add_generation_prompt")
         given = {
             **self._special_tokens,
             **named,
-            "messages": _marked(messages) if continue_final_message else list(messages),
+            "messages": _marked(messages) if continue_final_message else messages,
             "tools": list(tools) if tools else None,
             "documents": list(documents) if documents else None,
             "add_generation_prompt": add_generation_prompt,
@@ -170,6 +172,16 @@ class ChatTemplate:
         if END_OF_TURN.strip() not in text:
             raise ConfigError("continue_final_message: the template does not show the final message as it is")
         return text[: text.rindex(END_OF_TURN)]
+
+
+def _text_of(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, Sequence) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    if wrong := [part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)]:
+        raise ConfigError(f"messages: got {str(wrong[0])[:50]} in a content, wanted text, or parts of text")
+    return "\n".join(map(str, texts))
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:

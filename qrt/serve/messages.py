@@ -81,7 +81,6 @@ class EngineInfo(Message):
     pool_bytes: int
     max_model_len: int
     max_num_seqs: int
-    scheduling_policy: str
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
     vocab_size: int

@@ -149,11 +149,6 @@ def _check_body(service: Service, body: Sampling) -> None:
         raise ConfigError("stream_options: wanted only with stream: true")
     if refused := body.unsupported():
         raise UnsupportedError(f"{', '.join(sorted(refused))}: not run by this server; leave it out")
-    if body.priority and service.client.info.scheduling_policy != "priority":
-        raise ConfigError(
-            f"priority: got {body.priority}, wanted 0 where requests go in order of arrival; start the "
-            "server with --scheduling-policy priority"
-        )
     declared = type(body).model_fields
     for name in declared.keys() & {"logprobs", "top_logprobs", "prompt_logprobs"}:
         wanted = body.given(name) or 0

@@ -160,11 +160,10 @@ class ChatMessage(BaseModel):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it, with the parts joined."""
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        message = {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+        """For `ChatTemplate.render`."""
+        parts = self.content
+        content = [part.model_dump() for part in parts] if isinstance(parts, list) else parts
+        message = {**(self.model_extra or {}), "role": self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
