@@ -236,8 +236,8 @@ def test_chat(llm, expected):
     assert output.prompt == rendered
     assert output.prompt_token_ids == llm.get_tokenizer().encode(rendered)
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "dog"}]
-    output = llm.chat([{"role": "user", "content": parts}, {"role": "user", "content": None}], use_tqdm=False)
-    assert output[0].prompt == "<|user|>the\ndog<|user|></s>"
+    joined = llm.chat([{"role": "user", "content": parts}, {"role": "user", "content": None}], use_tqdm=False)
+    assert joined[0].prompt == "<|user|>the\ndog<|user|></s>"
     for content in ([{"type": "image_url", "image_url": "x"}], 5):
         with pytest.raises(ConfigError, match="messages: got .*wanted text, or parts of text"):
             llm.chat([{"role": "user", "content": content}])
