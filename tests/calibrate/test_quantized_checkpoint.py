@@ -135,7 +135,9 @@ def test_the_reported_cost_is_that_of_what_transformers_loads(hard, calib, tmp_p
 def test_gptq_beats_rounding_and_scales_beat_gptq_on_outliers(hard, calib, tmp_path):
     kl = {}
     for method in ("rtn", "awq", "gptq", "awq-gptq", "awq-yaqa"):
-        kl[method] = calibrate(str(hard), recipe(calib, method=method), tmp_path / method, CPU).cost.kl
+        # 32 windows: awq-yaqa has 0.89 to 0.94 of awq-gptq's, whatever they are; of 8 windows up to 1.005
+        plan = recipe(calib, method=method, n_samples=32)
+        kl[method] = calibrate(str(hard), plan, tmp_path / method, CPU).cost.kl
     assert kl["awq-gptq"] < kl["awq"] < kl["rtn"] and kl["awq-gptq"] < kl["gptq"] < kl["rtn"], kl
     assert kl["awq-yaqa"] < kl["awq-gptq"], kl
 

@@ -30,10 +30,11 @@ def test_windows_do_not_overlap_and_drop_the_tail(tmp_path):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("kv", "bound"), [("int8", 1e-4), ("int4", 5e-4)])
+@pytest.mark.parametrize(("kv", "bound"), [("int8", 1e-4), ("int4", 2e-3)])
 def test_quantized_kv_equals_torch_quantizing_every_k_and_v(kv, bound):
     """A code on an edge rounds the other way in another order of summation, and what follows differs then:
-    so the perplexities agree by a tenth of the format's cost, and most tokens far better."""
+    weights changed by a millionth move int4's perplexity of these windows by up to 0.2 %, of which it costs
+    0.6. Most tokens agree far better."""
     text, seqlen, count = load_text("pydoc"), 256, 6
     llm, plain = (LLM("tiny", kv=some, max_model_len=seqlen, **SETTINGS) for some in (kv, "fp16"))
     stored = llm.engine.runner.kv
