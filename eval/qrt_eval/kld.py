@@ -178,7 +178,7 @@ def diverge(
     if vocab != other:
         raise ConfigError(f"{facts['model']}: a vocabulary of {vocab} tokens, the baseline's has {other}")
     reader, key = PromptReader(llm, chunk), key or {}
-    kept = {i: value for i, value in partial.load(key).items() if i < len(base.windows)}
+    kept = partial.load(key)
     if kept:
         done = f"{len(kept)} of {len(base.windows)} windows are done"
         print(f"taking up an interrupted run, KV {facts['kv']}: {done}", file=sys.stderr)

@@ -59,9 +59,12 @@ class PartialResult:
 UNKEPT = PartialResult(None)
 
 
-def cut_of(windows: Sequence[Window]) -> list[tuple[int, int]]:
-    """How a text was cut, for the key of a run: tokens and first scored of two windows set the rest."""
-    return [(len(window.ids), window.first) for window in windows[:2]]
+def cut_of(windows: Sequence[Window]) -> str:
+    """How a text was cut, for the key of a run: a hash of every window's tokens and of where it is scored."""
+    digest = hashlib.sha256()
+    for window in windows:
+        digest.update(repr((window.ids, window.first)).encode())
+    return digest.hexdigest()
 
 
 def _key(run: Mapping[str, Any]) -> str:

@@ -99,12 +99,9 @@ def perplexity(
     """
     facts = model_facts(llm)
     run = {**facts, "protocol": protocol, "cut": cut_of(windows), "text": text.sha256}
-    losses = {i: Loss(**kept) for i, kept in partial.load(run).items() if i < len(windows)}
-    left, resumed, started = (
-        [i for i in range(len(windows)) if i not in losses],
-        len(losses),
-        time.perf_counter(),
-    )
+    losses = {i: Loss(**kept) for i, kept in partial.load(run).items()}
+    left, resumed = [i for i in range(len(windows)) if i not in losses], len(losses)
+    started = time.perf_counter()
     if resumed:
         print(f"taking up an interrupted run: {resumed} of {len(windows)} windows are done", file=sys.stderr)
     with tqdm(total=len(windows), initial=resumed, unit="window", desc=f"Perplexity on {text.name}") as bar:

@@ -10,9 +10,10 @@ from schema import checked
 
 from qrt import LLM
 from qrt.assets import model_path
+from qrt.serve.tokenizer import Tokenizer
 from qrt_eval import ppl as module
 from qrt_eval.cli import main
-from qrt_eval.partial import PartialResult
+from qrt_eval.partial import PartialResult, cut_of
 from qrt_eval.ppl import quick_perplexity
 from qrt_eval.protocol import PROTOCOLS
 from qrt_eval.text import load_text
@@ -124,6 +125,19 @@ def test_a_run_takes_up_only_its_own(tmp_path):
     assert partial.load({"kv": "fp16"}) == {}
     partial.remove()
     assert partial.load({"kv": "int4"}) == {}
+
+
+def test_other_windows_are_another_run(tmp_path):
+    """Two short documents are cut alike by any --seqlen, and only what comes behind them differs."""
+    for name, words in (("a", 5), ("b", 7), ("c", 90)):
+        (tmp_path / f"{name}.txt").write_text("some words " * words)
+    text, tokenizer = load_text(str(tmp_path)), Tokenizer("tiny")
+    cut = PROTOCOLS["lmeval"].windows
+    short, long, again = (cut(text, tokenizer, seqlen, None, None) for seqlen in (32, 64, 32))
+    assert short[:2] == long[:2]
+    assert cut_of(short) == cut_of(again) != cut_of(long)
+    strides = [PROTOCOLS["sliding"].windows(text, tokenizer, 64, stride, None) for stride in (16, 32)]
+    assert cut_of(strides[0]) != cut_of(strides[1])
 
 
 @pytest.mark.model
