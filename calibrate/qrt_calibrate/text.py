@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qrt.errors import CheckpointError, ConfigError
+from qrt_calibrate.lines import read_rows, read_text
 from qrt_calibrate.plan import Job
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
@@ -67,25 +67,10 @@ def read_texts(calib: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[l
 
 
 def _file_texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    try:
-        content = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--calib: {str(path)!r} is not UTF-8 text ({error.reason} at byte {error.start})"
-        ) from None
     if path.suffix != ".jsonl":
-        yield content
+        yield read_text(path, "--calib")
         return
-    yield from _row_texts(_json_rows(path, content), str(path), tokenizer)
-
-
-def _json_rows(path: Path, content: str) -> Iterator[Any]:
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"--calib: {path}, line {number} is not JSON ({error})") from None
+    yield from _row_texts((row for _, row in read_rows(path, "--calib")), str(path), tokenizer)
 
 
 def _row_texts(rows: Iterable[Any], source: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

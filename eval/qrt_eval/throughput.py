@@ -10,7 +10,6 @@ what its lengths say.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
 from qrt.serve.tokenizer import Tokenizer
+from qrt_calibrate.lines import read_lines, read_rows
 from qrt_eval.console import show
 from qrt_eval.latency import build_engine, described
 from qrt_eval.results import command_facts, engine_facts, write_json
@@ -57,19 +57,23 @@ def run(arguments: Namespace) -> None:
 
 
 def read_prompts(path: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of the prompts of a file: a line each, in .jsonl the "prompt" of each object."""
+    """Token ids of the prompts of a file: a line each, in .jsonl strings or the "prompt" of each object."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f'--prompts {path}: no such file; give a text file or a .jsonl with "prompt" keys')
-    lines = [line for line in file.read_text().splitlines() if line.strip()]
-    if file.suffix == ".jsonl":
-        try:
-            lines = [json.loads(line)["prompt"] for line in lines]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(f'--prompts {path}: wanted a JSON object with "prompt" on each line') from error
-    if not lines:
+    rows = read_rows(file, "--prompts") if file.suffix == ".jsonl" else read_lines(file, "--prompts")
+    prompts = [_prompt(row, f"--prompts: {path}, line {number}") for number, row in rows]
+    if not prompts:
         raise ConfigError(f"--prompts {path}: holds no prompt")
-    return [tokenizer.encode(line) for line in lines]
+    return [tokenizer.encode(prompt) for prompt in prompts]
+
+
+def _prompt(row: Any, where: str) -> str:
+    """A line as it is, or the "prompt" of an object."""
+    prompt = row.get("prompt") if isinstance(row, dict) else row
+    if not isinstance(prompt, str):
+        raise ConfigError(f'{where}: wanted an object with a "prompt" that is text, got {row!r:.80}')
+    return prompt
 
 
 def measure(

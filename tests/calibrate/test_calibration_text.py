@@ -1,6 +1,7 @@
 """The default text needs no network; windows are disjoint, seeded, and begin as the tokenizer begins."""
 
 import inspect
+import json
 import pydoc_data.topics
 import textwrap
 
@@ -100,6 +101,10 @@ def test_folders_and_rows(tmp_path):
         (tmp_path / "sub/c.jsonl").write_text(content)
         with pytest.raises(ConfigError, match=message):
             read_texts(str(tmp_path / "sub/c.jsonl"), Chat())
+    odd = "two\u2028lines\x85of\x0bone\x0ctext"
+    row = json.dumps({"text": odd}, ensure_ascii=False)
+    (tmp_path / "sub/c.jsonl").write_text(f"\ufeff{row}\r\n", newline="")
+    assert read_texts(str(tmp_path / "sub/c.jsonl"), Chat())[0] == [odd]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no \.txt, \.md, \.rst or \.jsonl files"):
         read_texts(str(tmp_path / "empty"), Chat())

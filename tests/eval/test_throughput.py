@@ -52,9 +52,20 @@ def test_prompts_of_files(tmp_path):
     first, second = throughput.read_prompts(str(tmp_path / "a.txt"), tokenizer)
     assert throughput.read_prompts(str(tmp_path / "b.jsonl"), tokenizer) == [first]
     assert tokenizer.decode(second) == "and another"
-    for name, content in (("c.jsonl", '{"text": 1}'), ("d.jsonl", "{"), ("e.txt", "\n")):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(ConfigError, match=name):
+    (tmp_path / "f.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "one line"}\r\n')
+    assert throughput.read_prompts(str(tmp_path / "f.jsonl"), tokenizer) == [first]
+    odd = "two\u2028lines\x85of\x0bone\x0cprompt"
+    (tmp_path / "g.jsonl").write_text(json.dumps({"prompt": odd}, ensure_ascii=False))
+    assert throughput.read_prompts(str(tmp_path / "g.jsonl"), tokenizer) == [tokenizer.encode(odd)]
+    for name, content, message in (
+        ("c.jsonl", b'{"text": 1}', 'line 1: wanted an object with a "prompt" that is text'),
+        ("d.jsonl", b'{"prompt": "a"}\n{', "line 2 is not JSON"),
+        ("e.txt", b"\n", "holds no prompt"),
+        ("h.jsonl", b'\n{"prompt": 5}', "line 2: wanted an object .*got {'prompt': 5}"),
+        ("i.txt", b"caf\xe9", "is not UTF-8 text .* at byte 3"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=f"{name}.*{message}"):
             throughput.read_prompts(str(tmp_path / name), tokenizer)
     with pytest.raises(ConfigError, match="no such file"):
         throughput.read_prompts(str(tmp_path / "none"), tokenizer)
