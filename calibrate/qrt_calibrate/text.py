@@ -22,6 +22,7 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 TEXT_FILES = (".txt", ".md", ".rst")
 CHAT_KEYS = ("messages", "conversations")
 TEXT_KEYS = ("text", "content", "prompt")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other names are roles as they are
 MAX_ROWS = 20_000  # of a dataset by name: more than any calibration needs
 
 
@@ -74,7 +75,8 @@ def _file_texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]
 
 
 def _row_texts(rows: Iterable[Any], source: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """The text of each row: a string, {"text": ...}, or {"messages": [{"role", "content"}, ...]}."""
+    """The text of each row: a string, {"text": ...}, {"messages": [{"role", "content"}, ...]}, or ShareGPT's
+    {"conversations": [{"from", "value"}, ...]}."""
     for number, row in enumerate(rows, 1):
         if isinstance(row, str):
             yield row
@@ -96,10 +98,27 @@ def _row_texts(rows: Iterable[Any], source: str, tokenizer: PreTrainedTokenizerB
 def _rendered(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.chat_template is None:
         raise ConfigError(f"{where} holds chat messages, but the model has no chat template; give plain text")
+    if not isinstance(messages, list):
+        raise ConfigError(f"{where}: got {type(messages).__name__}, wanted a list of chat messages")
+    chat = [_message(entry, f"{where}, message {number}") for number, entry in enumerate(messages, 1)]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(tokenizer.apply_chat_template(chat, tokenize=False))
     except Exception as error:  # the template is the model's own code, and raises what it likes
         raise ConfigError(f"{where}: the chat template refuses it ({error})") from None
+
+
+def _message(entry: Any, where: str) -> dict[str, Any]:
+    """A chat message as templates read it; ConfigError where they would print nothing of it."""
+    message = dict(entry) if isinstance(entry, Mapping) else {}
+    if "role" not in message:
+        sender = message.get("from")
+        message = {"role": SHAREGPT_ROLES.get(str(sender), sender), "content": message.get("value")}
+    has_content = isinstance(message.get("content"), str) or message.get("tool_calls")
+    if not isinstance(message.get("role"), str) or not has_content:
+        raise ConfigError(
+            f"{where}: got {entry!r:.80}, wanted a role and a content that are text, or ShareGPT's from and value"
+        )
+    return message
 
 
 def _dataset(name: str) -> Iterable[Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from qrt.assets import model_path
 from qrt.errors import CheckpointError, ConfigError
 from qrt_calibrate.text import cut_windows, docstrings, load_tokenizer, read_texts
 
@@ -108,6 +109,29 @@ def test_folders_and_rows(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no \.txt, \.md, \.rst or \.jsonl files"):
         read_texts(str(tmp_path / "empty"), Chat())
+
+
+def test_sharegpt_is_the_same_chat(tmp_path):
+    """By the bundled model's own template: the text of the messages, and a row that would be an empty chat."""
+    tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.jsonl"
+    said = [("system", "Be brief."), ("user", "How many?"), ("assistant", "Seven.")]
+    names = {"user": "human", "assistant": "gpt"}
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in said]},
+        {"conversations": [{"from": names.get(role, role), "value": text} for role, text in said]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    openai, sharegpt = read_texts(str(path), tokenizer)[0]
+    assert openai == sharegpt == tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    assert all(text in sharegpt for _, text in said)
+    for entry in ({"user": "hi"}, {"from": "human"}, {"from": ["gpt"], "value": "a"}, {"role": "user"}, "hi",
+                  {"role": "user", "content": ["hi"]}):  # fmt: skip
+        path.write_text(json.dumps({"text": "fine"}) + "\n" + json.dumps({"conversations": [entry]}))
+        with pytest.raises(ConfigError, match="row 2, message 1: got .*, wanted a role and a content"):
+            read_texts(str(path), tokenizer)
+    path.write_text(json.dumps({"conversations": "hi"}))
+    with pytest.raises(ConfigError, match="row 1: got str, wanted a list of chat messages"):
+        read_texts(str(path), tokenizer)
 
 
 def test_a_dataset_by_name(monkeypatch):
