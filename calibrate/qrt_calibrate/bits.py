@@ -24,7 +24,7 @@ from qrt_calibrate.decoder import Decoder
 from qrt_calibrate.fold import linear
 from qrt_calibrate.plan import Job, ReadLayer
 from qrt_calibrate.preflight import bits_of, output_bytes
-from qrt_calibrate.recipe import Grid, Override, grid_of
+from qrt_calibrate.recipe import Grid, Override, Recipe, grid_of
 from qrt_calibrate.rtn import round_weight
 
 WINDOWS = 4  # that measure; hidden states of all candidates are kept
@@ -56,37 +56,85 @@ class Allocation:
     curve: tuple[Point, ...]
 
 
-def allocate(job: Job, windows: Tensor, read_layer: ReadLayer) -> Allocation:
-    """Widths of 4, 8 or 16 bits within the recipe's target_bits or max_size, scales and zeros counted.
+@dataclass(frozen=True)
+class Budget:
+    """What there is to choose, and how much it may take.
+
+    units         fused Linears whose width is open
+    grids         width -> what a unit becomes, None: it stays as it is
+    sizes         width -> bits per weight on disk, scales and zeros counted
+    bits          per weight, that the units may take on average
+    rest_bytes    of all other tensors of the result
+    """
+
+    units: list[Unit]
+    grids: dict[int, Grid | None]
+    sizes: dict[int, float]
+    bits: float
+    rest_bytes: float
+
+    def line(self, own: Grid) -> str:
+        """For the screen, before anything is chosen and while all units are on their `own` grid."""
+        weights = sum(unit.weights for unit in self.units)
+        bits = (min(self.sizes.values()), self.bits)
+        least, most = ((self.rest_bytes + weights * each / 8) / 1e9 for each in bits)
+        return (
+            f"bits are still to be chosen for {len(self.units)} fused Linears: {bits[0]:.4g} to "
+            f"{bits[1]:.4g} per weight, output {least:.4g} to {most:.4g} GB; that takes time of its own, and "
+            f"what follows is of {own.describe()} for all"
+        )
+
+
+def budget_of(job: Job) -> Budget:
+    """The choice that the recipe's target_bits or max_size leaves; ConfigError where that is none."""
+    recipe, in_features, scale_bytes = job.recipe, job.config.hidden_size, job.scale_dtype.itemsize
+    grids: dict[int, Grid | None] = {bits: _grid(job, bits) for bits in WEIGHT_ONLY} | {SIXTEEN: None}
+    sizes = {
+        bits: bits_of(grid, in_features, scale_bytes) if grid else float(SIXTEEN)
+        for bits, grid in grids.items()
+    }
+    units = _units(job)
+    if not units:
+        raise ConfigError(
+            f"{recipe.budget_flag}: every Linear is settled by an override or --ignore; remove one of them, "
+            "or the budget"
+        )
+    weights = sum(unit.weights for unit in units)
+    rest = output_bytes(job) - weights * bits_of(recipe.grid, in_features, scale_bytes) / 8
+    bits = recipe.target_bits
+    if bits is None:
+        assert recipe.max_size is not None
+        bits = 8 * (recipe.max_size * 1e9 - rest) / weights
+    budget = Budget(units, grids, sizes, bits, rest)
+    _check_range(recipe, budget, weights)
+    return budget
+
+
+def _check_range(recipe: Recipe, budget: Budget, weights: int) -> None:
+    """ConfigError for a budget that the narrowest widths exceed, or that the Linears keep as they are."""
+    narrowest, widest = min(budget.sizes.values()), max(budget.sizes.values())
+    if narrowest <= budget.bits < widest:
+        return
+    if recipe.target_bits is not None:
+        raise ConfigError(
+            f"--target-bits: got {recipe.target_bits}, wanted at least the {narrowest:g} bits per weight of "
+            f"the narrowest grid, and less than the {widest:g} that Linears have"
+        )
+    least, most = ((budget.rest_bytes + weights * bits / 8) / 1e9 for bits in (narrowest, widest))
+    raise ConfigError(
+        f"--max-size: got {recipe.max_size} GB, but the tensors take {least:.4g} GB where all Linears are at "
+        f"their narrowest, and {most:.4g} GB where all stay as they are; choose a size between"
+    )
+
+
+def allocate(job: Job, budget: Budget, windows: Tensor, read_layer: ReadLayer) -> Allocation:
+    """Widths of 4, 8 or 16 bits within the budget.
 
     windows   token ids [B, T] that measure
     """
-    grids: dict[int, Grid | None] = {bits: _grid(job, bits) for bits in WEIGHT_ONLY} | {SIXTEEN: None}
-    units = _units(job)
-    sizes = {
-        bits: bits_of(grid, job.config.hidden_size, job.scale_dtype.itemsize) if grid else float(SIXTEEN)
-        for bits, grid in grids.items()
-    }
-    target_bits = job.recipe.target_bits
-    if target_bits is None:
-        target_bits = _bits_within(job, units, min(sizes.values()))
-    prices = measure(job, units, {bits: grid for bits, grid in grids.items() if grid}, windows, read_layer)
-    return spend(units, prices, sizes, grids, target_bits)
-
-
-def _bits_within(job: Job, units: list[Unit], narrowest: float) -> float:
-    """Bits per weight that max_size leaves for the units; ConfigError when that is less than `narrowest`."""
-    assert job.recipe.max_size is not None
-    own = bits_of(job.recipe.grid, job.config.hidden_size, job.scale_dtype.itemsize)
-    weights = sum(unit.weights for unit in units)
-    rest = output_bytes(job) - weights * own / 8
-    target_bits = 8 * (job.recipe.max_size * 1e9 - rest) / weights
-    if target_bits < narrowest:
-        raise ConfigError(
-            f"--max-size: got {job.recipe.max_size} GB, but the tensors take "
-            f"{(rest + weights * narrowest / 8) / 1e9:.4g} GB where all Linears are at their narrowest"
-        )
-    return target_bits
+    rounded = {bits: grid for bits, grid in budget.grids.items() if grid}
+    prices = measure(job, budget.units, rounded, windows, read_layer)
+    return spend(budget.units, prices, budget.sizes, budget.grids, budget.bits)
 
 
 def _grid(job: Job, bits: int) -> Grid:
@@ -163,7 +211,7 @@ def spend(
     grids: Mapping[int, Grid | None],
     target_bits: float,
 ) -> Allocation:
-    """Raise widths greedily; ConfigError where even the narrowest do not fit."""
+    """Raise widths greedily, from the narrowest, which fit."""
     widths = sorted(sizes)
     total = sum(unit.weights for unit in units)
     chosen = dict.fromkeys(range(len(units)), widths[0])
@@ -174,10 +222,6 @@ def spend(
     def average() -> float:
         return sum(units[number].weights * sizes[width] for number, width in chosen.items()) / total
 
-    if average() > target_bits:
-        raise ConfigError(
-            f"--target-bits: got {target_bits}, the narrowest grid takes {average():.3f} bits per weight"
-        )
     curve = [Point(average(), sum(price(*pair) for pair in chosen.items()), f"all at {widths[0]} bits")]
     while True:
         room = (target_bits - average()) * total

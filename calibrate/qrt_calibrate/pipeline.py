@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qrt.errors import ConfigError
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
-from qrt_calibrate.bits import WINDOWS, Point, allocate
+from qrt_calibrate.bits import WINDOWS, Budget, Point, allocate, budget_of
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read
 from qrt_calibrate.evaluate import Cost, measure_cost
 from qrt_calibrate.fold import linear
@@ -53,26 +52,12 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.devi
     """
     start = time.perf_counter()
     job = plan(open_checkpoint(model), recipe, *devices)
-    recipe = job.recipe
-    text = calibration(job) if any(recipe.windows) else None
+    text, budget = prepare(job, out)
     curve: tuple[Point, ...] = ()
-    if recipe.has_budget:
-        job, curve = _with_bits(job, text)
-        recipe = job.recipe
-    grids = {name: (grid.scheme, grid.spec) for name, grid in job.written.items() if grid != recipe.grid}
-    with (
-        products(TF32 if job.device.type == "cuda" else EXACT),
-        CheckpointWriter(
-            out,
-            job.checkpoint,
-            scheme=recipe.scheme,
-            spec=recipe.spec,
-            overrides=grids,
-            ignore=job.ignored,
-            metadata={**recipe.metadata(), **(text.metadata if text else {})},
-            plan=_fingerprint(job, text),
-        ) as writer,
-    ):
+    if text is not None and budget is not None:
+        job, curve = _with_bits(job, budget, text)
+    recipe = job.recipe
+    with products(TF32 if job.device.type == "cuda" else EXACT), _writer(job, out, text) as writer:
         print(*preflight(job).lines(), sep="\n", file=sys.stderr)
         if recipe.tune:
             check_room(job)
@@ -106,11 +91,32 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.devi
     return report
 
 
-def _with_bits(job: Job, text: Calibration | None) -> tuple[Job, tuple[Point, ...]]:
+def prepare(job: Job, out: Path) -> tuple[Calibration | None, Budget | None]:
+    """The text and the budget of a job, as far as it has them; what is wrong with them or with the folder
+    `out` ends it here, before anything is measured."""
+    _writer(job, out, None)  # refuses a folder that is taken
+    budget = budget_of(job) if job.recipe.has_budget else None
+    return calibration(job) if any(job.recipe.windows) else None, budget
+
+
+def _writer(job: Job, out: Path, text: Calibration | None) -> CheckpointWriter:
+    recipe = job.recipe
+    grids = {name: (grid.scheme, grid.spec) for name, grid in job.written.items() if grid != recipe.grid}
+    return CheckpointWriter(
+        out,
+        job.checkpoint,
+        scheme=recipe.scheme,
+        spec=recipe.spec,
+        overrides=grids,
+        ignore=job.ignored,
+        metadata={**recipe.metadata(), **(text.metadata if text else {})},
+        plan=_fingerprint(job, text),
+    )
+
+
+def _with_bits(job: Job, budget: Budget, text: Calibration) -> tuple[Job, tuple[Point, ...]]:
     """The job with widths chosen under its budget, and the trade-off."""
-    if text is None:
-        raise ConfigError("a budget of bits needs text to measure on; use a method that reads some")
-    allocation = allocate(job, text.windows[:WINDOWS], read_layer)
+    allocation = allocate(job, budget, text.windows[:WINDOWS], read_layer)
     overrides = (*allocation.overrides, *job.recipe.overrides)
     return plan(job.checkpoint, replace(job.recipe, overrides=overrides), *job.devices), allocation.curve
 

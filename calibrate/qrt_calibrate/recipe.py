@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,9 +97,8 @@ class Recipe:
             raise ConfigError(f"--seed: got {self.seed}, wanted 0 to 2^63 - 1")
         if self.target_bits is not None and self.max_size is not None:
             raise ConfigError("--target-bits and --max-size are two budgets for one choice; give one of them")
-        if self.has_budget and self.scheme not in WEIGHT_ONLY.values():
-            flag = "--max-size" if self.target_bits is None else "--target-bits"
-            raise ConfigError(f"{flag}: chooses among weight-only widths, not {self.scheme}; use --bits 4")
+        if self.has_budget:
+            self._check_budget()
         for rotation in self.rotations:
             if rotation not in ROTATIONS or self.rotations.count(rotation) > 1:
                 wanted = ", ".join(ROTATIONS)
@@ -115,6 +115,17 @@ class Recipe:
             raise ConfigError(f"--damp: got {self.damping}, wanted above 0 and at most 1")
         head_grid(self.scheme, self.head_bits)
 
+    def _check_budget(self) -> None:
+        flag = self.budget_flag
+        value = self.max_size if self.target_bits is None else self.target_bits
+        assert value is not None
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{flag}: got {value}, wanted a number above 0")
+        if self.scheme not in WEIGHT_ONLY.values():
+            raise ConfigError(f"{flag}: chooses among weight-only widths, not {self.scheme}; use --bits 4")
+        if not any(self.windows):
+            raise ConfigError(f"{flag}: needs text to measure on; use a --method that reads some")
+
     @property
     def grid(self) -> Grid:
         """What a Linear becomes unless an override says otherwise."""
@@ -130,6 +141,11 @@ class Recipe:
     def has_budget(self) -> bool:
         """Whether widths are chosen under a budget."""
         return self.target_bits is not None or self.max_size is not None
+
+    @property
+    def budget_flag(self) -> str:
+        """The flag of that budget."""
+        return "--max-size" if self.target_bits is None else "--target-bits"
 
     @property
     def steps(self) -> Method:

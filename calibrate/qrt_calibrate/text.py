@@ -116,7 +116,8 @@ def _message(entry: Any, where: str) -> dict[str, Any]:
     has_content = isinstance(message.get("content"), str) or message.get("tool_calls")
     if not isinstance(message.get("role"), str) or not has_content:
         raise ConfigError(
-            f"{where}: got {entry!r:.80}, wanted a role and a content that are text, or ShareGPT's from and value"
+            f"{where}: got {entry!r:.80}, wanted a role and a content that are text, or ShareGPT's from "
+            "and value"
         )
     return message
 

@@ -112,7 +112,7 @@ def test_folders_and_rows(tmp_path):
 
 
 def test_sharegpt_is_the_same_chat(tmp_path):
-    """By the bundled model's own template: the text of the messages, and a row that would be an empty chat."""
+    """By the bundled model's own template; what it would print nothing of is named."""
     tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.jsonl"
     said = [("system", "Be brief."), ("user", "How many?"), ("assistant", "Seven.")]
     names = {"user": "human", "assistant": "gpt"}
