@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class Sweep:
     """What is swept, read from the command line once.
 
     folder   of result, picture, report and the checkpoints that are made
+    given    checkpoints of --checkpoint, by scheme
     text     to take the quality on; None with a shape
     """
 
@@ -66,6 +67,7 @@ class Sweep:
     folder: Path
     weights: tuple[str, ...]
     kv: tuple[str, ...]
+    given: Mapping[str, str]
     text: EvalText | None
 
     @classmethod
@@ -75,10 +77,11 @@ class Sweep:
         kv = _known("--kv", arguments.kv, list(KV_FORMATS), {"16": "fp16", "8": "int8", "4": "int4"})
         if arguments.shape and arguments.shape not in SHAPES:
             raise ConfigError(f"--shape {arguments.shape}: unknown (known: {', '.join(SHAPES)})")
+        given = _given(arguments, weights)
         name = arguments.shape or Path(arguments.model).resolve().name
         folder = Path(arguments.out or f"sweep-{name}")
         text = None if arguments.shape else load_text(arguments.dataset, arguments.data_file)
-        return cls(arguments, name, folder, weights, kv, text)
+        return cls(arguments, name, folder, weights, kv, given, text)
 
     @property
     def result(self) -> Path:
@@ -96,6 +99,24 @@ def _known(flag: str, words: str, known: list[str], short: Mapping[str, str]) ->
     if not names:
         raise ConfigError(f"{flag}: wanted at least one of {', '.join(known)}")
     return tuple(dict.fromkeys(names))
+
+
+def _given(arguments: Namespace, weights: Sequence[str]) -> dict[str, str]:
+    """Checkpoint by scheme; ConfigError for one that the sweep would not read."""
+    given: dict[str, str] = {}
+    for word in arguments.checkpoint:
+        scheme, equals, folder = word.partition("=")
+        if not equals or not folder:
+            raise ConfigError(f"--checkpoint {word}: wanted SCHEME=FOLDER, e.g. 4=model-w4")
+        if arguments.shape:
+            raise ConfigError(
+                f"--checkpoint {word}: a shape has random weights; give --model, or leave it out"
+            )
+        for name in _known("--checkpoint", scheme, list(WEIGHT_SCHEMES), SHORT):
+            if name not in weights:
+                raise ConfigError(f"--checkpoint {word}: {name} is not among --weights {arguments.weights}")
+            given[name] = folder
+    return given
 
 
 def run(arguments: Namespace) -> None:
@@ -135,27 +156,36 @@ def cell_key(sweep: Sweep, weights: str, kv: str, checkpoint: str | None) -> dic
         **flags,
         "cell": [weights, kv],
         "checkpoint": checkpoint and checkpoint_sha256(checkpoint),
+        "base": sweep.text and checkpoint_sha256(sweep.arguments.model),
         "text": sweep.text and sweep.text.sha256,
         "device": environment()["device"],
     }
 
 
 def checkpoint_of(sweep: Sweep, weights: str) -> str:
-    """The checkpoint of a scheme: the model itself, one given by --checkpoint, or one made here."""
+    """The checkpoint of a scheme: the model itself, one given by --checkpoint, or one made here, beside which
+    a file says of which model, by its `checkpoint_sha256`."""
     from qrt_calibrate.cli import main as calibrate
 
-    given = dict(pair.partition("=")[::2] for pair in sweep.arguments.checkpoint)
-    given = {SHORT.get(scheme, scheme): path for scheme, path in given.items()}
-    if weights in given:
-        return given[weights]
+    if weights in sweep.given:
+        return sweep.given[weights]
     if weights == PLAIN:
         return str(sweep.arguments.model)
     out = sweep.folder / f"{sweep.name}-{weights.removesuffix('a16')}"
-    if not (out / "config.json").is_file():
-        print(f"making {out} with qrt-calibrate", file=sys.stderr)
-        model = str(model_path(sweep.arguments.model) or sweep.arguments.model)
-        if calibrate(["--model", model, "--scheme", weights, "--out", str(out)]):
-            raise QrtError(f"--weights {weights}: qrt-calibrate failed; give a checkpoint with --checkpoint")
+    source, made_of = out.with_name(f"{out.name}.source"), checkpoint_sha256(sweep.arguments.model)
+    if (out / "config.json").is_file():
+        if not source.is_file() or source.read_text() != made_of:
+            raise ConfigError(
+                f"{out}: not known to be made of {sweep.arguments.model} as it is now; remove it, choose "
+                f"another --out, or give it as --checkpoint {weights}={out}"
+            )
+        return str(out)
+    print(f"making {out} with qrt-calibrate", file=sys.stderr)
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    source.write_text(made_of)
+    model = str(model_path(sweep.arguments.model) or sweep.arguments.model)
+    if calibrate(["--model", model, "--scheme", weights, "--out", str(out)]):
+        raise QrtError(f"--weights {weights}: qrt-calibrate failed; give a checkpoint with --checkpoint")
     return str(out)
 
 

@@ -2,13 +2,16 @@
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
 from schema import checked
 
+from qrt.assets import model_path
+from qrt.errors import ConfigError
 from qrt_eval import kld, pareto, sweep
-from qrt_eval.cli import main
+from qrt_eval.cli import main, parser
 
 pytest.importorskip("matplotlib", reason="pip install qrt[plot]")
 
@@ -106,6 +109,34 @@ def test_checkpoints_that_are_not_given_are_made(tmp_path, monkeypatch, capsys):
     assert "qrt-calibrate failed; give a checkpoint with --checkpoint" in capsys.readouterr().err
 
 
+def test_a_made_checkpoint_serves_the_model_it_was_made_of_only(tmp_path, monkeypatch):
+    """Whatever is called the same: one model, then another in its place."""
+    made = []
+
+    def calibrate(words):
+        made.append(words)
+        shutil.copytree(model_path("tiny"), words[-1])
+        return 0
+
+    monkeypatch.setattr("qrt_calibrate.cli.main", calibrate)
+    model = shutil.copytree(model_path("tiny"), tmp_path / "model")
+    words = f"sweep --model {model} --weights 4 --kv fp16 {FLAGS} --out {tmp_path / 'out'}"
+    read = sweep.Sweep.read(parser().parse_args(words.split()))
+    for _ in range(2):
+        assert sweep.checkpoint_of(read, "w4a16") == str(tmp_path / "out" / "model-w4")
+    assert len(made) == 1
+    keys = [sweep.cell_key(read, "w4a16", "fp16", made[0][-1])]
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rope_theta": 1.0}))
+    keys.append(sweep.cell_key(read, "w4a16", "fp16", made[0][-1]))
+    assert keys[0] != keys[1], "change and KL are against the model"
+    for damage in (None, (tmp_path / "out" / "model-w4.source").unlink):
+        if damage is not None:
+            damage()
+        with pytest.raises(ConfigError, match="model-w4: not known to be made of .* --checkpoint w4a16="):
+            sweep.checkpoint_of(read, "w4a16")
+
+
 def test_what_none_beats_in_both():
     points = [(1, 0.1), (2, 0.3), (3, 0.2), (3, 0.5), (0.5, 0.1)]
     assert pareto.frontier(points, less_y=True) == [(3, 0.2), (1, 0.1)]
@@ -119,6 +150,10 @@ def test_what_none_beats_in_both():
         ("--kv int9", "did you mean 'int"),
         ("--weights ,", "at least one of"),
         ("--dataset nothing.txt", "nothing.txt"),
+        ("--checkpoint w4=bz", "--checkpoint w4: unknown (known: 16, 8, 4, "),
+        ("--checkpoint nothing", "--checkpoint nothing: wanted SCHEME=FOLDER"),
+        ("--checkpoint 4=", "--checkpoint 4=: wanted SCHEME=FOLDER"),
+        ("--weights 8 --checkpoint 4=bz", "w4a16 is not among --weights 8"),
     ],
 )
 def test_bad_input(flags, message, capsys):
@@ -140,7 +175,5 @@ def test_a_result_of_a_sweep_can_be_drawn_without_some_formats(tmp_path):
 
 
 def test_defaults_of_the_quality_are_those_of_kld():
-    from qrt_eval.cli import parser
-
     arguments = parser().parse_args(["kld", "pydoc", "--model", "tiny"])
     assert (arguments.top_p, arguments.chunk) == (kld.TOP_P, kld.CHUNK_TOKENS)
