@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from qrt.errors import CheckpointError
 from qrt_calibrate.decoder import BATCH_TOKENS
 from qrt_calibrate.devices import at_once, replica
 
@@ -133,5 +135,20 @@ def place(hidden: Tensor, device: torch.device, path: Path, shares: int = 1) -> 
             return hidden.to(device, copy=True)
     if hidden.nbytes < SHARE_OF_RAM / 2 / shares * available_ram():
         return hidden.to("cpu", copy=True)
+    _reserve(path, hidden.nbytes)
     mapped = torch.from_file(str(path), shared=True, size=hidden.numel(), dtype=hidden.dtype)
     return mapped.view(hidden.shape).copy_(hidden)
+
+
+def _reserve(path: Path, num_bytes: int) -> None:
+    """Make a file of blocks that are the disk's already: to write into a mapped one without is a SIGBUS where
+    the disk is full. CheckpointError where it is."""
+    try:
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):  # macOS has none
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: no room for {num_bytes / 1e9:.2f} GB ({error.strerror}); free some, or give fewer "
+            "--n-samples or a shorter --seqlen"
+        ) from None

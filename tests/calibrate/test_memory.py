@@ -1,11 +1,14 @@
 """Peak memory is that of a layer, not of the model."""
 
+import errno
 import gc
+import os
 
 import pytest
 import torch
 
-from qrt_calibrate import cli, layer, pipeline, search
+from qrt.errors import CheckpointError
+from qrt_calibrate import cli, layer, pipeline, search, streams
 
 
 def live_bytes():
@@ -14,6 +17,29 @@ def live_bytes():
         t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)
     ]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu"}.values())
+
+
+def test_a_mapped_file_has_its_blocks_before_it_is_written(tmp_path, monkeypatch):
+    """Else a full disk ends the process by a signal."""
+    hidden, path, held = torch.randn(3, 64, 128), tmp_path / "hidden", []
+    monkeypatch.setattr(streams, "SHARE_OF_RAM", 0.0)
+    real = torch.from_file
+
+    def from_file(name, **options):
+        held.append(path.stat().st_blocks * 512)
+        return real(name, **options)
+
+    monkeypatch.setattr(torch, "from_file", from_file)
+    assert torch.equal(streams.place(hidden, torch.device("cpu"), path), hidden)
+    assert held[0] >= path.stat().st_size == hidden.nbytes
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CheckpointError, match="hidden: no room for 0.00 GB .No space left on device"):
+        streams.place(hidden, torch.device("cpu"), path)
+    assert len(held) == 1
 
 
 @pytest.mark.parametrize(
