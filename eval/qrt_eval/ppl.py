@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from argparse import Namespace
@@ -132,10 +133,10 @@ def _so_far(protocol: str, windows: Sequence[Window], losses: Mapping[int, Loss]
 
 
 def as_json(result: Perplexity) -> dict[str, Any]:
-    """One model's part of the result file."""
+    """One model's part of the result file, without the figures that are infinite, which JSON has not."""
     return {
         **result.facts,
-        **result.figures,
+        **{name: value for name, value in result.figures.items() if math.isfinite(value)},
         "tokens": result.tokens,
         "windows": result.windows,
         "seqlen": result.seqlen,

@@ -56,6 +56,7 @@ class Protocol(ABC):
 
     name: ClassVar[str]
     default_seqlen: ClassVar[int] = 2048
+    least_seqlen: ClassVar[int] = 2
 
     @abstractmethod
     def windows(
@@ -66,7 +67,7 @@ class Protocol(ABC):
 
     def perplexity(self, windows: Sequence[Window], losses: Sequence[Loss]) -> float:
         """exp of the mean loss of the scored tokens; a protocol may weigh windows otherwise."""
-        return math.exp(total(losses).nll / total(losses).tokens)
+        return exp(total(losses).nll / total(losses).tokens)
 
     def figures(self, windows: Sequence[Window], losses: Sequence[Loss]) -> dict[str, float]:
         """`ppl`, its `stderr` over tokens and `bits_per_byte` (which compares across tokenizers), and the
@@ -80,6 +81,14 @@ class Protocol(ABC):
             "stderr": ppl * math.sqrt(variance / max(whole.tokens - 1, 1)),
             "bits_per_byte": whole.nll / math.log(2) / max(sum(w.num_bytes for w in windows), 1),
         }
+
+
+def exp(loss: float) -> float:
+    """e^loss; infinity where no float is as large, as by the words of a text without spaces."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def total(losses: Sequence[Loss]) -> Loss:
@@ -108,7 +117,7 @@ class Gptq(Protocol):
 
     def perplexity(self, windows: Sequence[Window], losses: Sequence[Loss]) -> float:
         """See Protocol."""
-        return math.exp(math.fsum(loss.nll / loss.tokens for loss in losses) / len(losses))
+        return exp(math.fsum(loss.nll / loss.tokens for loss in losses) / len(losses))
 
 
 class LlamaCpp(Protocol):
@@ -117,6 +126,7 @@ class LlamaCpp(Protocol):
 
     name = "llamacpp"
     default_seqlen = 512
+    least_seqlen = 4
 
     def windows(
         self, text: EvalText, tokenizer: Tokenizer, seqlen: int, stride: int | None, limit: int | None
@@ -176,8 +186,8 @@ class LmEval(Protocol):
         num_bytes = sum(window.num_bytes for window in windows)
         return {
             **super().figures(windows, losses),
-            "word_perplexity": math.exp(nll / words),
-            "byte_perplexity": math.exp(nll / num_bytes),
+            "word_perplexity": exp(nll / words),
+            "byte_perplexity": exp(nll / num_bytes),
         }
 
 
@@ -200,7 +210,7 @@ class Sliding(Protocol):
         self, text: EvalText, tokenizer: Tokenizer, seqlen: int, stride: int | None, limit: int | None
     ) -> list[Window]:
         """See Protocol."""
-        stride = stride or min(512, seqlen - 1)
+        stride = default_stride(seqlen) if stride is None else stride
         if not 1 <= stride < seqlen:
             raise ConfigError(f"--stride {stride}: wanted 1 to {seqlen - 1}, less than --seqlen {seqlen}")
         tokens = Tokens(tokenizer, text.text)
@@ -213,6 +223,11 @@ class Sliding(Protocol):
             if end == len(tokens.ids):
                 break
         return windows
+
+
+def default_stride(seqlen: int) -> int:
+    """Of `sliding`, unless the command line says otherwise."""
+    return min(512, seqlen - 1)
 
 
 class Tokens:
@@ -271,9 +286,12 @@ def cut(
     ConfigError when a window does not fit the model's context.
     """
     chosen = protocol(name)
-    seqlen = settings.seqlen or min(chosen.default_seqlen, max_model_len)
-    if not 2 <= seqlen <= max_model_len:
-        raise ConfigError(f"--seqlen {seqlen}: wanted 2 to {max_model_len}, what the model's context holds")
+    seqlen = min(chosen.default_seqlen, max_model_len) if settings.seqlen is None else settings.seqlen
+    least = chosen.least_seqlen
+    if not least <= seqlen <= max_model_len:
+        raise ConfigError(
+            f"--seqlen {seqlen}: wanted {least} to {max_model_len}, what the model's context holds"
+        )
     if settings.stride is not None and name != Sliding.name:
         raise ConfigError(f"--stride goes with --protocol sliding, not with {name}")
     if settings.limit is not None and settings.limit < 1:

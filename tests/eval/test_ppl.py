@@ -141,6 +141,20 @@ def test_other_windows_are_another_run(tmp_path):
 
 
 @pytest.mark.model
+def test_a_loss_per_word_beyond_all_floats_is_infinite(tmp_path, capsys):
+    """A text without spaces is one word, whose loss is that of all its tokens."""
+    (tmp_path / "a.txt").write_text("".join(str(number) for number in range(400)))
+    words = (
+        f"ppl {tmp_path / 'a.txt'} --model tiny --protocol lmeval --seqlen 128 --json {tmp_path / 'r.json'}"
+    )
+    assert main(words.split()) == 0
+    result = checked(tmp_path / "r.json")
+    assert "word_perplexity" not in result and 1 < result["ppl"] < math.inf
+    assert result["bits_per_byte"] == pytest.approx(math.log2(result["byte_perplexity"]))
+    assert "inf" in capsys.readouterr().out
+
+
+@pytest.mark.model
 def test_another_tokenizer_gets_bits_per_byte(tmp_path, capsys):
     """A model that reads the same text in other tokens: no change of perplexity is claimed."""
     other = copy_with_fewer_merges(tmp_path / "other")
@@ -172,6 +186,9 @@ def copy_with_fewer_merges(folder):
         ("ppl pydoc --model tiny --protocol gtpq", 2, "gtpq"),
         ("ppl pydoc --model tiny --seqlen 9999", 1, "--seqlen 9999: wanted 2 to 2048"),
         ("ppl pydoc --model tiny --protocol lmeval --seqlen 2049", 1, "wanted 2 to 2048"),
+        ("ppl pydoc --model tiny --seqlen 0", 1, "--seqlen 0: wanted 2 to 2048"),
+        ("ppl pydoc --model tiny --protocol llamacpp --seqlen 2", 1, "--seqlen 2: wanted 4 to 2048"),
+        ("ppl pydoc --model tiny --protocol sliding --stride 0", 1, "--stride 0: wanted 1 to 2047"),
         ("ppl pydoc --model tiny --stride 5", 1, "--stride goes with --protocol sliding"),
         ("ppl pydoc --model tiny --limit 0", 1, "--limit 0"),
         ("ppl pydoc --model tiny --batch-size 0", 2, "at least 1"),
