@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import operator
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
@@ -157,20 +158,19 @@ async def request(session: aiohttp.ClientSession, url: str, prompt: Prompt, body
                 event = parse(line)
                 if event is None:
                     continue
-                if "error" in event:
-                    outcome.error = str(event["error"])[:300]
+                if event.error:
+                    outcome.error = event.error
                     return outcome
-                if usage := event.get("usage"):
-                    outcome.output_tokens = usage["completion_tokens"]
-                    outcome.prompt_tokens = usage["prompt_tokens"]
-                for choice in event.get("choices", ()):
+                if event.tokens:
+                    outcome.prompt_tokens, outcome.output_tokens = event.tokens
+                for text in event.texts:
                     now = time.perf_counter()
                     if chunks:
                         outcome.itls.append(now - last)
                     else:
                         outcome.ttft = now - outcome.started
                     last, chunks = now, chunks + 1
-                    outcome.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                    outcome.text += text
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
         return outcome
@@ -198,15 +198,41 @@ def payload(url: str, prompt: Prompt) -> dict[str, Any]:
     return {"prompt": prompt.content, "max_tokens": prompt.output_len}
 
 
-def parse(line: bytes) -> dict[str, Any] | None:
-    """The object of one line of a server-sent event stream, if it holds one."""
+@dataclass(frozen=True)
+class Event:
+    """What one event of a stream says: the text of each choice, (prompt, output) tokens, or an error."""
+
+    texts: Sequence[str] = ()
+    tokens: tuple[int, int] | None = None
+    error: str = ""
+
+
+def parse(line: bytes) -> Event | None:
+    """The event of one line of a server-sent event stream, if it holds one; what no OpenAI API sends is an
+    error."""
     if not line.startswith(b"data:"):
         return None
     data = line[5:].strip()
     if data == b"[DONE]":
         return None
-    event: dict[str, Any] = json.loads(data)
-    return event
+    try:
+        event = json.loads(data)
+        if error := event.get("error"):
+            return Event(error=str(error)[:300])
+        tokens = None
+        if usage := event.get("usage"):
+            tokens = operator.index(usage["prompt_tokens"]), operator.index(usage["completion_tokens"])
+        return Event([_text(choice) for choice in event.get("choices", ())], tokens)
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return Event(error=f"not an event of an OpenAI API: {data[:200].decode(errors='replace')}")
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """Of a completion's or a chat's chunk."""
+    text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    if not isinstance(text, str):
+        raise TypeError(text)
+    return text
 
 
 def concurrency(outcomes: Sequence[Outcome]) -> int:

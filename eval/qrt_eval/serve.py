@@ -99,7 +99,7 @@ def served_model(base: str, key: str | None) -> str:
             urllib.request.Request(f"{base}/v1/models", headers=headers), timeout=30
         ) as r:
             return str(json.load(r)["data"][0]["id"])
-    except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
+    except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise QrtError(
             f"{base}/v1/models: no answer that names a model ({error}); is the server up?"
         ) from error

@@ -153,6 +153,40 @@ def test_failed_requests_are_counted_and_left_out(tmp_path):
     assert sum("500: boom" in error for error in result["errors"]) == 1 == result["errors"].count("full")
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        '{"choices": [{"te',
+        '{"choices": [], "usage": {"prompt_tokens": 3}}',
+        '{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": null}}',
+        '{"choices": null}',
+        '{"choices": [7]}',
+        '{"choices": [{"text": 7}]}',
+        "[1]",
+        "\\ud800",
+    ],
+)
+def test_an_odd_event_fails_its_request_alone(odd, tmp_path):
+    said = f'data: {{"choices": [{{"text": "a"}}]}}\n\ndata: {odd}\n\n'
+
+    def script(count):
+        return (200, said, "text/event-stream") if count == 3 else None
+
+    with Server(script) as server:
+        assert (
+            main([*words(server, json=tmp_path / "s.json", **{"max-concurrency": 1}), "--save-detailed"]) == 0
+        )
+    result = checked(tmp_path / "s.json")
+    assert (result["completed"], result["failed"]) == (5, 1) and result["total_output_tokens"] == 15
+    assert result["errors"][1] == f"not an event of an OpenAI API: {odd}"
+
+
+def test_no_error_is_none():
+    line = b'data: {"error": null, "usage": null, "choices": [{"text": "a"}, {"delta": {"content": "b"}}]}'
+    assert load.parse(line) == load.Event(["a", "b"])
+    assert load.parse(b"data: [DONE]") is load.parse(b": a comment") is None
+
+
 def test_a_server_that_refuses_or_is_not_there(capsys):
     with Server(lambda count: (401, "no key", "text/plain")) as server:
         assert main(words(server)) == 1
