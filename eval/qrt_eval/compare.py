@@ -20,6 +20,7 @@ from rich.table import Table
 
 from qrt.errors import ConfigError
 from qrt_eval.console import show
+from qrt_eval.protocol import Sliding, default_stride
 
 Result = Mapping[str, Any]
 ASSUMED_NOISE = 0.03  # of a timing that was not repeated
@@ -55,10 +56,11 @@ def run(arguments: Namespace) -> None:
         raise ConfigError(
             f"compare: {arguments.results[0]} is of {first}, {arguments.results[1]} of {second}"
         )
-    for key in SAME_TEXT:
-        if before.get(key) != after.get(key):
+    old_text, new_text = text_of(before), text_of(after)
+    for key, old in old_text.items():
+        if old != new_text[key]:
             raise ConfigError(
-                f"compare: {key} differs ({before.get(key)} and {after.get(key)}): the losses do not compare"
+                f"compare: {key} differs ({old} and {new_text[key]}): the losses do not compare"
             )
     for name, old, new in settings(before, after):
         print(f"{name}: {old} -> {new}")
@@ -84,6 +86,15 @@ def load(path: str) -> dict[str, Any]:
             f"{path}: a result of {kind(result)}, which has nothing to compare (known: {known})"
         )
     return result
+
+
+def text_of(result: Result) -> dict[str, Any]:
+    """The text that a run read and how it cut it: losses compare where all of it is the same."""
+    found = {key: result.get(key) for key in SAME_TEXT}
+    asked = (result.get("arguments") or {}).get("stride")
+    if found["protocol"] == Sliding.name and asked is None:
+        asked = default_stride(result["seqlen"])
+    return {**found, "stride": asked}
 
 
 def kind(result: Result) -> str:

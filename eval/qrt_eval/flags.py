@@ -39,7 +39,7 @@ def add_kv(command: ArgumentParser) -> None:
 def _add_windows(command: ArgumentParser) -> None:
     """The text and how it is cut."""
     command.add_argument(
-        "--protocol", default="gptq", choices=PROTOCOLS, help="how windows are cut and scored"
+        "--protocol", default="gptq", choices=PROTOCOLS, help="how windows are cut and scored (default: gptq)"
     )
     command.add_argument(
         "--seqlen", type=int, help="tokens of a window (default: the protocol's, or the model's context)"
@@ -92,6 +92,7 @@ def add_kld(command: ArgumentParser) -> None:
         "--save-base", metavar="FILE", help="keep the baseline's distributions for --base-file"
     )
     _add_windows(command)
+    command.set_defaults(protocol=None)  # gptq, or that of --base-file
     command.add_argument(
         "--chunk",
         type=positive,

@@ -28,7 +28,7 @@ from qrt_eval.divergence import Positions
 from qrt_eval.forward import PromptReader, scored_states
 from qrt_eval.partial import UNKEPT, PartialResult, cut_of
 from qrt_eval.ppl import same_tokenizer
-from qrt_eval.protocol import PROTOCOLS, Loss, Window, cut
+from qrt_eval.protocol import PROTOCOLS, Gptq, Loss, Window, cut
 from qrt_eval.reference import Reference
 from qrt_eval.results import checkpoint_sha256, command_facts, model_facts, text_facts, write_json
 from qrt_eval.text import load_text
@@ -56,6 +56,10 @@ class Divergence:
 
 def run(arguments: Namespace) -> None:
     """`qrt-eval kld`: the baseline, then each model in each KV format; a table, the JSON."""
+    if arguments.base_file:
+        check_alone(arguments)
+    else:
+        arguments.protocol = arguments.protocol or Gptq.name
     if not 0 < arguments.top_p <= 1:
         raise ConfigError(f"--top-p {arguments.top_p}: wanted above 0 and at most 1")
     partial = PartialResult(arguments.json)
@@ -94,6 +98,17 @@ def run(arguments: Namespace) -> None:
         write_json(arguments.json, {**facts, "baseline": base.facts["run"], "runs": runs})
         partial.remove()
         print(f"result written to {arguments.json}", file=sys.stderr)
+
+
+def check_alone(arguments: Namespace) -> None:
+    """ConfigError for a flag about what --base-file holds."""
+    for name in ("dataset", "data_file", "protocol", "seqlen", "stride", "limit", "baseline_kv"):
+        if getattr(arguments, name) not in (None, "auto"):
+            flag = name if name == "dataset" else f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} {getattr(arguments, name)}: --base-file has a text, windows and a baseline of its "
+                "own; leave one of them out"
+            )
 
 
 def _pairs(arguments: Namespace) -> list[tuple[str, str]]:

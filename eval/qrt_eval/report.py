@@ -6,17 +6,26 @@ They stand in eval/results/README.md, some in README too; tests/eval/test_report
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from qrt.cli import run_main
+from qrt.errors import ConfigError
+from qrt_eval.compare import text_of
+
 Result = dict[str, Any]
+QUANTIZED = re.compile(r"-w\d+(a\d+)?$")  # at the end of a checkpoint's name
 
 
 def load(folder: Path) -> list[Result]:
-    """Every result file below `folder`, in the order of their names."""
-    return [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
+    """Every result file below `folder`, in the order of their names; ConfigError where there is none."""
+    paths = sorted(folder.rglob("*.json"))
+    if not paths:
+        raise ConfigError(f"{folder}: no result files; write some there with qrt-eval ... --json FILE")
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -26,16 +35,22 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def perplexities(results: list[Result]) -> str:
-    """One row per text, model and KV format, with the change against the unquantized pair."""
+    """One row per text, model and KV format, with the change against the unquantized pair of the same model
+    over the same windows, where there is one."""
     runs = [result for result in results if "ppl" in result]
-    plain = {run["dataset"]: run["ppl"] for run in runs if (run["weights"], run["kv"]) == ("fp16", "fp16")}
+    plain = {_family(run): run["ppl"] for run in runs if (run["weights"], run["kv"]) == ("fp16", "fp16")}
     rows = []
     for run in runs:
-        change = 100 * (run["ppl"] / plain[run["dataset"]] - 1)
-        rows.append(
-            (run["dataset"], run["model"], run["weights"], run["kv"], f"{run['ppl']:.3f}", f"{change:+.2f} %")
-        )
+        base = plain.get(_family(run))
+        change = f"{100 * (run['ppl'] / base - 1):+.2f} %" if base else ""
+        rows.append((run["dataset"], run["model"], run["weights"], run["kv"], f"{run['ppl']:.3f}", change))
     return table(("text", "model", "weights", "KV", "perplexity", "change"), rows)
+
+
+def _family(run: Result) -> tuple[Any, ...]:
+    """What the perplexities that compare have in common: the windows, and the model that all were made of, by
+    the names that qrt-calibrate gives."""
+    return QUANTIZED.sub("", Path(run["model"]).name), *text_of(run).values()
 
 
 def latencies(results: list[Result]) -> str:
@@ -132,5 +147,10 @@ def describe(environment: Result) -> str:
     return f"{environment['device']}, torch {versions['torch']}, Triton {versions['triton']}"
 
 
+def main(argv: Sequence[str]) -> int:
+    """Print the tables of a folder; returns the exit code."""
+    return run_main(lambda: print(report(Path(argv[0] if argv else "eval/results"))))
+
+
 if __name__ == "__main__":
-    print(report(Path(sys.argv[1] if len(sys.argv) > 1 else "eval/results")))
+    sys.exit(main(sys.argv[1:]))

@@ -70,6 +70,7 @@ def test_other_settings_are_named():
     [
         ({"text_sha256": "1"}, "text_sha256 differs"),
         ({"protocol": "llamacpp"}, "protocol differs"),
+        ({"arguments": {"stride": 5}}, "stride differs (None and 5)"),
         ({"command": "throughput", "batches": []}, "is of ppl"),
     ],
 )
@@ -78,6 +79,16 @@ def test_what_does_not_compare_is_refused(change, message, tmp_path, capsys):
     (tmp_path / "b").write_text(json.dumps(ppl(1, []) | change))
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_strides_differ_whether_given_or_not(tmp_path, capsys):
+    sliding = ppl(1, [], protocol="sliding")  # windows of 8: new tokens are 7 by default
+    for name, arguments in (("a", {}), ("b", {"stride": None}), ("c", {"stride": 7}), ("d", {"stride": 4})):
+        (tmp_path / name).write_text(json.dumps({**sliding, "arguments": arguments}))
+    for name in "bc":
+        assert main(["compare", str(tmp_path / "a"), str(tmp_path / name)]) == 0
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "d")]) == 1
+    assert "stride differs (7 and 4)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"environment": {}, "command": "nothing"}'])

@@ -196,6 +196,11 @@ def copy_with_fewer_merges(folder):
         ("kld --model tiny", 1, "--base-file"),
         ("kld pydoc --model tiny --top-p 1.5", 1, "--top-p 1.5"),
         ("kld --model tiny --base-file /no/file", 1, "--save-base"),
+        ("kld pydoc --model tiny --base-file f", 1, "dataset pydoc: --base-file has a text"),
+        ("kld --model tiny --base-file f --protocol gptq", 1, "--protocol gptq: --base-file has"),
+        ("kld --model tiny --base-file f --seqlen 64", 1, "--seqlen 64: --base-file has"),
+        ("kld --model tiny --base-file f --limit 0", 1, "--limit 0: --base-file has"),
+        ("kld --model tiny --base-file f --baseline-kv int4", 1, "--baseline-kv int4: --base-file has"),
         ("latency --shape llama-9", 1, "llama-3-8b"),
     ],
 )

@@ -20,12 +20,29 @@ def test_readmes_show_the_recorded_results():
 
 
 def test_changes_are_against_the_unquantized_model_on_the_same_text():
-    def run(dataset, weights, kv, ppl):
-        return {"dataset": dataset, "model": "m", "weights": weights, "kv": kv, "ppl": ppl}
+    def run(dataset, weights, kv, ppl, model="m", protocol="gptq", seqlen=64, stride=None):
+        facts = {"dataset": dataset, "model": model, "weights": weights, "kv": kv, "ppl": ppl}
+        return {**facts, "protocol": protocol, "seqlen": seqlen, "arguments": {"stride": stride}}
 
-    runs = [run("a", "w4a16", "int8", 11.0), run("a", "fp16", "fp16", 10.0), run("b", "fp16", "fp16", 5.0)]
+    plain = [run("a", "fp16", "fp16", 10.0), run("b", "fp16", "fp16", 5.0)]
+    plain += [run("a", "fp16", "fp16", 20.0, protocol="sliding"), run("a", "fp16", "fp16", 40.0, model="n")]
+    sliding = [run("a", "fp16", "int8", 22.0, protocol="sliding", stride=stride) for stride in (63, 5)]
+    others = [("w8a16", {"seqlen": 32}), ("w8a16", {"model": "m-other"})]
+    runs = [run("a", "w4a16", "int8", 11.0, "dir/m-w4"), *plain, *sliding]
+    runs += [run("a", "w8a8", "fp16", 44.0, "n-w8a8")]
+    runs += [run("a", weights, "fp16", 9.0, **facts) for weights, facts in others]
     lines = report.perplexities(runs).splitlines()[2:]
-    assert [line.split(" | ")[-1] for line in lines] == ["+10.00 % |", "+0.00 % |", "+0.00 % |"]
+    same = ["+0.00 % |"] * 4
+    assert [line.split("| ")[-1] for line in lines] == [
+        "+10.00 % |", *same, "+10.00 % |", " |", "+10.00 % |", " |", " |"
+    ]  # fmt: skip
+
+
+def test_a_folder_without_results_is_named(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "none"):
+        assert report.main([str(folder)]) == 1
+        shown = capsys.readouterr()
+        assert shown.out == "" and shown.err.startswith(f"error: {folder}: no result files")
 
 
 def test_kernels_show_the_sum_of_a_layers_products_and_every_other_operator():
