@@ -44,7 +44,7 @@ class Decoder:
 
     def embed(self, windows: Tensor) -> Tensor:
         """Token ids [B, T] -> hidden states [B, T, H], fp32 on the CPU."""
-        table = self._checkpoint.tensor(f"{self._arch.embed}.weight")
+        table = read(self._checkpoint, f"{self._arch.embed}.weight")
         if int(windows.max()) >= table.shape[0]:
             raise CheckpointError(
                 f"{self._checkpoint.path}: the tokenizer gives id {int(windows.max())}, "

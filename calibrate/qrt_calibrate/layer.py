@@ -43,9 +43,7 @@ from qrt_calibrate.search import (
 from qrt_calibrate.sensitivity import OutputMoments, output_moments
 from qrt_calibrate.streams import Share, Streams
 
-SEARCH_TOKENS = (
-    4096  # tokens that judge a candidate of AWQ and SmoothQuant; the moments come from all of them
-)
+SEARCH_TOKENS = 4096  # that judge a candidate of AWQ and SmoothQuant; the moments come from all tokens
 ROW_DAMPING = 0.02  # share of the gradients' moments' diagonal that is added to it
 
 
@@ -343,8 +341,11 @@ class LayerWork:
         return self._decoder.run(self._index, layer, self._sample if hidden is None else hidden)
 
     def _output_error(self, layer: nn.Module) -> float:
-        """Error of `layer`'s output on the sample, relative to what the exact layer adds to its input."""
-        return float((self._run(layer) - self._wanted).norm() / (self._wanted - self._sample).norm())
+        """Error of `layer`'s output on the sample, relative to what the exact layer adds to its input, or to
+        that where it adds nothing."""
+        error, added = (self._run(layer) - self._wanted).norm(), (self._wanted - self._sample).norm()
+        size = added if added else self._sample.norm()
+        return float(error / size if size else error)
 
     def _rtn_error(self) -> float:
         """`_output_error` of this layer rounded to nearest."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qrt import __version__
+from qrt.errors import CheckpointError
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt_calibrate.bits import Point
 from qrt_calibrate.evaluate import Cost
@@ -107,8 +108,15 @@ class Report:
     def files(self) -> dict[str, str]:
         """qrt_report.json and qrt_report.html."""
         facts = self.to_json()
+        try:
+            content = json.dumps(facts, indent=2, allow_nan=False)
+        except ValueError:
+            raise CheckpointError(
+                f"{self.job.source.path}: a figure of the result is NaN or infinite; does the model run "
+                "unquantized?"
+            ) from None
         return {
-            "qrt_report.json": json.dumps(facts, indent=2) + "\n",
+            "qrt_report.json": content + "\n",
             "qrt_report.html": render(self.job.checkpoint.path.name, self.title, facts),
         }
 

@@ -36,10 +36,9 @@ PROMPT = 8  # of them from the calibration text
 DRAWN = 128  # windows that are drawn together, at least
 DRAWN_BYTES = 8 << 30  # of their keys and values, for more than that on a GPU
 TEXT_WINDOWS = 4  # drawn windows to one of the calibration text
-TEXT_SHARE, TEXT_TOKENS = (
-    0.01,
-    1 << 18,
-)  # of the loss; less in proportion for less text, so as not to learn it
+# the calibration text's share of the loss; less in proportion for less text, so as not to learn it
+TEXT_SHARE = 0.01
+TEXT_TOKENS = 1 << 18
 MICRO_TOKENS = 2048  # of a step that go through the model together
 CODE_RATE, SCALE_RATE = 1e-2, 1e-3  # largest steps: in codes, and relative to a scale or a norm's weight
 BETAS, WARMUP = (0.9, 0.95), 10

@@ -166,7 +166,7 @@ def edit_config(source, out, **changes):
     return copy
 
 
-def test_wrong_checkpoints(run, llama, tmp_path_factory):
+def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wrong")
     last = "model.layers.1.mlp.down_proj.weight"
     cases = {
@@ -180,16 +180,38 @@ def test_wrong_checkpoints(run, llama, tmp_path_factory):
         damaged(
             llama, folder / "inf", lambda t: t["lm_head.weight"][3].fill_(torch.inf)
         ): "lm_head.weight holds",
+        damaged(
+            llama, folder / "row", lambda t: t["model.embed_tokens.weight"][-1].fill_(torch.nan)
+        ): "embed_tokens.weight holds",
         damaged(llama, folder / "gone", lambda t: t.pop(last)): f"no tensor '{last}'",
     }
     for number, (model, message) in enumerate(cases.items()):
         code, shown = run("--bits", "4", "--out", f"out{number}", model=model)
         last_line = shown.err.splitlines()[-1]
         assert code == 1 and shown.out == "" and last_line.startswith("error: ") and message in last_line
+    code, shown = run("--bits", "4", "--out", "early", "--method", "gptq", model=folder / "row")
+    assert code == 1 and "embed_tokens.weight holds NaN" in shown.err
+    assert not (tmp_path / "early.partial").exists(), "told before a layer is finished"
     code, shown = run("--bits", "8", "--method", "rtn", "--out", "once", model=llama)
     assert code == 0
     code, shown = run("--bits", "4", "--out", "twice", model="once")
     assert code == 1 and "already quantized; calibrate the unquantized model" in shown.err
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_layer_that_adds_nothing_has_figures(silent, run, llama, tmp_path, tmp_path_factory):
+    """No error where nothing came before; behind another layer what it makes good of that one's."""
+
+    def silence(tensors):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"model.layers.{silent}.{name}.weight"].zero_()
+
+    model = damaged(llama, tmp_path_factory.mktemp("silent") / "m", silence)
+    code, shown = run("--bits", "4", "--out", "out", model=model)
+    assert code == 0, shown.err
+    report = json.loads((tmp_path / "out/qrt_report.json").read_text(), parse_constant=pytest.fail)
+    errors = [layer["output error"] for layer in report["layers"]]
+    assert errors[0] == 0 < errors[1] if silent == 0 else 0 < errors[1] < errors[0] < 1
 
 
 def test_a_broken_pair_stops_the_run(run, llama, tmp_path, monkeypatch):
