@@ -28,7 +28,9 @@ def devices_of(name: str | torch.device | None) -> list[torch.device]:
     try:
         devices = [torch.device(part.strip()) for part in name.split(",")]
     except RuntimeError:
-        raise ConfigError(f"--device: got {name!r}, wanted e.g. cuda, cuda:1, cuda:0,cuda:2 or cpu") from None
+        devices = []
+    if not devices or any(device.type not in ("cpu", "cuda") for device in devices):
+        raise ConfigError(f"--device: got {name!r}, wanted e.g. cuda, cuda:1, cuda:0,cuda:2 or cpu")
     if len({device.type for device in devices}) > 1:
         raise ConfigError(f"--device: got {name!r}, wanted devices of one kind")
     if devices[0].type == "cuda" and max(device.index or 0 for device in devices) >= count:

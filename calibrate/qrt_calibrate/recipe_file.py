@@ -75,6 +75,9 @@ def _check(key: str, value: Any) -> None:
     if key in LISTS:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{key}: got {value!r}, wanted a list")
+        for entry in value:
+            if key != "override" and not isinstance(entry, str):
+                raise ConfigError(f"{key}: got {entry!r} in the list, wanted text")
         return
     if key not in known:
         raise ConfigError(f"recipe: unknown key {key!r}{nearest(key, [*known, *LISTS])}")

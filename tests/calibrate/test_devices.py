@@ -47,6 +47,8 @@ def test_devices_are_those_named(name, count, wanted, monkeypatch):
     "name, count, error",
     [
         ("gpu0", 0, "got 'gpu0', wanted e.g. cuda"),
+        ("mps", 0, "got 'mps', wanted e.g. cuda"),
+        ("cpu,meta", 0, "got 'cpu,meta', wanted e.g. cuda"),
         ("cuda:0,cpu", 1, "got 'cuda:0,cpu', wanted devices of one kind"),
         ("cuda", 0, "got 'cuda', but there is no CUDA device"),
         ("cuda:0,cuda:2", 2, "but there is cuda:0 to cuda:1"),
