@@ -34,7 +34,7 @@ def _add_model_or_shape(command: ArgumentParser) -> None:
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="checkpoint folder, or 'tiny'")
     source.add_argument("--shape", help="random weights of a known shape, e.g. llama-3-8b")
-    command.add_argument("--weights", default="w4a16", help="weight scheme of --shape (default: w4a16)")
+    command.add_argument("--weights", help="weight scheme of --shape (default: w4a16)")
     command.add_argument(
         "--head-bits", type=int, choices=(8, 16), help="of --shape's head: 8 is int8 (default: 16)"
     )
@@ -43,9 +43,15 @@ def _add_model_or_shape(command: ArgumentParser) -> None:
 
 def _add_latency(command: ArgumentParser) -> None:
     _add_model_or_shape(command)
-    command.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="requests at once")
-    command.add_argument("--input-len", type=int, default=1024, metavar="TOKENS", help="prompt length")
-    command.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="tokens to decode")
+    command.add_argument(
+        "--batch", type=flags.positive, nargs="+", default=[1], metavar="B", help="requests at once"
+    )
+    command.add_argument(
+        "--input-len", type=flags.positive, default=1024, metavar="TOKENS", help="prompt length"
+    )
+    command.add_argument(
+        "--output-len", type=flags.positive, default=64, metavar="TOKENS", help="tokens to decode"
+    )
     command.add_argument(
         "--compare", action="store_true", help="time transformers in bf16 too, in the same run; with --shape"
     )
@@ -55,17 +61,23 @@ def _add_latency(command: ArgumentParser) -> None:
 def _add_throughput(command: ArgumentParser) -> None:
     _add_model_or_shape(command)
     command.add_argument(
-        "--batch", type=int, nargs="+", default=[1, 8, 32], metavar="B", help="requests at once"
+        "--batch", type=flags.positive, nargs="+", default=[1, 8, 32], metavar="B", help="requests at once"
     )
     command.add_argument(
-        "--num-prompts", type=int, metavar="N", help="of each batch size (default: twice it)"
+        "--num-prompts", type=flags.positive, metavar="N", help="of each batch size (default: twice it)"
     )
     command.add_argument(
         "--prompts", metavar="FILE", help="a prompt a line, or .jsonl (default: random tokens)"
     )
-    command.add_argument("--input-len", type=int, default=1024, metavar="TOKENS", help="of random prompts")
-    command.add_argument("--output-len", type=int, default=128, metavar="TOKENS", help="tokens to decode")
-    command.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts (default: 3)")
+    command.add_argument(
+        "--input-len", type=flags.positive, default=1024, metavar="TOKENS", help="of random prompts"
+    )
+    command.add_argument(
+        "--output-len", type=flags.positive, default=128, metavar="TOKENS", help="tokens to decode"
+    )
+    command.add_argument(
+        "--repeats", type=flags.positive, default=3, metavar="N", help="the median counts (default: 3)"
+    )
     command.add_argument("--seed", type=int, default=0, help="of the random prompts")
     flags.add_json(command)
 

@@ -7,6 +7,7 @@ from argparse import ArgumentTypeError
 from qrt.cli import ArgumentParser
 
 KV_CHOICES = ("auto", "fp16", "bf16", "int8", "int4", "k8v4")
+KV_FORMATS = ["fp16", "int8", "int4", "k8v4"]  # all of them: bf16 is another name of fp16's
 PROTOCOLS = ("gptq", "llamacpp", "lmeval", "sliding")
 MODEL_HELP = "checkpoint folder, or 'tiny'"
 
@@ -174,7 +175,7 @@ def add_passkey(command: ArgumentParser) -> None:
     command.add_argument(
         "--kv",
         nargs="+",
-        default=["fp16", "int8", "int4"],
+        default=KV_FORMATS,
         choices=KV_CHOICES,
         help="KV formats (default: all)",
     )
@@ -202,7 +203,7 @@ def add_kv_error(command: ArgumentParser) -> None:
     command.add_argument(
         "--kv",
         nargs="+",
-        default=["fp16", "int8", "int4"],
+        default=KV_FORMATS,
         choices=KV_CHOICES[1:],
         help="KV formats (default: all)",
     )
@@ -210,8 +211,10 @@ def add_kv_error(command: ArgumentParser) -> None:
         "--context", type=positive, nargs="+", default=[1024, 8192, 32768, 131072], metavar="TOKENS",
         help="(default: %(default)s)",
     )  # fmt: skip
-    command.add_argument("--head-dim", type=int, default=128, metavar="D", help="(default: %(default)s)")
-    command.add_argument("--num-heads", type=int, default=4, metavar="Hq", help="(default: %(default)s)")
-    command.add_argument("--num-kv-heads", type=int, default=1, metavar="Hkv", help="(default: %(default)s)")
+    command.add_argument("--head-dim", type=positive, default=128, metavar="D", help="(default: %(default)s)")
+    command.add_argument("--num-heads", type=positive, default=4, metavar="Hq", help="(default: %(default)s)")
+    command.add_argument(
+        "--num-kv-heads", type=positive, default=1, metavar="Hkv", help="(default: %(default)s)"
+    )
     command.add_argument("--seed", type=int, default=0, help="of the heads")
     add_json(command)

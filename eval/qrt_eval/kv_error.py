@@ -36,7 +36,9 @@ ENCODED_AT_ONCE = 1 << 14  # tokens: bounds the temporaries of the reference enc
 def run(arguments: Namespace) -> None:
     """Every format, kind of head and length; a table, the JSON."""
     heads, kv_heads = arguments.num_heads, arguments.num_kv_heads
-    if kv_heads < 1 or heads % kv_heads:
+    if arguments.head_dim % 2:
+        raise ConfigError(f"--head-dim {arguments.head_dim}: wanted an even number, as RoPE turns pairs")
+    if heads % kv_heads:
         raise ConfigError(f"--num-heads {heads}: wanted a multiple of --num-kv-heads {kv_heads}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

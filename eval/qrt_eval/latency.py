@@ -27,6 +27,7 @@ from qrt_eval.shapes import shape
 
 # A device-to-device copy on one H200, bytes read and written (design section 5); other GPUs get no floor.
 COPY_BYTES_PER_S = {"NVIDIA H200": 4.3e12}
+DEFAULT_WEIGHTS = "w4a16"  # of a shape
 READ_BYTES = 1 << 30  # of a CPU's memory, to see how fast it reads: far beyond its caches
 
 
@@ -53,8 +54,12 @@ def run(arguments: Namespace) -> None:
 def build_engine(arguments: Namespace, device: str) -> Engine:
     """An engine over a checkpoint, or over random weights of a known shape; ConfigError for a shape's flag
     beside a checkpoint."""
-    if arguments.head_bits and not arguments.shape:
-        raise ConfigError("--head-bits: a checkpoint's head is as it is; give --shape, or leave the flag out")
+    for given, what in (
+        (arguments.weights, "--weights: a checkpoint's weights are as they are"),
+        (arguments.head_bits, "--head-bits: a checkpoint's head is as it is"),
+    ):
+        if given and not arguments.shape:
+            raise ConfigError(f"{what}; give --shape, or leave the flag out")
     length = arguments.input_len + arguments.output_len
     config = EngineConfig(
         model=arguments.model or arguments.shape,
@@ -66,7 +71,7 @@ def build_engine(arguments: Namespace, device: str) -> Engine:
     )
     if not arguments.shape:
         return Engine(config)
-    head_bits = arguments.head_bits or 16
+    arguments.weights, head_bits = arguments.weights or DEFAULT_WEIGHTS, arguments.head_bits or 16
     return Engine(config, random_decoder(arguments.shape, arguments.weights, device, head_bits))
 
 

@@ -41,8 +41,6 @@ def run(arguments: Namespace) -> None:
     """Build the engine once, time each batch size, print a table, write the JSON."""
     if arguments.prompts and not arguments.model:
         raise ConfigError("--prompts: a text needs a tokenizer; give --model instead of --shape")
-    if arguments.repeats < 1 or min(arguments.batch) < 1:
-        raise ConfigError("--repeats and --batch: wanted at least 1")
     prompts = read_prompts(arguments.prompts, Tokenizer(arguments.model)) if arguments.prompts else None
     if prompts:
         arguments.input_len = max(map(len, prompts))

@@ -60,9 +60,11 @@ def test_a_quantized_head_is_read_and_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["latency", "throughput"])
-def test_a_checkpoint_has_the_head_it_has(command, capsys):
+def test_a_checkpoint_has_the_weights_and_the_head_it_has(command, capsys):
     assert main([command, "--model", "tiny", "--head-bits", "8"]) == 1
     assert "--head-bits: a checkpoint's head is as it is; give --shape" in capsys.readouterr().err
+    assert main([command, "--model", "tiny", "--weights", "w8a8"]) == 1
+    assert "--weights: a checkpoint's weights are as they are; give --shape" in capsys.readouterr().err
 
 
 def test_the_model_compared_with_is_the_same_and_in_bf16():

@@ -11,7 +11,7 @@ from qrt_eval.ppl import scorer
 
 
 def test_every_kv_format_can_be_chosen():
-    assert set(flags.KV_CHOICES) - {"auto", "bf16"} == set(KV_FORMATS)
+    assert set(flags.KV_CHOICES) - {"auto", "bf16"} == set(KV_FORMATS) == set(flags.KV_FORMATS)
 
 
 @pytest.mark.model
@@ -87,13 +87,13 @@ def test_kv_error_command(tmp_path, capsys):
     cells = {(c["kv"], c["heads"], c["context_tokens"]): c for c in checked(out)["cells"]}
     for heads in kv_error.SHARPNESS:
         for length in (64, 2000):
-            plain, int8, int4 = (
-                cells[kv, heads, length]["relative_error"] for kv in ("fp16", "int8", "int4")
-            )
-            assert plain < 1e-5 < int8 < int4 / 8 and int4 < 0.5
+            plain, int8, int4, k8v4 = (cells[kv, heads, length]["relative_error"] for kv in flags.KV_FORMATS)
+            assert plain < 1e-5 < int8 < int4 / 8 and int4 < 0.5 and int8 < k8v4 < int4
     assert cells["int8", "diffuse", 2000]["entropy"] > 7 > 4 > cells["int8", "peaked", 2000]["entropy"]
     assert main("kv-error --num-heads 3 --num-kv-heads 2".split()) == 1
     assert "multiple of --num-kv-heads 2" in capsys.readouterr().err
+    assert main("kv-error --head-dim 7".split()) == 1
+    assert "--head-dim 7: wanted an even number" in capsys.readouterr().err
 
 
 def test_the_error_is_that_of_torch_on_what_is_stored():

@@ -71,14 +71,31 @@ def test_prompts_of_files(tmp_path):
         throughput.read_prompts(str(tmp_path / "none"), tokenizer)
 
 
+def test_a_text_needs_a_tokenizer(capsys):
+    assert main("throughput --shape llama-3-8b --prompts x".split()) == 1
+    assert "--model instead of --shape" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        ("--shape llama-3-8b --prompts x", "--model instead of --shape"),
-        ("--model tiny --batch 0", "at least 1"),
-        ("--model tiny --repeats 0", "at least 1"),
+        "throughput --batch 4 0",
+        "throughput --repeats 0",
+        "throughput --num-prompts 0",
+        "throughput --num-prompts -1",
+        "throughput --input-len -5",
+        "throughput --output-len 0",
+        "latency --batch 0",
+        "latency --input-len 0",
+        "latency --output-len -1",
+        "kv-error --num-heads 0",
+        "kv-error --num-kv-heads 0",
+        "kv-error --head-dim 0",
     ],
 )
-def test_bad_input(words, message, capsys):
-    assert main(f"throughput {words}".split()) == 1
-    assert message in capsys.readouterr().err
+def test_what_is_counted_is_at_least_one(words, capsys):
+    command, flag, *values = words.split()
+    with pytest.raises(SystemExit, match="2"):
+        main([command, flag, *values])
+    error = capsys.readouterr().err
+    assert f"argument {flag}: got '{values[-1]}', wanted an integer of at least 1" in error
