@@ -161,3 +161,7 @@ def _run(arguments: Namespace) -> None:
     calibrate(arguments.model, recipe, out, *devices).print(Console())
     if arguments.push_to_hub:
         push(out, arguments.push_to_hub)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

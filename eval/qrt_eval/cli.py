@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 from qrt.cli import ArgumentParser, run_main
@@ -162,3 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of `qrt-eval`; returns the exit code."""
     arguments = parser().parse_args(argv)
     return run_main(lambda: import_module(COMMANDS[arguments.command]).run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

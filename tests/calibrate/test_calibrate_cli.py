@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import runpy
+import sys
 
 import pytest
 import torch
@@ -149,6 +151,14 @@ def test_wrong_flags(run, llama, tmp_path, flags, code, message):
     assert (got, shown.out) == (code, "")
     assert message in shown.err and shown.err.startswith("error: ") and shown.err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_the_module_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cli.py", "--bts", "4"])
+    monkeypatch.delitem(sys.modules, "qrt_calibrate.cli")
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("qrt_calibrate.cli", run_name="__main__")
+    assert "did you mean '--bits'? (see qrt-calibrate --help)" in capsys.readouterr().err
 
 
 def test_what_groups_do_not_divide_can_be_ignored(run, make_checkpoint, tmp_path):

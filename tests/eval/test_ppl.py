@@ -2,6 +2,8 @@
 
 import json
 import math
+import runpy
+import sys
 
 import pytest
 import torch
@@ -174,6 +176,14 @@ def copy_with_fewer_merges(folder):
     tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-200]
     path.write_text(json.dumps(tokenizer))
     return folder
+
+
+def test_the_module_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cli.py", "ppl", "pydoc", "--model", "tiny", "--limit", "0"])
+    monkeypatch.delitem(sys.modules, "qrt_eval.cli")
+    with pytest.raises(SystemExit, match="1"):
+        runpy.run_module("qrt_eval.cli", run_name="__main__")
+    assert "error: --limit 0: wanted at least one window" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
