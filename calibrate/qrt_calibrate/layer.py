@@ -286,7 +286,7 @@ class LayerWork:
                 self._note("rounded to nearest", 1.0)
             shrink = search_clip(weight, moments.hessian.diagonal(), spec, dtype) if steps.clip else 1.0
             return round_weight(weight, spec, dtype, shrink)
-        correction, trust = moments.correction(weight, factor.solve)
+        correction, trust = moments.take_correction(weight, factor.solve)
         weight = correction.mul_(trust).add_(weight)
         shrink = search_clip(weight, factor.importance(), spec, dtype) if steps.clip else 1.0
         scale, zero = choose_qparams(weight, spec, dtype, shrink)

@@ -94,14 +94,14 @@ class Moments:
         if self._weight is None:  # W (x' - x) stays what it is
             self.drift.div_(scales[:, None])
 
-    def correction(self, weight: Tensor, solve: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+    def take_correction(self, weight: Tensor, solve: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
         """What to add to `weight` [N, K] so that its output is nearest the exact one, and how much of it to
         trust, 0 to 1. `solve`: rows [N, K] -> rows @ H^-1.
 
         With d what the output lacks, the correction is E[d x^T] H^-1. Each share of the windows estimates
         E[d x^T] on its own, with noise of its own: <one, other> is the square of what both see, <mean, mean>
         that plus the noise of the mean, and their ratio the factor of least error (Wiener's). That is one
-        number, so TRUST_ROWS rows tell it. The shares are merged: this can be asked once.
+        number, so TRUST_ROWS rows tell it. The shares of `drift` are merged in their place: once only.
         """
         rows = slice(None, None, max(1, len(weight) // TRUST_ROWS))
         first, second = (self._pull(weight, half, rows) for half in (0, 1))

@@ -118,14 +118,14 @@ def measured(folder, stage, devices, tmp_path, monkeypatch):
     for share in streams.shares:
         share.rounded += moved[share.numbers].to(share.device)
     found = []
-    correction = Moments.correction
+    correction = Moments.take_correction
     with monkeypatch.context() as patch:
 
         def keep(self, *arguments):
             found.append(copy.deepcopy(self))
             return correction(self, *arguments)
 
-        patch.setattr(Moments, "correction", keep)
+        patch.setattr(Moments, "take_correction", keep)
         work = LayerWork(job, decoder, 0, read_layer(job.checkpoint, "model.layers.0"), streams)
         codes = work.quantize().linears
     (moments,) = found

@@ -104,7 +104,7 @@ def corrected(noise, tokens, seed):
         x = torch.randn(tokens // 3, 24) @ mixing
         lacking = x @ wanted.T + noise * torch.randn(len(x), 8)
         moments.add(x, x, 3 * len(x), half, (torch.zeros_like(lacking), lacking))
-    found, trust = moments.correction(weight, lambda rows: torch.linalg.solve(moments.hessian, rows.T).T)
+    found, trust = moments.take_correction(weight, lambda rows: torch.linalg.solve(moments.hessian, rows.T).T)
     metric = mixing.T @ mixing
     return found, trust, wanted, metric
 
@@ -130,7 +130,7 @@ def test_one_share_alone_is_not_trusted():
     moments = Moments(4, None, torch.device("cpu"))
     x = torch.randn(50, 4)
     moments.add(x, 2 * x, 50, 0)
-    assert moments.correction(torch.randn(3, 4), lambda rows: rows)[1] == 0.0
+    assert moments.take_correction(torch.randn(3, 4), lambda rows: rows)[1] == 0.0
 
 
 def test_tensors_that_do_not_fit_are_named(llama):

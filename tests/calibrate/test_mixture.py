@@ -143,13 +143,13 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
     monkeypatch.setattr("qrt_calibrate.layer.EXPERT_BYTES", three)
     decoder, ids = Decoder(job.checkpoint, job.arch, 40, CPU), windows(8)
     streams = Streams(decoder.embed(ids), 8, devices, tmp_path)
-    found, correction = [], Moments.correction
+    found, correction = [], Moments.take_correction
 
     def keep(self, *arguments):
         found.append(copy.deepcopy(self))
         return correction(self, *arguments)
 
-    monkeypatch.setattr(Moments, "correction", keep)
+    monkeypatch.setattr(Moments, "take_correction", keep)
     LayerWork(job, decoder, 0, read_layer(job.checkpoint, "model.layers.0"), streams).quantize()
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     stacked, inputs = model.model.layers[0].mlp.experts, []
