@@ -104,6 +104,7 @@ def test_two_processes_write_the_same_bytes(source, tmp_path):
 
 
 def test_only_what_belongs_there_is_copied(source, tmp_path):
+    (source / "tokenizer_of_old").mkdir()  # a folder is no file of the tokenizer
     quantize_checkpoint(source, tmp_path / "out", "w4a16", W4)
     copied = {
         "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "merges.txt", "vocab.json",

@@ -265,7 +265,8 @@ class OutputFolder:
         config = {**self._source.config, "quantization_config": dict(quantization)}
         (folder / "config.json").write_text(_json(config), encoding="utf-8")
         for path in sorted({path for pattern in COPIED for path in self._source.path.glob(pattern)}):
-            shutil.copyfile(path, folder / path.name)
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
         for name, content in self.files.items():
             (folder / name).write_text(content, encoding="utf-8")
 
