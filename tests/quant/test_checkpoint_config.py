@@ -1,0 +1,120 @@
+"""What a quantization_config may say: refused by name where it changes the meaning, else read alike."""
+
+import re
+
+import pytest
+import torch
+from damage import activations, edit, grid, in_group, refuse, top
+from safetensors.torch import load_file, save_file
+
+from qrt.errors import CheckpointError, UnsupportedError
+from qrt.quant.checkpoint import open_checkpoint
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("method", ["fbgemm_fp8", "bitsandbytes", None, ["gptq"]])
+def test_other_quant_methods_are_refused_by_name(copy, method):
+    plain = copy("plain")
+    edit(plain / "config.json", lambda v: v.update(quantization_config={"quant_method": method, "bits": 4}))
+    pattern = re.escape(f"quant_method {str(method)!r} is not read") + ".*qrt-calibrate"
+    refuse(plain, UnsupportedError, pattern)
+
+
+FP8_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+REFUSED = [
+    ("w4", grid("num_bits", 3), "pack-quantized with 3-bit"),
+    ("w4", grid("num_bits", 16), "pack-quantized with 16-bit"),
+    ("w4", grid("type", "float"), r"weights\.type is 'float'"),
+    ("w4", grid("strategy", "tensor"), r"weights\.strategy is 'tensor'"),
+    ("w4", grid("dynamic", True), r"weights\.dynamic is True"),
+    ("w4", activations(), "4-bit group weights and int8 activations"),
+    ("w8a8", activations(dynamic=False, strategy="tensor"), r"input_activations\.strategy is 'tensor'"),
+    ("w8a8", activations(dynamic=False), r"input_activations\.dynamic is False"),
+    ("w8a8", activations(type="float"), r"input_activations\.type is 'float'"),
+    ("w8a8", activations(num_bits=4), r"input_activations\.num_bits is 4"),
+    ("w8a8", in_group(input_activations=None), "int-quantized with 8-bit channel weights is not read"),
+    ("w8a8", grid("num_bits", 4), "int-quantized with 4-bit channel"),
+    ("w8a8", grid("symmetric", False), "int-quantized"),
+    ("w8a8", in_group(output_activations={"num_bits": 8}), "output_activations"),
+    ("w8a8", in_group(format="float-quantized"), r"weights\.type is 'int'; qrt reads 'float'"),
+    ("w4", in_group(format="marlin-24"), "marlin-24"),
+    ("w4", in_group(targets=["Linear", "Embedding"]), "target 'Embedding' is neither a module"),
+    ("w4", top(config_groups={"W4A16": ["Linear"]}), "not presets"),
+    ("w4", top(kv_cache_scheme=FP8_KV), "kv_cache_scheme is not read.*--kv"),
+    ("w4", top(transform_config={"config_groups": {"R1": {}}}), "transform_config is not read"),
+    ("w4", top(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is not read"),
+]
+MALFORMED = [
+    ("w4", grid("num_bits", 4.0), r"weights\.num_bits is 4\.0, wanted a whole number"),
+    ("w4", grid("group_size", 0), r"weights\.group_size is 0"),
+    ("w4", grid("group_size", "64"), r"weights\.group_size is '64'"),
+    ("w4", in_group(weights=None), "weights is None, wanted an object"),
+    ("w4", in_group(targets="Linear"), "targets and ignore are lists of strings"),
+    ("w4", in_group(targets=["re:*"]), r"'re:\*' is not a regular expression"),
+    ("w4", top(ignore=["re:("]), r"'re:\(' is not a regular expression"),
+    ("w4", top(ignore="lm_head"), "targets and ignore are lists of strings"),
+    ("w4", top(config_groups={}), "config_groups is {}"),
+]
+
+
+@pytest.mark.parametrize("base, change, pattern", REFUSED, ids=[case[2] for case in REFUSED])
+def test_what_would_change_the_meaning_is_refused_by_name(copy, base, change, pattern):
+    folder = copy(base)
+    edit(folder / "config.json", lambda v: change(v["quantization_config"]))
+    refuse(folder, UnsupportedError, pattern)
+
+
+@pytest.mark.parametrize("base, change, pattern", MALFORMED, ids=[case[2] for case in MALFORMED])
+def test_malformed_configs(copy, base, change, pattern):
+    folder = copy(base)
+    edit(folder / "config.json", lambda v: change(v["quantization_config"]))
+    refuse(folder, CheckpointError, pattern)
+
+
+def test_a_group_index_of_uneven_groups_is_refused(copy):
+    w4 = copy("w4")
+    tensors = load_file(w4 / "model.safetensors")
+    tensors[f"{Q}.weight_g_idx"] = (torch.arange(128, dtype=torch.int32) + 1) // 64
+    save_file(tensors, w4 / "model.safetensors", metadata={"format": "pt"})
+    refuse(w4, UnsupportedError, f"{Q}.weight_g_idx does not name 2 groups of 64 inputs", Q)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        grid("actorder", "static"),
+        grid("observer", "memoryless_minmax"),
+        top(kv_cache_scheme=None, sparsity_config={}, transform_config={}, version="0.19.0"),
+        top(sparsity_config={"format": "dense"}),
+        top(format="mixed-precision"),
+        top(ignore=None),
+        in_group(format=None),
+        in_group(targets=["re:.*proj$"]),
+        in_group(targets=[Q]),
+    ],
+)
+def test_harmless_variants_read_the_same(made, copy, change):
+    w4 = copy("w4")
+    edit(w4 / "config.json", lambda v: change(v["quantization_config"]))
+    scheme, got = open_checkpoint(w4).linear(Q)
+    assert scheme == "w4a16"
+    assert torch.equal(got.dequantize(), open_checkpoint(made / "w4").linear(Q)[1].dequantize())
+
+
+@pytest.mark.parametrize("ignore", [Q, "re:.*q_proj", "Linear"])
+def test_ignore_wins_over_every_target(copy, ignore):
+    """The ignored module is read as a plain weight, here absent."""
+    w4 = copy("w4")
+    edit(w4 / "config.json", lambda v: v["quantization_config"].update(ignore=[ignore]))
+    edit(w4 / "config.json", lambda v: in_group(targets=["Linear", Q])(v["quantization_config"]))
+    refuse(w4, CheckpointError, re.escape(f"no tensor '{Q}.weight'"), Q)
+
+
+@pytest.mark.parametrize("ignore, plain", [("re:mlp", False), ("re:.*mlp", True), ("re:model.*q_proj", True)])
+def test_a_regular_expression_matches_from_the_start_of_a_name(copy, ignore, plain):
+    """As re.match does, which compressed-tensors, transformers and vLLM use: an ignored module is plain."""
+    w4 = copy("w4")
+    edit(w4 / "config.json", lambda v: v["quantization_config"].update(ignore=[ignore]))
+    module = Q if "q_proj" in ignore else "model.layers.0.mlp.up_proj"
+    assert open_checkpoint(w4).grid(module)[0] == ("fp16" if plain else "w4a16")
