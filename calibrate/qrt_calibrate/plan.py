@@ -12,6 +12,7 @@ from torch import Tensor
 from qrt.arch import ARCHS, MIXTURES, Arch, ModelConfig
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.quant.checkpoint import Checkpoint
+from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt_calibrate.method import Scales
 from qrt_calibrate.recipe import Grid, Recipe
@@ -114,8 +115,11 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         job = replace(job, checkpoint=turned)
     tied = bool(job.checkpoint.config.get("tie_word_embeddings"))
     job = replace(job, config=replace(config, tied_embeddings=tied))
-    if not isinstance(getattr(torch, config.dtype, None), torch.dtype):
-        raise CheckpointError(f"{checkpoint.path}/config.json: dtype {config.dtype!r} is not a torch dtype")
+    if getattr(torch, config.dtype, None) not in FLOATS:
+        raise CheckpointError(
+            f"{checkpoint.path}/config.json: dtype {config.dtype!r}, wanted float16, bfloat16 or float32; "
+            "save the model in one of them"
+        )
     check_groups(checkpoint, job.grids)
     for grid in set(job.quantized.values()):
         _check_grid(grid, recipe, job.scale_dtype)

@@ -185,7 +185,8 @@ def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
             llama, folder / "arch", architectures=["GPT2LMHeadModel"]
         ): "unknown architecture 'GPT2LMH",
         edit_config(llama, folder / "none", architectures=None): "architectures is None, wanted one name",
-        edit_config(llama, folder / "dtype", dtype="float7"): "dtype 'float7' is not a torch dtype",
+        edit_config(llama, folder / "dtype", dtype="float7"): "dtype 'float7', wanted float16, bfloat16",
+        edit_config(llama, folder / "double", dtype="float64"): "dtype 'float64', wanted float16, bfloat16",
         damaged(llama, folder / "nan", lambda t: t[last].view(-1)[7:8].fill_(torch.nan)): f"{last} holds NaN",
         damaged(
             llama, folder / "inf", lambda t: t["lm_head.weight"][3].fill_(torch.inf)
