@@ -113,6 +113,10 @@ def _message(entry: Any, where: str) -> dict[str, Any]:
     if "role" not in message:
         sender = message.get("from")
         message = {"role": SHAREGPT_ROLES.get(str(sender), sender), "content": message.get("value")}
+    parts = message.get("content")
+    if isinstance(parts, list) and parts:  # joined, as the server does
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+        message["content"] = "\n".join(map(str, texts)) if all(isinstance(t, str) for t in texts) else None
     has_content = isinstance(message.get("content"), str) or message.get("tool_calls")
     if not isinstance(message.get("role"), str) or not has_content:
         raise ConfigError(

@@ -116,13 +116,17 @@ def test_sharegpt_is_the_same_chat(tmp_path):
     tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.jsonl"
     said = [("system", "Be brief."), ("user", "How many?"), ("assistant", "Seven.")]
     names = {"user": "human", "assistant": "gpt"}
+    parts = [(role, [{"type": "text", "text": text}]) for role, text in said]
     rows = [
         {"messages": [{"role": role, "content": text} for role, text in said]},
+        {"messages": [{"role": role, "content": text} for role, text in parts]},
         {"conversations": [{"from": names.get(role, role), "value": text} for role, text in said]},
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
-    openai, sharegpt = read_texts(str(path), tokenizer)[0]
-    assert openai == sharegpt == tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    openai, in_parts, sharegpt = read_texts(str(path), tokenizer)[0]
+    assert (
+        openai == in_parts == sharegpt == tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    )
     assert all(text in sharegpt for _, text in said)
     for entry in ({"user": "hi"}, {"from": "human"}, {"from": ["gpt"], "value": "a"}, {"role": "user"}, "hi",
                   {"role": "user", "content": ["hi"]}):  # fmt: skip
