@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,13 @@ import qrt
 import small_tokenizers
 from qrt import LLM, SamplingParams
 from qrt.engine import scheduler
+from qrt.engine.graphs import TokenSteps
 from qrt.errors import CheckpointError, ConfigError, QrtError, UnsupportedError
 from tiny_models import random_checkpoint
 
 SOURCE = str(Path(qrt.__file__).parent)
 KV_BYTES = 4 << 20
+INTERRUPTS = 40  # at random lines
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 PROMPTS = ["The quick brown", "今天的天气", "the next token is often the most likely one. " * 3, "x"]
 
@@ -296,8 +299,9 @@ def test_an_error_in_a_step_is_named(folder, monkeypatch):
     assert not llm.engine.has_work and len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 4
 
 
-def interrupt(after: int):
-    """A trace function (`sys.settrace`) that is Ctrl-C at that line of qrt's own code; 0: it only counts."""
+@contextmanager
+def interrupted(after: int):
+    """Ctrl-C at that line of qrt's own code; gives a list that counts them."""
     counted = [0]
 
     def line(frame, event, argument):
@@ -310,21 +314,26 @@ def interrupt(after: int):
     def call(frame, event, argument):
         return line if frame.f_code.co_filename.startswith(SOURCE) else None
 
-    return call, counted
+    sys.settrace(call)
+    try:
+        yield counted
+    finally:
+        sys.settrace(None)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_an_interrupt_anywhere_leaves_the_engine_whole(folder, expected, overlap):
-    llm = make(folder, overlap=overlap, max_num_seqs=2, max_num_batched_tokens=40)
+@pytest.mark.parametrize("way", ["one by one", "overlapped", "padded"])
+def test_an_interrupt_anywhere_leaves_the_engine_whole(folder, expected, way):
+    llm = make(folder, overlap=way != "one by one", max_num_seqs=2, max_num_batched_tokens=40)
+    if way == "padded":
+        runner = llm.engine.runner
+        runner.token_steps = TokenSteps(runner.model, runner.kv, runner.table, [2])
     params = replace(GREEDY, max_tokens=8)
     short = [tokens[:8] for tokens in expected]
-    trace, lines = interrupt(0)
-    sys.settrace(trace)
-    llm.generate(PROMPTS, params, use_tqdm=False)
-    sys.settrace(None)
-    for after in np.random.default_rng(0).integers(1, lines[0], 40).tolist():
-        with pytest.raises(KeyboardInterrupt):
-            sys.settrace(interrupt(after)[0])
+    with interrupted(0) as lines:
+        llm.generate(PROMPTS, params, use_tqdm=False)
+    for after in np.random.default_rng(0).integers(1, lines[0], INTERRUPTS).tolist():
+        llm.engine.reset_prefix_cache()  # as many lines as at first
+        with pytest.raises(KeyboardInterrupt), interrupted(after):
             llm.generate(PROMPTS, params, use_tqdm=False)
         assert not llm.engine.has_work, after
         assert ids_of(llm.generate(PROMPTS, params, use_tqdm=False)) == short, after

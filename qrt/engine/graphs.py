@@ -128,6 +128,7 @@ class TokenSteps:
         tokens, draws = self._token_inputs(plan), self._draw_inputs(plan)
         ends = np.array([(chunk.row, chunk.end) for chunk in plan.chunks], np.int32).reshape(-1, 2).T
         sent = to_device({"tokens": tokens, "draws": draws, "ends": ends}, self._table.device)
+        self._sent = None  # should an interrupt come between these
         self._tokens[:, : tokens.shape[1]].copy_(sent["tokens"])
         self._draws[:, : draws.shape[1]].copy_(sent["draws"][:2])
         self._drawn[: draws.shape[1]].copy_(sent["draws"][2])
