@@ -81,14 +81,14 @@ class Engine:
         named = {*model.config.eos_token_ids, *self.generation.eos_token_ids, *eos_token_ids}
         self._eos = [token for token in named if 0 <= token < model.config.vocab_size]
         self.formats = _layer_formats(config, format, model.config.num_layers)
-        self.runner = self._runner()
+        self.runner = self._build_runner()
         overlap = config.overlap if config.overlap is not None else model.device.type == "cuda"
         self._depth = 2 if overlap else 1
         self._forget()
         logger.info("model: %s, on %s", model, model.device)
         logger.info("%s", self.pool)
 
-    def _runner(self) -> Runner:
+    def _build_runner(self) -> Runner:
         """The pool, and what works on it; steps are recorded unless that is off."""
         config, model, limits = self.config, self.model, self._limits
         quantized = any(format.rotated for format in self.formats)

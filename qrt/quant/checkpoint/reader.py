@@ -7,14 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from qrt.assets import model_path
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import TensorFolder, is_file, read_json
 from qrt.quant.checkpoint.format import CheckpointFormat
 from qrt.quant.checkpoint.plain import Plain
+from qrt.quant.checkpoint.shard import Shard
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
 from qrt.registry import Registry
@@ -80,22 +78,15 @@ class Checkpoint(TensorFolder):
 
 
 class Reading(TensorFolder):
-    """A folder that notes the names of the tensors that are read."""
+    """A folder that notes the names of the tensors that are looked at."""
 
     def __init__(self, folder: TensorFolder) -> None:
         self.path, self._shard_of = folder.path, folder._shard_of
         self.read: set[str] = set()
 
-    def tensor(
-        self,
-        name: str,
-        shape: str | None = None,
-        dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
-        **sizes: int,
-    ) -> Tensor:
-        """See TensorFolder."""
+    def _shard(self, name: str) -> Shard:
         self.read.add(name)
-        return super().tensor(name, shape, dtype, **sizes)
+        return super()._shard(name)
 
 
 def open_checkpoint(path: str | Path, *, weights: bool = True) -> Checkpoint:
