@@ -55,8 +55,7 @@ class PromptReader:
             attend_cache=True,
         )
         positions = self._slots[start:end]
-        none = tokens[:0]
-        return StepMeta(tokens[start:end], positions, positions, self._slots[None], none, None, prefill)
+        return StepMeta(tokens[start:end], positions, positions, self._slots[None], None, prefill)
 
 
 def scored_states(reader: PromptReader, ids: tuple[int, ...], first: int) -> Tensor:

@@ -23,11 +23,13 @@ from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
 class Draws:
     """What is sampled in a step, and how.
 
-    meta         the S rows
+    tokens       int64 [S]: which of the step's tokens each of the S is drawn after
+    meta         how
     logprobs     int64 [l]: which of the S want log-probabilities; None: none
     num_top      likeliest tokens to name at each of them, the most that any of them asks for
     """
 
+    tokens: Tensor
     meta: SampleMeta
     logprobs: Tensor | None
     num_top: int
@@ -37,7 +39,7 @@ class Draws:
 class Batch:
     """What the runner needs of one step.
 
-    draws        of the S = len(step.logit_rows) sampled rows; None when nothing is sampled
+    draws        None when nothing is sampled
     targets      per chunk that scores prompt tokens: int64 [n]
     """
 
@@ -91,10 +93,9 @@ def build(
         )
     at = _join(positions)
     slots = table.slots(_join(rows), at)
-    none = slots.new_empty(0, dtype=torch.int64)
-    step = StepMeta(_join(tokens), at, slots, table.slot_table, sent.get("logit_rows", none), decode, prefill)
+    step = StepMeta(_join(tokens), at, slots, table.slot_table, decode, prefill)
     targets = {c.request_id: sent[f"targets {c.request_id}"] for c in plan.chunks if c.scoring}
-    return Batch(step, _draws(plan, sent) if plan.sampled else None, targets)
+    return Batch(step, _draws(plan, sent), targets)
 
 
 def drawn_plainly(plan: Plan) -> bool:
@@ -102,11 +103,11 @@ def drawn_plainly(plan: Plan) -> bool:
     return all(work.sampling.plain and not work.banned for work in plan.sampled)
 
 
-def draws(plan: Plan, adjustments: Adjustments, device: torch.device) -> tuple[Draws, Tensor]:
-    """What `build` says of a plan's draws, by itself, and which of the step's tokens they are drawn after."""
+def draws(plan: Plan, adjustments: Adjustments, device: torch.device) -> Draws | None:
+    """`Batch.draws` of a plan, by itself."""
     arrays = _sample_arrays(plan, adjustments)
     sent = to_device({name: a for name, a in arrays.items() if a.size}, device)
-    return _draws(plan, sent), sent["logit_rows"]
+    return _draws(plan, sent)
 
 
 def _token_arrays(plan: Plan) -> dict[str, NDArray[Any]]:
@@ -143,7 +144,7 @@ def _sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[An
         careful.append(index)
     places = adjustments.places([row for _, row in adjusted])
     return {
-        "logit_rows": _int64(plan.sampled_at),
+        "sampled_at": _int64(plan.sampled_at),
         "sample_rows": _int64([work.row for work in plan.sampled]),
         "careful": _int64(careful),
         "filtered": _int64(filtered),
@@ -153,7 +154,9 @@ def _sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[An
     }
 
 
-def _draws(plan: Plan, sent: dict[str, Tensor]) -> Draws:
+def _draws(plan: Plan, sent: dict[str, Tensor]) -> Draws | None:
+    if not plan.sampled:
+        return None
     ks = [work.sampling.top_k for work in plan.sampled if work.sampling.filtered]
     meta = SampleMeta(
         sent["sample_rows"],
@@ -164,7 +167,7 @@ def _draws(plan: Plan, sent: dict[str, Tensor]) -> Draws:
         max(ks) if ks and min(ks) > 0 else 0,
     )
     num_top = max(work.sampling.num_logprobs or 0 for work in plan.sampled)
-    return Draws(meta, sent.get("logprobs"), num_top)
+    return Draws(sent["sampled_at"], meta, sent.get("logprobs"), num_top)
 
 
 def _int32(*parts: ArrayLike) -> NDArray[np.int32]:

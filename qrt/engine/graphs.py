@@ -226,9 +226,8 @@ class TokenSteps:
             self._model.config.num_kv_heads,
             self._kv.heads_per_sm(size, self._model.config.num_heads),
         )
-        none = slots.new_empty(0, dtype=torch.int64)
         decode = DecodeMeta(rows, kv_lens, parts)
-        step = StepMeta(ids, positions, slots, table.slot_table, none, decode, None)
+        step = StepMeta(ids, positions, slots, table.slot_table, decode, None)
         return self._model.hidden(step, self._kv)
 
     def _prefill(self, size: int) -> Tensor:
@@ -248,8 +247,7 @@ class TokenSteps:
             max_cached_len=room,
         )
         slots = table.slots(rows, positions)
-        none = slots.new_empty(0, dtype=torch.int64)
-        step = StepMeta(ids.clamp(min=0).long(), positions, slots, table.slot_table, none, None, prefill)
+        step = StepMeta(ids.clamp(min=0).long(), positions, slots, table.slot_table, None, prefill)
         return self._hidden[:size].copy_(self._model.hidden(step, self._kv))
 
     def _sample(self, hidden: Tensor, size: int) -> Tensor:

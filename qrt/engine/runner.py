@@ -87,12 +87,9 @@ class Runner:
         hidden = self.model.hidden(batch.step, self.kv)
         fetch = Fetch(self.table.device)
         prompt_scores = self._score_prompts(plan, batch, hidden, fetch)
-        launched = Launched(fetch, None, {}, prompt_scores)
-        if batch.draws is not None:
-            rows = hidden[batch.step.logit_rows]
-            launched = self._sample(plan, batch.draws, rows, fetch, prompt_scores)
+        tokens, logprobs = self._sample(plan, batch.draws, hidden, fetch)
         fetch.sent()
-        return launched
+        return Launched(fetch, tokens, logprobs, prompt_scores)
 
     def _few_tokens(self, steps: TokenSteps, plan: Plan) -> Launched:
         """A step that may be recorded; what is drawn plainly is recorded with it."""
@@ -101,32 +98,36 @@ class Runner:
         timeline = None if plan.chunks else self.timeline
         if timeline is not None:
             timeline.begin()
+        tokens: Tensor | None = None
+        logprobs: dict[int, Scores] = {}
         if plan.sampled and drawn_plainly(plan):
-            launched = Launched(fetch, fetch.take(steps.draw(plan)), {}, {})
+            tokens = fetch.take(steps.draw(plan))
         else:
-            launched, hidden = Launched(fetch, None, {}, {}), steps.forward(plan)
-            if plan.sampled:
-                drawn, rows = draws(plan, self.adjustments, self.table.device)
-                launched = self._sample(plan, drawn, hidden[rows], fetch, {})
+            hidden = steps.forward(plan)
+            drawn = draws(plan, self.adjustments, self.table.device)
+            tokens, logprobs = self._sample(plan, drawn, hidden, fetch)
         fetch.sent()
         if timeline is not None:
             timeline.end()
-        return launched
+        return Launched(fetch, tokens, logprobs, {})
 
     def _sample(
-        self, plan: Plan, drawn: Draws, hidden: Tensor, fetch: Fetch, prompt_scores: Mapping[str, Scores]
-    ) -> Launched:
-        logits = self.model.logits(hidden)
+        self, plan: Plan, drawn: Draws | None, hidden: Tensor, fetch: Fetch
+    ) -> tuple[Tensor | None, dict[int, Scores]]:
+        """Draw behind the step's hidden states: tokens and log-probabilities, as in `Launched`."""
+        if drawn is None:
+            return None, {}
+        logits = self.model.logits(hidden[drawn.tokens])
         tokens = sample(logits, self.table, self.adjustments, drawn.meta)
         self.table.advance(drawn.meta.rows, tokens)
-        logprobs = {}
+        logprobs: dict[int, Scores] = {}
         if drawn.logprobs is not None:
             scores = score(logits[drawn.logprobs].float(), tokens[drawn.logprobs], drawn.num_top)
             scores = scores.map(fetch.take)
             wanted = [(i, work.sampling.num_logprobs) for i, work in enumerate(plan.sampled)]
             asking = [(i, num_top) for i, num_top in wanted if num_top is not None]
             logprobs = {i: scores.part(n, n + 1, num_top) for n, (i, num_top) in enumerate(asking)}
-        return Launched(fetch, fetch.take(tokens), logprobs, prompt_scores)
+        return fetch.take(tokens), logprobs
 
     def _score_prompts(self, plan: Plan, batch: Batch, hidden: Tensor, fetch: Fetch) -> dict[str, Scores]:
         scores = {}

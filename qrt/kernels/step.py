@@ -60,7 +60,6 @@ class StepMeta:
     positions    [T] int32   position of each token in its sequence
     slots        [T] int32   where each token's K/V is written (padding rows: the pad slot)
     slot_table   [R, Lmax] int32   row r, column p: slot of position p of the request in row r
-    logit_rows   [L] int64   which of the T hidden states need logits
     decode       None when no request decodes
     prefill      None when no chunk is prefilled
     """
@@ -69,7 +68,6 @@ class StepMeta:
     positions: Tensor
     slots: Tensor
     slot_table: Tensor
-    logit_rows: Tensor
     decode: DecodeMeta | None
     prefill: PrefillMeta | None
 

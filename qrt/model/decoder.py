@@ -103,7 +103,7 @@ class Decoder:
         return zip(self.layers, [layer.norm for layer in self.layers[1:]] + [self.norm], strict=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [L, H] -> [L, V] in their dtype; pass only the rows that are needed (`step.logit_rows`)."""
+        """hidden [L, H] -> [L, V] in their dtype; pass only the rows that are needed."""
         return self.head(hidden)
 
     @property

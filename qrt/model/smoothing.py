@@ -59,5 +59,4 @@ def _prefill(count: int, vocab_size: int, device: torch.device) -> StepMeta:
         num_cached=0,
         max_cached_len=0,
     )
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    return StepMeta(tokens.to(device), positions, positions, positions[None], none, None, prefill)
+    return StepMeta(tokens.to(device), positions, positions, positions[None], None, prefill)

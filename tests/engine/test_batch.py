@@ -56,11 +56,12 @@ def batch_of(plan, t=None, **options):
 
 
 def test_mixed_step():
-    step = batch_of(mixed_plan(), attend_cache=True).step
+    batch = batch_of(mixed_plan(), attend_cache=True)
+    step = batch.step
     assert step.tokens.tolist() == [43, 41, 1, 2, 3, 8, 6, 7, 8]
     assert step.positions.tolist() == [22, 20, 10, 11, 12, 5, 2, 3, 4]
     assert step.slots.tolist() == [7, 120, 10, 11, 12, 205, 80, 81, 82]
-    assert step.logit_rows.tolist() == [0, 1, 5, 8]
+    assert batch.draws.tokens.tolist() == [0, 1, 5, 8]
     assert step.num_decodes == 2
     assert step.decode.rows.tolist() == [3, 1] and step.decode.kv_lens.tolist() == [23, 21]
     assert step.decode.parts[:2, :6].tolist() == [[0, 3, 0, 23, 0, 1], [1, 1, 0, 21, 0, 1]]
@@ -73,7 +74,7 @@ def test_mixed_step():
     expected[3, 22] = 7
     expected[5, :5] = torch.tensor([90, 91, 80, 81, 82])
     assert torch.equal(step.slot_table, expected) and (expected[-1] == 999).all()
-    dtypes = (step.tokens, step.positions, step.slots, step.logit_rows, step.decode.kv_lens)
+    dtypes = (step.tokens, step.positions, step.slots, batch.draws.tokens, step.decode.kv_lens)
     assert [x.dtype for x in dtypes] == [torch.int64, torch.int32, torch.int32, torch.int64, torch.int32]
 
 
@@ -107,8 +108,8 @@ def test_decodes_alone_and_chunks_alone():
     step = batch_of(Plan((), (), plan.decodes, ())).step
     assert step.prefill is None and step.tokens.tolist() == [43, 41] and step.slots.tolist() == [322, 120]
     batch = batch_of(Plan((), (), (), plan.chunks[:1]))
-    assert batch.step.decode is None and batch.step.logit_rows.tolist() == []
-    assert batch.draws is None and batch.step.tokens.tolist() == [1, 2, 3]
+    assert batch.step.decode is None and batch.draws is None
+    assert batch.step.tokens.tolist() == [1, 2, 3]
 
 
 def test_what_is_drawn_plainly():

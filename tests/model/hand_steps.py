@@ -44,7 +44,7 @@ class Requests:
         """One step: (request, its next tokens) each; requests with one token first. Logits [n, V] of each."""
         step = self._meta(work)
         hidden = self.model.hidden(step, self.storage)
-        logits = self.model.logits(hidden[step.logit_rows]).float()
+        logits = self.model.logits(hidden).float()
         return list(logits.split([len(tokens) for _, tokens in work]))
 
     def greedy(self, prompt: list[int], steps: int) -> tuple[list[int], Tensor]:
@@ -68,7 +68,6 @@ class Requests:
             positions=self._ints(positions),
             slots=self.slot_table[self._ints(rows).long(), self._ints(positions).long()],
             slot_table=self.slot_table,
-            logit_rows=self._ints(list(range(len(rows))), torch.int64),
             decode=self._decode(decodes) if decodes else None,
             prefill=self._prefill(len(decodes), chunks) if chunks else None,
         )

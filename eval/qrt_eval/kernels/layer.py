@@ -113,7 +113,6 @@ def _time(model: Decoder, kv: str, batch: int, context: int) -> float:
         positions=lens - 1,
         slots=table[:, -1].contiguous(),
         slot_table=table,
-        logit_rows=index.long(),
         decode=DecodeMeta(index, lens, parts),
         prefill=None,
     )
