@@ -60,9 +60,7 @@ def nearest(x: Tensor, scale: Tensor, zero: Tensor | int, spec: QuantSpec) -> Te
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
     """(code - zero) * scale in fp32, [N, K]: codes uint8 [N, K], scale [N, K/G], zero uint8 or None."""
-    groups = _grouped(codes, codes.shape[-1] // scale.shape[-1])
-    offset = float(1 << (bits - 1)) if zero is None else zero.float()[..., None]
-    return ((groups - offset) * scale.float()[..., None]).flatten(-2)
+    return decode_groups(codes, scale, 1 << (bits - 1) if zero is None else zero.float()[..., None])
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +117,8 @@ def _midrise_error(groups: Tensor, scale: Tensor) -> Tensor:
     return ((_midrise_codes(groups, scale) - 7.5) * scale.float()[..., None] - groups).square().sum(-1)
 
 
-def decode_groups(codes: Tensor, scale: Tensor, center: float) -> Tensor:
-    """(code - center) * scale in fp32: codes [..., D], scale [..., D/group]; the inverse of both KV grids."""
+def decode_groups(codes: Tensor, scale: Tensor, center: Tensor | float) -> Tensor:
+    """(code - center) * scale in fp32: codes [..., D], scale [..., D/group], center a number or fp32
+    [..., D/group, 1]; the inverse of every grid."""
     groups = _grouped(codes, codes.shape[-1] // scale.shape[-1])
-    return ((groups - center) * scale.float()[..., None]).flatten(-2)
+    return (groups - center).mul_(scale.float()[..., None]).flatten(-2)

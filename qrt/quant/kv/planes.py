@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qrt.errors import UnsupportedError
+from qrt.quant import affine
 from qrt.quant.kv.base import KVFormat
 from qrt.quant.spec import TensorSpec
 
@@ -57,8 +58,7 @@ class Grid:
         values = torch.empty(*words.shape[:-1], self.planes, words.shape[-1], device=words.device)
         for plane in range(self.planes):
             values[..., plane, :] = (words >> (plane * self.bits)) & ((1 << self.bits) - 1)
-        halves = values.sub_(self.center).flatten(-2).unflatten(-1, (2, -1))
-        return (halves * scales.float()[..., None]).flatten(-2)
+        return affine.decode_groups(values.flatten(-2), scales, self.center)
 
 
 class PlaneFormat(KVFormat):
