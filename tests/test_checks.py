@@ -14,21 +14,17 @@ def test_letters_bind_and_must_agree():
         expect(torch.empty(4, 5), "K K")
 
 
-def test_numbers_and_multiples():
+def test_numbers():
     assert expect(torch.empty(5, 2, 64), "T 2 D") == {"T": 5, "D": 64}
-    assert expect(torch.empty(5, 12), "T 2*I") == {"T": 5, "I": 6}
-    assert expect(torch.empty(5, 12), "T 2*I", I=6) == {"T": 5, "I": 6}
-    for shape, sizes in (("T 3", {}), ("T 2*I", {"I": 5}), ("T 5*I", {})):
-        with pytest.raises(ValueError):
-            expect(torch.empty(5, 12), shape, **sizes)
+    with pytest.raises(ValueError):
+        expect(torch.empty(5, 12), "T 3")
 
 
-def test_leading_dimensions():
-    assert expect(torch.empty(2, 3, 7), "... K") == {"K": 7}
-    assert expect(torch.empty(7), "... K") == {"K": 7}
-    for tensor, shape in ((torch.empty(()), "... K"), (torch.empty(2, 3), "T"), (torch.empty(2), "T K")):
+def test_number_of_dimensions():
+    for tensor, shape in ((torch.empty(()), "K"), (torch.empty(2, 3), "T"), (torch.empty(2), "T K")):
         with pytest.raises(ValueError):
             expect(tensor, shape)
+    assert expect(torch.empty(2, 3), None) == {}
 
 
 def test_messages_name_the_tensor_what_came_and_what_was_wanted():

@@ -66,7 +66,7 @@ class TensorFolder:
         """
         shard = self._shard(name)
         try:
-            expect(self.spec(name), "..." if shape is None else shape, dtype, name, **sizes)
+            expect(self.spec(name), shape, dtype, name, **sizes)
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}; the file does not match its config.json") from None
         return shard.tensor(name)
