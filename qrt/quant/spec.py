@@ -18,7 +18,6 @@ class Granularity(Enum):
 
     CHANNEL = "channel"  # one output row of a weight
     GROUP = "group"  # `group_size` consecutive inputs of one output row
-    TOKEN = "token"  # one row of activations, measured at run time
 
 
 @dataclass(frozen=True)

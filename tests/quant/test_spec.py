@@ -20,7 +20,7 @@ def test_bits_out_of_range(bits):
 
 @pytest.mark.parametrize(
     "granularity, group_size",
-    [(Granularity.GROUP, None), (Granularity.CHANNEL, 128), (Granularity.TOKEN, 64), (Granularity.GROUP, 0)],
+    [(Granularity.GROUP, None), (Granularity.CHANNEL, 128), (Granularity.GROUP, 0)],
 )
 def test_group_size_goes_with_groups(granularity, group_size):
     with pytest.raises(ConfigError, match="group_size"):
