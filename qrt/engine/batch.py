@@ -15,7 +15,7 @@ from qrt.engine.plan import Plan
 from qrt.engine.sampler import SampleMeta
 from qrt.engine.table import RequestTable
 from qrt.engine.transfer import to_device
-from qrt.kernels.decode_attention.plan import HEADS_PER_SM, plan_parts
+from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
 
 
@@ -55,7 +55,7 @@ def build(
     *,
     num_kv_heads: int,
     attend_cache: bool,
-    heads_per_sm: int = HEADS_PER_SM,
+    heads_per_sm: int,
 ) -> Batch:
     """Describe the step, whose `admitted` and `placed` the table knows. Decodes come first, then the chunks.
 

@@ -51,7 +51,7 @@ def batch_of(plan, t=None, **options):
         adjustments.admit(plan.admitted)
     if plan.placed:
         t.place(plan.placed)
-    options = {"num_kv_heads": 2, "attend_cache": False} | options
+    options = {"num_kv_heads": 2, "heads_per_sm": 12, "attend_cache": False} | options
     return build(plan, t, adjustments, **options)
 
 

@@ -16,7 +16,6 @@ FIELDS = 8  # int32 of a part: a sector of memory
 UNIT = 64  # tokens of which parts are made, the last of a request aside
 MIN_PART = 128  # tokens; a shorter part costs more to merge than it gains
 STARTUP = 64  # what starting and merging a part costs, in tokens it could have attended
-HEADS_PER_SM = 12  # that run at once, where no format says
 CUTS = (8, 128)  # most parts of a request: among many of them, and among few
 _CUTS_TIMES_REQUESTS = 1 << 13  # that one program can weigh
 
@@ -36,7 +35,7 @@ def max_cuts(requests: int) -> int:
     return min(max(_CUTS_TIMES_REQUESTS // (1 << (max(requests, 1) - 1).bit_length()), CUTS[0]), CUTS[1])
 
 
-def plan_parts(rows: Tensor, kv_lens: Tensor, num_kv_heads: int, heads_per_sm: int = HEADS_PER_SM) -> Tensor:
+def plan_parts(rows: Tensor, kv_lens: Tensor, num_kv_heads: int, heads_per_sm: int) -> Tensor:
     """The parts of requests with kv_lens int32 [B] tokens at rows int32 [B]: int32 [max_parts, FIELDS].
 
     Of the lengths that cut the longest request evenly, the one that is done first: programs run in waves of
