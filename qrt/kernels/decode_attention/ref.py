@@ -26,8 +26,8 @@ def decode_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     longest = int(kv_lens.max()) if len(kv_lens) else 0
     many = max(1, GATHER_TOKENS // max(longest, 1))
-    for some in torch.arange(len(q)).split(many):
-        part = slice(int(some[0]), int(some[-1]) + 1)
+    for first in range(0, len(q), many):
+        part = slice(first, first + many)
         length = int(kv_lens[part].max())
         slots = slot_table[rows[part], :length]
         out[part] = _attend(q[part], kv, slots, kv_lens[part], format, scale)
