@@ -58,38 +58,32 @@ def fuse(parts: Sequence[WeightData]) -> WeightData:
     All parts must have the same bits, group count, symmetry and permutation; ValueError otherwise.
     """
     first = parts[0]
-    for part in parts[1:]:
-        same_groups = (part.scale is None) == (first.scale is None) and (
-            part.scale is None or first.scale is None or part.scale.shape[1] == first.scale.shape[1]
-        )
-        same_perm = (part.perm is None) == (first.perm is None) and (
-            part.perm is None or first.perm is None or torch.equal(part.perm, first.perm)
-        )
-        if (
-            part.bits != first.bits
-            or not same_groups
-            or not same_perm
-            or (part.zero is None) != (first.zero is None)
-        ):
-            raise ValueError("parts of a fused Linear differ in bits, groups, symmetry or permutation")
-
-    def stack(name: str) -> Tensor | None:
-        tensors = [getattr(part, name) for part in parts]
-        if all(t is None for t in tensors):
-            return None
-        if name == "bias":  # a fused layer has a bias if any part has one
-            tensors = [
-                t if t is not None else p.values.new_zeros(p.out_features, dtype=_dtype(parts))
-                for t, p in zip(tensors, parts, strict=True)
-            ]
-        return torch.cat(tensors)
-
-    values = torch.cat([part.values for part in parts])
-    return WeightData(values, stack("scale"), stack("zero"), first.perm, stack("bias"), first.bits)
+    if any(_kind(part) != _kind(first) for part in parts):
+        raise ValueError("parts of a fused Linear differ in bits, groups, symmetry or permutation")
+    biases = [part.bias for part in parts]
+    some = next((bias for bias in biases if bias is not None), None)
+    if some is not None:  # a fused layer has a bias if any part has one
+        biases = [some.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts]
+    return WeightData(
+        torch.cat([part.values for part in parts]),
+        _stack([part.scale for part in parts]),
+        _stack([part.zero for part in parts]),
+        first.perm,
+        _stack(biases),
+        first.bits,
+    )
 
 
-def _dtype(parts: Sequence[WeightData]) -> torch.dtype:
-    return next(part.bias.dtype for part in parts if part.bias is not None)
+def _kind(part: WeightData) -> tuple[object, ...]:
+    """What parts of a fused weight have in common."""
+    groups = None if part.scale is None else part.scale.shape[1]
+    return part.bits, groups, part.zero is None, None if part.perm is None else part.perm.tolist()
+
+
+def _stack(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """None where there is none."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(found) if found else None
 
 
 class Gemms(NamedTuple):
