@@ -25,7 +25,7 @@ from qrt.engine.table import RequestTable
 from qrt.engine.timeline import Timeline
 from qrt.errors import ConfigError
 from qrt.mem.manager import KVManager
-from qrt.mem.sizing import GIB, PoolSize, kv_budget_bytes, pool_size
+from qrt.mem.sizing import GIB, PoolSize, kv_budget_bytes, pool_size, slot_bytes
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.model.loader import dummy_model, load_model
@@ -126,8 +126,8 @@ class Engine:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's K and V, all layers, scales included."""
-        heads, dim = self.model.config.num_kv_heads, self.model.config.head_dim
-        return sum(format.bytes_per_slot(heads, dim, self.model.dtype) for format in self.formats)
+        config = self.model.config
+        return slot_bytes(self.formats, config.num_kv_heads, config.head_dim, self.model.dtype)
 
     @property
     def has_work(self) -> bool:

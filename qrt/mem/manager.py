@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qrt.mem.prefix import Node, RadixCache
-from qrt.mem.slots import Ints, SlotAllocator
+from qrt.mem.slots import RUN, Ints, SlotAllocator
 
 
 class SequenceKV:
@@ -75,23 +75,18 @@ class KVManager:
 
     A sequence is started with all its known tokens, extended as it grows, and released once. To pause one,
     release it with keep=True and start it again later with all its tokens: what has not been evicted in the
-    meantime is not computed again. Without prefix caching nothing is kept.
+    meantime is not computed again. Without `prefix_caching` nothing is kept.
     """
 
-    def __init__(self, num_slots: int, *, prefix_caching: bool = True, run: int = 16) -> None:
+    def __init__(self, num_slots: int, *, prefix_caching: bool = True, run: int = RUN) -> None:
         self._slots = SlotAllocator(num_slots, run)
         self._cache = RadixCache()
-        self._prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching
         # evict many slots at a time, as quick as one; leave up to `_max_gaps` free ones outside whole runs
         self._evict_slots = run * max(1, min(64, num_slots // (64 * run)))
         self._max_gaps = num_slots // 16
         self._running: set[SequenceKV] = set()
         self._hit_tokens = self._query_tokens = 0
-
-    @property
-    def prefix_caching(self) -> bool:
-        """Whether anything is kept."""
-        return self._prefix_caching
 
     @property
     def num_slots(self) -> int:
@@ -113,7 +108,7 @@ class KVManager:
     def cached(self, ids: Ints, salt: str | None = None) -> int:
         """How many tokens of `ids` int32 [n] a sequence that starts with them would share. Changes
         nothing."""
-        return self._cache.match(ids[:-1], salt).length if self._prefix_caching else 0
+        return self._cache.match(ids[:-1], salt).length if self.prefix_caching else 0
 
     def start(
         self, ids: Sequence[int] | Ints, *, reuse: bool = True, spare: int = 0, salt: str | None = None
@@ -128,7 +123,7 @@ class KVManager:
         ids = np.asarray(ids, np.int32)
         if not len(ids):
             raise ValueError("a sequence starts with at least one token")
-        look_up = self._prefix_caching and reuse
+        look_up = self.prefix_caching and reuse
         match = self._cache.match(ids[:-1] if look_up else ids[:0], salt)
         need = len(ids) - match.length
         if need > self.available - match.unlocked - spare:
@@ -158,7 +153,7 @@ class KVManager:
         They move to the prefix cache, locked by `seq`. Nothing happens without prefix caching, or where
         another sequence has put the same tokens there: then the slots of `seq` stay its own.
         """
-        if not self._prefix_caching or len(ids) <= seq.num_cached:
+        if not self.prefix_caching or len(ids) <= seq.num_cached:
             return
         match = self._cache.match(ids, seq.salt)
         if match.length > seq.num_cached:
@@ -180,7 +175,7 @@ class KVManager:
         if len(ids) > len(seq):
             raise ValueError(f"release: {len(ids)} tokens written, but the sequence has {len(seq)} slots")
         unused = seq.slots[seq.num_cached :]
-        if keep and self._prefix_caching:
+        if keep and self.prefix_caching:
             match = self._cache.match(ids, seq.salt)
             if match.length < min(seq.num_cached, len(ids)):
                 raise ValueError("release: the tokens differ from the cached prefix the sequence reads")

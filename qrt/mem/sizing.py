@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qrt.errors import ConfigError
+from qrt.mem.slots import RUN
 from qrt.quant.kv.base import KVFormat
 
 GIB = 1 << 30
@@ -43,11 +44,16 @@ class PoolSize:
         )
 
 
+def slot_bytes(formats: Sequence[KVFormat], num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one token over all layers."""
+    return sum(format.bytes_per_slot(num_kv_heads, head_dim, dtype) for format in formats)
+
+
 def pool_bytes(
     formats: Sequence[KVFormat], num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
     """Bytes of the tensors of `num_slots` slots and `PAD_SLOTS`; `formats` [layers]."""
-    return (num_slots + PAD_SLOTS) * _slot_bytes(formats, num_kv_heads, head_dim, dtype)
+    return (num_slots + PAD_SLOTS) * slot_bytes(formats, num_kv_heads, head_dim, dtype)
 
 
 def kv_budget_bytes(
@@ -89,26 +95,21 @@ def pool_size(
     budget_bytes: int,
     max_model_len: int,
     max_num_seqs: int,
-    run: int = 16,
+    run: int = RUN,
 ) -> PoolSize:
     """The largest pool within `budget_bytes` that `max_num_seqs` requests of `max_model_len` tokens can use.
 
     `formats` [layers]; `dtype` is the model's. ConfigError when one such request does not fit.
     """
-    slot_bytes = _slot_bytes(formats, num_kv_heads, head_dim, dtype)
-    fitting = max(0, budget_bytes // slot_bytes - PAD_SLOTS) // run * run
+    per_slot = slot_bytes(formats, num_kv_heads, head_dim, dtype)
+    fitting = max(0, budget_bytes // per_slot - PAD_SLOTS) // run * run
     useful = -(-max_num_seqs * max_model_len // run) * run
     kv = "+".join(dict.fromkeys(format.name for format in formats))
     if fitting < max_model_len:
         raise ConfigError(
-            f"KV pool: {budget_bytes / GIB:.2f} GiB hold {fitting} tokens as {kv} (each {slot_bytes} bytes), "
+            f"KV pool: {budget_bytes / GIB:.2f} GiB hold {fitting} tokens as {kv} (each {per_slot} bytes), "
             f"fewer than one request of {max_model_len} tokens; lower --max-model-len, quantize the KV with "
             "--kv int8 or --kv int4, or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
         )
     num_slots = min(fitting, useful)
-    return PoolSize(num_slots, (num_slots + PAD_SLOTS) * slot_bytes, kv, max_model_len)
-
-
-def _slot_bytes(formats: Sequence[KVFormat], num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one token over all layers."""
-    return sum(format.bytes_per_slot(num_kv_heads, head_dim, dtype) for format in formats)
+    return PoolSize(num_slots, (num_slots + PAD_SLOTS) * per_slot, kv, max_model_len)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+RUN = 16  # slots of a run
 
 
 class SlotAllocator:
@@ -20,7 +21,7 @@ class SlotAllocator:
     own last run, whole runs, then the gaps of partial runs.
     """
 
-    def __init__(self, capacity: int, run: int = 16) -> None:
+    def __init__(self, capacity: int, run: int = RUN) -> None:
         if capacity < 1 or run < 1:
             raise ValueError(f"slot pool: got capacity {capacity} and run {run}, wanted at least 1 of each")
         num_runs = -(-capacity // run)
