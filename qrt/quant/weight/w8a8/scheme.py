@@ -55,22 +55,18 @@ class W8A8Scheme(WeightScheme):
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         return self.linear_int8_ref(QuantizedTokens.of(x), tensors, bias)
 
-    def linear_triton(
-        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
-    ) -> Tensor:
-        codes, scale, arrivals = tensors
-        return gemms.int8(x, codes, scale, arrivals, bias)
-
     def linear_int8_ref(self, x: QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         codes, scale, _ = tensors
         y = integer_product(x.codes, codes).float() * x.scale[:, None] * scale
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
-    def linear_int8_triton(
-        self, x: QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
+    def linear_triton(
+        self, x: Tensor | QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
     ) -> Tensor:
         codes, scale, arrivals = tensors
         return gemms.int8(x, codes, scale, arrivals, bias)
+
+    linear_int8_triton = linear_triton
 
     def out_features(self, tensors: Sequence[Tensor]) -> int:
         return tensors[0].shape[0]
