@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from qrt.errors import CheckpointError, UnsupportedError
@@ -90,11 +91,13 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Group:
-    """One entry of config_groups: the modules it targets, their grid and how they are stored."""
+    """One entry of config_groups: the modules it targets, their scheme and grid once they are loaded (None:
+    plain weights), and what reads one of them."""
 
     targets: tuple[str, ...]
-    spec: QuantSpec
-    stored: Stored
+    scheme: str
+    spec: QuantSpec | None
+    decode: Callable[[TensorFolder, str], WeightData]
 
 
 class CompressedTensors(CheckpointFormat):
@@ -123,14 +126,12 @@ class CompressedTensors(CheckpointFormat):
         group = self._group_of(module)
         if group is None:
             return Plain().linear(tensors, module)
-        return group.stored.scheme, group.stored.layout.decode(tensors, module, group.spec)
+        return group.scheme, group.decode(tensors, module)
 
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
-        """See CheckpointFormat; fp8 weights are plain ones once they are loaded."""
+        """See CheckpointFormat."""
         group = self._group_of(module)
-        if group is None or isinstance(group.stored.layout, FloatQuantized):
-            return "fp16", None
-        return group.stored.scheme, group.spec
+        return ("fp16", None) if group is None else (group.scheme, group.spec)
 
     def _group_of(self, module: str) -> Group | None:
         """The group that means `module` most exactly, of equals the first in the file; None where it is
@@ -198,13 +199,7 @@ def _entry(scheme: str, spec: QuantSpec, targets: list[str]) -> dict[str, Any]:
         weights["group_size"] = spec.group_size
     group: dict[str, Any] = {"targets": targets, "format": stored.layout.name, "weights": weights}
     if stored.int8_activations:
-        group["input_activations"] = {
-            "num_bits": 8,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "token",
-            "dynamic": True,
-        }
+        group["input_activations"] = {key: value for key, (value,) in ACTIVATIONS.items()}
     return group
 
 
@@ -241,7 +236,8 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
                 bits, weights["symmetric"], Granularity(weights["strategy"]), weights["group_size"]
             )
             if stored.layout.holds(spec):
-                return Group(_patterns(where, entry.get("targets")), spec, stored)
+                decode = partial(stored.layout.decode, spec=spec)
+                return Group(_patterns(where, entry.get("targets")), stored.scheme, spec, decode)
     raise UnsupportedError(
         f"{where}: {layout} with {bits}-bit {weights['strategy']} weights"
         f"{' and int8 activations' if activations is not None else ''} is not read; qrt reads pack-quantized "
@@ -257,8 +253,7 @@ def _fp8_group(where: str, entry: Mapping[str, Any]) -> Group:
         f"{where}.weights.block_structure", weights["block_structure"]
     )
     logger.warning("%s: fp8 weights run as 16-bit weights, activations are not rounded", where)
-    stored = Stored("fp16", 8, FloatQuantized(block), False)
-    return Group(_patterns(where, entry.get("targets")), QuantSpec(8, True, Granularity.CHANNEL), stored)
+    return Group(_patterns(where, entry.get("targets")), "fp16", None, FloatQuantized(block).decode)
 
 
 def _arguments(where: str, entry: Any, wanted: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

@@ -17,13 +17,12 @@ from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.format import CheckpointFormat, block_of
 from qrt.quant.checkpoint.layout import FloatQuantized
 from qrt.quant.checkpoint.plain import Plain
-from qrt.quant.spec import Granularity, QuantSpec
+from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
 
 logger = logging.getLogger(__name__)
 
 SCALES = ("weight_scale_inv", "weight_scale")
-SPEC = QuantSpec(8, True, Granularity.CHANNEL)  # what a layout is asked for; fp8 is no integer grid
 
 
 class Fp8(CheckpointFormat):
@@ -39,7 +38,7 @@ class Fp8(CheckpointFormat):
         """Decode `module` where it has scales; unquantized where it has none (modules_to_not_convert)."""
         for scale in SCALES:
             if tensors.has(f"{module}.{scale}"):
-                return "fp16", FloatQuantized(self._block, scale).decode(tensors, module, SPEC)
+                return "fp16", FloatQuantized(self._block, scale).decode(tensors, module)
         return Plain().linear(tensors, module)
 
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:

@@ -110,8 +110,8 @@ class IntQuantized(Layout):
         return WeightData(_flip(codes.view(torch.uint8)), scale, bias=bias, bits=spec.bits)
 
 
-class FloatQuantized(Layout):
-    """fp8 weights, read as the 16-bit weights that they stand for: qrt has no fp8 products.
+class FloatQuantized:
+    """fp8 weights, read (never written) as the 16-bit weights that they stand for: qrt has no fp8 products.
 
     block    rows and columns that share a scale, None being all of them; the last ones may be fewer
     scale    suffix of the scales
@@ -122,13 +122,8 @@ class FloatQuantized(Layout):
     def __init__(self, block: tuple[int | None, int | None], scale: str = "weight_scale") -> None:
         self.block, self.scale = block, scale
 
-    def holds(self, spec: QuantSpec) -> bool:
-        return spec.bits == 8 and spec.symmetric
-
-    def encode(self, weight: WeightData) -> dict[str, Tensor]:
-        raise AssertionError("fp8 is read only")
-
-    def decode(self, tensors: TensorFolder, module: str, spec: QuantSpec) -> WeightData:
+    def decode(self, tensors: TensorFolder, module: str) -> WeightData:
+        """The weight and its bias; CheckpointError when a tensor is absent or does not fit."""
         weight = tensors.tensor(f"{module}.weight", "N K", torch.float8_e4m3fn)
         n, k = weight.shape
         rows, columns = (
