@@ -30,34 +30,26 @@ class DecoderLayer:
         self.mlp = mlp
 
     def __call__(
-        self, qkv: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
-    ) -> Tensor:
-        """qkv is `attention.qkv` of `norm` of `residual`; adds the attention to `residual` [T, H] in place.
-
-        Returns the MLP's output [T, H], or shares of it, which the norm that follows the layer adds.
-        """
-        return self._mlp_block(residual, self.attention(qkv, step, kv, rope))
-
-    def into_next(
         self, norm: RMSNorm, reader: Linear | None, qkv: Tensor, residual: Tensor, step: StepMeta,
         kv: KVLayer, rope: RopeTables,
     ) -> Tensor:  # fmt: skip
-        """As a call, and the norm that follows with the one Linear that reads it, if that is not the head."""
+        """qkv is `attention.qkv` of the layer's norm of `residual` [T, H], which attention and MLP are added
+        to in place.
+
+        Returns `norm`, the one that follows, of it [T, H], or what `reader`, the one Linear that reads that,
+        makes of it.
+        """
         return self.after_attention(self.attention(qkv, step, kv, rope), norm, reader, residual)
 
     def after_attention(self, y: Tensor, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> Tensor:
-        """The rest of `into_next`, from what the heads attended, y [T, Hq*D]."""
+        """The rest of a call, from what the heads attended, y [T, Hq*D]."""
         linears = [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
         if len(y) == 1 and self.mlp_norm.eps == norm.eps and _fits(linears, residual):
             tensors = [x.tensors for x in linears] + ([] if reader else [[]])
             norms = self.mlp_norm.weight, norm.weight, norm.eps
             return one_token(y, residual, *tensors, *norms, self.mlp.down.scheme)
-        y = self._mlp_block(residual, y)
+        y = self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o.shares(y)))
         return reader(norm.add_for(reader, residual, y)) if reader else norm.add(residual, y)
-
-    def _mlp_block(self, residual: Tensor, y: Tensor) -> Tensor:
-        """o of what the heads attended, y [T, Hq*D], and the MLP behind its norm."""
-        return self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o.shares(y)))
 
 
 def _fits(linears: Sequence[Linear], residual: Tensor) -> bool:
@@ -95,7 +87,7 @@ class Decoder:
         residual, x = self.embed(step.tokens, first.norm)
         x = readers[0](x)
         for i, ((layer, norm), reader) in enumerate(zip(self.blocks(), [*readers[1:], None], strict=True)):
-            x = layer.into_next(norm, reader, x, residual, step, kv.layer(i), self.rope)
+            x = layer(norm, reader, x, residual, step, kv.layer(i), self.rope)
         return x
 
     def blocks(self) -> Iterator[tuple[DecoderLayer, RMSNorm]]:

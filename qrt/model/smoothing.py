@@ -41,7 +41,7 @@ def fit_smoothing(model: Decoder, max_model_len: int) -> list[Tensor]:
                 f"layer {i}: q or k of random tokens is not finite in {model.dtype}; "
                 "try --dtype bfloat16, or --kv fp16, which needs no smoothing"
             )
-        x = norm.add(residual, layer(qkv, residual, step, kv, model.rope))
+        x = layer(norm, None, qkv, residual, step, kv, model.rope)
     return tables
 
 
