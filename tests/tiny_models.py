@@ -80,7 +80,8 @@ def quantize_checkpoint(
 ) -> dict[str, WeightData]:
     """Round every projection of `source` to nearest on `spec` and write `out`; returns what was written.
 
-    `options` go to CheckpointWriter; by default lm_head is ignored and there is no metadata.
+    `options` go to CheckpointWriter; by default lm_head is ignored and there is no metadata. Modules that
+    `ignore` names stay as they are.
     """
     checkpoint = open_checkpoint(source)
     dtype = getattr(torch, checkpoint.config["dtype"])
@@ -89,7 +90,7 @@ def quantize_checkpoint(
     with CheckpointWriter(Path(out), checkpoint, scheme=scheme, spec=spec, **options) as writer:
         for name in checkpoint.names():
             module, _, kind = name.rpartition(".")
-            if not module.endswith("_proj"):
+            if not module.endswith("_proj") or module in options["ignore"]:
                 writer.add_tensor(name, checkpoint.tensor(name))
             elif kind == "weight":
                 weight = checkpoint.tensor(name)

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from rtn_checkpoint import rtn_checkpoint
 from safetensors.torch import load_file, save_file
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.model.loader import load_model
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
-from tiny_models import random_checkpoint
+from tiny_models import quantize_checkpoint, random_checkpoint
 
 CPU = torch.device("cpu")
 G32 = QuantSpec(4, False, Granularity.GROUP, 32)
@@ -212,17 +211,19 @@ def test_context_is_capped_to_a_sliding_window_with_one_line(tmp_path, caplog):
 
 
 def test_parts_of_a_fused_projection_must_be_quantized_alike(saved, tmp_path):
-    folder = rtn_checkpoint(saved["plain"], tmp_path / "w4", "w4a16", G32, (Q,))
-    refuses(folder, CheckpointError, rf"{Q} is fp16, .*k_proj is w4a16.*quantize or ignore them together")
+    quantize_checkpoint(saved["plain"], tmp_path, "w4a16", G32, ignore=["lm_head", Q])
+    refuses(tmp_path, CheckpointError, rf"{Q} is fp16, .*k_proj is w4a16.*quantize or ignore them together")
 
 
 def test_layers_left_unquantized_are_logged_once_by_name(saved, tmp_path, caplog):
     o = "model.layers.0.self_attn.o_proj"
-    model = load(rtn_checkpoint(saved["plain"], tmp_path / "some", "w4a16", G32, (o,)))
+    quantize_checkpoint(saved["plain"], tmp_path / "some", "w4a16", G32, ignore=["lm_head", o])
+    model = load(tmp_path / "some")
     assert model.schemes == {"w4a16": 7, "fp16": 1} and model.scheme == "fp16+w4a16"
     assert [r.message for r in caplog.records] == [f"left unquantized by the checkpoint: {o}"]
     caplog.clear()
-    whole = load(rtn_checkpoint(saved["plain"], tmp_path / "all", "w4a16", G32))
+    quantize_checkpoint(saved["plain"], tmp_path / "all", "w4a16", G32)
+    whole = load(tmp_path / "all")
     assert whole.schemes == {"w4a16": 8} and whole.head.scheme == "fp16" and not caplog.records
     assert whole.num_bytes < load(saved["plain"]).num_bytes
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from hand_steps import Requests
-from rtn_checkpoint import rtn_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -22,7 +21,7 @@ from truth import ours, prompt, relative, theirs
 from qrt.quant import affine, rotation
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
-from tiny_models import random_checkpoint
+from tiny_models import quantize_checkpoint, random_checkpoint
 
 MODELS = {
     "llama": ("LlamaForCausalLM", {}),
@@ -48,14 +47,14 @@ def plain(request, tmp_path_factory):
 def test_weight_only_checkpoints_agree_with_transformers(plain, grid, tmp_path):
     pytest.importorskip("compressed_tensors", reason="transformers loads such a checkpoint with it")
     scheme, spec = WEIGHT_ONLY[grid]
-    folder = rtn_checkpoint(plain, tmp_path / grid, scheme, spec)
-    model, truth = ours(folder), theirs(folder, TOKENS)
+    quantize_checkpoint(plain, tmp_path, scheme, spec)
+    model, truth = ours(tmp_path), theirs(tmp_path, TOKENS)
     assert set(model.schemes) == {scheme}
     logits = Requests(model).run([(0, TOKENS)])[0]
     assert relative(logits, truth) < 1e-4
     assert relative(logits, theirs(plain, TOKENS)) > 1e-3  # it was quantized at all
     tokens, _ = Requests(model).greedy(TOKENS, 16)
-    assert theirs(folder, TOKENS + tokens[:-1])[len(TOKENS) - 1 :].argmax(-1).tolist() == tokens
+    assert theirs(tmp_path, TOKENS + tokens[:-1])[len(TOKENS) - 1 :].argmax(-1).tolist() == tokens
 
 
 def test_fp8_blocks_agree_with_transformers(plain, tmp_path):
@@ -88,8 +87,8 @@ def fp8_checkpoint(source: Path, out: Path, size: int) -> Path:
 
 
 def test_w8a8_is_the_definition(plain, tmp_path):
-    folder = rtn_checkpoint(plain, tmp_path / "w8a8", "w8a8", W8A8)
-    checkpoint, model = open_checkpoint(folder), ours(folder)
+    quantize_checkpoint(plain, tmp_path, "w8a8", W8A8)
+    checkpoint, model = open_checkpoint(tmp_path), ours(tmp_path)
     assert set(model.schemes) == {"w8a8"}
     truth = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     for name, module in truth.named_modules():

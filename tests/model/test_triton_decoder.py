@@ -8,12 +8,11 @@ import importlib
 import pytest
 import torch
 from hand_steps import Requests
-from rtn_checkpoint import rtn_checkpoint
 from truth import prompt, relative
 
 from qrt.model.loader import load_model
 from qrt.quant.spec import Granularity, QuantSpec
-from tiny_models import random_checkpoint
+from tiny_models import quantize_checkpoint, random_checkpoint
 
 CALLED = {
     "qrt.layers.attention": ("kv_write", "decode_attention", "prefill_attention"),
@@ -59,7 +58,8 @@ def test_logits_are_those_of_the_references(scheme, kv, tmp_path, device, reques
         intermediate_size=128,
         attention_bias=True,
     )
-    folder = rtn_checkpoint(plain, tmp_path / "quantized", scheme, GRIDS[scheme])
+    folder = tmp_path / "quantized"
+    quantize_checkpoint(plain, folder, scheme, GRIDS[scheme])
     reference = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     truth = run(reference, kv)
     if device.type == "cpu":
