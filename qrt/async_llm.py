@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from itertools import count
 from typing import Any
 
@@ -120,7 +120,6 @@ class AsyncLLM:
     def _collector(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
     ) -> RequestCollector:
-        text, ids = split_prompt(prompt, self._tokenizer)
-        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        text, ids, salt = split_prompt(prompt, self._tokenizer)
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         return RequestCollector(name, text, ids, params, self._tokenizer, priority=priority, cache_salt=salt)

@@ -93,13 +93,12 @@ class LLM:
         priorities = [0] * len(listed) if priority is None else priority
         if len(priorities) != len(listed):
             raise ConfigError(f"priority: got {len(priorities)} for {len(listed)} prompts, wanted one each")
-        collectors = [self._collector(prompt, own) for prompt, own in zip(listed, params, strict=True)]
+        collectors = [self._collector(*given) for given in zip(listed, params, priorities, strict=True)]
         by_id = {engine_id: collector for collector in collectors for engine_id in collector.engine_ids}
         with self._running(by_id):
-            for collector, prompt, first in zip(collectors, listed, priorities, strict=True):
-                salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+            for collector in collectors:
+                ids, first, salt = collector.prompt_ids, collector.priority, collector.cache_salt
                 for engine_id, own in collector.engine_requests():
-                    ids = collector.prompt_ids
                     self.engine.add(engine_id, ids, own, priority=first, cache_salt=salt)
             with tqdm(total=len(collectors), desc="Processed prompts", disable=not use_tqdm) as bar:
                 tokens = 0
@@ -181,10 +180,11 @@ class LLM:
                     raise QrtError(f"request {delta.request_id} failed in a step: {delta.error}")
                 yield delta
 
-    def _collector(self, prompt: Prompt, params: SamplingParams) -> RequestCollector:
-        text, ids = split_prompt(prompt, self._tokenizer)
+    def _collector(self, prompt: Prompt, params: SamplingParams, priority: int) -> RequestCollector:
+        text, ids, salt = split_prompt(prompt, self._tokenizer)
         self.engine.validate(ids, params)
-        return RequestCollector(str(next(self._ids)), text, ids, params, self._tokenizer)
+        name = str(next(self._ids))
+        return RequestCollector(name, text, ids, params, self._tokenizer, priority=priority, cache_salt=salt)
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int

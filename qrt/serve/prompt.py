@@ -13,17 +13,19 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
-def split_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
-    """Text, if there is one, and token ids; ConfigError for anything else."""
+def split_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], str | None]:
+    """Text, if there is one, token ids, and the cache salt or None; ConfigError for anything else."""
+    salt = None
     if isinstance(prompt, Mapping):
         if unknown := [key for key in prompt if key not in KEYS]:
             raise ConfigError(f"prompt: unknown key {unknown[0]!r}{nearest(unknown[0], list(KEYS))}")
+        salt = prompt.get("cache_salt")
         if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), _listed(prompt["prompt_token_ids"])
+            return prompt.get("prompt"), _listed(prompt["prompt_token_ids"]), salt
         prompt = prompt.get("prompt", ())
     if isinstance(prompt, str):
-        return prompt, tokenizer.encode(prompt)
-    return None, _listed(prompt)
+        return prompt, tokenizer.encode(prompt), salt
+    return None, _listed(prompt), salt
 
 
 def _listed(ids: Any) -> list[int]:
