@@ -141,7 +141,7 @@ def test_awq_golden_word():
 
 REFUSED = [
     ({"quant_method": "awq", "version": "gemv"}, "'gemv' is another layout"),
-    ({"quant_method": "awq", "version": "new"}, "'new' is an unknown layout"),
+    ({"quant_method": "awq", "version": "new"}, "'new' is another layout"),
     ({"quant_method": "awq", "bits": 8}, "AWQ with 8 bits is not read"),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' is another layout"),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": ["gptq"]}, r"\"\['gptq'\]\" is another layout"),

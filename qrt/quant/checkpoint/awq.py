@@ -24,7 +24,6 @@ from qrt.quant.weight.base import WeightData
 BITS, MIDPOINT = 4, 8
 SLOT_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 COLUMN_OF_SLOT = (0, 2, 4, 6, 1, 3, 5, 7)
-REFUSED = ("gemv", "gemv_fast", "gemvfast", "llm-awq", "marlin", "exllama", "ipex")  # other layouts
 
 
 class AwqGemm(CheckpointFormat):
@@ -34,9 +33,8 @@ class AwqGemm(CheckpointFormat):
         where = f"{tensors.path}: quantization_config"
         version = str(config.get("version") or "gemm").lower()
         if version != "gemm":
-            known = "another" if version in REFUSED else "an unknown"
             raise UnsupportedError(
-                f'{where}.version {version!r} is {known} layout of the words; qrt reads "gemm": '
+                f'{where}.version {version!r} is another layout of the words; qrt reads "gemm": '
                 "quantize again with version gemm, or with qrt-calibrate"
             )
         bits = setting(where, config, ("bits", "w_bit"), BITS)
