@@ -1,4 +1,4 @@
-"""StepMeta: the tensors that describe one ragged step. Built by `engine/batch.py`, read by attention.
+"""StepMeta: the tensors that describe one ragged step. Built by `qrt.engine`, read by attention.
 
 A step holds B requests and T tokens. Requests with one token to compute (decodes) come first, so tokens
 [0, num_decodes) are theirs and the rest belong to prefill chunks, packed one after the other.

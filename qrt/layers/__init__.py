@@ -1,1 +1,1 @@
-"""The parts of a decoder layer; each takes StepMeta as an argument and knows nothing of requests."""
+"""The parts of a decoder layer; a step comes as StepMeta, and none knows of requests."""

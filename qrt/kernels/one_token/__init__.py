@@ -27,7 +27,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
 
 MOST_INPUTS = 1 << 15  # of a product: its input lies in shared memory
-UNIT = 16  # rows
+UNIT = 16  # rows of a product that one program multiplies at a time
 
 
 def fits(

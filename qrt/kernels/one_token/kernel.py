@@ -31,12 +31,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import multiprocessors
 from qrt.kernels.linear.hopper_kernel import DTYPES, of_weight
+from qrt.kernels.one_token import UNIT
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
 
-WARPS = 8  # that multiply: a chunk is a tile each, of ROWS outputs
+WARPS = 8  # that multiply: a chunk is a tile each, of UNIT outputs
 STAGES = 4  # chunks on their way or waiting, 17 KB each; 6 and 8 were slower
-ROWS = 16  # of a unit of work
 REGISTERS = 96  # of a thread: programs of the kernels around it fit beside it
 BARRIERS = 3  # between the four products
 _PACKED = gl.NVMMASharedLayout(128, 16, 4)
@@ -331,9 +331,9 @@ def _arrivals(device: torch.device) -> Tensor:
 def _descriptors(weight: TiledWeight) -> tuple[Any, Any, Any]:
     """TMA descriptors of a chunk: its words, its scales, its zeros."""
     blocks, tiles, rows, words = weight.packed.shape
-    by_row = (blocks, tiles, rows), torch.int32, (1, WARPS, ROWS), _BY_ROW
+    by_row = (blocks, tiles, rows), torch.int32, (1, WARPS, UNIT), _BY_ROW
     packed = of_weight(
-        weight.packed, (blocks, tiles, rows, words), torch.int16, (1, WARPS, ROWS, words), _PACKED
+        weight.packed, (blocks, tiles, rows, words), torch.int16, (1, WARPS, UNIT, words), _PACKED
     )
     scale = of_weight(weight.scale, *by_row)
     return packed, scale, of_weight(weight.zero, *by_row) if weight.zero.numel() else scale
@@ -360,7 +360,7 @@ def one_token(
     width = weights[3].out_features if qkv else 0
     programs, planes = multiprocessors(x.device), 16 // kind.bits
     longest = max(triton.next_power_of_2(max(x.shape[1], hidden, inner)), planes * 64 * WARPS)
-    units = triton.next_power_of_2(triton.cdiv(max(hidden, inner, width), ROWS * programs))
+    units = triton.next_power_of_2(triton.cdiv(max(hidden, inner, width), UNIT * programs))
     middle, o_out, down_out = (torch.empty_like(residual) for _ in range(3))
     active, out = x.new_empty(1, inner), x.new_empty(1, width or hidden)
     _one_token[(programs,)](
