@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from qrt.config import SamplingParams
 from qrt.errors import CheckpointError, ConfigError
+from qrt.quant.checkpoint.folder import is_file, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +55,24 @@ class GenerationConfig:
 
     @classmethod
     def read(cls, folder: Path, *, sampling: bool = True) -> GenerationConfig:
-        """From `folder`/generation_config.json; neutral without the file, CheckpointError when it is damaged.
+        """From `folder`/generation_config.json; neutral without the file, CheckpointError when it is damaged
+        or a link to one that is gone.
 
         A setting that changes what is sampled and is not run by qrt is logged by name. Without `sampling`
         only the ends of the text are read.
         """
         path = folder / "generation_config.json"
-        if not path.is_file():
+        if not is_file(path):
             return cls()
+        entries = read_json(path)
         try:
-            entries = json.loads(path.read_text())
             eos = entries.get("eos_token_id")
             ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
             named = tuple(map(int, ids))
             if not sampling:
                 return cls(named)
             return cls(named, _sampling(entries), entries.get("max_new_tokens"))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError) as error:
             raise CheckpointError(f"{path}: {error}; correct or remove the file") from error
 
 
