@@ -219,7 +219,7 @@ def decode_attention(
     if B == 0:
         return out
     fmt = KV_FORMATS[format]
-    device: KVDevice = fmt.device()
+    device: KVDevice = fmt.device
     block = block_of(fmt.block(B, Hq, Hkv), D, q.dtype)
     partial = torch.empty(P, Hq, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(P, Hq, dtype=torch.float32, device=q.device)

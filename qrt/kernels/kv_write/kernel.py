@@ -106,7 +106,7 @@ def kv_write(
     if T == 0:
         return
     fmt = KV_FORMATS[format]
-    device: KVDevice = fmt.device()
+    device: KVDevice = fmt.device
     H = half_width(D, device.parts)
     rows = ROWS if D <= 128 else ROWS // 2
     if fmt.rotated:

@@ -202,7 +202,7 @@ def gather(
     their own dtype."""
     if max_cached_len == 0:
         return
-    (_, Hkv, D), device = k.shape, fmt.device()
+    (_, Hkv, D), device = k.shape, fmt.device
     _gather_kernel[(Hkv, triton.cdiv(max_cached_len, GATHERED), len(rows))](
         tuple(kv), slot_table, rows, cached_start, k, v, slot_table.stride(0),
         HKV=Hkv, D=D, H=half_width(D, device.parts), TILE=GATHERED, FMT=device, num_warps=GATHER_WARPS,

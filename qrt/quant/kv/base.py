@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
+from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -84,6 +86,8 @@ class KVFormat(ABC):
     def decode_ref(self, buffers: Sequence[Tensor], slots: Tensor) -> tuple[Tensor, Tensor]:
         """k, v fp32 [n, Hkv, D] of `slots` [n], in the cache's basis."""
 
-    @abstractmethod
+    @cached_property
     def device(self) -> Any:
-        """The format's Triton device functions (`device.py`), imported on first call."""
+        """The format's Triton device functions, a KVDevice: DEVICE of `device.py` beside it, imported on
+        first use."""
+        return import_module(f"{type(self).__module__.rpartition('.')[0]}.device").DEVICE

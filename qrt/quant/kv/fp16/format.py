@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,12 +35,6 @@ class Fp16Format(KVFormat):
         (kv,) = buffers
         k, v = kv[slots].float().unbind(2)
         return k, v
-
-    def device(self) -> Any:
-        """See KVFormat."""
-        from qrt.quant.kv.fp16.device import DEVICE
-
-        return DEVICE
 
 
 FP16 = Fp16Format()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from qrt.quant import affine
 from qrt.quant.kv.base import DecodeBlock
 from qrt.quant.kv.planes import Grid, PlaneFormat
@@ -27,12 +25,6 @@ class Int4Format(PlaneFormat):
         },
         16: decode_blocks | {2: DecodeBlock(tokens=64, stages=5, warps=2, registers=255, heads=2)},
     }
-
-    def device(self) -> Any:
-        """See KVFormat."""
-        from qrt.quant.kv.int4.device import DEVICE
-
-        return DEVICE
 
 
 INT4 = Int4Format()

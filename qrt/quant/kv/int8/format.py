@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from qrt.quant import affine
 from qrt.quant.kv.base import DecodeBlock
 from qrt.quant.kv.planes import Grid, PlaneFormat
@@ -24,12 +22,6 @@ class Int8Format(PlaneFormat):
     pair_blocks = {
         8: decode_blocks | {192: DecodeBlock(tokens=32, stages=2, warps=1, registers=200, heads=2)}
     }
-
-    def device(self) -> Any:
-        """See KVFormat."""
-        from qrt.quant.kv.int8.device import DEVICE
-
-        return DEVICE
 
 
 INT8 = Int8Format()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from qrt.quant.kv.base import DecodeBlock
 from qrt.quant.kv.int4.format import INT4
 from qrt.quant.kv.int8.format import INT8
@@ -30,12 +28,6 @@ class K8V4Format(PlaneFormat):
             192: decode_blocks[1],
         },
     }
-
-    def device(self) -> Any:
-        """See KVFormat."""
-        from qrt.quant.kv.k8v4.device import DEVICE
-
-        return DEVICE
 
 
 K8V4 = K8V4Format()
