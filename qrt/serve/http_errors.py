@@ -55,12 +55,6 @@ def error_response(
     return JSONResponse(error_body(code, message, param), code, headers)
 
 
-def quoted(value: object) -> str:
-    """A client's own words in an error, cut to what is needed to find them."""
-    text = repr(value)
-    return text if len(text) <= MAX_ECHO_CHARS else f"{text[:MAX_ECHO_CHARS]}..."
-
-
 def unexpected_error(error: BaseException) -> str:
     """Log a defect under a number, and say the number."""
     reference = uuid.uuid4().hex[:12]

@@ -131,7 +131,6 @@ class LightllmShape:
     data = b"data:"
 
     def __init__(self, service: Service, body: GenerateRequest, collector: RequestCollector) -> None:
-        self._service = service
         self._collector = collector
         self._details = body.parameters.return_details
         self._text = body.inputs if body.parameters.return_full_text else ""

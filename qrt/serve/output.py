@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from qrt.config import SamplingParams
 from qrt.engine.logprobs import Scores
@@ -83,7 +84,8 @@ class _Completion:
 class RequestCollector:
     """One prompt with its n completions, each a request of its own in the engine.
 
-    error    why the engine gave it up, if it did
+    prompt_logprobs     so far; None for the first token
+    num_cached_tokens   of the prompt, found in the prefix cache
     """
 
     def __init__(
@@ -106,14 +108,13 @@ class RequestCollector:
         self.generate = generate
         self.priority = priority
         self.cache_salt = cache_salt
-        self.error: str | None = None
         self._tokenizer = tokenizer
         self._ranked = params.best_of is not None and params.best_of > params.n
         count = params.best_of or params.n
         self._indices = {f"{request_id}#{index}": index for index in range(count)}
         self._completions = [_Completion(Detokenizer(tokenizer, prompt_ids, params)) for _ in range(count)]
-        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
-        self._num_cached = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.num_cached_tokens = 0
 
     @property
     def engine_ids(self) -> list[str]:
@@ -126,38 +127,16 @@ class RequestCollector:
         params = self.params
         logprobs = 0 if self._ranked and params.logprobs is None else params.logprobs
         words = encode_bad_words(params.bad_words, self._tokenizer)
+        shared: dict[str, Any] = {"n": 1, "best_of": None, "logprobs": logprobs, "bad_words": words}
         for engine_id, index in self._indices.items():
-            seed = self.params.seed
-            if seed is not None:
-                seed = (seed + index + 2**63) % 2**64 - 2**63
-            prompt_logprobs = self.params.prompt_logprobs if index == 0 else None
-            yield (
-                engine_id,
-                replace(
-                    params,
-                    n=1,
-                    best_of=None,
-                    seed=seed,
-                    logprobs=logprobs,
-                    prompt_logprobs=prompt_logprobs,
-                    bad_words=words,
-                ),
-            )
+            seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
+            prompt_logprobs = params.prompt_logprobs if index == 0 else None
+            yield engine_id, replace(params, seed=seed, prompt_logprobs=prompt_logprobs, **shared)
 
     @property
     def num_output_tokens(self) -> int:
         """Over all completions, so far."""
         return sum(len(completion.token_ids) for completion in self._completions)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache."""
-        return self._num_cached
-
-    @property
-    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
-        """So far; None for the first token."""
-        return self._prompt_logprobs
 
     @property
     def finished(self) -> bool:
@@ -171,9 +150,7 @@ class RequestCollector:
         if completion.finish_reason:
             reasons = completion.finish_reason, completion.stop_reason
             return CompletionDelta(index, "", (), None, *reasons, abort=False)
-        self.error = self.error or delta.error
-        if delta.num_cached > self._num_cached:
-            self._num_cached = delta.num_cached
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached)
         if delta.prompt_scores is not None:
             self._add_prompt(delta.prompt_scores)
         shown = delta.token_ids
@@ -196,7 +173,7 @@ class RequestCollector:
 
     def output(self) -> RequestOutput:
         """Everything so far."""
-        prompt_logprobs = self._prompt_logprobs if self.params.prompt_logprobs is not None else None
+        prompt_logprobs = self.prompt_logprobs if self.params.prompt_logprobs is not None else None
         outputs = [self._completion_output(index, place) for index, place in enumerate(self._best())]
         return RequestOutput(
             self.request_id,
@@ -205,7 +182,7 @@ class RequestCollector:
             prompt_logprobs,
             outputs,
             self.finished,
-            self._num_cached,
+            self.num_cached_tokens,
         )
 
     def _best(self) -> Sequence[int]:
@@ -239,8 +216,8 @@ class RequestCollector:
         return logprobs
 
     def _add_prompt(self, scores: Scores) -> None:
-        start = len(self._prompt_logprobs)
-        self._prompt_logprobs += self._describe(scores, self.prompt_ids[start : start + len(scores)])
+        start = len(self.prompt_logprobs)
+        self.prompt_logprobs += self._describe(scores, self.prompt_ids[start : start + len(scores)])
 
     def _describe(self, scores: Scores, token_ids: Sequence[int]) -> list[TokenLogprobs]:
         """Per token that came: itself and the likeliest, as dictionaries."""
