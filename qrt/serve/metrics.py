@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -97,8 +97,6 @@ class EngineMetrics(Collector):
         self._requests: dict[str, _Times] = {}
         self._not_started: set[str] = set()
         self._recent: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def added(self, message: Add) -> None:
         """A request has been queued."""
@@ -226,11 +224,7 @@ class EngineMetrics(Collector):
 
     def exposition(self) -> bytes:
         """Prometheus' text format."""
-        return generate_latest(self._registry)
-
-    def describe(self) -> list[Any]:
-        """Nothing: `collect` is only called for an exposition."""
-        return []
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Any]:
         """All families, read at this moment."""
