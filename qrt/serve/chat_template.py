@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import jinja2
@@ -49,9 +49,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
         """No function is given a large number."""
-        for argument in (*args, *named.values()):
-            if isinstance(argument, int) and abs(argument) > MAX_REPEATED:
-                raise SecurityError(f"an argument of {argument}")
+        _check_numbers(*args, *named.values())
         return super().call(context, function, *args, **named)
 
     def wrap_str_format(self, value: Any) -> Any:
@@ -60,6 +58,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if wrapped is not None:
             _check_widths(value.__self__)
         return wrapped
+
+
+def _check_numbers(*arguments: Any) -> None:
+    for argument in arguments:
+        if isinstance(argument, int) and abs(argument) > MAX_REPEATED:
+            raise SecurityError(f"an argument of {argument}")
 
 
 def _check_widths(format: str) -> None:
@@ -93,15 +97,11 @@ def _strftime_now(format: str) -> str:
 def _sized(filter: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that refuses large numbers."""
 
+    @wraps(filter)  # with the attribute in which jinja reads what to pass
     def checked(*args: Any, **named: Any) -> Any:
-        for argument in (*args, *named.values()):
-            if isinstance(argument, int) and abs(argument) > MAX_REPEATED:
-                raise SecurityError(f"an argument of {argument}")
+        _check_numbers(*args, *named.values())
         return filter(*args, **named)
 
-    for mark in ("jinja_pass_arg",):  # jinja reads there what to pass
-        if hasattr(filter, mark):
-            setattr(checked, mark, getattr(filter, mark))
     return checked
 
 
