@@ -9,16 +9,15 @@ import sys
 from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from qrt.assets import model_path
 from qrt.cli import run_main
 from qrt.config import ENV, EngineConfig
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.serve.chat_template import ChatTemplate
-
-if TYPE_CHECKING:
-    from qrt.serve.settings import ServerConfig
+from qrt.serve.flags import parse
+from qrt.serve.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +26,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `qrt-serve`; returns the exit code."""
-
-    def work() -> int:
-        try:
-            from qrt.serve.flags import parse
-        except ImportError as error:
-            raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
-        return serve(parse(sys.argv[1:] if argv is None else argv))
-
-    return run_main(work)
+    return run_main(lambda: serve(parse(sys.argv[1:] if argv is None else argv)))
 
 
 def serve(arguments: Namespace) -> int:
@@ -59,29 +50,14 @@ def serve(arguments: Namespace) -> int:
 
 def engine_config(arguments: Namespace) -> EngineConfig:
     """The engine's part of the command line; ConfigError without a model, or with two."""
-    given = {
-        field.name: getattr(arguments, field.name)
-        for field in fields(EngineConfig)
-        if field.name in arguments
-    }
-    given["kv_skip_layers"] = tuple(arguments.kv_skip_layers)
-    if arguments.cudagraph_capture_sizes:
-        given["cudagraph_capture_sizes"] = tuple(arguments.cudagraph_capture_sizes)
-    return EngineConfig(**{**given, "model": _model(arguments)})
+    return EngineConfig(**{**_given(arguments, EngineConfig), "model": _model(arguments)})
 
 
 def server_config(arguments: Namespace) -> ServerConfig:
     """The server's part of the command line; ConfigError for files that cannot be read."""
-    from qrt.serve.settings import ServerConfig
-
-    given = {
-        field.name: getattr(arguments, field.name)
-        for field in fields(ServerConfig)
-        if field.name in arguments
-    }
     server = ServerConfig(
         **{
-            **given,
+            **_given(arguments, ServerConfig),
             "model_names": tuple(arguments.served_model_name or (Path(_model(arguments)).name,)),
             "api_keys": tuple(_keys(arguments)),
             "allowed_origins": tuple(arguments.allowed_origins),
@@ -91,6 +67,11 @@ def server_config(arguments: Namespace) -> ServerConfig:
     if server.ssl_certfile and server.ssl_keyfile:
         _check_certificate(server.ssl_certfile, server.ssl_keyfile)
     return server
+
+
+def _given(arguments: Namespace, config: type[EngineConfig | ServerConfig]) -> dict[str, Any]:
+    """The flags that are fields of `config`."""
+    return {field.name: getattr(arguments, field.name) for field in fields(config) if field.name in arguments}
 
 
 def _model(arguments: Namespace) -> str:
