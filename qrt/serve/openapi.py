@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "integer"},
-            },
-        }
-    },
-}
-_MEANINGS = {
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+_ERROR = _object(
+    error=_object(
+        message={"type": "string"},
+        type={"type": "string"},
+        param={"type": ["string", "null"]},
+        code={"type": "integer"},
+    )
+)
+_MEANINGS: dict[int | str, str] = {
     400: "Wrong request",
     401: "Wrong or missing API key",
     404: "No such model or route",
@@ -28,6 +29,7 @@ _MEANINGS = {
     413: "Body too large",
     415: "Not JSON",
     429: "Queue full; see Retry-After",
+    "4XX": "Wrong request",
     500: "Failure of the server",
     501: "Not run by this server",
     503: "Starting, ending or broken; see Retry-After",
@@ -38,19 +40,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 def errors() -> Responses:
     """The errors that any route may answer with."""
-    content = {"application/json": {"schema": _ERROR}}
-    return {
-        **{code: {"description": text, "content": content} for code, text in _MEANINGS.items()},
-        "4XX": {"description": "Wrong request", "content": content},
-    }
-
-
-def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "required": list(properties), "properties": properties}
-
-
-def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
+    return {code: _json(text, _ERROR) for code, text in _MEANINGS.items()}
 
 
 _CARD = _object(
@@ -65,14 +55,9 @@ MODELS: Responses = {
     **errors(),
     200: _json("All names", _object(object={"const": "list"}, data={"type": "array", "items": _CARD})),
 }
-
-
 EVENTS: Responses = {
     **errors(),
-    200: {
-        "description": "Server-sent events",
-        "content": {"text/event-stream": {}},
-    },
+    200: {"description": "Server-sent events", "content": {"text/event-stream": {}}},
 }
 
 
