@@ -23,7 +23,7 @@ class Spec(msgspec.Struct, frozen=True):
 
     name        the child's own: "engine", "api-0", ...
     socket      path of the engine's ipc socket, in a folder that only this user may enter
-    listener    file descriptor of the listening HTTP socket
+    listener    file descriptor of the listening HTTP socket; -1 in the engine process
     alive       file descriptor of a pipe that the engine process holds open for writing: its end is the
                 engine's end, however it died
     """
@@ -33,8 +33,8 @@ class Spec(msgspec.Struct, frozen=True):
     server: ServerConfig
     socket: str
     supervisor: int
-    listener: int = -1
-    alive: int = -1
+    listener: int
+    alive: int
 
 
 def child_spec(kind: str) -> Spec:
@@ -45,9 +45,8 @@ def child_spec(kind: str) -> Spec:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != spec.supervisor:
         sys.exit(f"{kind}: the supervisor has died")
-    for descriptor in (spec.listener, spec.alive):
-        if descriptor >= 0:
-            os.set_inheritable(descriptor, False)
+    for descriptor in {spec.listener, spec.alive} - {-1}:
+        os.set_inheritable(descriptor, False)
     set_up_logging(spec.server.log_level, f"{spec.name} pid={os.getpid()}")
     return spec
 

@@ -82,18 +82,15 @@ class Supervisor:
 
     async def _spawn(self, module: str, name: str, alive: int) -> asyncio.subprocess.Process:
         """Start a child; its Spec goes through stdin."""
-        listener = self._listener.fileno()
-        spec = Spec(name, self._engine_config, self._server, self._socket, os.getpid(), listener, alive)
         # the engine must not hold the listening socket: connections would wait there for ever
-        passed = (alive,) if module == ENGINE else (alive, listener)
-        if module == ENGINE:
-            spec = msgspec.structs.replace(spec, listener=-1)
+        listener = -1 if module == ENGINE else self._listener.fileno()
+        spec = Spec(name, self._engine_config, self._server, self._socket, os.getpid(), listener, alive)
         # a progress bar is for eyes; and where a log's disk is full, it fails what it shows the progress of
         bars = {} if sys.stderr.isatty() else {"TQDM_DISABLE": "1"}
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module),
             stdin=asyncio.subprocess.PIPE,
-            pass_fds=passed,
+            pass_fds=(alive,) if module == ENGINE else (alive, listener),
             env={**os.environ, **bars},
         )
         assert child.stdin is not None
