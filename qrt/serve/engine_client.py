@@ -165,14 +165,12 @@ class EngineClient(ABC):
             raise self.stopped
         if not self._streams:
             self.heard = time.monotonic()
-        stream = RequestStream(self, collectors)
-        for collector in collectors:
-            for id, params in collector.engine_requests():
+        stream, arrived = RequestStream(self, collectors), arrived or time.monotonic()
+        for c in collectors:
+            for id, params in c.engine_requests():
                 self._streams[id] = stream
-                since = arrived or time.monotonic()
-                add = Add(id, collector.prompt_ids, fields_of(params), since, collector.generate)
-                add.priority, add.cache_salt = collector.priority, collector.cache_salt
-                self._send(add)
+                fields = fields_of(params)
+                self._send(Add(id, c.prompt_ids, fields, arrived, c.generate, c.priority, c.cache_salt))
         await stream.accepted()
         return stream
 
