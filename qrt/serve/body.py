@@ -22,8 +22,8 @@ from qrt.config import MAX_TOKENS_LISTED
 from qrt.errors import ConfigError
 from qrt.serve.settings import MAX_STOP_CHARS
 
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Count
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # as long as a body: one error is enough of it
 TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKENS_LISTED)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]

@@ -41,13 +41,13 @@ class Parameters(Body):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    best_of: int | None = Field(None, strict=True, ge=1, le=MAX_N)
-    n: int | None = Field(None, strict=True, ge=1, le=MAX_N)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    n: int | None = Field(None, ge=1, le=MAX_N)
     do_sample: bool = False
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, strict=True, ge=-1, lt=2**31)
-    seed: int | None = Field(None, strict=True, ge=-(2**63), lt=2**63)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=10)

@@ -43,13 +43,13 @@ class Sampling(Body):
     """The fields both endpoints share."""
 
     model: str | None = None
-    n: int = Field(1, strict=True, ge=1, le=MAX_N)
-    best_of: int | None = Field(None, strict=True, ge=1, le=MAX_N)
+    n: int = Field(1, ge=1, le=MAX_N)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, strict=True, ge=-1, lt=2**31)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, strict=True, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: TokenList | None = None
     presence_penalty: Penalty | None = None
@@ -63,7 +63,7 @@ class Sampling(Body):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     prompt_logprobs: Count | None = None
-    priority: int | None = Field(None, strict=True, ge=-(2**31), lt=2**31)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
