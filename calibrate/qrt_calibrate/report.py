@@ -40,8 +40,8 @@ class LayerReport:
 class Report:
     """One finished calibration.
 
-    stored        the tensors written
     cost          what rounding costs on text kept apart, None where none was
+    stored_bytes  of all tensors written
     calibration   the text and how it was cut, None where none was read
     tuned         of training end to end, None where it was not asked for: the KL on drawn text in its first
                   and last steps, and on the text kept apart before it

@@ -100,8 +100,8 @@ class OutputMoments:
 
     def trusted(self, alive: Tensor) -> Iterator[Tensor]:
         """Each block [n, n] with what lies beside its diagonal shrunk as far as the shares do not agree on
-        it: they see the same with noise of their own, as in `Moments.correction`. Rows that are not `alive`
-        [N] (bool) stand alone: weights of zero have no grid on which to make good for others."""
+        it: they see the same with noise of their own, as in `Moments.take_correction`. Rows that are not
+        `alive` [N] (bool) stand alone: weights of zero have no grid on which to make good for others."""
         for (first, second), coupled in zip(self.blocks, alive.split(COUPLED), strict=True):
             whole = first + second
             diagonal = whole.diagonal().clone()

@@ -274,6 +274,7 @@ def _small(job: Job) -> bool:
 
 
 def windows_a_step(job: Job) -> int:
+    """Drawn windows of a step."""
     return LAUNCHED_BATCH if job.device.type == "cuda" and _small(job) else BATCH
 
 
