@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from qrt.quant.rotation import hadamard, signs
 from qrt.quant.spec import TensorSpec
 from qrt_calibrate.decoder import Decoder
 from qrt_calibrate.fold import TOLERANCE
+from qrt_calibrate.precision import EXACT, products
 from qrt_calibrate.untie import UntiedCheckpoint
 
 VALUE, OUTPUT = "self_attn.v_proj", "self_attn.o_proj"
@@ -76,6 +78,8 @@ class RotatedCheckpoint(Checkpoint):
     A tied embedding is untied by R1, because the gain of the last norm goes into the head alone: there is a
     head then, and config.json says so. Weights in `exact` are given in fp32; they are to be rounded anyway.
     What else is rotated has its stored dtype. `device` computes, tensors come on the CPU.
+
+    turns_stream   whether R1 is one of its rotations
     """
 
     def __init__(
@@ -93,32 +97,21 @@ class RotatedCheckpoint(Checkpoint):
         self.config = dict(base.config)
         self._shard_of = dict(base._shard_of)
         self._arch, self._exact, self._device = arch, exact, device
-        self._stream, self._heads = "R1" in rotations, "R2" in rotations
+        self.turns_stream, self._turns_heads = "R1" in rotations, "R2" in rotations
         self._head_dim = ModelConfig.from_hf(base.config, arch).head_dim
         pairs = [pair for pair in arch.smooth if pair.source not in arch.projections]
         self._gain_of = {reader: pair.source for pair in pairs for reader in pair.readers}
-        if self._stream:
+        if self.turns_stream:
             self._check_norms()
-
-    @property
-    def turns_stream(self) -> bool:
-        """Whether R1 is one of its rotations."""
-        return self._stream
 
     def spec(self, name: str) -> TensorSpec:
         """As stored: of the head that was the embedding, the embedding's."""
         return self.base.spec(name)
 
-    def tensor(
-        self,
-        name: str,
-        shape: str | None = None,
-        dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
-        **sizes: int,
-    ) -> Tensor:
+    def tensor(self, name: str, *checks: Any, **sizes: Any) -> Tensor:
         """A tensor as rotated, in its stored dtype, or in fp32 if it is one of `exact`; see TensorFolder for
         what is checked of the stored one."""
-        self.base.tensor(name, shape, dtype, **sizes)
+        self.base.tensor(name, *checks, **sizes)
         return self.rotated(name, torch.float32 if name in self._exact else self.spec(name).dtype)
 
     def rotated(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -128,10 +121,10 @@ class RotatedCheckpoint(Checkpoint):
         inside = f"{self._arch.layers}."
         place = module.removeprefix(inside).partition(".")[2] if module.startswith(inside) else module
         if place in {self._arch.norm, *self._gain_of.values()}:
-            return torch.ones_like(tensor, dtype=dtype) if self._stream else tensor.to(dtype)
-        if place == self._arch.embed and self._stream:
+            return torch.ones_like(tensor, dtype=dtype) if self.turns_stream else tensor.to(dtype)
+        if place == self._arch.embed and self.turns_stream:
             return self._turn_rows(tensor, None, dtype)
-        if place == self._arch.head and self._stream:
+        if place == self._arch.head and self.turns_stream:
             return self._turn_rows(tensor, self.base.tensor(f"{self._arch.norm}.weight"), dtype)
         if place in self._arch.projections:
             return self._projection(tensor, module.removesuffix(place), place, part).to(dtype)
@@ -139,14 +132,14 @@ class RotatedCheckpoint(Checkpoint):
 
     def _projection(self, tensor: Tensor, layer: str, place: str, part: str) -> Tensor:
         """A Linear of a layer, weight [N, K] or bias [N]: fp32 where anything is done."""
-        if part == "weight" and place == OUTPUT and self._heads:
+        if part == "weight" and place == OUTPUT and self._turns_heads:
             tensor = self._turn_rows(tensor.view(-1, self._head_dim), None, torch.float32).view(tensor.shape)
-        if self._stream and place in self._gain_of and part == "weight":
+        if self.turns_stream and place in self._gain_of and part == "weight":
             gain = self.base.tensor(f"{layer}{self._gain_of[place]}.weight")
             tensor = self._turn_rows(tensor, gain, torch.float32)
-        if self._stream and place not in self._gain_of:  # it writes to the stream
+        if self.turns_stream and place not in self._gain_of:  # it writes to the stream
             tensor = self._turn_columns(tensor)
-        if place == VALUE and self._heads:
+        if place == VALUE and self._turns_heads:
             heads = tensor.view(-1, self._head_dim, *tensor.shape[1:])
             tensor = torch.stack([self._turn_columns(head) for head in heads]).view(tensor.shape)
         return tensor
@@ -182,7 +175,7 @@ class Gate:
     """Runs layers as they were and as they are rotated, on random hidden states."""
 
     def __init__(self, checkpoint: RotatedCheckpoint, arch: Arch, device: torch.device) -> None:
-        self._checkpoint, self._arch, self._device = checkpoint, arch, device
+        self._checkpoint, self._arch = checkpoint, arch
         self._decoder = Decoder(checkpoint, arch, GATE_TOKENS, device)
 
     @torch.no_grad()
@@ -209,10 +202,6 @@ class Gate:
 
     def _added(self, index: int, tensors: dict[str, Tensor], hidden: Tensor) -> Tensor:
         """fp64 on the CPU."""
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
+        with products(EXACT):
             layer = self._decoder.load(index, tensors)
             return self._decoder.run(index, layer, hidden).cpu().double() - hidden
-        finally:
-            torch.set_float32_matmul_precision(precision)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from qrt.arch import Arch
@@ -26,15 +27,9 @@ class UntiedCheckpoint(Checkpoint):
         """As stored."""
         return self.base.spec(self._stored_name(name))
 
-    def tensor(
-        self,
-        name: str,
-        shape: str | None = None,
-        dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
-        **sizes: int,
-    ) -> Tensor:
+    def tensor(self, name: str, *checks: Any, **sizes: Any) -> Tensor:
         """As stored."""
-        return self.base.tensor(self._stored_name(name), shape, dtype, **sizes)
+        return self.base.tensor(self._stored_name(name), *checks, **sizes)
 
     def _stored_name(self, name: str) -> str:
         return self._embedding if name == self._head and not self.base.has(name) else name
