@@ -37,7 +37,6 @@ from qrt_calibrate.search import (
     RoundedCost,
     awq_candidates,
     round_input,
-    search,
     smooth_candidates,
 )
 from qrt_calibrate.sensitivity import OutputMoments, output_moments
@@ -248,7 +247,7 @@ class LayerWork:
             cost = RoundedCost(pair, call, grid.spec, job.scale_dtype, int8_tokens)
         if powers:
             candidates = (scales for scales in candidates if self._is_exact(rounded, smooth.source, scales))
-        scales = search(candidates, cost).scales
+        scales = min(candidates, key=cost)  # the first one, the identity, unless another is better
         self._note("largest scale", float(scales.max()))
         if (scales == 1).all():
             return False

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,28 +19,6 @@ from qrt_calibrate.rtn import round_weight
 GRID = 20  # candidates of AWQ's search, the identity among them
 STRENGTHS = (0.3, 0.5, 0.65, 0.8, 0.9)  # SmoothQuant's alpha: how much of an outlier the weights take over
 _TINY = 1e-5
-
-
-@dataclass(frozen=True)
-class Found:
-    """Scales per source channel, and the cost of rounding without and with them."""
-
-    scales: Tensor
-    plain_cost: float
-    cost: float
-
-
-def search(candidates: Iterable[Tensor], cost_of: Callable[[Tensor], float]) -> Found:
-    """The candidate of least cost; the first one, the identity, unless another is better."""
-    found: Found | None = None
-    for scales in candidates:
-        cost = cost_of(scales)
-        if found is None:
-            found = Found(scales, plain_cost=cost, cost=cost)
-        elif cost < found.cost:
-            found = Found(scales, found.plain_cost, cost)
-    assert found is not None, "the identity is always a candidate"
-    return found
 
 
 def awq_candidates(pair: Pair, magnitude: Tensor, spec: QuantSpec, powers: bool) -> Iterator[Tensor]:

@@ -228,9 +228,8 @@ def test_a_layer_that_adds_nothing_has_figures(silent, run, llama, tmp_path, tmp
 def test_a_broken_pair_stops_the_run(run, llama, tmp_path, monkeypatch):
     """If a family's smoothing pairs are wrong, the first fold that changes the function ends it."""
     monkeypatch.setattr(layer.Pair, "spread", lambda self, scales: 2 * scales)
-    monkeypatch.setattr(
-        layer, "search", lambda candidates, cost: search.Found(2 * next(candidates), 1.0, 0.5)
-    )
+    candidates = layer.awq_candidates
+    monkeypatch.setattr(layer, "awq_candidates", lambda *given: iter([2 * next(candidates(*given))]))
     code, shown = run("--bits", "4", model=llama)
     assert code == 1 and list(tmp_path.iterdir()) == []
     assert "model.layers.0: folding scales from input_layernorm into self_attn.q_proj" in shown.err
