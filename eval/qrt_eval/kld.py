@@ -30,7 +30,7 @@ from qrt_eval.partial import UNKEPT, PartialResult, cut_of
 from qrt_eval.ppl import same_tokenizer
 from qrt_eval.protocol import PROTOCOLS, Gptq, Loss, Window, cut
 from qrt_eval.reference import Reference
-from qrt_eval.results import checkpoint_sha256, command_facts, model_facts, text_facts, write_json
+from qrt_eval.results import checkpoint_sha256, model_facts, save, text_facts
 from qrt_eval.text import load_text
 
 LOGITS_BYTES = 1 << 26  # of one model's logits in float64
@@ -75,29 +75,13 @@ def run(arguments: Namespace) -> None:
         del llm
         release()
     print_tables(base, results, arguments.top_p)
-    if arguments.json:
-        runs = [
-            {
-                **r.facts,
-                **r.figures,
-                "tokens": r.tokens,
-                "seconds": r.seconds,
-                "worst": r.worst,
-            }
-            for r in results
-        ]
-        facts = {
-            **command_facts(arguments),
-            **{key: base.facts[key] for key in ("dataset", "source", "text_sha256")},
-        }
-        facts |= {
-            "protocol": base.facts["protocol"],
-            "seqlen": base.facts["seqlen"],
-            "top_p": arguments.top_p,
-        }
-        write_json(arguments.json, {**facts, "baseline": base.facts["run"], "runs": runs})
-        partial.remove()
-        print(f"result written to {arguments.json}", file=sys.stderr)
+    facts = {key: base.facts[key] for key in ("dataset", "source", "text_sha256", "protocol", "seqlen")}
+    facts |= {"top_p": arguments.top_p, "baseline": base.facts["run"]}
+    runs = [
+        {**r.facts, **r.figures, "tokens": r.tokens, "seconds": r.seconds, "worst": r.worst} for r in results
+    ]
+    save(arguments, {**facts, "runs": runs})
+    partial.remove()
 
 
 def check_alone(arguments: Namespace) -> None:

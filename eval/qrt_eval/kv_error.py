@@ -10,7 +10,6 @@ weights, in nats, to see what a head is like.
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.mem.storage import KVStorage
 from qrt.quant.kv import KV_FORMATS, smoothing
 from qrt_eval.console import show
-from qrt_eval.results import command_facts, write_json
+from qrt_eval.results import save
 
 SHARPNESS = {"diffuse": 0.3, "peaked": 3.0}  # standard deviation of the scores
 QUERIES, SAMPLE_TOKENS = 8, 512
@@ -57,12 +56,8 @@ def run(arguments: Namespace) -> None:
                 cells.append({"kv": name, "heads": kind, "context_tokens": length, **errors(found, truth)})
                 cells[-1]["entropy"] = entropy
     print_table(cells)
-    if arguments.json:
-        about = {"head_dim": arguments.head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
-        write_json(
-            arguments.json, {**command_facts(arguments), **about, "seed": arguments.seed, "cells": cells}
-        )
-        print(f"result written to {arguments.json}", file=sys.stderr)
+    about = {"head_dim": arguments.head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
+    save(arguments, {**about, "seed": arguments.seed, "cells": cells})
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ over the memory's bandwidth. On a GPU host_gap is the share of that time in whic
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from argparse import Namespace
 from typing import Any
@@ -22,7 +21,7 @@ from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
 from qrt.model.decoder import Decoder
-from qrt_eval.results import command_facts, engine_facts, write_json
+from qrt_eval.results import engine_facts, save
 from qrt_eval.shapes import shape
 
 # A device-to-device copy on one H200, bytes read and written (design section 5); other GPUs get no floor.
@@ -45,10 +44,8 @@ def run(arguments: Namespace) -> None:
     if arguments.compare:
         rows += compared(arguments, device, rate)
     print_table(arguments, rows)
-    if arguments.json:
-        facts = {**command_facts(arguments), **engine_facts(engine, arguments.model or arguments.shape)}
-        write_json(arguments.json, {**facts, "bytes_per_s": rate, "rows": rows})
-        print(f"result written to {arguments.json}", file=sys.stderr)
+    facts = engine_facts(engine, arguments.model or arguments.shape)
+    save(arguments, {**facts, "bytes_per_s": rate, "rows": rows})
 
 
 def build_engine(arguments: Namespace, device: str) -> Engine:

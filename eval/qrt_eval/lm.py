@@ -8,7 +8,6 @@ Needs lm-eval: `pip install qrt[lm]`.
 
 from __future__ import annotations
 
-import sys
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.table import Table
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt_eval.console import show
 from qrt_eval.ppl import scorer
-from qrt_eval.results import command_facts, model_facts, write_json
+from qrt_eval.results import model_facts, save
 
 OFFLINE = (
     "lm-eval's own tasks download their data; offline, give YAML tasks over local files in --include-path"
@@ -59,11 +58,8 @@ def run(arguments: Namespace) -> None:
         raise QrtError(f"--tasks {arguments.tasks}: {type(error).__name__}: {error}; {OFFLINE}") from error
     rows = scores(found)
     print_table(arguments, rows)
-    if arguments.json:
-        facts = {**command_facts(arguments), **model_facts(llm), "scores": rows}
-        facts |= {"lm_eval_version": lm_eval.__version__, "seconds": time.perf_counter() - started}
-        write_json(arguments.json, facts)
-        print(f"result written to {arguments.json}", file=sys.stderr)
+    about = {"lm_eval_version": lm_eval.__version__, "seconds": time.perf_counter() - started}
+    save(arguments, {**model_facts(llm), "scores": rows, **about})
 
 
 def scores(found: dict[str, Any]) -> list[dict[str, Any]]:

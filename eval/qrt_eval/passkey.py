@@ -9,7 +9,6 @@ of the key in nats. Chance is 0, 0.1 and about -11.5.
 from __future__ import annotations
 
 import random
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from qrt.llm import LLM
 from qrt_eval.console import show
 from qrt_eval.kld import release
 from qrt_eval.ppl import scorer
-from qrt_eval.results import command_facts, model_facts, write_json
+from qrt_eval.results import model_facts, save
 
 TASK = "There is an important number hidden in a lot of irrelevant text. Find it and remember it.\n"
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
@@ -60,9 +59,7 @@ def run(arguments: Namespace) -> None:
         del llm
         release()
     print_table(arguments.model, cells)
-    if arguments.json:
-        write_json(arguments.json, {**command_facts(arguments), **facts, "cells": cells})
-        print(f"result written to {arguments.json}", file=sys.stderr)
+    save(arguments, {**facts, "cells": cells})
 
 
 def default_lengths(longest: int) -> list[int]:

@@ -18,7 +18,7 @@ from qrt.llm import LLM
 from qrt_eval.console import show
 from qrt_eval.partial import UNKEPT, PartialResult, cut_of
 from qrt_eval.protocol import PROTOCOLS, Loss, Window, cut
-from qrt_eval.results import command_facts, model_facts, text_facts, write_json
+from qrt_eval.results import model_facts, save, text_facts
 from qrt_eval.text import EvalText, load_text
 
 WINDOWS_PER_BATCH = 8
@@ -63,12 +63,10 @@ def run(arguments: Namespace) -> None:
     if arguments.baseline:
         baseline = _measure(arguments, arguments.baseline, arguments.baseline_kv, text, partial)
     print_table(text, arguments.protocol, result, baseline)
-    if arguments.json:
-        facts = {**text_facts(text), "protocol": arguments.protocol, **as_json(result)}
-        facts["baseline"] = None if baseline is None else as_json(baseline)
-        write_json(arguments.json, {**command_facts(arguments), **facts})
-        partial.remove()
-        print(f"result written to {arguments.json}", file=sys.stderr)
+    facts = {**text_facts(text), "protocol": arguments.protocol, **as_json(result)}
+    facts["baseline"] = None if baseline is None else as_json(baseline)
+    save(arguments, facts)
+    partial.remove()
 
 
 def scorer(model: str, kv: str, dtype: str = "auto", max_model_len: int | None = None) -> LLM:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -129,6 +130,13 @@ def checkpoint_sha256(model: str) -> str:
             file.seek(max(0, size - SAMPLE_BYTES))
             digest.update(file.read())
     return digest.hexdigest()
+
+
+def save(arguments: Namespace, result: Mapping[str, Any]) -> None:
+    """Write what a command found, with `command_facts`, to its --json, where that is given, and say so."""
+    if arguments.json:
+        write_json(arguments.json, {**command_facts(arguments), **result})
+        print(f"result written to {arguments.json}", file=sys.stderr)
 
 
 def write_json(path: str | Path, result: Mapping[str, Any]) -> None:

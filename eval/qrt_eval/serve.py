@@ -24,7 +24,7 @@ from qrt.errors import ConfigError, QrtError
 from qrt.serve.tokenizer import Tokenizer
 from qrt_eval.console import show
 from qrt_eval.load import Load, Outcome, Prompt, chunk_times, concurrency, delays, send
-from qrt_eval.results import command_facts, write_json
+from qrt_eval.results import save
 from qrt_eval.throughput import read_prompts
 
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
@@ -62,10 +62,8 @@ def run(arguments: Namespace) -> None:
         "max_concurrency": arguments.max_concurrency,
     }
     print_table(about, result, arguments.metric_percentiles)
-    if arguments.json:
-        detail = details(outcomes) if arguments.save_detailed else {}
-        write_json(arguments.json, {**command_facts(arguments), **about, **result, **detail})
-        print(f"result written to {arguments.json}", file=sys.stderr)
+    detail = details(outcomes) if arguments.save_detailed else {}
+    save(arguments, {**about, **result, **detail})
     if not result["completed"]:
         raise QrtError(f"{url}: every request failed, the first with: {outcomes[0].error}")
 

@@ -31,7 +31,7 @@ from qrt.serve.tokenizer import Tokenizer
 from qrt_calibrate.lines import read_lines, read_rows
 from qrt_eval.console import show
 from qrt_eval.latency import build_engine, described
-from qrt_eval.results import command_facts, engine_facts, write_json
+from qrt_eval.results import engine_facts, save
 
 WARMUP_TOKENS = 4  # decoded by each request of the warm-up
 PROMPTS_PER_SLOT = 2  # of --num-prompts, unless given: the batch is refilled once
@@ -47,11 +47,9 @@ def run(arguments: Namespace) -> None:
     engine = build_engine(arguments, "cuda" if torch.cuda.is_available() else "cpu")
     rows = [measure(engine, batch, prompts, arguments) for batch in arguments.batch]
     print_table(arguments, rows)
-    if arguments.json:
-        best = max(rows, key=lambda row: row["tokens_per_second"])
-        facts = {**command_facts(arguments), **engine_facts(engine, arguments.model or arguments.shape)}
-        write_json(arguments.json, {**facts, "best_batch": best["batch"], "batches": rows})
-        print(f"result written to {arguments.json}", file=sys.stderr)
+    best = max(rows, key=lambda row: row["tokens_per_second"])
+    facts = engine_facts(engine, arguments.model or arguments.shape)
+    save(arguments, {**facts, "best_batch": best["batch"], "batches": rows})
 
 
 def read_prompts(path: str, tokenizer: Tokenizer) -> list[list[int]]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from schema import checked
 
 from qrt.kernels import tuned
 from qrt.kernels.linear import int8_kernel, kernel
@@ -30,7 +31,7 @@ def test_the_whole_table(small, tmp_path, capsys):
     out = tmp_path / "kernels.json"
     words = "kernels --shape small --tokens 1 8 --decode 2x64 --prefill 32x0 32x32 --compare --json"
     assert main([*words.split(), str(out)]) == 0
-    result = json.loads(out.read_text())
+    result = checked(out)
     cells = {(row["op"], row["what"], row["at"]): row for row in result["kernels"]}
     assert len(cells) == len(result["kernels"]) and {key[0] for key in cells} == {
         "layer", "chain", "linear", "decode", "prefill", "kv_write", "rmsnorm", "silu_mul", "sample",

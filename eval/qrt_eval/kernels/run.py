@@ -19,7 +19,7 @@ from qrt_eval.kernels import attention, elementwise, layer, linear, peers, sampl
 from qrt_eval.kernels.row import Row
 from qrt_eval.kernels.timer import Rates, measure_rates
 from qrt_eval.kernels.tune import tune
-from qrt_eval.results import write_json
+from qrt_eval.results import save
 from qrt_eval.shapes import shape
 
 TOKENS = (1, 16, 64, 256, 4096)
@@ -47,10 +47,8 @@ def run(arguments: Namespace) -> None:
             bar.update()
     for op in dict.fromkeys(row.op for row in rows):
         print_table(op, [row for row in rows if row.op == op])
-    if arguments.json:
-        facts = {"model": arguments.shape, "rates": asdict(rates)}
-        write_json(arguments.json, {**facts, "kernels": [row.as_json() for row in rows]})
-        print(f"result written to {arguments.json}", file=sys.stderr)
+    facts = {"model": arguments.shape, "rates": asdict(rates)}
+    save(arguments, {**facts, "kernels": [row.as_json() for row in rows]})
 
 
 def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: torch.device) -> Iterator[Row]:
