@@ -13,12 +13,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from qrt.cli import run_main
 from qrt.config import SamplingParams
 from qrt.llm import LLM
+from qrt_eval.console import show
 from qrt_eval.ppl import quick_perplexity, scorer
 from qrt_eval.text import load_text
 
@@ -94,7 +94,7 @@ def print_table(rows: list[Row]) -> None:
             change,
             f"{row.tokens_per_s:,.0f}",
         )
-    Console().print(table)
+    show(table)
 
 
 def write_sample() -> None:

@@ -14,13 +14,13 @@ from argparse import Namespace
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
 from qrt.model.decoder import Decoder
+from qrt_eval.console import show
 from qrt_eval.results import engine_facts, save
 from qrt_eval.shapes import shape
 
@@ -190,4 +190,4 @@ def print_table(arguments: Namespace, rows: list[dict[str, Any]]) -> None:
             floor_ms,
             f"{row['decode_tokens_per_s']:,.1f}",
         )
-    Console().print(table)
+    show(table)

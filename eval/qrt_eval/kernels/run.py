@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from qrt.arch import ModelConfig
 from qrt.errors import ConfigError
 from qrt_eval.cli import OPS
+from qrt_eval.console import show
 from qrt_eval.kernels import attention, elementwise, layer, linear, peers, sample
 from qrt_eval.kernels.row import Row
 from qrt_eval.kernels.timer import Rates, measure_rates
@@ -99,4 +99,4 @@ def print_table(op: str, rows: Sequence[Row]) -> None:
             row = cells.get((what, size))
             line.append(f"{row.us:,.1f} ({100 * row.floor_us / row.us:.0f} %)" if row else "")
         table.add_row(what, *line)
-    Console().print(table)
+    show(table)
