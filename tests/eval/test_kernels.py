@@ -79,7 +79,7 @@ def test_operands_do_not_fit_the_cache_together():
 def test_floor_is_the_slower_of_bytes_and_work():
     rates = Rates(bytes_per_s=1e12, flops_per_s=1e14, int8_ops_per_s=2e14)
     assert rates.floor_us(1e6) == pytest.approx(1) and rates.floor_us(1e6, 1e9) == pytest.approx(10)
-    assert rates.floor_us(1e6, int8_ops=1e9) == pytest.approx(5)
+    assert rates.floor_us(1e6, 1e9, int8=True) == pytest.approx(5)
 
 
 @pytest.mark.parametrize("words", ["--decode 16", "--prefill ax3", "--decode 0x10"])

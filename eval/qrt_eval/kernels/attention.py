@@ -36,7 +36,8 @@ def randomize(buffers: Buffers, fmt: KVFormat) -> None:
     for tensor in buffers:
         if tensor.dtype.is_floating_point:
             tensor.normal_()
-            tensor.abs_() if fmt.bits < 16 else None  # scales
+            if fmt.bits < 16:  # scales
+                tensor.abs_()
         else:
             tensor.random_(-(1 << 15), 1 << 15)
 

@@ -43,7 +43,7 @@ def rows(
             flops = batch * _flops_per_token(model, context)
             names = [plain if name == "fp16" else name for name in (scheme, kv)]
             what, at = "{}, KV {}".format(*names), f"{batch} x {context}"
-            floor_us = _floor_us(rates, scheme, num_bytes, flops)
+            floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)
             yield Row("layer", what, at, us, floor_us, num_bytes, flops, ours=scheme != "fp16")
         del model
 
@@ -68,7 +68,7 @@ def chain_rows(
             )
             flops, num_bytes = m * _flops_per_token(model, 0), _weight_bytes(model)
             what = _plain(device) if scheme == "fp16" else scheme
-            floor_us = _floor_us(rates, scheme, num_bytes, flops)
+            floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)
             yield Row("chain", what, f"M={m}", us, floor_us, num_bytes, flops, ours=scheme != "fp16")
         del model
 
@@ -87,11 +87,6 @@ def _weight_bytes(model: Decoder) -> int:
     """Of a layer."""
     num_bytes = sum(t.nbytes for linear in model.linears() for t in linear.parameters())
     return (num_bytes - sum(t.nbytes for t in model.head.parameters())) // model.config.num_layers
-
-
-def _floor_us(rates: Rates, scheme: str, num_bytes: int, flops: int) -> float:
-    int8 = scheme in INT8_PRODUCTS
-    return rates.floor_us(num_bytes, 0 if int8 else flops, flops if int8 else 0)
 
 
 def _time(model: Decoder, kv: str, batch: int, context: int) -> float:

@@ -65,8 +65,7 @@ def _product(
         x = torch.randn(m, k, device=device, dtype=activation_dtype(device))
         us = microseconds(linear, [(x, weight.tensors, None, scheme) for weight in weights])
         flops, num_bytes = 2 * m * n * k, weight_bytes + m * (n + k) * x.itemsize
-        int8 = scheme in INT8_PRODUCTS
-        floor_us = rates.floor_us(num_bytes, 0 if int8 else flops, flops if int8 else 0)
+        floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)
         yield Row("linear", name, f"M={m}", us, floor_us, num_bytes, flops, ours=scheme != "fp16")
 
 

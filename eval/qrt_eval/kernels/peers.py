@@ -111,7 +111,7 @@ def linear_rows(
             x = (32 * torch.randn(m, k, device=device)).to(peer.dtype)
             us = microseconds(product.multiply, [(x, weight) for weight in weights])
             flops, num_bytes = 2 * m * n * k, product.num_bytes + m * (k * x.itemsize + 2 * n)
-            floor_us = rates.floor_us(num_bytes, 0 if peer.int8 else flops, flops if peer.int8 else 0)
+            floor_us = rates.floor_us(num_bytes, flops, peer.int8)
             row = Row("linear", f"{peer.what} {name}", f"M={m}", us, floor_us, num_bytes, flops, False)
             cells.append(row)
         del weights

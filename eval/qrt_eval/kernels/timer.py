@@ -69,10 +69,10 @@ class Rates:
     flops_per_s: float
     int8_ops_per_s: float
 
-    def floor_us(self, num_bytes: float, flops: float = 0, int8_ops: float = 0) -> float:
-        """The time below which the work cannot be done."""
-        work_s = flops / self.flops_per_s + int8_ops / self.int8_ops_per_s
-        return max(num_bytes / self.bytes_per_s, work_s) * 1e6
+    def floor_us(self, num_bytes: float, flops: float = 0, int8: bool = False) -> float:
+        """The time below which the work cannot be done; `int8`: whether its operations are."""
+        rate = self.int8_ops_per_s if int8 else self.flops_per_s
+        return max(num_bytes / self.bytes_per_s, flops / rate) * 1e6
 
 
 def measure_rates(device: torch.device) -> Rates:
