@@ -93,7 +93,7 @@ def figures(positions: Positions) -> dict[str, float]:
     change = positions.nll - positions.base_nll
     dp = (-positions.nll).exp() - (-positions.base_nll).exp()
     losses = torch.stack((positions.nll, positions.base_nll))
-    found = {
+    return {
         "kl_mean": float(positions.kl.mean()),
         "kl_se": _standard_error(positions.kl),
         "kl_max": float(positions.kl.max()),
@@ -109,7 +109,6 @@ def figures(positions: Positions) -> dict[str, float]:
         "dp_rms": float(dp.square().mean().sqrt()),
         **_percentiles("dp", dp),
     }
-    return found
 
 
 def _standard_error(values: Tensor) -> float:

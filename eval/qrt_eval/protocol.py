@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from qrt.errors import ConfigError
-from qrt.registry import nearest
 from qrt.serve.tokenizer import Tokenizer
 from qrt_eval.text import Document, EvalText
 
@@ -269,15 +268,6 @@ def _long_enough(tokens: Tokens, seqlen: int, wanted: int) -> None:
 PROTOCOLS: dict[str, Protocol] = {p.name: p for p in (Gptq(), LlamaCpp(), LmEval(), Sliding())}
 
 
-def protocol(name: str) -> Protocol:
-    """The protocol of a name; ConfigError lists the known ones."""
-    if name not in PROTOCOLS:
-        raise ConfigError(
-            f"--protocol {name}: unknown (known: {', '.join(PROTOCOLS)}){nearest(name, list(PROTOCOLS))}"
-        )
-    return PROTOCOLS[name]
-
-
 def cut(
     name: str, text: EvalText, tokenizer: Tokenizer, max_model_len: int, settings: Any
 ) -> tuple[list[Window], int]:
@@ -285,7 +275,7 @@ def cut(
 
     ConfigError when a window does not fit the model's context.
     """
-    chosen = protocol(name)
+    chosen = PROTOCOLS[name]
     seqlen = min(chosen.default_seqlen, max_model_len) if settings.seqlen is None else settings.seqlen
     least = chosen.least_seqlen
     if not least <= seqlen <= max_model_len:

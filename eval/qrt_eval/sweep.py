@@ -42,7 +42,7 @@ from qrt_eval.results import (
     text_facts,
     write_json,
 )
-from qrt_eval.shapes import SHAPES
+from qrt_eval.shapes import shape
 from qrt_eval.text import EvalText, load_text
 
 GIB = 1 << 30
@@ -75,8 +75,8 @@ class Sweep:
         """ConfigError for schemes and formats that qrt does not have."""
         weights = _known("--weights", arguments.weights, list(WEIGHT_SCHEMES), SHORT)
         kv = _known("--kv", arguments.kv, list(KV_FORMATS), {"16": "fp16", "8": "int8", "4": "int4"})
-        if arguments.shape and arguments.shape not in SHAPES:
-            raise ConfigError(f"--shape {arguments.shape}: unknown (known: {', '.join(SHAPES)})")
+        if arguments.shape:
+            shape(arguments.shape)  # refuses an unknown one
         given = _given(arguments, weights)
         name = arguments.shape or Path(arguments.model).resolve().name
         folder = Path(arguments.out or f"sweep-{name}")
