@@ -91,12 +91,18 @@ def _add_serve(command: ArgumentParser) -> None:
     command.add_argument("--model", metavar="NAME", help="as the server names it (default: its first)")
     command.add_argument("--tokenizer", metavar="DIR", help="makes the prompts (default: the model)")
     command.add_argument("--api-key", help="sent as a bearer token (default: QRT_API_KEY)")
-    command.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="requests in all")
+    command.add_argument(
+        "--num-prompts", type=flags.positive, default=1000, metavar="N", help="requests in all"
+    )
     command.add_argument(
         "--prompts", metavar="FILE", help="a prompt a line, or .jsonl (default: random tokens)"
     )
-    command.add_argument("--input-len", type=int, default=1024, metavar="TOKENS", help="of random prompts")
-    command.add_argument("--output-len", type=int, default=128, metavar="TOKENS", help="most to ask for")
+    command.add_argument(
+        "--input-len", type=flags.positive, default=1024, metavar="TOKENS", help="of random prompts"
+    )
+    command.add_argument(
+        "--output-len", type=flags.positive, default=128, metavar="TOKENS", help="most to ask for"
+    )
     command.add_argument("--ignore-eos", action="store_true", help="ask the server for all of them")
     command.add_argument("--temperature", type=float, default=0.0, help="(default: greedy)")
     command.add_argument(
@@ -109,9 +115,13 @@ def _add_serve(command: ArgumentParser) -> None:
     command.add_argument(
         "--burstiness", type=float, default=1.0, help="1 is a Poisson process, less is burstier"
     )
-    command.add_argument("--max-concurrency", type=int, metavar="C", help="most requests at once")
+    command.add_argument("--max-concurrency", type=flags.positive, metavar="C", help="most requests at once")
     command.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="that send and read (default: %(default)s)"
+        "--processes",
+        type=flags.positive,
+        default=1,
+        metavar="N",
+        help="that send and read (default: %(default)s)",
     )
     command.add_argument(
         "--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="(default: 99)"

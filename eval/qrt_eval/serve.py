@@ -70,11 +70,7 @@ def run(arguments: Namespace) -> None:
 
 def check(arguments: Namespace) -> None:
     """ConfigError for a load that cannot be."""
-    for name, low in (("num_prompts", 1), ("input_len", 1), ("output_len", 1), ("max_concurrency", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < low:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: wanted at least {low}")
-    if not 1 <= arguments.processes <= (most := streams(arguments)):
+    if arguments.processes > (most := streams(arguments)):
         raise ConfigError(
             f"--processes {arguments.processes}: wanted 1 to {most}, as many as requests at once"
         )

@@ -201,7 +201,6 @@ def test_a_server_that_refuses_or_is_not_there(capsys):
         ("--goodput ttft", "METRIC:MILLISECONDS"),
         ("--goodput itl:5", "ttft, tpot, e2el"),
         ("--request-rate 0", "above 0"),
-        ("--num-prompts 0", "--num-prompts 0"),
         ("--max-concurrency 2 --processes 3", "--processes 3: wanted 1 to 2"),
         ("--metric-percentiles 100", "between 0 and 100"),
         ("--model nowhere", "'nowhere' is no folder"),
