@@ -34,21 +34,20 @@ def run(arguments: Namespace) -> None:
     """Build the engine once, time each batch size, print a table, write the JSON."""
     if arguments.compare and not arguments.shape:
         raise ConfigError("--compare: makes a transformers model of a known shape; name one with --shape")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     rate = bytes_per_s()
-    engine = build_engine(arguments, device)
+    engine = build_engine(arguments)
     rows = []
     for batch in arguments.batch:
         measure(engine, batch, arguments, rate)  # compiles kernels; not reported
         rows.append(measure(engine, batch, arguments, rate))
     if arguments.compare:
-        rows += compared(arguments, device, rate)
+        rows += compared(arguments, engine.model.device, rate)
     print_table(arguments, rows)
     facts = engine_facts(engine, arguments.model or arguments.shape)
     save(arguments, {**facts, "bytes_per_s": rate, "rows": rows})
 
 
-def build_engine(arguments: Namespace, device: str) -> Engine:
+def build_engine(arguments: Namespace) -> Engine:
     """An engine over a checkpoint, or over random weights of a known shape; ConfigError for a shape's flag
     beside a checkpoint."""
     for given, what in (
@@ -61,7 +60,6 @@ def build_engine(arguments: Namespace, device: str) -> Engine:
     config = EngineConfig(
         model=arguments.model or arguments.shape,
         kv=arguments.kv,
-        device=device,
         max_model_len=length,
         max_num_seqs=max(arguments.batch),
         enable_prefix_caching=False,
@@ -69,15 +67,15 @@ def build_engine(arguments: Namespace, device: str) -> Engine:
     if not arguments.shape:
         return Engine(config)
     arguments.weights, head_bits = arguments.weights or DEFAULT_WEIGHTS, arguments.head_bits or 16
-    return Engine(config, random_decoder(arguments.shape, arguments.weights, device, head_bits))
+    return Engine(config, random_decoder(arguments.shape, arguments.weights, head_bits))
 
 
-def random_decoder(name: str, scheme: str, device: str, head_bits: int = 16) -> Decoder:
-    """Random weights of the shape `name`, activations in bf16, made on the device."""
+def random_decoder(name: str, scheme: str, head_bits: int = 16) -> Decoder:
+    """Random weights of the shape `name`, activations in bf16, made on the GPU where there is one."""
     from qrt.model.random import random_model
 
-    on = torch.device(device)
-    return random_model(shape(name), scheme, head_bits=head_bits, device=on, dtype=torch.bfloat16)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return random_model(shape(name), scheme, head_bits=head_bits, device=device, dtype=torch.bfloat16)
 
 
 def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None) -> dict[str, Any]:
@@ -113,7 +111,7 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
     return row | floor(row, weight_bytes, engine.kv_bytes_per_token, rate)
 
 
-def compared(arguments: Namespace, device: str, rate: float | None) -> list[dict[str, Any]]:
+def compared(arguments: Namespace, device: torch.device, rate: float | None) -> list[dict[str, Any]]:
     """The rows of transformers in bf16."""
     from qrt_eval import transformers_latency as other
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from qrt.assets import model_path
@@ -241,19 +240,17 @@ def fitting(arguments: Namespace, weight_bytes: int, kv_bytes_per_token: int) ->
 
 def serving_engine(arguments: Namespace, weights: str, kv: str, checkpoint: str | None) -> Engine:
     """The engine whose speed is taken, in bf16, for as many requests as the batch has."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     config = EngineConfig(
         model=checkpoint or arguments.shape,
         kv=kv,
         dtype="bfloat16",
-        device=device,
         max_model_len=arguments.input_len + arguments.output_len,
         max_num_seqs=arguments.batch,
         enable_prefix_caching=False,
     )
     if checkpoint is not None:
         return Engine(config)
-    return Engine(config, random_decoder(arguments.shape, weights, device))
+    return Engine(config, random_decoder(arguments.shape, weights))
 
 
 def about(sweep: Sweep) -> dict[str, Any]:

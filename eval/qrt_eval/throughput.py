@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.table import Table
 from tqdm import tqdm
 
@@ -44,7 +43,7 @@ def run(arguments: Namespace) -> None:
     prompts = read_prompts(arguments.prompts, Tokenizer(arguments.model)) if arguments.prompts else None
     if prompts:
         arguments.input_len = max(map(len, prompts))
-    engine = build_engine(arguments, "cuda" if torch.cuda.is_available() else "cpu")
+    engine = build_engine(arguments)
     rows = [measure(engine, batch, prompts, arguments) for batch in arguments.batch]
     print_table(arguments, rows)
     best = max(rows, key=lambda row: row["tokens_per_second"])

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from qrt_eval.shapes import SHAPES
 
 
-def random_transformer(name: str, device: str) -> Any:
+def random_transformer(name: str, device: torch.device) -> Any:
     """A transformers model of a known shape in bf16, with the weights that transformers initializes."""
     import transformers
 
     architecture, settings = SHAPES[name]
     model = getattr(transformers, architecture)
-    with torch.device(device):
+    with device:
         return model._from_config(model.config_class(**settings), dtype=torch.bfloat16).eval()
 
 

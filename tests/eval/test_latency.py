@@ -68,7 +68,7 @@ def test_a_checkpoint_has_the_weights_and_the_head_it_has(command, capsys):
 
 
 def test_the_model_compared_with_is_the_same_and_in_bf16():
-    model = transformers_latency.random_transformer("small", "cpu")
+    model = transformers_latency.random_transformer("small", torch.device("cpu"))
     assert model.dtype == torch.bfloat16 and model.config.num_key_value_heads == 2
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
