@@ -208,11 +208,10 @@ def _sweep(result: Result) -> dict[str, Metric]:
     found = {}
     for cell in result["cells"]:
         name = f"{cell['weights']} + {cell['kv']} KV"
-        for key, more in (("ppl", False), ("kl_mean", False), ("tokens_per_second", True)):
-            if cell.get(key) is not None:
-                noise = {"kl_mean": cell.get("kl_se"), "ppl": None}.get(key)
-                noise = _error(cell["repeats"]) if key == "tokens_per_second" else noise
-                found[f"{name}: {key}"] = Metric(cell[key], noise, more)
+        noises = {"ppl": None, "kl_mean": cell["kl_se"], "tokens_per_second": _error(cell["repeats"])}
+        for key, noise in noises.items():
+            if cell[key] is not None:
+                found[f"{name}: {key}"] = Metric(cell[key], noise, key == "tokens_per_second")
     return found
 
 

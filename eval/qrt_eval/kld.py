@@ -34,7 +34,7 @@ from qrt_eval.results import checkpoint_sha256, model_facts, save, text_facts
 from qrt_eval.text import load_text
 
 LOGITS_BYTES = 1 << 26  # of one model's logits in float64
-TOP_P, CHUNK_TOKENS = 0.9, 2048  # unless the command line says otherwise
+TOP_P = 0.9  # unless the command line says otherwise
 CONTEXT_TOKENS = 16  # shown before a worst position
 
 

@@ -27,6 +27,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.registry import nearest
 from qrt_eval import kld, pareto, throughput
 from qrt_eval.console import show
+from qrt_eval.forward import CHUNK_TOKENS
 from qrt_eval.latency import random_decoder
 from qrt_eval.page import write_page
 from qrt_eval.partial import PartialResult
@@ -195,7 +196,7 @@ def baseline(sweep: Sweep, text: EvalText) -> Reference:
     windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
     facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen}
     facts["run"] = model_facts(llm)
-    base = kld.compute_reference(llm, windows, facts, kld.CHUNK_TOKENS)
+    base = kld.compute_reference(llm, windows, facts, CHUNK_TOKENS)
     del llm
     kld.release()
     return base
@@ -208,7 +209,7 @@ def measure(
     quality: dict[str, Any] = dict.fromkeys(QUALITY)
     if base is not None and checkpoint is not None:
         llm = kld.reader_model(checkpoint, kv, sweep.arguments.dtype, base.longest)
-        figures = kld.diverge(llm, base, kld.TOP_P, 0, kld.CHUNK_TOKENS).figures
+        figures = kld.diverge(llm, base, kld.TOP_P, 0, CHUNK_TOKENS).figures
         quality |= {name: figures[name] for name in QUALITY if name in figures}
         quality["ppl_change"] = figures["ppl"] / figures["base_ppl"] - 1
         del llm

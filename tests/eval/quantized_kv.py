@@ -18,22 +18,13 @@ def restored(x: torch.Tensor, bits: int) -> torch.Tensor:
     """
     halves = x.unflatten(-1, (2, -1))
     absmax = halves.abs().amax(-1, keepdim=True)
-    best = None
-    for steps in (127,) if bits == 8 else (8, 7.75, 7.5, 7.25, 7):
-        scale = (absmax / steps).half().float()
-        if bits == 8:
-            tried = (halves / scale).round() * scale
-        else:
-            tried = ((halves / scale - 0.5).round().clamp(-8, 7) + 0.5) * scale
-        loss = (tried - halves).square().sum(-1, keepdim=True)
-        best = (
-            (tried, loss)
-            if best is None
-            else tuple(
-                torch.where(loss < best[1], new, old) for new, old in zip((tried, loss), best, strict=True)
-            )
-        )
-    return best[0].flatten(-2)
+    if bits == 8:
+        scale = (absmax / 127).half().float()
+        return ((halves / scale).round() * scale).flatten(-2)
+    scales = torch.stack([(absmax / steps).half().float() for steps in (8, 7.75, 7.5, 7.25, 7)])
+    tried = ((halves / scales - 0.5).round().clamp(-8, 7) + 0.5) * scales
+    best = (tried - halves).square().sum(-1, keepdim=True).argmin(0, keepdim=True)
+    return tried.take_along_dim(best, 0)[0].flatten(-2)
 
 
 def quantized_model(folder, bits: int, tables: list[torch.Tensor]):

@@ -12,6 +12,7 @@ from qrt.assets import model_path
 from qrt.errors import ConfigError
 from qrt_eval import kld, pareto, sweep
 from qrt_eval.cli import main, parser
+from qrt_eval.forward import CHUNK_TOKENS
 
 pytest.importorskip("matplotlib", reason="pip install qrt[plot]")
 
@@ -176,4 +177,4 @@ def test_a_result_of_a_sweep_can_be_drawn_without_some_formats(tmp_path):
 
 def test_defaults_of_the_quality_are_those_of_kld():
     arguments = parser().parse_args(["kld", "pydoc", "--model", "tiny"])
-    assert (arguments.top_p, arguments.chunk) == (kld.TOP_P, kld.CHUNK_TOKENS)
+    assert (arguments.top_p, arguments.chunk) == (kld.TOP_P, CHUNK_TOKENS)
