@@ -5,10 +5,14 @@ pytest puts tests/ on sys.path because of tests/conftest.py, so every test folde
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from qrt.quant.affine import choose_qparams, quantize
 from qrt.quant.checkpoint import CheckpointWriter, open_checkpoint
@@ -73,6 +77,15 @@ def random_checkpoint(
     model.config.dtype = dtype
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return Path(folder)
+
+
+def altered(source: Path, out: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A copy of a checkpoint of one file, its tensors by name as `change` leaves them; returns `out`."""
+    shutil.copytree(source, out)
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 def quantize_checkpoint(

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import qrt
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, hub, layer, pipeline, search
+from tiny_models import altered
 
 
 @pytest.fixture
@@ -30,17 +30,6 @@ def run(calib, tmp_path, monkeypatch, capsys):
         return code, capsys.readouterr()
 
     return call
-
-
-def damaged(source, out, change):
-    """A copy of `source` whose tensors went through `change`."""
-    out.mkdir()
-    for path in source.iterdir():
-        (out / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(out / "model.safetensors")
-    change(tensors)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 def test_default_output_and_summary(run, llama, calib, tmp_path):
@@ -170,7 +159,7 @@ def test_what_groups_do_not_divide_can_be_ignored(run, make_checkpoint, tmp_path
 
 
 def edit_config(source, out, **changes):
-    copy = damaged(source, out, lambda tensors: None)
+    copy = altered(source, out, lambda tensors: None)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, **changes}))
     return copy
@@ -187,14 +176,14 @@ def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
         edit_config(llama, folder / "none", architectures=None): "architectures is None, wanted one name",
         edit_config(llama, folder / "dtype", dtype="float7"): "dtype 'float7', wanted float16, bfloat16",
         edit_config(llama, folder / "double", dtype="float64"): "dtype 'float64', wanted float16, bfloat16",
-        damaged(llama, folder / "nan", lambda t: t[last].view(-1)[7:8].fill_(torch.nan)): f"{last} holds NaN",
-        damaged(
+        altered(llama, folder / "nan", lambda t: t[last].view(-1)[7:8].fill_(torch.nan)): f"{last} holds NaN",
+        altered(
             llama, folder / "inf", lambda t: t["lm_head.weight"][3].fill_(torch.inf)
         ): "lm_head.weight holds",
-        damaged(
+        altered(
             llama, folder / "row", lambda t: t["model.embed_tokens.weight"][-1].fill_(torch.nan)
         ): "embed_tokens.weight holds",
-        damaged(llama, folder / "gone", lambda t: t.pop(last)): f"no tensor '{last}'",
+        altered(llama, folder / "gone", lambda t: t.pop(last)): f"no tensor '{last}'",
     }
     for number, (model, message) in enumerate(cases.items()):
         code, shown = run("--bits", "4", "--out", f"out{number}", model=model)
@@ -217,7 +206,7 @@ def test_a_layer_that_adds_nothing_has_figures(silent, run, llama, tmp_path, tmp
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             tensors[f"model.layers.{silent}.{name}.weight"].zero_()
 
-    model = damaged(llama, tmp_path_factory.mktemp("silent") / "m", silence)
+    model = altered(llama, tmp_path_factory.mktemp("silent") / "m", silence)
     code, shown = run("--bits", "4", "--out", "out", model=model)
     assert code == 0, shown.err
     report = json.loads((tmp_path / "out/qrt_report.json").read_text(), parse_constant=pytest.fail)

@@ -1,11 +1,9 @@
 """--head-bits 8: the head is rounded by definition, every reader finds it, and what is said of it is true."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,6 +19,7 @@ from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe_file import recipe_of
 from qrt_calibrate.rotate import RotatedCheckpoint
 from qrt_calibrate.text import cut_windows
+from tiny_models import altered
 
 CPU = torch.device("cpu")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -116,12 +115,12 @@ def test_the_head_is_rounded_and_everyone_reads_it(
 def rough(llama, tmp_path_factory):
     """The Llama with a head that int8 does not hold well: in every row one weight is 64 times too large, and
     its input is as much too small."""
-    folder = shutil.copytree(llama, tmp_path_factory.mktemp("rough") / "model")
-    tensors = load_file(folder / "model.safetensors")
-    tensors[HEAD][:, 7] *= 64
-    tensors["model.norm.weight"][7] /= 64
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+
+    def roughen(tensors):
+        tensors[HEAD][:, 7] *= 64
+        tensors["model.norm.weight"][7] /= 64
+
+    return altered(llama, tmp_path_factory.mktemp("rough") / "model", roughen)
 
 
 @torch.no_grad()
@@ -144,11 +143,7 @@ def test_the_reported_cost_is_that_with_the_rounded_head(rough, calib, scheme, t
 
 def repeated(source, out, factor):
     """A copy of a tied checkpoint that stores a head too."""
-    shutil.copytree(source, out)
-    tensors = load_file(out / "model.safetensors")
-    tensors[HEAD] = factor * tensors[EMBEDDING]
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
+    return altered(source, out, lambda tensors: tensors.update({HEAD: factor * tensors[EMBEDDING]}))
 
 
 @pytest.mark.parametrize("factor", [1, 2])

@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
+from tiny_models import altered
 
 CODE = (
     "import sys, torch; torch.set_num_threads(1)\n"
@@ -61,16 +61,6 @@ def run(model, calib, out, *flags):
     return cli.main([str(word) for word in ("--model", model, "--calib", calib, "--out", out, *cut, *flags)])
 
 
-def changed(source, out, change):
-    out.mkdir()
-    for path in source.iterdir():
-        (out / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(out / "model.safetensors")
-    change(tensors)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
-
-
 def test_dead_channels_are_no_trouble(llama, calib, tmp_path):
     """An input that is always zero, and weights that are: finite scales, zeros where zeros were."""
 
@@ -79,7 +69,7 @@ def test_dead_channels_are_no_trouble(llama, calib, tmp_path):
         tensors["model.layers.0.mlp.up_proj.weight"][9] = 0
         tensors["model.layers.1.self_attn.q_proj.weight"][:, :] = 0
 
-    model = changed(llama, tmp_path / "dead", kill)
+    model = altered(llama, tmp_path / "dead", kill)
     assert run(model, calib, tmp_path / "out") == 0
     read = open_checkpoint(tmp_path / "out")
     for name in ("model.layers.0.self_attn.k_proj", "model.layers.0.mlp.down_proj"):
@@ -89,7 +79,7 @@ def test_dead_channels_are_no_trouble(llama, calib, tmp_path):
 
 
 def test_a_shard_cut_short_and_a_folder_that_cannot_be_written(llama, calib, tmp_path, capsys):
-    short = changed(llama, tmp_path / "short", lambda tensors: None)
+    short = altered(llama, tmp_path / "short", lambda tensors: None)
     path = short / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     assert run(short, calib, tmp_path / "out") == 1

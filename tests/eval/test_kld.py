@@ -1,7 +1,6 @@
 """`qrt-eval kld`: the figures by definition, transformers as the truth, saved baselines, chunks."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from qrt_eval import divergence, kld, reference
 from qrt_eval.cli import main
 from qrt_eval.protocol import PROTOCOLS
 from qrt_eval.text import load_text
+from tiny_models import altered
 
 TINY = model_path("tiny")
 
@@ -62,16 +62,13 @@ def test_a_model_against_itself_is_zero():
 
 def noisy(folder):
     """The bundled model with noise in one projection."""
-    from safetensors.torch import load_file, save_file
 
-    shutil.copytree(TINY, folder)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    name = "model.layers.2.mlp.down_proj.weight"
-    torch.manual_seed(1)
-    tensors[name] = tensors[name] + 0.02 * torch.randn_like(tensors[name])
-    save_file(tensors, path, metadata={"format": "pt"})
-    return folder
+    def change(tensors):
+        weight = tensors["model.layers.2.mlp.down_proj.weight"]
+        torch.manual_seed(1)
+        weight += 0.02 * torch.randn_like(weight)
+
+    return altered(TINY, folder, change)
 
 
 @pytest.fixture(scope="module")
