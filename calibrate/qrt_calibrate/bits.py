@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from qrt.errors import ConfigError
 from qrt.quant.weight import WEIGHT_ONLY
-from qrt_calibrate.decoder import Decoder
+from qrt_calibrate.decoder import Decoder, read_layer
 from qrt_calibrate.fold import linear
-from qrt_calibrate.plan import Job, ReadLayer
+from qrt_calibrate.plan import Job
 from qrt_calibrate.preflight import bits_of, output_bytes
 from qrt_calibrate.recipe import Grid, Override, Recipe, grid_of
 from qrt_calibrate.rtn import round_weight
@@ -127,13 +127,13 @@ def _check_range(recipe: Recipe, budget: Budget, weights: int) -> None:
     )
 
 
-def allocate(job: Job, budget: Budget, windows: Tensor, read_layer: ReadLayer) -> Allocation:
+def allocate(job: Job, budget: Budget, windows: Tensor) -> Allocation:
     """Widths of 4, 8 or 16 bits within the budget.
 
     windows   token ids [B, T] that measure
     """
     rounded = {bits: grid for bits, grid in budget.grids.items() if grid}
-    prices = measure(job, budget.units, rounded, windows, read_layer)
+    prices = measure(job, budget.units, rounded, windows)
     return spend(budget.units, prices, budget.sizes, budget.grids, budget.bits)
 
 
@@ -159,7 +159,7 @@ def _units(job: Job) -> list[Unit]:
 
 @torch.no_grad()
 def measure(
-    job: Job, units: list[Unit], grids: Mapping[int, Grid], windows: Tensor, read_layer: ReadLayer
+    job: Job, units: list[Unit], grids: Mapping[int, Grid], windows: Tensor
 ) -> dict[tuple[int, int], float]:
     """KL divergence, nats per token, of the model with one unit rounded: (unit's number, bits) -> KL."""
     decoder = Decoder(job.checkpoint, job.arch, windows.shape[1], job.device)

@@ -19,7 +19,7 @@ from qrt_calibrate.devices import devices_of
 from qrt_calibrate.duration import expected_seconds
 from qrt_calibrate.hub import push
 from qrt_calibrate.method import METHODS
-from qrt_calibrate.pipeline import calibrate, prepare, read_layer
+from qrt_calibrate.pipeline import calibrate, prepare
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe import ROTATIONS, Recipe
@@ -153,7 +153,7 @@ def _run(arguments: Namespace) -> None:
         job = plan(open_checkpoint(arguments.model), recipe, *devices)
         _, budget = prepare(job, out)
         print(*([budget.line(recipe.grid)] if budget else []), *preflight(job).lines(), sep="\n")
-        minutes, where = expected_seconds(job, read_layer) / 60, ", ".join(map(str, devices))
+        minutes, where = expected_seconds(job) / 60, ", ".join(map(str, devices))
         print(
             f"about {minutes:.2g} minutes on {where}, foreseen from parts of one layer timed there just now"
         )

@@ -147,6 +147,13 @@ def read(checkpoint: Checkpoint, name: str) -> Tensor:
     return tensor
 
 
+def read_layer(checkpoint: Checkpoint, layer: str) -> dict[str, Tensor]:
+    """All tensors of a decoder layer, by their names inside it."""
+    prefix = f"{layer}."
+    names = [name for name in checkpoint.names() if name.startswith(prefix)]
+    return {name.removeprefix(prefix): read(checkpoint, name) for name in names}
+
+
 def _layer_arguments(model: Any, arch: Arch, seqlen: int, device: torch.device) -> list[dict[str, Any]]:
     """What the model passes to each decoder layer besides hidden states: RoPE tables, attention mask.
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from qrt.quant.spec import QuantSpec
 from qrt_calibrate import tune
 from qrt_calibrate.clip import search_clip
-from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read_layer
 from qrt_calibrate.experts import inside
 from qrt_calibrate.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
 from qrt_calibrate.method import Scales
-from qrt_calibrate.plan import Job, ReadLayer
+from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe import Grid
 from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.search import GRID
@@ -31,7 +31,7 @@ ORDER = 1024  # of the Hessian that is factorized
 
 
 @torch.no_grad()
-def expected_seconds(job: Job, read_layer: ReadLayer) -> float:
+def expected_seconds(job: Job) -> float:
     """Seconds for all layers, from what the first one's parts take, and for the head."""
     tensors = read_layer(job.checkpoint, job.layer_name(0))
     grids = job.layer_grids(0)

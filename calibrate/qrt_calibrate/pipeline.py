@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qrt.quant.checkpoint import Checkpoint, open_checkpoint
+from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.bits import WINDOWS, Budget, Point, allocate, budget_of
-from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read
+from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read, read_layer
 from qrt_calibrate.evaluate import Cost, measure_cost
 from qrt_calibrate.fold import linear
 from qrt_calibrate.head import RoundedHead, round_head
@@ -116,7 +116,7 @@ def _writer(job: Job, out: Path, text: Calibration | None) -> CheckpointWriter:
 
 def _with_bits(job: Job, budget: Budget, text: Calibration) -> tuple[Job, tuple[Point, ...]]:
     """The job with widths chosen under its budget, and the trade-off."""
-    allocation = allocate(job, budget, text.windows[:WINDOWS], read_layer)
+    allocation = allocate(job, budget, text.windows[:WINDOWS])
     overrides = (*allocation.overrides, *job.recipe.overrides)
     return plan(job.checkpoint, replace(job.recipe, overrides=overrides), *job.devices), allocation.curve
 
@@ -143,7 +143,7 @@ class Run:
         done = all(_label(index) in self._writer.finished for index in range(job.config.num_layers))
         assert self._decoder is not None and self._streams is not None
         if count and not done:
-            loss_gradients(job, self._decoder, self._streams, count, read_layer, self._writer.working_folder)
+            loss_gradients(job, self._decoder, self._streams, count, self._writer.working_folder)
 
     def layer(self, index: int) -> LayerReport:
         """Quantize layer `index` and write it, or take it up as written; then run it, exact and rounded."""
@@ -309,13 +309,6 @@ def _fingerprint(job: Job, text: Calibration | None) -> dict[str, Any]:
         "weights": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
         "text": text.metadata if text else None,
     }
-
-
-def read_layer(checkpoint: Checkpoint, layer: str) -> dict[str, Tensor]:
-    """All tensors of a decoder layer, by their names inside it."""
-    prefix = f"{layer}."
-    names = [name for name in checkpoint.names() if name.startswith(prefix)]
-    return {name.removeprefix(prefix): read(checkpoint, name) for name in names}
 
 
 def _write_layer(writer: CheckpointWriter, layer: str, result: LayerResult) -> None:

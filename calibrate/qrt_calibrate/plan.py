@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qrt.arch import ARCHS, MIXTURES, Arch, ModelConfig
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
@@ -20,8 +19,6 @@ from qrt_calibrate.rotate import RotatedCheckpoint
 from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.selection import check_groups, select
 from qrt_calibrate.untie import UntiedCheckpoint
-
-ReadLayer = Callable[[Checkpoint, str], dict[str, Tensor]]  # all tensors of a layer, by their names inside it
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qrt_calibrate.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read_layer
 from qrt_calibrate.fold import linear
-from qrt_calibrate.plan import Job, ReadLayer
+from qrt_calibrate.plan import Job
 from qrt_calibrate.streams import Share, Streams, place
 
 TOKENS = 32768  # that gradients are taken of: they say where errors hurt, not by how much to correct them
@@ -30,9 +30,7 @@ def gradient_windows(job: Job) -> int:
     return min(job.recipe.n_samples, max(1, TOKENS // job.recipe.seqlen))
 
 
-def loss_gradients(
-    job: Job, decoder: Decoder, streams: Streams, windows: int, read: ReadLayer, folder: Path
-) -> None:
+def loss_gradients(job: Job, decoder: Decoder, streams: Streams, windows: int, folder: Path) -> None:
     """Set the `gradients` of every share of `streams`, which hold the embedding: the loss's at every layer's
     output, [L, b, T, H] in STORED, for those of its windows that are among the first `windows` of all.
 
@@ -59,7 +57,7 @@ def loss_gradients(
             own.copy_(before)
 
     def through(way: Callable[[Share, nn.Module, int], None], index: int) -> None:
-        layer = decoder.load(index, read(job.checkpoint, job.layer_name(index)))
+        layer = decoder.load(index, read_layer(job.checkpoint, job.layer_name(index)))
         streams.each(lambda share, own: way(share, own, index), layer)
 
     with torch.no_grad():

@@ -12,7 +12,6 @@ from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import bits, cli
 from qrt_calibrate.bits import Unit, measure, spend
-from qrt_calibrate.pipeline import read_layer
 from qrt_calibrate.plan import plan
 from qrt_calibrate.recipe import Grid, Recipe, grid_of
 
@@ -28,7 +27,7 @@ def test_prices_are_those_of_the_whole_model(llama):
         ("model.layers.0.self_attn.o_proj",),
         ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
     ]
-    prices = measure(job, [Unit(part, 1) for part in parts], {4: W4, 8: W8}, windows, read_layer)
+    prices = measure(job, [Unit(part, 1) for part in parts], {4: W4, 8: W8}, windows)
     assert set(prices) == {(unit, bits) for unit in (0, 1) for bits in (4, 8)}
     for number, part in enumerate(parts):
         model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)

@@ -10,11 +10,10 @@ from torch import nn
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, pipeline
-from qrt_calibrate.decoder import Decoder
+from qrt_calibrate.decoder import Decoder, read_layer
 from qrt_calibrate.devices import at_once, devices_of, replica
 from qrt_calibrate.layer import LayerWork
 from qrt_calibrate.observe import Moments
-from qrt_calibrate.pipeline import read_layer
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe_file import recipe_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qrt.errors import CheckpointError
-from qrt_calibrate import cli, layer, pipeline, search, streams
+from qrt_calibrate import cli, layer, pipeline, search, sensitivity, streams
 
 
 def live_bytes():
@@ -62,7 +62,8 @@ def test_peak_does_not_grow_with_the_number_of_layers(
 
     # in the middle of a layer, and where the next one is read
     monkeypatch.setattr(layer, "search_clip", sampled(layer.search_clip))
-    monkeypatch.setattr(pipeline, "read_layer", sampled(pipeline.read_layer))
+    for module in (pipeline, sensitivity):
+        monkeypatch.setattr(module, "read_layer", sampled(module.read_layer))
     monkeypatch.setattr(search, "GRID", 3)
     peaks = []
     for layers in (2, 6):  # a layer has 164 k weights: 0.33 MB in bf16, 0.66 MB in fp32

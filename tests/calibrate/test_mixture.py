@@ -16,11 +16,10 @@ from qrt.arch import MIXTURES
 from qrt.errors import QrtError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
-from qrt_calibrate.decoder import Decoder
+from qrt_calibrate.decoder import Decoder, read_layer
 from qrt_calibrate.fold import Pair
 from qrt_calibrate.layer import LayerWork
 from qrt_calibrate.observe import Moments
-from qrt_calibrate.pipeline import read_layer
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe_file import recipe_of

@@ -8,7 +8,6 @@ import torch
 from qrt.arch import ARCHS
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, duration
-from qrt_calibrate.pipeline import read_layer
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe_file import recipe_of
@@ -54,7 +53,7 @@ def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, mo
 
     def expected(folder=llama, **entries):
         recipe = recipe_of({"bits": 4, "group_size": 64, "seqlen": 32, "n_samples": 4, **entries})
-        return duration.expected_seconds(plan(open_checkpoint(folder), recipe, CPU), read_layer)
+        return duration.expected_seconds(plan(open_checkpoint(folder), recipe, CPU))
 
     stacks = [
         sum(open_checkpoint(llama).spec(f"model.layers.0.{part}.weight").shape[0] for part in parts)

@@ -11,7 +11,8 @@ from qrt.arch import ARCHS
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
-from qrt_calibrate.pipeline import Run, read_layer
+from qrt_calibrate.decoder import read_layer
+from qrt_calibrate.pipeline import Run
 from qrt_calibrate.recipe_file import recipe_of
 from qrt_calibrate.rotate import Gate, RotatedCheckpoint, turn
 from tiny_models import random_checkpoint

@@ -9,8 +9,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import decoder as decoder_module
 from qrt_calibrate import sensitivity
 from qrt_calibrate import streams as streams_module
-from qrt_calibrate.decoder import Decoder
-from qrt_calibrate.pipeline import read_layer
+from qrt_calibrate.decoder import Decoder, read_layer
 from qrt_calibrate.plan import plan
 from qrt_calibrate.recipe_file import recipe_of
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients, output_moments
@@ -46,7 +45,7 @@ def whole_model(folder, windows, seed):
 def gradients_of(job, decoder, windows, folder, devices=(CPU,)):
     """The streams of `windows`, all calibrating, with the loss's gradients."""
     streams = Streams(decoder.embed(windows), len(windows), devices, folder)
-    loss_gradients(job, decoder, streams, len(windows), read_layer, folder)
+    loss_gradients(job, decoder, streams, len(windows), folder)
     return streams
 
 
