@@ -105,10 +105,14 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
             f"--output-len {output_len}: the first of {batch} requests are done before the last begin to "
             "decode; give more, or a smaller --batch"
         )
-    weight_bytes = sum(t.nbytes for linear in engine.model.linears() for t in linear.parameters())
     row = summary(batch, input_len, output_len, prefill_s, steps_s)
     row["host_gap"] = timeline.summary()["host_gap"] if timeline else None
-    return row | floor(row, weight_bytes, engine.kv_bytes_per_token, rate)
+    return row | floor(row, linear_bytes(engine.model), engine.kv_bytes_per_token, rate)
+
+
+def linear_bytes(model: Decoder) -> int:
+    """Read by a step: every Linear, the head included."""
+    return sum(t.nbytes for linear in model.linears() for t in linear.parameters())
 
 
 def compared(arguments: Namespace, device: torch.device, rate: float | None) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from qrt.errors import ConfigError
 from qrt.serve.tokenizer import Tokenizer
 from qrt_calibrate.lines import read_lines, read_rows
 from qrt_eval.console import show
-from qrt_eval.latency import build_engine, described
+from qrt_eval.latency import build_engine, described, linear_bytes
 from qrt_eval.results import engine_facts, save
 
 WARMUP_TOKENS = 4  # decoded by each request of the warm-up
@@ -84,11 +84,10 @@ def measure(
     feed(engine, wanted[:batch], batch, WARMUP_TOKENS)  # compiles kernels; not reported
     bar = tqdm(range(arguments.repeats), unit="run", desc=f"Batch {batch}", disable=not sys.stderr.isatty())
     runs = [feed(engine, wanted, batch, arguments.output_len) for _ in bar]
-    weight_bytes = sum(t.nbytes for linear in engine.model.linears() for t in linear.parameters())
     seconds = statistics.median_low([run.seconds for run in runs])
     run = next(run for run in runs if run.seconds == seconds)
     inputs = sum(map(len, wanted))
-    read = run.steps * weight_bytes + run.kv_tokens * engine.kv_bytes_per_token
+    read = run.steps * linear_bytes(engine.model) + run.kv_tokens * engine.kv_bytes_per_token
     return {
         "batch": batch,
         "elapsed_time": seconds,

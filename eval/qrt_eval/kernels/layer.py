@@ -22,6 +22,7 @@ from qrt_eval.kernels.attention import randomize
 from qrt_eval.kernels.linear import INT8_PRODUCTS
 from qrt_eval.kernels.row import Row
 from qrt_eval.kernels.timer import Rates, activation_dtype, microseconds
+from qrt_eval.latency import linear_bytes
 
 PAIRS = (("fp16", "fp16"), ("w8a8", "int8"), ("w8a16", "int8"), ("w4a16", "int8"), ("w4a16", "int4"))
 GPU_LAYERS = 8  # of distinct weights: no layer's are in the cache when it comes to them again
@@ -85,8 +86,7 @@ def _model(config: ModelConfig, scheme: str, device: torch.device) -> Decoder:
 
 def _weight_bytes(model: Decoder) -> int:
     """Of a layer."""
-    num_bytes = sum(t.nbytes for linear in model.linears() for t in linear.parameters())
-    return (num_bytes - sum(t.nbytes for t in model.head.parameters())) // model.config.num_layers
+    return (linear_bytes(model) - sum(t.nbytes for t in model.head.parameters())) // model.config.num_layers
 
 
 def _time(model: Decoder, kv: str, batch: int, context: int) -> float:
