@@ -1,4 +1,4 @@
-"""Flags of the evaluators that measure a loss: ppl, kld, lm, passkey, kv-error."""
+"""Flags of the evaluators that measure quality: ppl, kld, sweep, lm, passkey, kv-error."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from qrt_eval.ppl import same_tokenizer
 from qrt_eval.protocol import PROTOCOLS, Gptq, Loss, Window, cut
 from qrt_eval.reference import Reference
 from qrt_eval.results import checkpoint_sha256, model_facts, save, text_facts
-from qrt_eval.text import load_text
+from qrt_eval.text import EvalText, load_text
 
 LOGITS_BYTES = 1 << 26  # of one model's logits in float64
 TOP_P = 0.9  # unless the command line says otherwise
@@ -127,9 +127,7 @@ def base_reference(arguments: Namespace, partial: PartialResult) -> Reference:
         raise ConfigError("kld: wanted a text (wikitext, pydoc, a file or folder) or --base-file")
     text = load_text(arguments.dataset, arguments.data_file)
     model = arguments.baseline or arguments.model[0]
-    llm = reader_model(model, arguments.baseline_kv, arguments.dtype, arguments.seqlen)
-    windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
-    facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen, "run": model_facts(llm)}
+    llm, windows, facts = ready_baseline(arguments, model, arguments.baseline_kv, text)
     needed = None
     if not arguments.save_base:
         kept = [partial.load(_key(arguments, facts, windows, *pair)) for pair in _pairs(arguments)]
@@ -138,6 +136,16 @@ def base_reference(arguments: Namespace, partial: PartialResult) -> Reference:
     del llm
     release()
     return base
+
+
+def ready_baseline(
+    arguments: Namespace, model: str, kv: str, text: EvalText
+) -> tuple[LLM, list[Window], dict[str, Any]]:
+    """A baseline that has not run yet: the model, the windows of `text`, and the facts of both."""
+    llm = reader_model(model, kv, arguments.dtype, arguments.seqlen)
+    windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
+    facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen, "run": model_facts(llm)}
+    return llm, windows, facts
 
 
 def compute_reference(

@@ -31,17 +31,8 @@ from qrt_eval.forward import CHUNK_TOKENS
 from qrt_eval.latency import random_decoder
 from qrt_eval.page import write_page
 from qrt_eval.partial import PartialResult
-from qrt_eval.protocol import cut
 from qrt_eval.reference import Reference
-from qrt_eval.results import (
-    checkpoint_sha256,
-    command_facts,
-    engine_facts,
-    environment,
-    model_facts,
-    text_facts,
-    write_json,
-)
+from qrt_eval.results import checkpoint_sha256, command_facts, engine_facts, environment, write_json
 from qrt_eval.shapes import shape
 from qrt_eval.text import EvalText, load_text
 
@@ -191,11 +182,7 @@ def checkpoint_of(sweep: Sweep, weights: str) -> str:
 
 def baseline(sweep: Sweep, text: EvalText) -> Reference:
     """The unquantized model's distributions over the windows."""
-    arguments = sweep.arguments
-    llm = kld.reader_model(arguments.model, PLAIN, arguments.dtype, arguments.seqlen)
-    windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
-    facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen}
-    facts["run"] = model_facts(llm)
+    llm, windows, facts = kld.ready_baseline(sweep.arguments, sweep.arguments.model, PLAIN, text)
     base = kld.compute_reference(llm, windows, facts, CHUNK_TOKENS)
     del llm
     kld.release()
