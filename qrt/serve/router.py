@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from qrt.cli import run_main
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.output import RequestDelta
@@ -39,7 +40,10 @@ from qrt.serve.messages import (
     params_of,
 )
 from qrt.serve.metrics import EngineMetrics
+from qrt.serve.process import child_spec, end_on_sigterm
+from qrt.serve.sockets import EnginePort
 from qrt.serve.step_output import FromEngine, Output
+from qrt.serve.tokenizer import Tokenizer
 
 logger = logging.getLogger("qrt.serve.router")  # also when it runs as __main__
 
@@ -226,11 +230,6 @@ QUESTIONS: dict[str, Callable[[Router], bytes]] = {
 
 def main() -> None:
     """The engine process: its Spec on stdin, requests over the socket the Spec names."""
-    from qrt.cli import run_main
-    from qrt.serve.process import child_spec, end_on_sigterm
-    from qrt.serve.sockets import EnginePort
-    from qrt.serve.tokenizer import Tokenizer
-
     spec = child_spec("engine")
     end_on_sigterm()
 
