@@ -31,7 +31,7 @@ class Cost:
 
 @torch.no_grad()
 def measure_cost(
-    decoder: Decoder, streams: Streams, windows: Tensor, head: RoundedHead | None = None
+    decoder: Decoder, streams: Streams, windows: Tensor, head: RoundedHead | None
 ) -> Cost | None:
     """The cost on the windows of `streams` that do not calibrate, whose token ids are `windows` [B, T]; None
     where there are none. Hidden states are those behind the last layer; `head` is the rounded model's, where

@@ -175,7 +175,7 @@ def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return bool(one["tokenizer_sha256"] == other["tokenizer_sha256"])
 
 
-def quick_perplexity(llm: LLM, text: EvalText, seqlen: int, limit: int | None = None) -> Perplexity:
+def quick_perplexity(llm: LLM, text: EvalText, seqlen: int, limit: int) -> Perplexity:
     """Perplexity of the first `limit` windows by the `gptq` protocol."""
     windows = PROTOCOLS["gptq"].windows(text, llm.get_tokenizer(), seqlen, None, limit)
     return perplexity(llm, "gptq", windows, seqlen, text)
