@@ -18,8 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import qrt
-from qrt.errors import QueueFullError
-from qrt.serve.engine_client import EngineClient, EngineError, ShutdownError
+from qrt.serve.engine_client import EngineClient
 from qrt.serve.http_errors import add_error_handlers, error_response, unexpected_error
 from qrt.serve.lightllm import lightllm_routes
 from qrt.serve.messages import Failed
@@ -57,7 +56,7 @@ def create_app(service: Service) -> FastAPI:
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,
     )
-    add_error_handlers(app, {QueueFullError: 429, EngineError: 500, ShutdownError: 503})
+    add_error_handlers(app)
     app.include_router(openai_routes(service))
     app.include_router(lightllm_routes(service))
     app.include_router(operation_routes(service))

@@ -12,7 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from qrt.errors import ConfigError, QrtError, UnsupportedError
+from qrt.errors import ConfigError, QrtError, QueueFullError, UnsupportedError
+from qrt.serve.engine_client import ShutdownError
 from qrt.serve.settings import MAX_ECHO_CHARS
 from qrt.serve.wrong_fields import wrong_field
 
@@ -32,6 +33,13 @@ ERROR_TYPES = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",
+}
+CODES: dict[type[Exception], int] = {  # an error of another kind has its nearest base's
+    ConfigError: 400,
+    UnsupportedError: 501,
+    QueueFullError: 429,
+    ShutdownError: 503,
+    QrtError: 500,
 }
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 MAX_MESSAGE_CHARS = 1000
@@ -62,10 +70,9 @@ def unexpected_error(error: BaseException) -> str:
     return f"internal error, logged as {reference}"
 
 
-def add_error_handlers(app: FastAPI, codes: dict[type[Exception], int]) -> None:
-    """`codes` beside the kinds of qrt.errors, which mean 400, 501 and 500; anything else is the Gate's."""
-    known: dict[type[Exception], int] = {ConfigError: 400, UnsupportedError: 501, QrtError: 500}
-    for kind, code in (known | codes).items():
+def add_error_handlers(app: FastAPI) -> None:
+    """Replies to errors of qrt, of pydantic and of starlette; anything else is the Gate's."""
+    for kind, code in CODES.items():
         app.add_exception_handler(kind, _handler(code))
 
     @app.exception_handler(RequestValidationError)
@@ -83,6 +90,6 @@ def add_error_handlers(app: FastAPI, codes: dict[type[Exception], int]) -> None:
 
 def _handler(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
-        return error_response(code, str(error), getattr(error, "param", None))
+        return error_response(code, str(error))
 
     return handle

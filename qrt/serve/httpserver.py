@@ -116,17 +116,11 @@ def serve(spec: Spec) -> None:
     service = Service(client, tokenizer, spec.server)
     app = create_app(service)
     if spec.name == "api-0":
-        logger.info("routes: %s", ", ".join(routes_of(app)))
+        logger.info("routes: %s", ", ".join(sorted(app.openapi()["paths"])))
     server = HttpServer(app, service, spec.alive)
     gc.collect()
     gc.freeze()  # the imported modules' objects live as long as the process
     server.run([socket.socket(fileno=spec.listener)])
-
-
-def routes_of(app: FastAPI) -> list[str]:
-    """The documented paths."""
-    paths: dict[str, Any] = app.openapi()["paths"]
-    return sorted(paths)
 
 
 def main() -> None:
