@@ -176,10 +176,22 @@ def test_deaths(start, tmp_path):
 def test_sigterm_drains_though_the_disk_of_the_log_is_full(tmp_path):
     """What runs is answered, what is new is refused, the exit code is 0; every write to the log fails."""
     with open("/dev/full", "wb") as log:
-        server = Processes(tmp_path, "--enable-log-requests", log=log.fileno())
+        flags = ("--enable-log-requests", "--shutdown-timeout", str(PATIENCE))
+        server = Processes(tmp_path, *flags, log=log.fileno())
     try:
         server.wait_ready()
-        drain(server)
+        running = Request(server, stream=False, max_tokens=800)
+        running.start()
+        server.wait(lambda: server.load()["running"] == 1)
+        server.process.terminate()
+        server.wait(lambda: server.get("/readiness").status_code == 503)
+        refused = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE)
+        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+        assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+        running.join(PATIENCE)
+        code, text = running.reply
+        assert code == 200 and json.loads(text)["usage"]["completion_tokens"] == 800
+        assert server.process.wait(PATIENCE) == 0
     finally:
         server.stop()
 
@@ -215,21 +227,6 @@ def test_keys_stand_on_no_command_line(start, tmp_path):
     seen = [line for line in lines if int(line.split()[0]) in processes]
     assert len(seen) == 3 and not any(key in line for line in seen)
     assert key not in server.log.read_text()
-
-
-def drain(server: Processes) -> None:
-    running = Request(server, stream=False, max_tokens=800)
-    running.start()
-    server.wait(lambda: server.load()["running"] == 1)
-    server.process.terminate()
-    server.wait(lambda: server.get("/readiness").status_code == 503)
-    refused = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE)
-    assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
-    assert refused.json()["error"]["type"] == "ServiceUnavailableError"
-    running.join(PATIENCE)
-    code, text = running.reply
-    assert code == 200 and json.loads(text)["usage"]["completion_tokens"] == 800
-    assert server.process.wait(PATIENCE) == 0
 
 
 def test_a_killed_supervisor_leaves_no_process(tmp_path):
