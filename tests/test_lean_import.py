@@ -21,3 +21,8 @@ def test_imports_neither_triton_nor_cuda():
         "print('triton' in sys.modules, torch.cuda.is_initialized())"
     )
     assert run(code).strip() == "False False"
+
+
+def test_an_api_process_does_without_the_engine():
+    code = "import sys, qrt.serve.httpserver; print('qrt.engine.engine' in sys.modules)"
+    assert run(code).strip() == "False"

@@ -15,6 +15,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from qrt.engine.output import RequestDelta, merge
 from qrt.engine.request import FinishReason
@@ -32,9 +33,11 @@ from qrt.serve.messages import (
     fields_of,
 )
 from qrt.serve.output import CompletionDelta, RequestCollector
-from qrt.serve.router import Router
 from qrt.serve.sockets import ClientSocket
 from qrt.serve.step_output import FromEngine, Output, decode_from_engine
+
+if TYPE_CHECKING:  # the engine, which the API processes do without
+    from qrt.serve.router import Router
 
 logger = logging.getLogger(__name__)
 
