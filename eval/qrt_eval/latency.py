@@ -18,7 +18,8 @@ from rich.table import Table
 
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
-from qrt.errors import ConfigError
+from qrt.engine.output import RequestDelta
+from qrt.errors import ConfigError, QrtError
 from qrt.model.decoder import Decoder
 from qrt_eval.console import show
 from qrt_eval.results import engine_facts, save
@@ -90,7 +91,7 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
     first: set[str] = set()
     started = last = time.perf_counter()
     while engine.has_work:  # the first to decode are also the first that are done
-        deltas = engine.step()
+        deltas = step(engine)
         if not deltas:  # a step was launched, none has ended
             continue
         now = time.perf_counter()
@@ -108,6 +109,14 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
     row = summary(batch, input_len, output_len, prefill_s, steps_s)
     row["host_gap"] = timeline.summary()["host_gap"] if timeline else None
     return row | floor(row, linear_bytes(engine.model), engine.kv_bytes_per_token, rate)
+
+
+def step(engine: Engine) -> list[RequestDelta]:
+    """What the engine's next step brings; QrtError when it has failed."""
+    deltas = engine.step()
+    if failed := [delta.error for delta in deltas if delta.error]:
+        raise QrtError(f"a step failed: {failed[0]}")
+    return deltas
 
 
 def linear_bytes(model: Decoder) -> int:

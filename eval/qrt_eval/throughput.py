@@ -29,7 +29,7 @@ from qrt.errors import ConfigError
 from qrt.serve.tokenizer import Tokenizer
 from qrt_calibrate.lines import read_lines, read_rows
 from qrt_eval.console import show
-from qrt_eval.latency import build_engine, described, linear_bytes
+from qrt_eval.latency import build_engine, described, linear_bytes, step
 from qrt_eval.results import engine_facts, save
 
 WARMUP_TOKENS = 4  # decoded by each request of the warm-up
@@ -131,11 +131,9 @@ def feed(engine: Engine, prompts: Sequence[list[int]], batch: int, output_len: i
     started = time.perf_counter()
     admit(batch)
     while engine.has_work:
-        deltas = engine.step()
+        deltas = step(engine)
         steps += bool(deltas)
         for delta in deltas:
-            if delta.error:
-                raise ConfigError(f"a step failed: {delta.error}")
             outputs += len(delta.token_ids)
             kv_tokens += lengths[delta.request_id] * len(delta.token_ids)
             lengths[delta.request_id] += len(delta.token_ids)

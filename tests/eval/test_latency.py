@@ -4,6 +4,7 @@ import pytest
 import torch
 from schema import checked
 
+from qrt.model.decoder import Decoder
 from qrt_eval import latency, shapes, transformers_latency
 from qrt_eval.cli import main
 from qrt_eval.report import latencies
@@ -37,6 +38,16 @@ def test_rows_of_both(tmp_path):
     assert {row["weight_bytes_per_step"] for row in theirs} == {weights}
     assert {row["weight_bytes_per_step"] for row in ours} < set(range(weights))
     assert [row["kv_bytes_per_step"] for row in theirs] == [n * 9 * 2 * 2 * 32 * 2 * 2 for n in (1, 2)]
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_a_step_that_fails_is_said_so(command, monkeypatch, capsys):
+    def fail(self, step, kv):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(Decoder, "hidden", fail)
+    assert main([command, "--shape", "small", "--batch", "2", "--input-len", "7", "--output-len", "4"]) == 1
+    assert "a step failed: RuntimeError: no such kernel" in capsys.readouterr().err
 
 
 def test_a_quantized_head_is_read_and_named(tmp_path, capsys):
