@@ -93,17 +93,17 @@ class Gate:
         headers = dict(scope["headers"])
         name = self._name(headers)
         scope.setdefault("state", {})["request_name"] = name
-        answer = Answer(send, self._service.client, name)
+        sender = Sender(send, self._service.client, name)
         if self._keys and not _is_open(scope) and not self._has_key(headers):
             refusal = error_response(401, "wrong or missing API key", headers={"WWW-Authenticate": "Bearer"})
-            await refusal(scope, receive, answer)
+            await refusal(scope, receive, sender)
             return
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, receive, sender)
         except Exception as error:
-            if answer.begun:
+            if sender.begun:
                 raise
-            await error_response(500, unexpected_error(error))(scope, receive, answer)
+            await error_response(500, unexpected_error(error))(scope, receive, sender)
 
     def _name(self, headers: dict[bytes, bytes]) -> str | None:
         """The client's X-Request-Id, or one of ours; None where replies have none."""
@@ -120,7 +120,7 @@ class Gate:
         return any(matches)
 
 
-class Answer:
+class Sender:
     """`send` of one request: counts errors, and adds headers.
 
     begun    whether its status is out
