@@ -250,9 +250,13 @@ def _rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int
     transformers 5 writes `rope_parameters`; older checkpoints `rope_theta` and `rope_scaling`.
     """
     own = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(own, dict):
+        raise CheckpointError(f"config.json: rope_scaling is {own!r}, wanted an object, or null")
     if any(isinstance(value, Mapping) for value in own.values()):
         raise UnsupportedError("config.json: rope_parameters differ between layers, which qrt does not run")
     entry = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | own
+    if config.get(original := "original_max_position_embeddings") is not None:  # it wins, as in transformers
+        entry[original] = config[original]
     kind = entry.get("rope_type") or entry.get("type") or "default"
     if _number(entry, "partial_rotary_factor", 1.0) != 1:
         raise UnsupportedError("config.json: partial_rotary_factor other than 1 is not run by qrt")

@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5 (dense): Llama's shape with a bias on q, k and v only.
 
-The upper layers (from `max_window_layers`) slide a window when the config turns it on; no released one does.
+The upper layers (from `max_window_layers`, or as `layer_types` lists them) slide a window when the config
+turns it on; no released one does.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,11 @@ from qrt.arch.base import Arch
 
 def window(config: Mapping[str, Any]) -> int | None:
     """The window in tokens if any layer slides it."""
-    slides = (
-        config.get("use_sliding_window") and config.get("max_window_layers", 28) < config["num_hidden_layers"]
-    )
+    if not config.get("use_sliding_window"):
+        return None
+    kinds = config.get("layer_types")
+    slides = config.get("max_window_layers", 28) < config["num_hidden_layers"]
+    slides = slides if kinds is None else "sliding_attention" in kinds
     return config.get("sliding_window", 4096) if slides else None
 
 

@@ -32,6 +32,8 @@ LLAMA3 = {
 OLD_THETA = {"rope_theta": 500000.0}
 MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+ORIGINAL_BESIDE = {"original_max_position_embeddings": 512}
+FULL, SLIDES = "full_attention", "sliding_attention"
 CASES = {
     "llama-2": ("Llama", {}),
     "llama-2-mha": ("Llama", {"num_key_value_heads": None}),
@@ -39,6 +41,11 @@ CASES = {
     "llama-yarn-old": ("Llama", {"rope_scaling": {"type": "yarn", "factor": 16.0, **MSCALES}}),
     "llama-3-old": ("Llama", OLD_THETA),
     "llama-3.1-old": ("Llama", {**OLD_THETA, "rope_scaling": LLAMA3, "eos_token_id": [5, 6]}),
+    "llama-3.1-original-beside": ("Llama", {**OLD_THETA, "rope_scaling": LLAMA3, **ORIGINAL_BESIDE}),
+    "llama-yarn-original-beside": (
+        "Llama",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, **ORIGINAL_BESIDE},
+    ),
     "llama-3.1-new": ("Llama", {"rope_parameters": {**OLD_THETA, **LLAMA3}, "tie_word_embeddings": True}),
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral-v0.1": ("Mistral", {"sliding_window": 1024, **OLD_THETA}),
@@ -52,6 +59,19 @@ CASES = {
     "qwen2.5-no-layer-slides": (
         "Qwen2",
         {"use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 3},
+    ),
+    "qwen2.5-a-lower-layer-slides": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 2048, "layer_types": [SLIDES, FULL, FULL]},
+    ),
+    "qwen2.5-no-layer-slides-as-listed": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 2048,
+            "max_window_layers": 0,
+            "layer_types": [FULL] * 3,
+        },
     ),
     "qwen3": (
         "Qwen3",
@@ -91,6 +111,7 @@ def test_agrees_with_transformers(case, saved_by):
         ("tied_embeddings", truth.tie_word_embeddings),
     ):
         assert getattr(ours, name) == theirs, name
+    truth.standardize_rope_params()  # as its models do
     rope = truth.rope_parameters
     assert (ours.rope.kind, ours.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     if ours.rope.kind != "default":
@@ -157,6 +178,7 @@ BAD = {
     "eps of zero": ({"rms_norm_eps": 0}, CheckpointError, "rms_norm_eps is 0"),
     "activation": ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act 'gelu'"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, UnsupportedError, "type 'dynamic'"),
+    "rope as a number": ({"rope_scaling": 2.0}, CheckpointError, "rope_scaling is 2.0, wanted an object"),
     "stretched": ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, CheckpointError, "RoPE stretches"),
     "theta of one": ({"rope_theta": 1}, CheckpointError, "rope_theta is 1.0, wanted more than 1"),
     "partial": ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor"),
