@@ -84,9 +84,13 @@ def test_a_group_index_of_uneven_groups_is_refused(copy):
     "change",
     [
         grid("actorder", "static"),
+        grid("actorder", True),
         grid("observer", "memoryless_minmax"),
         top(kv_cache_scheme=None, sparsity_config={}, transform_config={}, version="0.19.0"),
         top(sparsity_config={"format": "dense"}),
+        top(
+            sparsity_config={"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured"}
+        ),
         top(format="mixed-precision"),
         top(ignore=None),
         in_group(format=None),
@@ -100,6 +104,43 @@ def test_harmless_variants_read_the_same(made, copy, change):
     scheme, got = open_checkpoint(w4).linear(Q)
     assert scheme == "w4a16"
     assert torch.equal(got.dequantize(), open_checkpoint(made / "w4").linear(Q)[1].dequantize())
+
+
+def test_the_key_of_the_first_compressed_tensors(made, copy):
+    w4 = copy("w4")
+    edit(w4 / "config.json", lambda v: v.update(compression_config=v.pop("quantization_config")))
+    scheme, got = open_checkpoint(w4).linear(Q)
+    assert scheme == "w4a16"
+    assert torch.equal(got.dequantize(), open_checkpoint(made / "w4").linear(Q)[1].dequantize())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_zero_points_in_bytes_and_an_index_that_was_never_set(copy, symmetric):
+    """As old compressed-tensors stored them: signed, one a byte; and -1 where nothing was reordered."""
+    w4 = copy("w4")
+    tensors = load_file(w4 / "model.safetensors")
+    zero = open_checkpoint(w4).linear(Q)[1].zero.to(torch.int16) - 8
+    zero = torch.zeros_like(zero) if symmetric else zero
+    tensors[f"{Q}.weight_zero_point"] = zero.to(torch.int8)
+    tensors[f"{Q}.weight_g_idx"] = torch.full((128,), -1, dtype=torch.int32)
+    save_file(tensors, w4 / "model.safetensors", metadata={"format": "pt"})
+    edit(w4 / "config.json", lambda v: grid("symmetric", symmetric)(v["quantization_config"]))
+    got = open_checkpoint(w4).linear(Q)[1]
+    assert got.perm is None and (got.zero is None) == symmetric
+    wanted = (got.values.float().unflatten(1, (2, 64)) - 8 - zero[..., None]) * got.scale[..., None]
+    assert torch.equal(got.dequantize(), wanted.flatten(1))
+    tensors[f"{Q}.weight_zero_point"] = zero.to(torch.int8) + 1
+    save_file(tensors, w4 / "model.safetensors", metadata={"format": "pt"})
+    if symmetric:
+        refuse(w4, CheckpointError, f"{Q}.weight_zero_point holds zero points", Q)
+
+
+def test_naive_quantized_is_the_old_name_of_int_quantized(made, copy):
+    w8a8 = copy("w8a8")
+    edit(w8a8 / "config.json", lambda v: top(format="naive-quantized")(v["quantization_config"]))
+    edit(w8a8 / "config.json", lambda v: in_group(format=None)(v["quantization_config"]))
+    (scheme, got), (_, wanted) = (open_checkpoint(path).linear(Q) for path in (w8a8, made / "w8a8"))
+    assert scheme == "w8a8" and torch.equal(got.dequantize(), wanted.dequantize())
 
 
 @pytest.mark.parametrize("ignore", [Q, "re:.*q_proj", "Linear"])

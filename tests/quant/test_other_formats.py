@@ -216,6 +216,14 @@ def test_fp8_is_read_as_16_bits_and_said_so(tmp_path, caplog, n, k, strategy, bl
     assert torch.equal(got.values, torch.from_numpy(wanted).bfloat16())
 
 
+def test_fp8_by_its_old_name(tmp_path):
+    weight, scale = torch.randn(N, K).to(torch.float8_e4m3fn), torch.rand(N, 1)
+    wanted = save_fp8(tmp_path / "m", weight, scale, strategy="channel").linear(Q)[1]
+    config = tmp_path / "m/config.json"
+    config.write_text(config.read_text().replace("float-quantized", "naive-quantized"))
+    assert torch.equal(open_checkpoint(tmp_path / "m").linear(Q)[1].values, wanted.values)
+
+
 @pytest.mark.parametrize("n, k, strategy, block, shape", BLOCKS)
 def test_fp8_agrees_with_compressed_tensors(tmp_path, n, k, strategy, block, shape):
     pytest.importorskip("compressed_tensors", reason="it is the truth here")

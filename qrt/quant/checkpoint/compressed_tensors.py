@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 LINEAR = "Linear"  # the class name of every module that `Checkpoint.linear` is asked for
 HEAD = "lm_head"  # but in vLLM, where the head's is ParallelLMHead
 REGEX = "re:"
+NAIVE = "naive-quantized"  # old name of both layouts that store a code each in a byte
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ WEIGHTS: dict[str, tuple[Any, ...]] = {
     "symmetric": (True, False),
     "strategy": ("group", "channel"),
     "dynamic": (False,),
-    "actorder": (None, False, "weight", "static", "group"),  # only "group" leaves a trace, weight_g_idx
+    "actorder": (None, False, True, "weight", "static", "group"),  # the last, also True, has a weight_g_idx
     "block_structure": (None,),
 }
 FP8_BLOCKS = {"tensor": (None, None), "channel": (1, None)}  # rows and columns of a scale; None: all of them
@@ -106,7 +107,7 @@ class CompressedTensors(CheckpointFormat):
     def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
         where = f"{tensors.path}/config.json"
         for key, remedy in REFUSED.items():
-            if config.get(key) and config[key] != {"format": "dense"}:
+            if config.get(key) and not _is_dense(config[key]):
                 raise UnsupportedError(f"{where}: quantization_config.{key} is not read; {remedy}")
         self._ignore = _patterns(where, config.get("ignore") or [])
         groups = config.get("config_groups")
@@ -140,6 +141,11 @@ class CompressedTensors(CheckpointFormat):
             return None
         ranked = [(rank, group) for group in self._groups if (rank := match_rank(module, group.targets))]
         return max(ranked, key=lambda pair: pair[0])[1] if ranked else None
+
+
+def _is_dense(entry: Any) -> bool:
+    """Whether a sparsity config says no more than how many zeros its writer has counted."""
+    return isinstance(entry, Mapping) and entry.get("format") == "dense"
 
 
 def match_rank(module: str, targets: Sequence[str]) -> int:
@@ -217,15 +223,19 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
     where = f"{where}: config_groups.{name}"
     if not isinstance(entry, dict):
         raise UnsupportedError(f"{where} is {entry!r}; qrt reads groups written out as objects, not presets")
-    if (entry.get("format") or default_format) == FloatQuantized.name:
+    layout, weights = entry.get("format") or default_format, entry.get("weights")
+    if layout == NAIVE:
+        is_float = isinstance(weights, Mapping) and weights.get("type") == "float"
+        layout = FloatQuantized.name if is_float else IntQuantized.name
+    if layout == FloatQuantized.name:
         return _fp8_group(where, entry)
-    weights = _arguments(f"{where}.weights", entry.get("weights"), WEIGHTS)
+    weights = _arguments(f"{where}.weights", weights, WEIGHTS)
     activations = entry.get("input_activations")
     if activations is not None:
         _arguments(f"{where}.input_activations", activations, ACTIVATIONS)
     if entry.get("output_activations") is not None:
         raise UnsupportedError(f"{where}.output_activations is not read; quantize without it")
-    layout, bits = entry.get("format") or default_format, weights["num_bits"]
+    bits = weights["num_bits"]
     for stored in STORED:
         if (stored.layout.name, stored.bits, stored.int8_activations) == (
             layout,

@@ -73,12 +73,13 @@ def group_count(tensors: TensorFolder, module: str, group_size: int, in_features
 def order_of(tensors: TensorFolder, name: str, groups: int, in_features: int) -> Tensor | None:
     """Inputs int64 [K] in the order of their groups, from the group index `name`; None when they are so.
 
-    Tools that do not reorder leave the index out or all zero. UnsupportedError: groups of unequal size.
+    Tools that do not reorder leave the index out, all zero or all -1. UnsupportedError: groups that differ in
+    size.
     """
     if not tensors.has(name):
         return None
     index = tensors.tensor(name, "K", torch.int32, K=in_features).long()
-    if groups == 1 or not index.any():
+    if groups == 1 or not index.any() or (index == -1).all():
         return None
     if not torch.equal(index.sort().values, torch.arange(in_features) // (in_features // groups)):
         raise UnsupportedError(

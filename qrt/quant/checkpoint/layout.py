@@ -5,6 +5,7 @@ The integer ones store signed codes q = u - 2^(b-1), where u is WeightData's uns
     pack-quantized  P.weight_packed      int32 [N, ceil(K*b/32)]   u, a bit stream along K
                     P.weight_scale       float [N, K/G]
                     P.weight_zero_point  int32 [ceil(N*b/32), K/G] zeros, a bit stream along N; if asymmetric
+                                         int8 [N, K/G]             in old files
                     P.weight_shape       int64 [2]                 N, K
                     P.weight_g_idx       int32 [K]                 group of each input, in old files
     int-quantized   P.weight             int8  [N, K]              q
@@ -76,7 +77,10 @@ class PackQuantized(Layout):
         )
         scale = tensors.tensor(f"{module}.weight_scale", "N G", FLOATS, N=n, G=groups)
         zero, name = None, f"{module}.weight_zero_point"
-        if not spec.symmetric or tensors.has(name):
+        if tensors.has(name) and tensors.spec(name).dtype == torch.int8:
+            signed = tensors.tensor(name, "N G", torch.int8, N=n, G=groups)
+            zero = (signed.to(torch.int16) + spec.midpoint).to(torch.uint8)
+        elif not spec.symmetric or tensors.has(name):
             zeros = tensors.tensor(name, "Z G", torch.int32, Z=packed_words(n, spec.bits), G=groups)
             zero = unpack(zeros, spec.bits, n, axis=0)
         if spec.symmetric and zero is not None:

@@ -113,6 +113,7 @@ def open_checkpoint(path: str | Path, *, weights: bool = True) -> Checkpoint:
 def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The quantization_config with its quant_method; refuses a method that qrt does not read."""
     entry = config.get("quantization_config")
+    entry = config.get("compression_config") if entry is None else entry  # old compressed-tensors
     if entry is None:
         for file, method in SEPARATE_CONFIGS.items():
             if is_file(path / file):
