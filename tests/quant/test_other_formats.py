@@ -100,6 +100,12 @@ def test_gptq_variants(weight, tmp_path, caplog):
     old = {"bits": 4, "group_size": G, "sym": True, "desc_act": False}
     read = save(tmp_path / "old", tensors, old, separate="quantize_config.json")
     assert torch.equal(read.linear(Q)[1].dequantize(), wanted)
+    asymmetric = weight(4)
+    direct = gptq_tensors(*asymmetric[:4], 4, version=2)
+    read = save(
+        tmp_path / "format", direct, {**plain, "sym": False, "format": "gptq_v2"}
+    )  # GPTQModel's newer key
+    assert torch.equal(read.linear(Q)[1].dequantize(), asymmetric[4])
     rules = {"-:.*mlp.*": {}, r"+:.*self_attn\.q_proj": {"bits": 4, "group_size": G}}
     read = save(tmp_path / "rules", tensors, {**plain, "bits": 8, "group_size": 32, "dynamic": rules})
     assert torch.equal(read.linear(Q)[1].dequantize(), wanted)
@@ -145,6 +151,8 @@ REFUSED = [
     ({"quant_method": "awq", "bits": 8}, "AWQ with 8 bits is not read"),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' is another layout"),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": ["gptq"]}, r"\"\['gptq'\]\" is another layout"),
+    ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "'marlin' is another layout"),
+    ({"quant_method": "awq", "format": "gemv"}, "'gemv' is another layout"),
     ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "pack_dtype 'int16'"),
     ({"quant_method": "gptq", "bits": 3, "group_size": G}, "GPTQ with 3 bits is not read; qrt reads 4 and 8"),
 ]

@@ -31,7 +31,8 @@ class AwqGemm(CheckpointFormat):
 
     def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
         where = f"{tensors.path}: quantization_config"
-        version = str(config.get("version") or "gemm").lower()
+        names = ("version", "checkpoint_format", "format")  # AutoAWQ's, GPTQModel's, its newer one
+        version = next((str(config[name]).lower() for name in names if config.get(name)), "gemm")
         if version != "gemm":
             raise UnsupportedError(
                 f'{where}.version {version!r} is another layout of the words; qrt reads "gemm": '

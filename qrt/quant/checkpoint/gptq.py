@@ -35,11 +35,13 @@ VERSIONS = {"gptq": 1, "gptq_v2": 2}
 
 
 class Gptq(CheckpointFormat):
-    """quant_method "gptq"; also AutoGPTQ's quantize_config.json and GPTQModel's `dynamic` rules."""
+    """quant_method "gptq"; also AutoGPTQ's quantize_config.json and marlin flag, and GPTQModel's `dynamic`
+    rules and newer name of `checkpoint_format`."""
 
     def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
         self._where = f"{tensors.path}: quantization_config"
-        version = str(config.get("checkpoint_format") or "gptq")
+        version = str(config.get("checkpoint_format") or config.get("format") or "gptq")
+        version = "marlin" if config.get("is_marlin_format") else version
         if version not in VERSIONS:
             raise UnsupportedError(
                 f"{self._where}.checkpoint_format {version!r} is another layout of the words; qrt reads "
