@@ -111,6 +111,22 @@ def test_folders_without_safetensors(copy):
     refuse(plain, CheckpointError, "no weights; wanted model.safetensors")
 
 
+def test_files_called_after_their_grid(made, copy):
+    """As AutoGPTQ calls them, one or in shards with an index; an index that is missing is asked for."""
+    wanted, sharded = open_checkpoint(made / "plain"), copy("sharded")
+    single, name = copy("plain"), "gptq_model-4bit-128g"
+    (single / "model.safetensors").rename(single / f"{name}.safetensors")
+    index = sharded / "model.safetensors.index.json"
+    index.rename(sharded / f"{name}.safetensors.index.json")
+    for read in (open_checkpoint(single), open_checkpoint(sharded)):
+        assert read.names() == wanted.names()
+        assert torch.equal(read.tensor("model.norm.weight"), wanted.tensor("model.norm.weight"))
+    (single / f"{name}.safetensors").rename(single / f"{name}-00001-of-00002.safetensors")
+    refuse(single, CheckpointError, "download the index")
+    (single / f"{name}.safetensors").symlink_to("gone")
+    refuse(single, CheckpointError, f"{name}.safetensors: a link to gone, which is gone")
+
+
 def test_index_files(copy):
     sharded = copy("sharded")
     index = sharded / "model.safetensors.index.json"

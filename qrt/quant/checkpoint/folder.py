@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from qrt.registry import nearest
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PART = re.compile(r"-\d+-of-\d+\.safetensors$")
 
 
 class TensorFolder:
@@ -104,11 +106,11 @@ def is_file(path: Path) -> bool:
 
 def _shards(folder: Path) -> dict[str, Shard]:
     """Tensor name -> opened shard; a single file wins over an index, as in transformers."""
-    single, index = folder / SINGLE, folder / INDEX
-    if is_file(single):
+    single, index = _weight_files(folder)
+    if single is not None:
         shard = open_shard(single)
         return dict.fromkeys(shard.tensors, shard)
-    if not is_file(index):
+    if index is None:
         raise _no_weights(folder)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
@@ -118,6 +120,21 @@ def _shards(folder: Path) -> dict[str, Shard]:
         if name not in shards[file].tensors:
             raise CheckpointError(f"{index}: tensor {name!r} is not in {file}; download both again")
     return {name: shards[file] for name, file in weight_map.items()}
+
+
+def _weight_files(folder: Path) -> tuple[Path | None, Path | None]:
+    """The single file or the index, under transformers' name or, without one of it, the only one there is:
+    AutoGPTQ calls it after the grid."""
+    if is_file(folder / SINGLE):
+        return folder / SINGLE, None
+    if is_file(folder / INDEX):
+        return None, folder / INDEX
+    found = [path for path in sorted(folder.glob("*.safetensors*")) if is_file(path)]
+    indices = [path for path in found if path.name.endswith(".index.json")]
+    wholes = [path for path in found if path.suffix == ".safetensors" and not PART.search(path.name)]
+    if len(indices) == 1:
+        return None, indices[0]
+    return (wholes[0] if len(wholes) == 1 else None), None
 
 
 def _open_listed(index: Path, file: str) -> Shard:
