@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ class Decoder:
     layer that lies elsewhere runs there."""
 
     def __init__(self, checkpoint: Checkpoint, arch: Arch, seqlen: int, device: torch.device) -> None:
-        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(
+                _config(checkpoint.path), dtype=torch.float32, attn_implementation="sdpa"
+            )
             if arch.experts is not None:
                 for layer in model.get_submodule(arch.layers):
                     spell_out(layer, arch)
@@ -119,6 +121,17 @@ class Decoder:
             head = read(self._checkpoint, f"{self._arch.head if stored else self._arch.embed}.weight")
             self._head = norm, head.to(self._device)
         return self._head
+
+
+def _config(folder: Path) -> Any:
+    """The config as transformers reads it; CheckpointError where it does not."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # no model_type or one that it does not know, an entry of the wrong kind
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{folder}/config.json: transformers, which calibration runs, does not read it ({reason})"
+        ) from error
 
 
 def _device(layer: nn.Module) -> torch.device:

@@ -311,11 +311,11 @@ class LayerWork:
     # -- what comes out ------------------------------------------------------------------------------------
 
     def _finished(self) -> dict[str, WeightData]:
-        """The quantized Linears, with their folded biases."""
+        """The quantized Linears, with their folded biases, or those of zeros that are stored beside them."""
         found = {}
         for name in self.grids:
-            bias = linear(self.rounded, name).bias
-            stored = None if bias is None else self._restored(f"{name}.bias", bias)
+            bias, stored = linear(self.rounded, name).bias, self._tensors.get(f"{name}.bias")
+            stored = stored if bias is None else self._restored(f"{name}.bias", bias)
             found[name] = for_writer(self.done[name], stored)
         return found
 

@@ -14,6 +14,7 @@ from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt_calibrate.method import Scales
+from qrt_calibrate.names import check_names
 from qrt_calibrate.recipe import Grid, Recipe
 from qrt_calibrate.rotate import RotatedCheckpoint
 from qrt_calibrate.rtn import round_weight
@@ -118,6 +119,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
             "save the model in one of them"
         )
     check_groups(checkpoint, job.grids)
+    check_names(job.source, arch, config)
     for grid in set(job.quantized.values()):
         _check_grid(grid, recipe, job.scale_dtype)
         if recipe.tune and WEIGHT_SCHEMES[grid.scheme].int8_tokens:

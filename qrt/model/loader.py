@@ -19,12 +19,10 @@ from qrt.model.decoder import Decoder
 from qrt.model.random import RandomWeights
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.checkpoint.format import FLOATS
+from qrt.quant.checkpoint.reader import DERIVED
 from qrt.quant.weight.base import fuse
 
 logger = logging.getLogger(__name__)
-
-# Derived from the config (old checkpoints store them), or scales of another runtime's static KV cache.
-IGNORED = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale")
 
 
 def dummy_model(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -155,7 +153,7 @@ def _check_names(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> Non
             f"{checkpoint.path}: {len(missing)} missing that config.json asks for: {_some(missing)}"
         )
     known = wanted | {arch.head} if config.tied_embeddings else wanted
-    unused = [n for n in names if n.rpartition(".")[0] not in known and not n.endswith(IGNORED)]
+    unused = [n for n in names if n.rpartition(".")[0] not in known and not n.endswith(DERIVED)]
     extra = [n for n in names if n.endswith(".bias") and n not in biases and n not in unused]
     unused += [n for n in extra if checkpoint.tensor(n).any()]  # GPTQ tools store zeros where no bias is
     if unused:

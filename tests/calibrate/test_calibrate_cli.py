@@ -168,6 +168,8 @@ def edit_config(source, out, **changes):
 def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wrong")
     last = "model.layers.1.mlp.down_proj.weight"
+    bias = "model.layers.1.mlp.down_proj.bias"
+    norm = "model.layers.0.input_layernorm.weight"
     cases = {
         folder / "missing": "missing: no such folder",
         edit_config(
@@ -184,6 +186,24 @@ def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
             llama, folder / "row", lambda t: t["model.embed_tokens.weight"][-1].fill_(torch.nan)
         ): "embed_tokens.weight holds",
         altered(llama, folder / "gone", lambda t: t.pop(last)): f"no tensor '{last}'",
+        altered(
+            llama, folder / "norm", lambda t: t.pop(norm)
+        ): f"1 missing that config.json asks for: {norm}",
+        altered(
+            llama, folder / "head", lambda t: t.pop("lm_head.weight")
+        ): "asks for: lm_head.weight; correct",
+        edit_config(
+            llama, folder / "fewer", num_hidden_layers=1
+        ): "9 tensors that LlamaForCausalLM with this",
+        altered(
+            llama, folder / "bias", lambda t: t.update({bias: torch.ones(128)})
+        ): f"not use: {bias}; correct",
+        altered(
+            llama, folder / "fine", lambda t: t.update({norm: t[norm].double()})
+        ): f"{norm} is torch.float64",
+        edit_config(
+            llama, folder / "type", model_type=None
+        ): "calibration runs, does not read it (The checkpoint",
     }
     for number, (model, message) in enumerate(cases.items()):
         code, shown = run("--bits", "4", "--out", f"out{number}", model=model)

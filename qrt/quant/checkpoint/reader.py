@@ -29,6 +29,8 @@ FORMATS: Registry[Callable[[Mapping[str, Any], TensorFolder], CheckpointFormat]]
 )
 # Of activations and KV caches that others round by stored scales; qrt does not
 UNREAD = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
+# No weights either: derived from the config, as old checkpoints store it, or scales of a static KV cache
+DERIVED = ("rotary_emb.inv_freq", *(f"self_attn.{name}" for name in ("k_scale", "v_scale", "kv_scale")))
 SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and llm-awq
 
 

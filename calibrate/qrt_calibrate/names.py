@@ -1,0 +1,63 @@
+"""What a checkpoint stores against what its config.json asks for: told before the work, not at its end."""
+
+from __future__ import annotations
+
+from qrt.arch import Arch, ModelConfig
+from qrt.errors import CheckpointError, UnsupportedError
+from qrt.quant.checkpoint import Checkpoint
+from qrt.quant.checkpoint.format import FLOATS
+from qrt.quant.checkpoint.reader import DERIVED
+
+
+def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None:
+    """CheckpointError for weights that are missing and tensors that the architecture does not use, zero
+    biases apart; UnsupportedError for those that are not FLOATS."""
+    where, names = checkpoint.path, set(checkpoint.names())
+    wanted, biases = _weights(arch, config), _biases(arch, config)
+    if missing := sorted(wanted - names):
+        raise CheckpointError(
+            f"{where}: {len(missing)} missing that config.json asks for: {_some(missing)}; correct "
+            "config.json (tie_word_embeddings, sizes) or download the checkpoint again"
+        )
+    known = wanted | biases | {f"{arch.head}.weight"}
+    for name in sorted(known & names):
+        if checkpoint.spec(name).dtype not in FLOATS:
+            raise UnsupportedError(
+                f"{where}: {name} is {checkpoint.spec(name).dtype}, wanted {' or '.join(map(str, FLOATS))}; "
+                "save the model in one of them"
+            )
+    unused = sorted(name for name in names - known if not name.endswith(DERIVED))
+    unused = [name for name in unused if not (_is_bias(name, known) and not checkpoint.tensor(name).any())]
+    if unused:
+        raise CheckpointError(
+            f"{where}: {len(unused)} tensors that {arch.name} with this config.json does not use: "
+            f"{_some(unused)}; correct config.json (num_hidden_layers, attention_bias) or delete them"
+        )
+
+
+def _weights(arch: Arch, config: ModelConfig) -> set[str]:
+    """Full names of all weights; of the head only where it is not tied."""
+    inside = {*arch.projections, *arch.routers, *(pair.source for pair in arch.smooth)}
+    inside |= {"self_attn.q_norm", "self_attn.k_norm"} if config.qk_norm else set()
+    modules = {f"{arch.layers}.{index}.{name}" for index in range(config.num_layers) for name in inside}
+    modules |= {arch.embed, arch.norm} | (set() if config.tied_embeddings else {arch.head})
+    return {f"{module}.weight" for module in modules}
+
+
+def _biases(arch: Arch, config: ModelConfig) -> set[str]:
+    """Full names of the biases that config.json speaks of."""
+    (_, qkv), (_, o), *rest = arch.fuse
+    biased = [*(qkv if config.qkv_bias else ()), *(o if config.o_bias else ())]
+    if config.mlp_bias:
+        biased += [part for _, parts in rest for part in parts]
+    return {f"{arch.layers}.{index}.{part}.bias" for index in range(config.num_layers) for part in biased}
+
+
+def _is_bias(name: str, known: set[str]) -> bool:
+    """Whether a tensor is the bias of a module whose weight is known."""
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" and f"{module}.weight" in known
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
