@@ -47,8 +47,12 @@ class Pair:
         return scales.view(-1, 1, self._width).expand(-1, self._heads, -1).flatten()
 
     def is_exact(self, scales: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the folded norm or bias is exact in the model dtype (fp16 can underflow)."""
-        return all(torch.equal(t.to(dtype).float(), t) for t in self._divided(scales) if t.dim() == 1)
+        """Whether the norm or bias, as a loader casts it to the model dtype, loses nothing by the fold (fp16
+        can underflow)."""
+        for whole, part in zip(self._source, self._divided(scales), strict=True):
+            if part.dim() == 1 and not torch.equal(part.to(dtype).float() * scales, whole.to(dtype).float()):
+                return False
+        return True
 
     def fold(self, scales: Tensor) -> None:
         """Apply `scales` (source channels) in place."""

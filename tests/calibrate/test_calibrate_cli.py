@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import qrt
+from outliers import Profile, make_hard
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, hub, layer, pipeline, search
 from tiny_models import altered
@@ -216,6 +217,31 @@ def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
     assert code == 0
     code, shown = run("--bits", "4", "--out", "twice", model="once")
     assert code == 1 and "already quantized; calibrate the unquantized model" in shown.err
+
+
+def test_what_is_stored_finer_than_the_model_or_beside_it(run, make_checkpoint, tmp_path_factory):
+    """fp32 norms of a bf16 model, and biases of zeros and tables that old tools store and nothing reads."""
+    folder = tmp_path_factory.mktemp("finer")
+    source = make_checkpoint("LlamaForCausalLM", dtype=torch.float32)
+    source = make_hard(source, folder / "hard", Profile(64.0, 12, heads=True))  # every norm gets scales
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32),
+        **{f"model.layers.1.{name}.bias": torch.zeros(128) for name in ("self_attn.o_proj", "mlp.down_proj")},
+    }
+    edit_config(altered(source, folder / "a", lambda t: t.update(extra)), folder / "b", dtype="bfloat16")
+    for method in ("awq-gptq", "rtn"):
+        out = folder / method
+        flags = ("--bits", "4", "--ignore", "layers.1.mlp.*", "--method", method, "--out", str(out))
+        code, shown = run(*flags, model=folder / "b")
+        assert code == 0, shown.err
+        written, linear = open_checkpoint(out), "model.layers.0.self_attn.q_proj"
+        assert extra.keys() <= set(written.names())
+        assert written.linear(linear)[1].scale.dtype == torch.bfloat16
+    read, scales = open_checkpoint(folder / "awq-gptq"), set()
+    for name in (name for name in read.names() if name.endswith("layernorm.weight")):
+        ratio = open_checkpoint(source).tensor(name) / read.tensor(name)
+        scales |= set(ratio.log2().tolist())
+    assert len(scales) > 1 and all(scale == int(scale) for scale in scales)  # powers of two
 
 
 @pytest.mark.parametrize("silent", [0, 1])
