@@ -22,6 +22,7 @@ from tiny_models import quantize_checkpoint, random_checkpoint
 
 W4 = QuantSpec(4, False, Granularity.GROUP, 64)
 TESTS = Path(__file__).parents[1]
+TOOLS = "additional_chat_templates/tool_use.jinja"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,15 @@ def source(tmp_path_factory):
     random_checkpoint(folder, "Qwen3ForCausalLM", dtype=torch.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "merges.txt", "vocab.json"):
         (folder / name).write_text(f"the bytes of {name}")
-    for name in ("chat_template.jinja", "README.md", "pytorch_model.bin", "optimizer.pt"):
+    (folder / "additional_chat_templates").mkdir()  # as transformers 5 saves all but the first
+    for name in (
+        "chat_template.jinja",
+        "README.md",
+        "pytorch_model.bin",
+        "optimizer.pt",
+        TOOLS,
+        "tekken.json",
+    ):
         (folder / name).write_text(f"the bytes of {name}")
     return folder
 
@@ -41,7 +50,8 @@ def writer(out: Path, source: Path, **options) -> CheckpointWriter:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_shards_read_back_and_load(source, tmp_path):
@@ -108,9 +118,10 @@ def test_only_what_belongs_there_is_copied(source, tmp_path):
     quantize_checkpoint(source, tmp_path / "out", "w4a16", W4)
     copied = {
         "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "merges.txt", "vocab.json",
-        "chat_template.jinja", "generation_config.json",
+        "chat_template.jinja", "generation_config.json", "tekken.json", TOOLS,
     }  # fmt: skip
-    assert {path.name for path in (tmp_path / "out").iterdir()} == copied | {
+    files = (path for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert {str(path.relative_to(tmp_path / "out")) for path in files} == copied | {
         "config.json",
         "model.safetensors",
     }
@@ -263,11 +274,13 @@ def test_schemes_and_sources_without_a_layout(source, tmp_path):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_stored_tied_head(tmp_path, same):
-    """A copy of the embedding is left out; a head of its own stays, whatever the config says."""
+    """A copy of the embedding is left out; a head of its own stays, and config.json says that it is one: vLLM
+    does not read the head of a model that is said to be tied."""
     plain = random_checkpoint(tmp_path / "plain", "LlamaForCausalLM", tie_word_embeddings=True)
     checkpoint = open_checkpoint(plain)
     tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names()}
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (0 if same else 1)
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     quantize_checkpoint(plain, tmp_path / "out", "w4a16", W4)
-    assert open_checkpoint(tmp_path / "out").has("lm_head.weight") is not same
+    written = open_checkpoint(tmp_path / "out")
+    assert written.has("lm_head.weight") is not same and written.config["tie_word_embeddings"] is same

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COPIED = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-    "*.tiktoken", "chat_template*", "generation_config.json", "preprocessor_config.json",
-    "processor_config.json",
+    "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates/*",
+    "generation_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 PART_BYTES = 256 << 20  # tensors kept in memory before they go to disk
 
@@ -263,10 +263,14 @@ class OutputFolder:
             }
             (folder / INDEX).write_text(_json(index), encoding="utf-8")
         config = {**self._source.config, "quantization_config": dict(quantization)}
+        if config.get("tie_word_embeddings") and HEAD in tensors.names():  # a head of its own
+            config["tie_word_embeddings"] = False
         (folder / "config.json").write_text(_json(config), encoding="utf-8")
         for path in sorted({path for pattern in COPIED for path in self._source.path.glob(pattern)}):
             if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+                copy = folder / path.relative_to(self._source.path)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
         for name, content in self.files.items():
             (folder / name).write_text(content, encoding="utf-8")
 
