@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qrt.errors import CheckpointError, ConfigError
 from qrt_calibrate.lines import read_rows, read_text
@@ -163,9 +163,11 @@ def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFun
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's own tokenizer; never runs code of the checkpoint."""
+    """The checkpoint's own tokenizer; never runs code of the checkpoint. tokenizer.json is taken as it is, as
+    the server does: a class of transformers 5 would put its own splitting of text in place of the file's."""
+    loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many kinds here, most of them several lines long
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{folder}: no usable tokenizer, which calibration needs ({reason})") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes a byte t
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNSEEN = sorted(set(range(256)).difference(_SEEN))
 BYTE_CHARACTERS = {chr(byte): byte for byte in _SEEN} | {chr(256 + i): byte for i, byte in enumerate(_UNSEEN)}
-PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that tokenizer.json says all about
 
 
 class Tokenizer:
@@ -114,12 +112,12 @@ class Tokenizer:
 
 
 def _load(folder: Path) -> Any:
-    """The transformers tokenizer. One without a class of its own is loaded as such: AutoTokenizer finds it
-    too, but first imports the code of all models, which takes each process of a server seconds."""
+    """The transformers tokenizer. tokenizer.json is taken as it is, whatever class the checkpoint names:
+    AutoTokenizer keeps no more than its vocabulary and splits text as the class does, which is wrong where
+    byte-level tokens go by LlamaTokenizerFast, as those of DeepSeek's distilled Llama. And it first imports
+    the code of all models, which takes each process of a server seconds."""
     import transformers  # here, because it imports Triton
 
-    file = folder / "tokenizer_config.json"
-    named = json.loads(file.read_bytes()).get("tokenizer_class") if file.is_file() else None
-    plain = named in PLAIN and (folder / "tokenizer.json").is_file()
-    loader = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
+    whole = (folder / "tokenizer.json").is_file()
+    loader = transformers.PreTrainedTokenizerFast if whole else transformers.AutoTokenizer
     return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

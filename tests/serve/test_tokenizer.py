@@ -1,11 +1,17 @@
 """The tokenizer wrapper against transformers, and what it refuses."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
+import tokenizers
 from transformers import AutoTokenizer
 
 import small_tokenizers
 from qrt.errors import CheckpointError, ConfigError
 from qrt.serve.tokenizer import Tokenizer
+from qrt_calibrate.text import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "the dog 🎉"}]
 
@@ -29,6 +35,24 @@ def test_encodes_and_decodes_as_transformers(folder):
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
     assert ours.eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", "OwnTokenizer"])
+def test_tokenizer_json_is_taken_as_it_is(folder, named, tmp_path):
+    """Whatever class is named beside it, the model's own among them: DeepSeek's distilled Llama names
+    LlamaTokenizerFast, and its tokens are byte-level."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    (copy / "config.json").write_text('{"model_type": "llama"}')
+    path = copy / "tokenizer_config.json"
+    own = {"tokenizer_class": named, "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    own = {**json.loads(path.read_text()), **(own if named == "OwnTokenizer" else {"tokenizer_class": named})}
+    path.write_text(json.dumps(own))
+    truth = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+    serving, calibrating = Tokenizer(copy), load_tokenizer(copy)
+    for text in small_tokenizers.TEXT:
+        ids = truth.encode(text).ids
+        assert serving.encode(text) == calibrating.encode(text) == ids
+        assert serving.decode(ids) == truth.decode(ids)
 
 
 def test_ids_that_are_none(folder):
