@@ -127,7 +127,7 @@ class RequestStream:
         delta = self._collectors[index].feed(item)
         if delta.finish_reason and request_id in self._running:
             self._running.remove(request_id)
-            self._client.forget([request_id], abort=delta.abort)
+            self._client.forget([request_id], abort=delta.abort, stopped=True)
         return index, delta
 
     async def _wait(self) -> None:
@@ -191,12 +191,12 @@ class EngineClient(ABC):
         finally:
             del self._answers[id]
 
-    def forget(self, request_ids: Sequence[str] | set[str], *, abort: bool) -> None:
-        """Nobody waits for these any more."""
+    def forget(self, request_ids: Sequence[str] | set[str], *, abort: bool, stopped: bool = False) -> None:
+        """Nobody waits for these any more; `stopped` as Abort has it."""
         for request_id in request_ids:
             self._streams.pop(request_id, None)
         if abort and not self.stopped:
-            self._send(Abort(list(request_ids)))
+            self._send(Abort(list(request_ids), stopped))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that are still waited for: their streams end with finish_reason "abort"."""

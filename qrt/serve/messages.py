@@ -39,9 +39,10 @@ class Add(Message):
 
 
 class Abort(Message):
-    """End requests that nobody waits for."""
+    """End requests that nobody waits for; `stopped`: because their text has reached a stop string."""
 
     ids: list[str]
+    stopped: bool = False
 
 
 class Ask(Message):

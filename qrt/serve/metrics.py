@@ -106,11 +106,10 @@ class EngineMetrics(Collector):
         if (most := message.params.get("max_tokens")) is not None:
             self._histograms["request_params_max_tokens"].add(most)
 
-    def aborted(self, request_id: str) -> None:
-        """A request has been ended from outside."""
-        if self._requests.pop(request_id, None) is not None:
-            self._not_started.discard(request_id)
-            self._finished[FinishReason.ABORT.value] += 1
+    def ended(self, request_id: str, reason: FinishReason) -> None:
+        """A request has been ended from outside: by a stop string in its text, or because its client left."""
+        if (times := self._requests.get(request_id)) is not None:
+            self._finish(request_id, times, reason)
 
     def failed(self, code: int) -> None:
         """An HTTP request has been answered with an error."""
@@ -163,7 +162,7 @@ class EngineMetrics(Collector):
         del self._requests[request_id]
         self._not_started.discard(request_id)
         self._finished[reason.value] += 1
-        if times.first is None:
+        if times.first is None or reason is FinishReason.ABORT:  # how long that took says nothing
             return
         decode = times.last - times.first
         self._histograms["e2e_request_latency_seconds"].add(times.last - times.arrived)

@@ -23,6 +23,7 @@ from qrt.cli import run_main
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.output import RequestDelta
+from qrt.engine.request import FinishReason
 from qrt.errors import QrtError, QueueFullError
 from qrt.serve.messages import (
     Abort,
@@ -117,8 +118,8 @@ class Router:
         match message:
             case Add():
                 self._add(client, message)
-            case Abort(ids=ids):
-                self._abort(ids)
+            case Abort(ids=ids, stopped=stopped):
+                self._abort(ids, FinishReason.STOP if stopped else FinishReason.ABORT)
             case Ask(id=id, question=question):
                 self._answers.append((client, Answer(id, QUESTIONS[question](self))))
             case Failed(code=code):
@@ -146,11 +147,11 @@ class Router:
         self.metrics.added(message)
         output.accepted.append(message.id)
 
-    def _abort(self, ids: Iterable[str]) -> None:
+    def _abort(self, ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> None:
         for id in ids:
             if self._clients.pop(id, None) is not None:
                 self.engine.abort(id)
-                self.metrics.aborted(id)
+                self.metrics.ended(id, reason)
 
     def _step(self) -> None:
         started = time.monotonic()

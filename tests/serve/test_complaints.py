@@ -237,6 +237,29 @@ def test_metrics_count_what_happened(client, http, server):
     assert after["qrt:num_requests_running",] == after["qrt:kv_cache_usage_perc",] == 0
 
 
+def test_a_stop_string_is_no_abort(client, http, server):
+    """It is found in the API process, which ends the request: the figures are those of a finished one."""
+
+    def read():
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        return {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
+
+    before = read()
+    text = complete(client, max_tokens=40, temperature=0, extra_body={"ignore_eos": True}).choices[0].text
+    stop = text[len(text) // 2 :][:3]
+    choice = complete(client, max_tokens=40, temperature=0, stop=[stop], extra_body={"ignore_eos": True})
+    assert choice.choices[0].finish_reason == "stop"
+    with complete(client, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+    wait_idle(server)
+    after = read()
+    for reason in ("stop", "length", "abort"):
+        name = "qrt:request_success_total", reason
+        assert after[name] - before[name] == 1, reason
+    for name in ("e2e_request_latency_seconds", "request_generation_tokens", "request_decode_time_seconds"):
+        assert after[f"qrt:{name}_count",] - before[f"qrt:{name}_count",] == 2, "not of who left"
+
+
 def test_the_page_asks_nobody_else(http):
     page = http.get("/")
     assert page.status_code == 200 and "default-src 'self'" in page.headers["Content-Security-Policy"]
