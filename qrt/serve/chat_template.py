@@ -19,7 +19,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, UnsupportedError
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
@@ -147,8 +147,14 @@ class ChatTemplate:
     ) -> str:
         """The prompt. With `continue_final_message` it ends inside the last message, which the model goes on
         with. `named` are the template's own. A content of text parts is joined, None is empty. ConfigError
-        when the template refuses, or does too much.
+        when the template refuses, or does too much; UnsupportedError for tools or documents it never shows.
         """
+        for name, items in (("tools", tools), ("documents", documents)):
+            if items and name not in self._text:
+                raise UnsupportedError(
+                    f"{name}: got {len(items)}, but the chat template shows the model none; leave them out, "
+                    "or give a template that does"
+                )
         messages = [{**message, "content": _text_of(message.get("content"))} for message in messages]
         if continue_final_message and add_generation_prompt:
             raise ConfigError("continue_final_message: wanted without add_generation_prompt")

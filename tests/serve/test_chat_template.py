@@ -6,7 +6,7 @@ import time
 import pytest
 
 import qrt.serve.chat_template as chat_template
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.chat_template import ChatTemplate
 
 MESSAGES = [
@@ -38,6 +38,17 @@ def test_renders_as_transformers(generation):
     )
     template = ChatTemplate(LLAMA, {"bos_token": "<s>"})
     assert template.render(MESSAGES, tools=tools, add_generation_prompt=generation) == rendered[0]
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_what_the_template_never_shows_is_refused(name):
+    """The model would answer as if it had never been given."""
+    items = [{"type": "function", "function": {"name": "f"}}]
+    plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(UnsupportedError, match=f"{name}: got 1"):
+        ChatTemplate(plain, {}).render(MESSAGES, **{name: items})
+    assert ChatTemplate(plain, {}).render(MESSAGES, **{name: []})
+    assert "function" in ChatTemplate(plain + "{{ " + name + " }}", {}).render(MESSAGES, **{name: items})
 
 
 def test_the_final_message_goes_on():
