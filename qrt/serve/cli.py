@@ -42,7 +42,10 @@ def serve(arguments: Namespace) -> int:
     set_up_logging(arguments.log_level, f"qrt-serve pid={os.getpid()}")
     engine, server = engine_config(arguments), server_config(arguments)
     if model_path(engine.model) is None and not Path(engine.model).is_dir():
-        raise CheckpointError(f"{engine.model}: no such folder; give a checkpoint folder, or 'tiny'")
+        raise CheckpointError(
+            f"{engine.model}: no such folder; give a checkpoint folder "
+            "(hf download ORG/NAME --local-dir FOLDER) or 'tiny'"
+        )
     if server.host not in LOOPBACK and not server.uds and not server.api_keys:
         logger.warning("%s is reachable from outside without a key; set --api-key-file", server.host)
     return supervise(engine, server)

@@ -32,7 +32,10 @@ class Tokenizer:
         one without a fast backend."""
         folder = model_path(str(path)) or Path(path)
         if not folder.is_dir():
-            raise CheckpointError(f"{path}: no such folder; give a folder with tokenizer.json (--tokenizer)")
+            raise CheckpointError(
+                f"{path}: no such folder; give a checkpoint folder "
+                "(hf download ORG/NAME --local-dir FOLDER) or 'tiny'; a tokenizer's has tokenizer.json"
+            )
         try:
             self.hf: Any = _load(folder)
         except Exception as error:  # the Rust side raises bare Exceptions for a damaged file

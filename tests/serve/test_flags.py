@@ -193,7 +193,7 @@ def test_keys(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["no/such/folder"], "no/such/folder: no such folder"),
+        (["no/such/folder"], "no/such/folder: no such folder; give a checkpoint folder (hf download"),
         ([], "model: give one checkpoint folder"),
         (["tiny", "--model", "tiny"], "model: give one checkpoint folder"),
         (["tiny", "--api-server-count", "0"], "api_server_count: got 0"),
