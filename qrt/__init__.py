@@ -34,3 +34,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'qrt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """For completion in a notebook: what is not loaded yet, too."""
+    return sorted({*globals(), *__all__})

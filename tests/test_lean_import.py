@@ -15,6 +15,11 @@ def test_imports_no_torch(module):
     assert run(f"import sys, {module}; print('torch' in sys.modules)").strip() == "False"
 
 
+def test_completion_knows_what_is_not_loaded_yet():
+    code = "import sys, qrt; print(set(qrt.__all__) <= set(dir(qrt)), 'torch' in sys.modules)"
+    assert run(code).strip() == "True False"
+
+
 def test_imports_neither_triton_nor_cuda():
     code = (
         "import sys, qrt, torch; from qrt import LLM; import qrt.kernels.linear;"
