@@ -212,7 +212,11 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     for name, value in settings.items():
         field = ALIASES.get(name, name)
         if field not in known:
-            raise ConfigError(f"LLM: unknown setting {name!r}{nearest(name, [*known, *ALIASES])}")
+            from qrt.serve.flags import ELSEWHERE
+
+            remedy = ELSEWHERE.get(f"--{name.replace('_', '-')}")
+            hint = f"; {remedy}" if remedy else nearest(name, [*known, *ALIASES])
+            raise ConfigError(f"LLM: unknown setting {name!r}{hint}")
         given[field] = value
     return EngineConfig(model, **given)
 

@@ -277,6 +277,8 @@ def test_refusals_leave_the_engine_clean(llm, folder, expected):
         llm.generate(PROMPTS[:1], SamplingParams(stop_token_ids=[420]))
     with pytest.raises(ConfigError, match="unknown setting 'max_modle_len'; did you mean 'max_model_len'"):
         make(folder, max_modle_len=5)
+    with pytest.raises(ConfigError, match="unknown setting 'tensor_parallel_size'; qrt runs on one GPU"):
+        make(folder, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="max_model_len: got 513, wanted at most 512"):
         make(folder, max_model_len=513)
     with pytest.raises(UnsupportedError, match="unknown KV format 'int5'"):

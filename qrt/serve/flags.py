@@ -46,6 +46,10 @@ _ELSEWHERE = {
     "--metric-gateway": "let Prometheus read /metrics",
     "--diverse-mode": "outputs of one prompt (n) always share it",
     "--token-healing-mode": "there is no token healing",
+    "--enable-lora --lora-modules --max-loras --max-lora-rank": "adapters are not run; merge them into the "
+    "checkpoint",
+    "--swap-space --cpu-offload-gb": "weights and KV stay on the device; take fewer bits, or a smaller pool "
+    "with --kv-cache-memory-bytes",
     "--log-config-file": "lines go to stderr; see --log-level",
 }
 ELSEWHERE = {flag: remedy for flags, remedy in _ELSEWHERE.items() for flag in flags.split()}
