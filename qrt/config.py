@@ -104,6 +104,9 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _folder("model", self.model, "qrt.quantize(model, tokenizer) makes one of a model in memory")
+        if self.tokenizer is not None:
+            _folder("tokenizer", self.tokenizer, "tokenizer.save_pretrained(FOLDER) makes one")
         if not isinstance(self.kv, str):
             raise ConfigError(f"kv: got {self.kv!r}, wanted the name of a KV format")
         for name in ("kv_skip_layers", "cudagraph_capture_sizes"):
@@ -281,6 +284,11 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, whatever it was given as."""
         return tuple(self.stop or ())
+
+
+def _folder(name: str, value: object, remedy: str) -> None:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(f"{name}: got {type(value).__name__}, wanted a folder; {remedy}")
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

@@ -45,6 +45,11 @@ def calibrate(
         if tokenizer is not None:
             raise ConfigError("tokenizer: a checkpoint folder carries its own; leave it out")
         return run(model, recipe, Path(out), *devices)
+    if tokenizer is None and any(recipe.windows):
+        raise ConfigError(
+            "tokenizer: got none, wanted the model's, to read the calibration text; without one "
+            "method='rtn' and eval_samples=0 work"
+        )
     with tempfile.TemporaryDirectory() as folder:
         _save(model, tokenizer, Path(folder))
         return run(folder, recipe, Path(out), *devices)
@@ -67,6 +72,9 @@ def quantize(
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    for name, given in (("model", model), ("tokenizer", tokenizer)):
+        if not hasattr(given, "save_pretrained") and (given is not None or name == "model"):
+            raise ConfigError(f"{name}: got {type(given).__name__}, wanted one of transformers'")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ConfigError("model: already quantized; load the unquantized one")
     model.save_pretrained(folder)

@@ -21,6 +21,23 @@ def test_a_model_in_memory_calibrates_as_its_folder_does(llama, calib, tmp_path)
         qrt.calibrate(llama, tmp_path / "other", bit=4)
 
 
+def test_what_is_not_transformers_own_is_named(llama):
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    with pytest.raises(ConfigError, match="model: got Linear, wanted one of transformers'"):
+        qrt.quantize(torch.nn.Linear(2, 2), bits=4)
+    with pytest.raises(ConfigError, match="tokenizer: got str, wanted one of transformers'"):
+        qrt.quantize(model, str(llama), bits=4)
+    with pytest.raises(ConfigError, match="tokenizer: got none, wanted the model's"):
+        qrt.quantize(model, bits=4, method="awq")
+    with pytest.raises(ConfigError, match="tokenizer: got none, wanted the model's"):
+        qrt.quantize(model, bits=4, eval_samples=1)
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    with pytest.raises(ConfigError, match=f"tokenizer: got {type(tokenizer).__name__}, wanted a folder"):
+        qrt.LLM(qrt.quantize(model, bits=4), tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="model: got LlamaForCausalLM, wanted a folder; qrt.quantize"):
+        qrt.LLM(model)
+
+
 def test_quantize_gives_what_the_engine_loads(llama):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(llama), AutoTokenizer.from_pretrained(llama)
     folder = qrt.quantize(model, tokenizer, bits=8)
