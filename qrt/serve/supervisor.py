@@ -157,7 +157,7 @@ class Supervisor:
     async def _end(self, engine: asyncio.subprocess.Process) -> None:
         """Drain and end the API processes, then the engine."""
         self._listener.close()
-        if self._apis:
+        if self._signal and self._ready:
             logger.info(
                 "ending: running requests have %g s; a second signal ends now", self._server.shutdown_timeout
             )

@@ -67,6 +67,13 @@ def test_sockets_that_are_not_to_be_had(tmp_path, monkeypatch):
     assert not list(long.iterdir())
 
 
+def test_a_server_that_never_ran_has_no_requests_to_wait_for(tmp_path, monkeypatch, caplog):
+    """Its last line is the engine's, which says why."""
+    with caplog.at_level(logging.INFO):
+        assert run(monkeypatch, served(tmp_path / "socket")) == 1
+    assert "running requests" not in caplog.text
+
+
 def test_the_last_of_many_deaths_is_said(monkeypatch, caplog):
     supervisor = Supervisor(EngineConfig("tiny"), served("x"))
     supervisor._ready, supervisor._link = True, type("Link", (), {"send": lambda *_: None})()
