@@ -60,6 +60,8 @@ def error_response(
     headers = dict(headers or {})
     if code in RETRY_AFTER:
         headers["Retry-After"] = RETRY_AFTER[code]
+    if code == 501:
+        headers["X-Should-Retry"] = "false"  # OpenAI's clients ask again after any other 5xx
     return JSONResponse(error_body(code, message, param), code, headers)
 
 

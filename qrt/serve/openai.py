@@ -66,6 +66,10 @@ def openai_routes(service: Service) -> APIRouter:
     async def embeddings() -> None:
         raise UnsupportedError("embeddings: qrt serves generating models only")
 
+    @routes.post("/v1/responses", include_in_schema=False)
+    async def responses() -> None:
+        raise UnsupportedError("responses: not run by this server; send the messages to /v1/chat/completions")
+
     @routes.post("/tokenize", responses=errors())
     async def tokenize(body: TokenizeChat | TokenizeText) -> dict[str, Any]:
         service.check_running()

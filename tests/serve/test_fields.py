@@ -5,8 +5,10 @@ import shutil
 import time
 
 import httpx
+import openai
 import pytest
-from servers import ThreadServer, bearer, refused
+from prometheus_client.parser import text_string_to_metric_families
+from servers import KEY, ThreadServer, bearer, refused
 
 from qrt.assets import model_path
 from qrt.serve.lightllm import GenerateRequest, Parameters
@@ -57,6 +59,20 @@ def test_what_would_change_the_result_and_is_not_run_is_refused_by_name(client, 
     for route in ("/v1/completions", "/v1/chat/completions"):
         assert next(iter(field)) in refused(client.post(route, json=body), 501)
     assert "embeddings" in refused(client.post("/v1/embeddings", json={"input": "x"}), 501)
+    assert "/v1/chat/completions" in refused(client.post("/v1/responses", json={"input": "x"}), 501)
+
+
+def test_openais_client_asks_once_for_what_is_not_run(client):
+    """Of itself it asks again after any 5xx."""
+
+    def count() -> float:
+        families = text_string_to_metric_families(client.get("/metrics").text)
+        return sum(s.value for f in families for s in f.samples if s.labels == {"code": "501"})
+
+    sdk, before = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key=KEY, max_retries=2), count()
+    with pytest.raises(openai.InternalServerError, match="response_format"):
+        sdk.chat.completions.create(model="tiny", **CHAT, response_format={"type": "json_object"})
+    assert count() == before + 1
 
 
 def test_a_chat_is_not_echoed(client):
