@@ -125,6 +125,11 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, by the checkpoint's chat template."""
+        if isinstance(messages, (str, Mapping)) or not hasattr(messages, "__getitem__"):
+            raise ConfigError(
+                f"messages: got {type(messages).__name__}, wanted a list such as "
+                '[{"role": "user", "content": "..."}], or a list of those'
+            )
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         options = {
@@ -200,6 +205,8 @@ class LLM:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """The prompts as a list, one prompt alone included."""
+    if not hasattr(prompts, "__getitem__"):
+        raise ConfigError(f"prompts: got {type(prompts).__name__}, wanted a prompt or a list of them")
     if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

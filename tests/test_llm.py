@@ -279,6 +279,12 @@ def test_refusals_leave_the_engine_clean(llm, folder, expected):
         make(folder, max_modle_len=5)
     with pytest.raises(ConfigError, match="unknown setting 'tensor_parallel_size'; qrt runs on one GPU"):
         make(folder, tensor_parallel_size=2)
+    for wrong in (None, 5, (prompt for prompt in PROMPTS)):
+        with pytest.raises(ConfigError, match=f"prompts: got {type(wrong).__name__}, wanted a prompt"):
+            llm.generate(wrong)
+    for wrong in (None, "hi", {"role": "user", "content": "hi"}):
+        with pytest.raises(ConfigError, match=f"messages: got {type(wrong).__name__}, wanted a list such as"):
+            llm.chat(wrong)
     with pytest.raises(ConfigError, match="max_model_len: got 513, wanted at most 512"):
         make(folder, max_model_len=513)
     with pytest.raises(UnsupportedError, match="unknown KV format 'int5'"):
