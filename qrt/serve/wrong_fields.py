@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qrt.serve.settings import MAX_ECHO_CHARS
+
 
 @dataclass(frozen=True)
 class WrongField:
@@ -60,4 +62,8 @@ def _located(error: Any, body: Any) -> WrongField:
             names.append(place)
     path = tuple(part for place, part in enumerate(loc) if place not in names)
     message = error["msg"].partition(" or instance of ")[0]  # of a class of ours
+    if error["type"] == "literal_error":  # such as an image among the parts of a message
+        given = error["input"]
+        got = repr(given[:MAX_ECHO_CHARS]) if isinstance(given, str) else type(given).__name__
+        message = f"got {got}, wanted {error['ctx']['expected']}"
     return WrongField(loc, path, tuple(names), error["type"], message)
