@@ -121,5 +121,11 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
     ) -> RequestCollector:
         text, ids, salt = split_prompt(prompt, self._tokenizer)
-        name = request_id if request_id is not None else f"async-{next(self._ids)}"
-        return RequestCollector(name, text, ids, params, self._tokenizer, priority=priority, cache_salt=salt)
+        serial = next(self._ids)
+        name = request_id if request_id is not None else f"async-{serial}"
+        # to the engine each has another: of one that was left tokens may still come when its id is used again
+        collector = RequestCollector(
+            f"{name}-{serial}", text, ids, params, self._tokenizer, priority=priority, cache_salt=salt
+        )
+        collector.request_id = name
+        return collector

@@ -91,3 +91,26 @@ def test_aborts_refusals_and_the_end():
         assert not llm.is_running
 
     asyncio.run(run())
+
+
+def test_an_id_is_used_again_while_tokens_of_its_last_request_are_on_their_way():
+    async def run():
+        llm = AsyncLLM("tiny")
+        short = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        wanted = await last(llm.generate(PROMPTS[2], short))
+        left = llm.generate(PROMPTS[0], LONG, request_id="a")
+        await anext(left)
+        handle, late, held = llm.client._handle, True, []
+        llm.client._handle = lambda message: held.append(message) if late else handle(message)
+        await wait_until(lambda: any(message.deltas for message in held))
+        await left.aclose()
+        again = asyncio.create_task(last(llm.generate(PROMPTS[2], short, request_id="a")))
+        await wait_until(lambda: llm.client.num_running)
+        late = False
+        for message in held:
+            handle(message)
+        output = await again
+        assert output.outputs == wanted.outputs and output.request_id == "a"
+        await llm.shutdown()
+
+    asyncio.run(run())
