@@ -371,7 +371,7 @@ class Scheduler:
             del self._requests[request.id]
             self._stop(request, keep=request.generates)
         stop_reason = None
-        if reason is FinishReason.STOP and token_ids[-1] not in self._eos:
+        if reason is FinishReason.STOP and (request.params.ignore_eos or token_ids[-1] not in self._eos):
             stop_reason = token_ids[-1]
         cached = request.num_cached or 0
         return RequestDelta(request.id, token_ids, reason, stop_reason, logprobs, prompt_scores, cached)

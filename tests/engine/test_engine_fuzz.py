@@ -269,9 +269,14 @@ def test_eos_ends_and_ignore_eos_does_not():
     engine.add("id", prompt, SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(wanted[1],)))
     late = wanted.index(EOS) + 1
     engine.add("late", prompt, SamplingParams(temperature=0, max_tokens=20, min_tokens=late))
+    named = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(EOS,))
+    engine.add("named", prompt, named)
+    engine.add("named alone", prompt, replace(named, ignore_eos=True))
     deltas = run(engine)
     assert tokens(deltas["stop"]) == wanted[: wanted.index(EOS) + 1]
     assert deltas["stop"][-1].finish_reason is FinishReason.STOP and deltas["stop"][-1].stop_reason is None
+    assert tokens(deltas["named"]) == tokens(deltas["named alone"]) == tokens(deltas["stop"])
+    assert deltas["named"][-1].stop_reason is None and deltas["named alone"][-1].stop_reason == EOS
     assert tokens(deltas["go on"]) == wanted
     assert deltas["go on"][-1].finish_reason is FinishReason.LENGTH
     assert tokens(deltas["id"]) == wanted[: wanted.index(wanted[1]) + 1]

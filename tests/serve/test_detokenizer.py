@@ -222,3 +222,5 @@ def test_a_stop_string_in_what_is_flushed_is_found(kind, tokenizer):
     ids = tokenizer.encode("a🦄", add_special_tokens=False)[:-1]
     pieces, rest, detokenizer = stream(tokenizer, [], ids, stop=["\ufffd"])
     assert "".join(pieces) + rest == "a" and detokenizer.stop_reason == "\ufffd"
+    pieces, rest, detokenizer = stream(tokenizer, [], ids, stop=["\ufffd"], min_tokens=len(ids))
+    assert rest.strip("\ufffd") == "" != rest and detokenizer.stop_reason is None
