@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import count
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +31,8 @@ class LLM:
         llm = LLM("tiny", kv="int8")
         llm.generate(["The"], SamplingParams(max_tokens=32))[0].outputs[0].text
 
+    Calls of several threads run one after the other.
+
     engine    the engine; it must not be driven from elsewhere at the same time
     """
 
@@ -39,6 +42,7 @@ class LLM:
         self._tokenizer = Tokenizer(config.tokenizer or config.model)
         self.engine = Engine(config, eos_token_ids=self._tokenizer.eos_token_ids)
         self._ids = count()
+        self._lock = Lock()
 
     @property
     def max_model_len(self) -> int:
@@ -166,16 +170,17 @@ class LLM:
 
     @contextmanager
     def _running(self, request_ids: Iterable[str]) -> Iterator[None]:
-        """However it ends, nothing of these requests is left behind."""
-        try:
-            yield
-        except QrtError:  # a refused prompt, a failed step: the engine knows where it stands
-            for request_id in request_ids:
-                self.engine.abort(request_id)
-            raise
-        except BaseException:  # Ctrl-C may have come anywhere
-            self.engine.clear()
-            raise
+        """The engine for these requests alone; however it ends, nothing of them is left behind."""
+        with self._lock:
+            try:
+                yield
+            except QrtError:  # a refused prompt, a failed step: the engine knows where it stands
+                for request_id in request_ids:
+                    self.engine.abort(request_id)
+                raise
+            except BaseException:  # Ctrl-C may have come anywhere
+                self.engine.clear()
+                raise
 
     def _deltas(self) -> Iterator[RequestDelta]:
         """Step until the engine has no work left; QrtError when a step has failed."""
@@ -198,6 +203,9 @@ class LLM:
         if given is None:
             given = self.get_default_sampling_params()
         params = [given] * count if isinstance(given, SamplingParams) else given
+        if not isinstance(params, Sequence) or not all(isinstance(own, SamplingParams) for own in params):
+            got = type(given).__name__
+            raise ConfigError(f"sampling_params: got {got}, wanted SamplingParams, or a list of one each")
         if len(params) != count:
             raise ConfigError(f"sampling_params: got {len(params)} for {count} prompts, wanted one each")
         return params
@@ -205,9 +213,12 @@ class LLM:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """The prompts as a list, one prompt alone included."""
-    if not hasattr(prompts, "__getitem__"):
-        raise ConfigError(f"prompts: got {type(prompts).__name__}, wanted a prompt or a list of them")
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+        got = type(prompts).__name__
+        raise ConfigError(f"prompts: got {got}, wanted text, token ids or a dictionary, or a list of them")
+    if len(prompts) > 0 and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
 

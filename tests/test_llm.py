@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -273,15 +274,18 @@ def test_refusals_leave_the_engine_clean(llm, folder, expected):
             llm.generate(PROMPTS[:1], GREEDY, priority=[priority])
     with pytest.raises(ConfigError, match="got 3 for 2 prompts"):
         llm.generate(PROMPTS[:2], [GREEDY] * 3)
+    for prompts in (iter(PROMPTS), set(PROMPTS), None, 5, b"text", np.array([5, 6])):
+        with pytest.raises(ConfigError, match=f"prompts: got {type(prompts).__name__}, wanted text"):
+            llm.generate(prompts, GREEDY)
+    for params in ({"temperature": 0}, [GREEDY, None], iter([GREEDY] * 2)):
+        with pytest.raises(ConfigError, match=f"sampling_params: got {type(params).__name__}, wanted"):
+            llm.generate(PROMPTS[:2], params)
     with pytest.raises(ConfigError, match="stop_token_ids: token id 420"):
         llm.generate(PROMPTS[:1], SamplingParams(stop_token_ids=[420]))
     with pytest.raises(ConfigError, match="unknown setting 'max_modle_len'; did you mean 'max_model_len'"):
         make(folder, max_modle_len=5)
     with pytest.raises(ConfigError, match="unknown setting 'tensor_parallel_size'; qrt runs on one GPU"):
         make(folder, tensor_parallel_size=2)
-    for wrong in (None, 5, (prompt for prompt in PROMPTS)):
-        with pytest.raises(ConfigError, match=f"prompts: got {type(wrong).__name__}, wanted a prompt"):
-            llm.generate(wrong)
     for wrong in (None, "hi", {"role": "user", "content": "hi"}):
         with pytest.raises(ConfigError, match=f"messages: got {type(wrong).__name__}, wanted a list such as"):
             llm.chat(wrong)
@@ -305,6 +309,14 @@ def test_an_error_in_a_step_is_named(folder, monkeypatch):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     monkeypatch.undo()
     assert not llm.engine.has_work and len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 4
+
+
+def test_calls_of_several_threads_run_one_after_the_other(llm, expected):
+    def ids(_):
+        return ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(ids, range(8))) == [expected] * 8
 
 
 @contextmanager
