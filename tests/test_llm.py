@@ -370,7 +370,7 @@ def test_what_may_not_be_drawn_is_not_drawn_whatever_else_is_asked_for(llm):
         ids = llm.generate("x", params, use_tqdm=False)[0].outputs[0].token_ids
         assert len(ids) == 391 and ids[-1] in (1, 300) and not {1, 300} & set(ids[:-1])
         assert len(set(ids)) > 1
-    for settings in ({"min_tokens": 4}, {"min_tokens": 0, "bad_words": [(1,)]}):
+    for settings in ({"min_tokens": 4}, {"bad_words": [(1,)]}, {"bad_words": [(1, 1)], "ignore_eos": True}):
         with pytest.raises(ConfigError, match=r"allowed_token_ids: .* leave none of \[1\]"):
             llm.generate("x", SamplingParams(allowed_token_ids=[1], **settings))
     llm.generate("x", SamplingParams(allowed_token_ids=[1], min_tokens=4, ignore_eos=True), use_tqdm=False)

@@ -163,13 +163,13 @@ class Engine:
         """ConfigError where no token may be drawn, at first or ever."""
         if params.allowed_token_ids is None:
             return
-        banned = {word[0] for word in params.bad_words if isinstance(word, tuple) and len(word) == 1}
+        banned = {word[-1] for word in params.bad_words if isinstance(word, tuple)}
         if params.min_tokens:
             banned |= {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
         if banned.issuperset(params.allowed_token_ids):
             raise ConfigError(
-                "allowed_token_ids: bad_words, or min_tokens and what ends the text, leave none of "
-                f"{list(params.allowed_token_ids)[:8]}; wanted one that may be drawn"
+                "allowed_token_ids: the ends of bad_words, or min_tokens and what ends the text, may leave "
+                f"none of {list(params.allowed_token_ids)[:8]}; wanted one that may always be drawn"
             )
 
     def add(
