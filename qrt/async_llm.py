@@ -41,7 +41,7 @@ class AsyncLLM:
         engine = Engine(config, eos_token_ids=self._tokenizer.eos_token_ids)
         self.client = ThreadClient(Router(engine))
         self._defaults = engine.generation.sampling
-        self._started = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which it was started
         self._ids = count()
         self._running: dict[str, RequestCollector] = {}
 
@@ -109,13 +109,22 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """End the engine's thread; requests in flight get an EngineError."""
-        if self._started and not self.client.stopped:
+        if self._loop is None:
+            self.client.stop("the engine has been shut down")
+        elif not self.client.stopped:
             await self.client.close()
 
     async def _start(self) -> None:
-        if not self._started:
-            self._started = True
+        await self.check_health()
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
             await self.client.start()
+        elif self._loop is not loop:
+            raise ConfigError(
+                "AsyncLLM: got another event loop than the one it began in, wanted that; call asyncio.run "
+                "once, around all that uses it, or make an AsyncLLM in each"
+            )
 
     def _collector(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int

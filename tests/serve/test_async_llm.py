@@ -114,3 +114,16 @@ def test_an_id_is_used_again_while_tokens_of_its_last_request_are_on_their_way()
         await llm.shutdown()
 
     asyncio.run(run())
+
+
+def test_it_is_for_one_event_loop_and_shut_down_before_it_began_too():
+    llm, params = AsyncLLM("tiny"), SamplingParams(max_tokens=2)
+    asyncio.run(last(llm.generate("The", params)))
+    for way in (lambda: last(llm.generate("The", params)), llm.reset_prefix_cache):
+        with pytest.raises(ConfigError, match="got another event loop than the one it began in"):
+            asyncio.run(way())
+    llm = AsyncLLM("tiny")
+    asyncio.run(llm.shutdown())
+    assert not llm.is_running
+    with pytest.raises(EngineError, match="shut down"):
+        asyncio.run(last(llm.generate("The", params)))
