@@ -315,9 +315,6 @@ def test_a_locked_prefix_is_not_evicted():
     assert big is not None and kv.available == 0
     assert kv.start([7]) is None and kv.extend(reader) is None
     kv.reset()
-    assert (
-        reader.slots[:16].tolist() == kv.start([*shared], reuse=True).slots.tolist() if kv.available else True
-    )
     kv.release(big, [], keep=False)
     assert kv.start([*shared, 98]).slots[:16].tolist() == reader.slots[:16].tolist()
     kv.check()
