@@ -159,8 +159,8 @@ class Detokenizer:
         """The rest of the text, when no more tokens come; it may still bring a stop string."""
         if self.stop_reason is not None:
             return ""
-        text = self._stops.feed(self._stream.finish(), overlook=self.num_tokens <= self._min_tokens)
-        return self._add(text if self.stop_reason is not None else text + self._stops.finish())
+        end = self._stops.feed(self._stream.finish(), overlook=self.num_tokens <= self._min_tokens)
+        return self._add(end + self._stops.finish())
 
     def _add(self, text: str) -> str:
         self.text += text

@@ -208,6 +208,8 @@ def test_stop_string_over_tokens_counts_the_tokens_up_to_it(tokenizer):
     assert "fox." in tokenizer.decode(fed) and "fox." not in tokenizer.decode(fed[:-1])
     pieces, rest, _ = stream(tokenizer, [], ids, stop=["fox."], include_stop_str_in_output=True)
     assert "".join(pieces) + rest == "the quick brown fox."
+    pieces, rest, detokenizer = stream(tokenizer, [], ids, stop=["dog.\n"])
+    assert "".join(pieces) == "the quick brown fox. the " and rest == "dog." and not detokenizer.stop_reason
 
 
 def test_min_tokens_overlooks_early_stop_strings(tokenizer):
