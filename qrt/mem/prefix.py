@@ -218,7 +218,8 @@ def _path(node: Node) -> Iterator[Node]:
 
 
 def _common_prefix(a: Ints, b: Ints) -> int:
+    """Of two keys with at least one token."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
+    first = int(differ.argmax())
+    return first if differ[first] else n

@@ -276,6 +276,8 @@ def test_unwritten_slots_are_not_kept():
 def test_without_prefix_caching_nothing_is_kept():
     kv = KVManager(64, prefix_caching=False)
     seq = kv.start([1, 2, 3])
+    kv.publish(seq, np.array([1, 2], np.int32))
+    assert seq.num_cached == 0
     kv.release(seq, [1, 2, 3], keep=True)
     assert kv.stats.free_slots == 64
     assert kv.start([1, 2, 3]).num_cached == 0
