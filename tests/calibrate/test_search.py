@@ -93,6 +93,35 @@ def test_real_scales_where_folds_need_not_be_exact():
         torch.testing.assert_close(scales.max() * scales.min(), torch.tensor(1.0))
 
 
+def test_awq_weighs_a_channel_by_its_input_and_its_weights():
+    """x^r / w^(1-r), w relative to the largest of its row's group, for r from 0 to 1; up to a factor."""
+    block = Block(outliers=15.0)
+    pair = Pair(block, Smooth("norm", ("reader",)), head_dim=64)
+    x, w = block.x.abs().mean(0), block.reader.weight.abs()
+    w = torch.cat([(part / part.amax(1, keepdim=True)).mean(0) for part in w.split(32, 1)])
+    _, *tried = candidates(pair, x, powers=False)
+    for r, scales in zip(torch.linspace(0, 1, 19), tried, strict=True):
+        ratio = scales / (x**r / w ** (1 - r))
+        torch.testing.assert_close(ratio, ratio[0].expand(64), rtol=5e-3, atol=0)  # the search adds 1e-4 to w
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_int8_tokens_are_rounded_after_the_fold(tokens):
+    block = Block(outliers=15.0)
+    pair = Pair(block, Smooth("norm", ("reader",)), head_dim=64)
+    scales = torch.exp2(torch.arange(64) % 5 - 2.0)
+    call = Call(block.reader, (block.x,), {}, block.reader(block.x))
+    got = RoundedCost(pair, call, SPEC, torch.bfloat16, int8_tokens=tokens)(scales)
+    exact, x = block.x @ block.reader.weight.T, block.x / scales
+    if tokens:
+        step = x.abs().amax(1, keepdim=True) / 127
+        x = torch.round(x / step) * step
+    weight = block.reader.weight * scales
+    scale, zero = choose_qparams(weight, SPEC, torch.bfloat16)
+    rounded = dequantize(quantize(weight, scale, zero, SPEC), scale, zero, 4)
+    torch.testing.assert_close(torch.tensor(got), (x @ rounded.T - exact).square().mean(), rtol=1e-4, atol=0)
+
+
 def test_smoothquant_shares_an_outlier_by_its_strength():
     """x^a / w^(1-a) from the paper, up to the common factor that a fold may have."""
     block = Block(outliers=63.0)
@@ -107,7 +136,7 @@ def test_smoothquant_shares_an_outlier_by_its_strength():
 
 
 def test_the_column_cost_ranks_candidates_as_gptq_then_does():
-    """Its least is near the least of truly running GPTQ on every candidate."""
+    """It is what truly running GPTQ leaves, and its least is near the least of all candidates."""
     block = Block(outliers=15.0)
     pair = Pair(block, Smooth("norm", ("reader",)), head_dim=64)
     hessian = block.x.T @ block.x / 100
@@ -120,3 +149,4 @@ def test_the_column_cost_ranks_candidates_as_gptq_then_does():
         wrong = round_columns(weight, Factor.of(folded, 0.01), scale, zero, SPEC).dequantize() - weight
         true.append(float(torch.einsum("nk,kl,nl->", wrong, folded, wrong)))
     assert true[foreseen.index(min(foreseen))] < 1.1 * min(true) < 0.5 * true[0]
+    assert foreseen == pytest.approx(true, rel=0.2)

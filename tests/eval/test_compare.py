@@ -5,8 +5,20 @@ import json
 import pytest
 
 from qrt_eval.cli import main
-from qrt_eval.compare import compare, load, settings
+from qrt_eval.compare import METRICS, compare, kind, load, settings
 
+# Every figure of a kind of file, and whether more of it is better.
+BETTER = {
+    "ppl": {"ppl": False},
+    "kld": {"KL": False, "same top-1": True, "ln ppl ratio": False},
+    "throughput": {"tokens/s": True},
+    "latency": {"decode ms/step": False, "prefill tokens/s": True},
+    "serve": {"mean_ttft_ms": False, "mean_tpot_ms": False, "mean_itl_ms": False, "mean_e2el_ms": False,
+              "request_throughput": True, "output_throughput": True},
+    "kernels": {"us": False},
+    "sweep": {"ppl": False, "kl_mean": False, "tokens_per_second": True},
+    "kv-error": {"relative error": False},
+}  # fmt: skip
 WHERE = {"device": "d", "cuda": None, "python": "3", "versions": {"torch": "1"}, "commit": "a"}
 
 
@@ -30,6 +42,8 @@ def test_perplexities_of_the_same_windows_are_compared_window_by_window():
     assert change.verdict == "same"
     (change,) = compare(before, ppl(9.0, [2.0, 3.0]), 2)  # other windows: each side's own error
     assert change.verdict == "same" and change.noise == pytest.approx(2**0.5)
+    (change,) = compare(ppl(10.0, [2.0]), ppl(9.0, [2.1]), 2)  # one window has no spread
+    assert change.noise == pytest.approx(2**0.5)
 
 
 def test_timings_are_compared_by_their_repeats():
@@ -109,5 +123,9 @@ def test_recorded_results_compare_with_themselves(capsys):
         result = load(str(file))
         changes = compare(result, result, 2)
         assert changes and all(change.verdict == "same" for change in changes), file
-    assert main(["compare", str(files[0]), str(files[0])]) == 0
-    assert "0 better, 0 worse" in capsys.readouterr().out
+        metrics, wanted = METRICS[kind(result)](result), BETTER[kind(result)]
+        found = {name.rsplit(": ")[-1]: metric.more_is_better for name, metric in metrics.items()}
+        assert found == {name: wanted[name] for name in (found if kind(result) == "sweep" else wanted)}, file
+    assert main(["compare", str(file), str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert all(change.name in shown for change in changes) and "0 better, 0 worse" in shown
