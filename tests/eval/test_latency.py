@@ -33,7 +33,13 @@ def test_rows_of_both(tmp_path):
     ours, theirs = result["rows"][:2], result["rows"][2:]
     assert [row["batch"] for row in ours] == [row["batch"] for row in theirs] == [1, 2]
     assert all("by" not in row for row in ours) and all(row["by"] == "transformers" for row in theirs)
-    assert all(row["decode_ms_per_step"] > 0 for row in result["rows"])
+    read = "weight_bytes_per_step", "kv_bytes_per_step"
+    bandwidth = sum(ours[0][key] for key in read) / ours[0]["floor_ms"]
+    for row in result["rows"]:
+        assert 0 < row["decode_ms_per_step"] <= row["decode_ms_p99"]
+        assert row["prefill_tokens_per_s"] == pytest.approx(row["batch"] * 7 / row["time_to_first_tokens_s"])
+        assert row["decode_tokens_per_s"] == pytest.approx(row["batch"] / row["decode_ms_per_step"] * 1e3)
+        assert sum(row[key] for key in read) / row["floor_ms"] == pytest.approx(bandwidth)
     weights = 2 * (2 * (128 * 256 + 128 * 128 + 3 * 128 * 256) + 128 * 128)
     assert {row["weight_bytes_per_step"] for row in theirs} == {weights}
     assert {row["weight_bytes_per_step"] for row in ours} < set(range(weights))

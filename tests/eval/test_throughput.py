@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from schema import checked
 
 from qrt import LLM
@@ -24,7 +25,15 @@ def test_rows_count_what_was_asked_for(tmp_path):
         assert row["tokens_per_second"] == pytest.approx(56 / row["elapsed_time"])
         assert row["output_tokens_per_second"] == pytest.approx(20 / row["elapsed_time"])
         assert len(row["repeats"]) == 2 and row["tokens_per_second"] in row["repeats"]
+        assert row["requests_per_second"] == pytest.approx(4 / row["elapsed_time"])
         assert row["host_gap"] is None or 0 <= row["host_gap"] < 1
+    # one after the other: of each prompt five steps, each reads all weights, and what it attends
+    weights = (2 if torch.cuda.is_available() else 4) * (
+        6 * (512 * 256 + 256 * 256 + 3 * 768 * 256) + 4096 * 256
+    )
+    read = 20 * weights + 4 * (9 + 10 + 11 + 12 + 13) * 6 * 2 * (2 * 64 + 8)
+    one = result["batches"][0]
+    assert one["achieved_GBps"] == pytest.approx(read / one["elapsed_time"] / 1e9)
 
 
 @pytest.mark.model
