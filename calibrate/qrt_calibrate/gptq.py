@@ -32,7 +32,7 @@ class Factor:
 
     order     [K] int64, columns by descending diagonal of H
     upper     [K, K] U
-    damping   what was added to the diagonal, relative to its mean
+    damping   the share of the diagonal that was added to it
     """
 
     def __init__(self, order: Tensor, upper: Tensor, damping: float) -> None:
@@ -40,8 +40,8 @@ class Factor:
 
     @classmethod
     def of(cls, hessian: Tensor, damping: float) -> Factor | None:
-        """Of H = E[x x^T] [K, K] with `damping` times its mean diagonal added; more where that is not enough,
-        and None where nothing is. An input that was never active gets a diagonal of its own, so its column is
+        """Of H = E[x x^T] [K, K] with `damping` times its diagonal added; more where that is not enough, and
+        None where nothing is. An input that was never active gets a diagonal of its own, so its column is
         rounded to nearest and no other column feels it."""
         diagonal = hessian.diagonal()
         mean = float(diagonal.mean()) or 1.0
