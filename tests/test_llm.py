@@ -156,6 +156,8 @@ def test_logprobs_are_those_of_transformers(llm, reference):
         row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)
     )
     assert completion.cumulative_logprob == pytest.approx(total, abs=1e-4)
+    special = llm.generate({"prompt_token_ids": [5, 1, 7]}, params, use_tqdm=False)[0].prompt_logprobs
+    assert special[1][1].decoded_token == llm.get_tokenizer().hf.convert_ids_to_tokens(1)
     plain = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0]
     assert plain.prompt_logprobs is None and plain.outputs[0].logprobs is None
     assert plain.outputs[0].cumulative_logprob is None
