@@ -38,7 +38,7 @@ def pack(codes: Tensor, bits: int, axis: int = -1) -> Tensor:
         value = stream[..., i].to(torch.int64) << offset
         wide[..., word] |= value & 0xFFFFFFFF
         wide[..., word + 1] |= value >> WORD_BITS
-    return _to_int32(wide[..., :-1]).movedim(-1, axis).contiguous()
+    return wide[..., :-1].to(torch.int32).movedim(-1, axis).contiguous()  # the low 32 bits
 
 
 def unpack(words: Tensor, bits: int, n: int, axis: int = -1) -> Tensor:
@@ -54,8 +54,3 @@ def unpack(words: Tensor, bits: int, n: int, axis: int = -1) -> Tensor:
     wide = pad(stream.to(torch.int64) & 0xFFFFFFFF, (0, 1))
     codes = ((wide[..., word] | (wide[..., word + 1] << WORD_BITS)) >> offset) & mask
     return codes.to(torch.uint8).movedim(-1, axis).contiguous()
-
-
-def _to_int32(words: Tensor) -> Tensor:
-    """The low 32 bits of int64 words, as int32."""
-    return torch.where(words > 0x7FFFFFFF, words - (1 << WORD_BITS), words).to(torch.int32)

@@ -77,9 +77,10 @@ def test_quantized_scores_lose_less():
 @pytest.mark.parametrize("length", [1.0, 1.5])
 @pytest.mark.parametrize("bias", [0.0, 3.0])
 def test_the_energies_of_every_pair_are_balanced(bias, length):
-    """Also where RoPE stretches what it turns."""
+    """Also where RoPE stretches what it turns, and where other channels of the second KV head are large."""
     rope = rope_tables(replace(CONFIG, length=length), D, T, torch.device("cpu"))
     q, k = sample(0, bias)
+    q[:, HQ // HKV :] = q[:, HQ // HKV :].flip(-1)
     q, k = smoothed(smoothing.fit(q, k, *rope), turn(q, rope), turn(k, rope))
     q, k = q.square().mean(0).unflatten(0, (HKV, -1)).mean(1), (k - k.mean(0)).square().mean(0)
     ratio = (q[:, PAIRS] + q[:, PAIRS + D // 2]) / (k[:, PAIRS] + k[:, PAIRS + D // 2])
@@ -101,4 +102,7 @@ def test_dead_channels_and_heads_give_a_finite_table():
     k[:, 1] = 0
     table = smoothing.fit(q, k, *ROPE)
     assert table.isfinite().all() and (table[:2] > 0).all()
+    scaled = smoothing.fit(1e-3 * q, 1e3 * k, *ROPE)  # balances channels, whatever the size of q and k
+    torch.testing.assert_close(scaled[:2], table[:2], rtol=5e-3, atol=0)
+    torch.testing.assert_close(scaled[2], 1e3 * table[2], rtol=5e-3, atol=1e-3)
     assert smoothing.fit(torch.zeros_like(q), torch.zeros_like(k), *ROPE).isfinite().all()

@@ -22,8 +22,8 @@ FLOOR = 1e-4  # a pair with less than this part of the mean energy is not blown 
 def fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The table of one layer from a sample of its q [T, Hq, D] and k [T, Hkv, D], before RoPE.
 
-    cos, sin fp32 [P, D/2] are of the positions to be served. K's mean before RoPE is turned to each of them
-    and averaged: what is left is the slowly turning part, which is a shift at every position.
+    cos, sin fp32 [P, D/2] are of the positions to be served, from 0 on. K's mean before RoPE is turned to
+    each of them and averaged: what is left is the slowly turning part, which is a shift at every position.
 
     Returns fp32 [3, Hkv, D]: q' = q * t[0] (of its KV head), k' = k * t[1] - t[2].
     """
@@ -32,8 +32,8 @@ def fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     c, s = cos.mean(0), sin.mean(0)
     mean_lo, mean_hi = lo * c - hi * s, hi * c + lo * s
     # the spread that stays about the shift, of both channels of a pair
-    length = cos[0].square() + sin[0].square()  # 1, but where RoPE also stretches (YaRN)
-    k_energy = _floored(length * _pairs(k.square().mean(0)) - mean_lo.square() - mean_hi.square())
+    stretch = cos[0].square()  # 1, but where RoPE also stretches (YaRN)
+    k_energy = _floored(stretch * _pairs(k.square().mean(0)) - mean_lo.square() - mean_hi.square())
     q_energy = _floored(_pairs(q.square().mean(0).unflatten(0, (k.shape[1], -1)).mean(1)))
     gain = (k_energy / q_energy) ** 0.25
     gain = (gain / gain.log().mean(-1, keepdim=True).exp()).repeat(1, 2)
