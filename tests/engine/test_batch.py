@@ -1,5 +1,7 @@
 """A plan as tensors: every array against a plain loop over the plan."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -126,6 +128,15 @@ def test_a_top_k_of_some_and_not_all_needs_the_full_sort():
         Decode(str(i), i, Sampling(1.0, k, p, 0, None)) for i, (k, p) in enumerate([(5, 1.0), (0, 0.9)])
     )
     assert batch_of(Plan((), (), both, ())).draws.meta.max_top_k == 0
+
+
+def test_one_wish_alone_is_enough_to_be_drawn_with_care():
+    ways = [Sampling(1.0, 5, 1.0, 0, None), GREEDY, replace(GREEDY, adjustment=PUNISHED), GREEDY]
+    bans = [(), (), (), (Ban(4),)]
+    decodes = tuple(Decode(str(i), i, way, ban) for i, (way, ban) in enumerate(zip(ways, bans, strict=True)))
+    meta = batch_of(Plan((Admission(2, ways[2], ints(1)),), (), decodes, ())).draws.meta
+    assert meta.careful.tolist() == [0, 2, 3] and meta.filtered.tolist() == [0]
+    assert meta.adjusted.tolist() == [[1], [0]] and meta.banned[:2].tolist() == [[2], [4]]
 
 
 def test_the_padding_row_stays_on_the_pad_slot():
