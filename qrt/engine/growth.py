@@ -27,13 +27,10 @@ class Growth:
         self._placed: dict[int, list[Placement]] = {}  # by row of the request table
 
     def start(self, request: Request) -> None:
-        """A request has got a row, and slots for the tokens it has."""
+        """A request has got a row, and slots for the tokens it has; what was to be told of the row before is
+        not."""
         assert request.seq is not None
         self._placed[request.row] = [Placement(request.row, 0, request.seq.slots.copy())]
-
-    def stop(self, request: Request) -> None:
-        """It gives its row back."""
-        self._placed.pop(request.row, None)
 
     def taken(self) -> tuple[Placement, ...]:
         """What the next plan tells the request table; it is told once."""

@@ -278,7 +278,6 @@ class Scheduler:
         self.kv.release(request.seq, ids[: min(request.num_computed, len(ids) - 1)], keep)
         request.seq = None
         self._rows.append(request.row)
-        self._growth.stop(request)
         self.running.remove(request)
         self._refused = None
 

@@ -129,6 +129,16 @@ def test_the_last_to_come_is_paused_and_goes_on_where_it_was(monkeypatch):
     assert scheduler.kv.available == 64
 
 
+def test_nobody_is_paused_while_each_can_have_a_slot(monkeypatch):
+    monkeypatch.setattr(admission, "EXPECTED_TOKENS", 0)
+    scheduler = make(slots=64, max_model_len=64, max_num_seqs=2, budget=64, prefix_caching=False)
+    scheduler.add("a", np.arange(20, dtype=np.int32), SamplingParams(max_tokens=20))
+    scheduler.add("b", np.arange(100, 130, dtype=np.int32), SamplingParams(max_tokens=20))
+    for _ in range(1 + (64 - 50) // 2):
+        assert len(step(scheduler)[0].works) == 2
+    assert scheduler.num_pauses == 0 and scheduler.kv.available == 0
+
+
 def test_refused_requests_name_the_lengths():
     scheduler = make(slots=96, max_model_len=128)
     for length, message in (
