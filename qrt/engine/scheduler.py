@@ -329,12 +329,7 @@ class Scheduler:
         if not self.kv.prefix_caching:
             return False
         for other in self.running:
-            if (
-                other.published
-                or other.output
-                or not other.generates
-                or other.cache_salt != request.cache_salt
-            ):
+            if other.published or not other.generates or other.cache_salt != request.cache_salt:
                 continue
             size = min(len(other.prompt), len(ids) - 1)
             differ = np.flatnonzero(other.prompt[:size] != ids[:size])

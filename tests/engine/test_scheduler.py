@@ -108,6 +108,17 @@ def test_a_cached_prefix_is_not_computed_again():
     assert plan.chunks[0].scoring.targets.tolist() == list(range(1, 12))
 
 
+def test_only_who_can_share_soon_waits():
+    """Not for a prompt that is only scored, nor for one of another salt."""
+    scheduler, prompt = make(budget=128), np.arange(40, dtype=np.int32)
+    scheduler.add("scored", prompt, SamplingParams(prompt_logprobs=0), generate=False)
+    scheduler.add("a", prompt, LONG)
+    scheduler.add("salted", prompt, LONG, cache_salt="x")
+    scheduler.add("b", prompt, LONG)
+    assert shape(step(scheduler)[0]) == ([], [("scored", 0, 39), ("a", 0, 40), ("salted", 0, 40)])
+    assert shape(step(scheduler)[0]) == (["a", "salted"], [("b", 39, 1)])
+
+
 def test_the_last_to_come_is_paused_and_goes_on_where_it_was(monkeypatch):
     monkeypatch.setattr(admission, "EXPECTED_TOKENS", 0)
     monkeypatch.setattr(growth, "GROW_TOKENS", 1)
