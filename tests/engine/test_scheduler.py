@@ -188,6 +188,7 @@ def test_abort_at_any_time_gives_everything_back():
     plan, _ = step(scheduler)
     assert [work.request_id for work in plan.works] == ["b"]
     scheduler.abort("b")
+    assert scheduler.kv.cached(np.full(12, ord("b"), np.int32)) == 8, "what it computed stays"
     assert not scheduler.has_work and scheduler.plan() is None
     assert scheduler.kv.available == 256
     scheduler.kv.check()
