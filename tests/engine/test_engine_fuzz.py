@@ -20,10 +20,27 @@ _alone = fake_engine(max_num_seqs=1, enable_prefix_caching=False, overlap=False)
 
 
 def alone(prompt, params):
-    """Tokens, reason and scored prompt of a request that has the engine for itself."""
+    """Tokens, reason and stop reason of a request that has the engine for itself."""
     _alone.add("alone", prompt, replace(params, logprobs=None))
     deltas = run(_alone)["alone"]
+    check_filters(prompt, params, tokens(deltas))
     return tokens(deltas), deltas[-1].finish_reason, deltas[-1].stop_reason
+
+
+def check_filters(prompt, params, drawn):
+    """Every token is the likeliest at temperature 0, else of the top_k likeliest and, of those, of the fewest
+    whose probability reaches top_p; where the logits are adjusted, it is an allowed one."""
+    allowed = set(range(VOCAB) if params.allowed_token_ids is None else params.allowed_token_ids)
+    assert allowed.issuperset(drawn)
+    adjusted = replace(params, **{name: getattr(PLAIN, name) for name in ADJUSTMENTS}) != params
+    if adjusted or params.min_tokens:
+        return
+    most = (params.top_k or VOCAB) if params.temperature else 1
+    for token, logits in zip(drawn, next_logits(prompt + drawn)[len(prompt) - 1 :], strict=False):
+        ranked = logits.sort(descending=True).indices[:most]
+        probability = (logits[ranked] / (params.temperature or 1)).softmax(-1)
+        before = probability.cumsum(-1) - probability
+        assert token in ranked[before < params.top_p + 1e-5]
 
 
 def random_params(rng):
@@ -55,6 +72,13 @@ def random_adjustments(rng):
         "bad_words": [(rng.randrange(VOCAB),)] + [(a, b) for a in range(0, VOCAB, 2) for b in (1, 8)],
     }
     return dict(rng.sample(list(ways.items()), 2))
+
+
+PLAIN = SamplingParams()
+ADJUSTMENTS = (
+    "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "exponential_decay_length_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+)  # fmt: skip
 
 
 def random_prompt(rng, shared):
