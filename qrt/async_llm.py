@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import AsyncIterator
 from itertools import count
 from typing import Any
@@ -29,7 +30,7 @@ except ImportError as error:
 
 
 class AsyncLLM:
-    """A model in a thread of this process, for one event loop. Close it with `shutdown`.
+    """A model in a thread of this process, for one event loop. `shutdown`, or dropping it, ends the thread.
 
     client   the engine's client, for a server in the same process
     """
@@ -40,6 +41,7 @@ class AsyncLLM:
         self._tokenizer = Tokenizer(config.tokenizer or config.model)
         engine = Engine(config, eos_token_ids=self._tokenizer.eos_token_ids)
         self.client = ThreadClient(Router(engine))
+        weakref.finalize(self, self.client.end)  # the thread holds the engine, its memory with it
         self._defaults = engine.generation.sampling
         self._loop: asyncio.AbstractEventLoop | None = None  # in which it was started
         self._ids = count()

@@ -317,8 +317,12 @@ class ThreadClient(EngineClient):
     async def close(self) -> None:
         """See EngineClient; waits for the step that runs."""
         self.stop("the engine has been shut down")
-        self._inbox.put(None)
+        self.end()
         await asyncio.to_thread(self._thread.join)
+
+    def end(self) -> None:
+        """From any thread: the engine's ends when its step is done."""
+        self._inbox.put(None)
 
     def _send(self, message: Message) -> None:
         self._inbox.put(message)  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """AsyncLLM: the same answers as LLM, aborts that give everything back, errors that name what is wrong."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 from servers import wait_until
@@ -114,6 +116,18 @@ def test_an_id_is_used_again_while_tokens_of_its_last_request_are_on_their_way()
         await llm.shutdown()
 
     asyncio.run(run())
+
+
+def test_an_engine_that_is_dropped_ends_with_its_memory():
+    llm = AsyncLLM("tiny")
+    asyncio.run(last(llm.generate("The", SamplingParams(max_tokens=2))))
+    engine, thread = weakref.ref(llm.client.router.engine), llm.client._thread
+    assert thread.is_alive()
+    del llm
+    gc.collect()
+    thread.join(60)
+    gc.collect()
+    assert not thread.is_alive() and engine() is None
 
 
 def test_it_is_for_one_event_loop_and_shut_down_before_it_began_too():
