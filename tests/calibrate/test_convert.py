@@ -1,6 +1,7 @@
 """Converted checkpoints hold the same weights; what a format cannot hold is refused by name."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -56,6 +57,17 @@ def test_there_and_back(made, tmp_path, bits, to, symmetric):
     for folder in ("there", "back"):
         for got, wanted in zip(weights(tmp_path / folder), weights(source), strict=True):
             assert torch.equal(got, wanted), folder
+
+
+def test_the_old_name_of_a_quantization_config_goes(made, tmp_path):
+    source, out = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(made(), source)
+    config = json.loads((source / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (source / "config.json").write_text(json.dumps(config))
+    assert convert(source, "gptq", out) == 0
+    written = json.loads((out / "config.json").read_text())
+    assert "compression_config" not in written and written["quantization_config"]["quant_method"] == "gptq"
 
 
 def test_a_quantized_head_of_gptq_is_one_by_name(made, tmp_path):

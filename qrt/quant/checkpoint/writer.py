@@ -263,6 +263,7 @@ class OutputFolder:
             }
             (folder / INDEX).write_text(_json(index), encoding="utf-8")
         config = {**self._source.config, "quantization_config": dict(quantization)}
+        config.pop("compression_config", None)  # its old name
         if config.get("tie_word_embeddings") and HEAD in tensors.names():  # a head of its own
             config["tie_word_embeddings"] = False
         (folder / "config.json").write_text(_json(config), encoding="utf-8")
