@@ -13,10 +13,10 @@ from qrt.quant.checkpoint.folder import is_file, read_json
 
 logger = logging.getLogger(__name__)
 
-# our name -> theirs; and theirs that change what is sampled, which qrt does not run, with their "off"
+# our name -> theirs; and theirs that change what is sampled and are not taken over, with their "off"
 SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 USED = {**dict(zip(SAME, SAME, strict=True)), "max_tokens": "max_new_tokens"}
-NOT_RUN = {
+NOT_TAKEN = {
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
@@ -58,7 +58,7 @@ class GenerationConfig:
         """From `folder`/generation_config.json; neutral without the file, CheckpointError when it is damaged
         or a link to one that is gone.
 
-        A setting that changes what is sampled and is not run by qrt is logged by name. Without `sampling`
+        A setting that changes what is sampled and is not taken over is logged by name. Without `sampling`
         only the ends of the text are read.
         """
         path = folder / "generation_config.json"
@@ -77,9 +77,9 @@ class GenerationConfig:
 
 
 def _sampling(entries: dict[str, Any]) -> SamplingParams:
-    for name, off in NOT_RUN.items():
+    for name, off in NOT_TAKEN.items():
         if entries.get(name) not in (None, off):
-            logger.warning("generation_config.json: %s %s is not run by qrt", name, entries[name])
+            logger.warning("generation_config.json: %s %s is not taken over", name, entries[name])
     given = {ours: entries[theirs] for ours, theirs in USED.items() if entries.get(theirs) is not None}
     try:
         return SamplingParams(**given)
