@@ -310,9 +310,9 @@ def _device(config: EngineConfig) -> torch.device:
 def _dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         return DTYPES[config.dtype]
-    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16"
+    stored = checkpoint.config.get("dtype") or checkpoint.config["torch_dtype"]
     if device.type == "cpu":  # torch's packed integer products want bf16; else the reference multiplies
-        packed = "quantization_config" in checkpoint.config and stored == "bfloat16"
+        packed = bool(checkpoint.quantization) and stored == "bfloat16"
         return torch.bfloat16 if packed and _is_bf16_fast() else torch.float32
     if stored not in DTYPES:
         raise ConfigError(f"dtype: the checkpoint's is {stored!r}; choose {' or '.join(DTYPES)} with --dtype")

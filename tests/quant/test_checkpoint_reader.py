@@ -47,6 +47,17 @@ def test_dtypes_empty_tensors_and_scalars(tmp_path):
         assert got.dtype == tensor.dtype and torch.equal(got, tensor), name
 
 
+@pytest.mark.parametrize("config, dtype", [({}, "float16"), ({"torch_dtype": "bfloat16"}, "bfloat16")])
+def test_a_config_without_a_dtype_has_that_of_the_embedding(tmp_path, config, dtype):
+    """As in transformers; fp16 weights in bf16 would lose three bits."""
+    tensors = {"model.norm.weight": torch.ones(4), "model.embed_tokens.weight": torch.ones(4, 4).half()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = open_checkpoint(tmp_path).config
+    assert found == (config or {"dtype": dtype}) and dtype in found.values()
+    assert open_checkpoint(tmp_path, weights=False).config == (config or {"dtype": "bfloat16"})
+
+
 def test_the_file_is_never_changed(made):
     """Tensors are copy-on-write: writing to one is allowed and stays in memory."""
     checkpoint = open_checkpoint(made / "plain")

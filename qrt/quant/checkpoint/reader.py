@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qrt.assets import model_path
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import TensorFolder, is_file, read_json
-from qrt.quant.checkpoint.format import CheckpointFormat
+from qrt.quant.checkpoint.format import FLOATS, CheckpointFormat
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.checkpoint.shard import Shard
 from qrt.quant.spec import QuantSpec
@@ -38,7 +40,7 @@ class Checkpoint(TensorFolder):
     """An opened checkpoint: config.json, an index of tensors over shards, lazily mapped safetensors.
 
     path            the folder
-    config          config.json as a dict
+    config          config.json as a dict; where it says no dtype, with that of the stored embedding
     quantization    its quantization_config, or the file in its place; empty in a plain checkpoint
     """
 
@@ -50,8 +52,15 @@ class Checkpoint(TensorFolder):
         self._tensors_of: defaultdict[str, list[str]] = defaultdict(list)  # by module
         for name in self.stored_names():
             self._tensors_of[name.rpartition(".")[0]].append(name)
+        if not (self.config.get("dtype") or self.config.get("torch_dtype")):
+            self.config["dtype"] = self._stored_dtype()
         method = self.quantization.get("quant_method")
         self._format = Plain() if method is None else FORMATS[method](self.quantization, self)
+
+    def _stored_dtype(self) -> str:
+        names = [name for name in self.stored_names() if name.endswith("embed_tokens.weight")]
+        stored = [dtype for name in names if (dtype := self.spec(name).dtype) in FLOATS]
+        return str((stored or [torch.bfloat16])[0]).removeprefix("torch.")
 
     def linear(self, module: str) -> tuple[str, WeightData]:
         """Scheme name (a key of WEIGHT_SCHEMES) and canonical weight of a Linear, e.g.
