@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeGuard
 
@@ -190,6 +190,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, _plain(getattr(self, each.name)))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         object.__setattr__(self, "stop", _listed("stop", stop))
         for name in ("stop_token_ids", "bad_words"):
@@ -318,7 +320,12 @@ def _listed(name: str, value: object) -> tuple[Any, ...]:
     """A list as a tuple; a text is none."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ConfigError(f"{name}: got {value!r}, wanted a list")
-    return tuple(value)
+    return tuple(map(_plain, value))
+
+
+def _plain(value: Any) -> Any:
+    """A number or an array of numpy or torch as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 
 from qrt.config import EngineConfig, Environment, KernelBackend, SamplingParams
 from qrt.errors import ConfigError
@@ -60,6 +62,17 @@ def test_the_edges_are_allowed():
     assert SamplingParams(stop="end").stop_strings == ("end",) and SamplingParams().stop_strings == ()
     assert SamplingParams(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    given = SamplingParams(
+        temperature=np.float32(0.5), seed=np.int64(7), stop_token_ids=np.array([3, 4]), top_k=torch.tensor(5),
+        allowed_token_ids=[np.int64(8), torch.tensor(9)],
+    )  # fmt: skip
+    wanted = SamplingParams(temperature=0.5, seed=7, stop_token_ids=[3, 4], top_k=5, allowed_token_ids=[8, 9])
+    assert given == wanted and repr(given) == repr(wanted)
+    with pytest.raises(ConfigError, match=r"seed: got \[7, 8\], wanted an integer"):
+        SamplingParams(seed=np.array([7, 8]))
 
 
 def test_settings_are_frozen():
