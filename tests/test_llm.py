@@ -263,6 +263,7 @@ def test_refusals_leave_the_engine_clean(llm, folder, expected):
         ([1, [2, 3]], "wanted a list of token ids"),
         ({"prompt_token_ids": None}, "got NoneType, wanted text, token ids"),
         ({"prompt": "x", "cache_salt": ["a"]}, r"cache_salt: got \['a'\], wanted text"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt: got '', wanted text"),
         ("a\ud800", "wanted text without lone surrogates"),
         ("", "got no tokens"),
     ):

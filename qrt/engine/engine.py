@@ -195,8 +195,8 @@ class Engine:
                 f"priority: got {priority}, but requests run in the order they come; set scheduling_policy "
                 "to 'priority' (--scheduling-policy priority), or leave it out"
             )
-        if not isinstance(cache_salt, str | None):
-            raise ConfigError(f"cache_salt: got {cache_salt!r}, wanted text")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise ConfigError(f"cache_salt: got {cache_salt!r}, wanted text, not empty")
         ids = self.validate(prompt_ids, params, generate=generate)
         if any(isinstance(word, str) for word in params.bad_words):
             raise ConfigError("bad_words: got text, wanted token ids; LLM and the server encode them")
