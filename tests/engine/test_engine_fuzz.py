@@ -152,8 +152,9 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(seed, monkeypatch
     for _ in range(5000):
         while pending and rng.random() < 0.6:
             name, (prompt, params, priority, salt) = pending.popitem()
-            engine.add(name, prompt, params, priority=priority, cache_salt=salt)
-            added[name] = (prompt, params, priority)
+            generate = rng.random() < 0.85  # or only score the prompt
+            engine.add(name, prompt, params, generate=generate, priority=priority, cache_salt=salt)
+            added[name] = (prompt, params, priority, generate)
         if added and rng.random() < 0.01:
             name = rng.choice(list(added))
             engine.abort(name)
@@ -170,12 +171,13 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(seed, monkeypatch
             break
     assert ended | aborted == set(added) and not engine.has_work
     for name in ended:
-        prompt, params, _ = added[name]
+        prompt, params, _, generate = added[name]
         limit = engine.max_model_len - len(prompt)
         wanted = replace(params, max_tokens=min(params.max_tokens or limit, limit))
         last = deltas[name][-1]
-        assert (tokens(deltas[name]), last.finish_reason, last.stop_reason) == alone(prompt, wanted)
-        check_logprobs(prompt, params, deltas[name])
+        expected = alone(prompt, wanted) if generate else ([], FinishReason.LENGTH, None)
+        assert (tokens(deltas[name]), last.finish_reason, last.stop_reason) == expected
+        check_logprobs(prompt, params if generate else replace(params, logprobs=None), deltas[name])
     kv = engine.scheduler.kv
     assert kv.available == kv.num_slots and not engine.scheduler.running and not engine.scheduler.waiting
     assert len(engine.scheduler._rows) == min(
