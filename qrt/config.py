@@ -112,6 +112,8 @@ class EngineConfig:
         for name in ("kv_skip_layers", "cudagraph_capture_sizes"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _listed(name, getattr(self, name)))
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(dtype, dtype))
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)

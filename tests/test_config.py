@@ -75,6 +75,11 @@ def test_numbers_of_numpy_and_torch_are_numbers():
         SamplingParams(seed=np.array([7, 8]))
 
 
+@pytest.mark.parametrize("given", ["half", "float16", torch.float16])
+def test_dtypes_by_vllms_and_torchs_names(given):
+    assert EngineConfig("tiny", dtype=given) == EngineConfig("tiny", dtype="float16")
+
+
 def test_settings_are_frozen():
     for settings in (SamplingParams(), EngineConfig("tiny")):
         with pytest.raises(dataclasses.FrozenInstanceError):

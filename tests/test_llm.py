@@ -294,6 +294,9 @@ def test_refusals_leave_the_engine_clean(llm, folder, expected):
             llm.chat(wrong)
     with pytest.raises(ConfigError, match="max_model_len: got 513, wanted at most 512"):
         make(folder, max_model_len=513)
+    for device in ("", "gpu", {}, "cuda:99"):
+        with pytest.raises(ConfigError, match=f"device: got {device!r}, wanted c"):
+            LLM(str(folder), device=device)
     with pytest.raises(UnsupportedError, match="unknown KV format 'int5'"):
         make(folder, kv="int5")
     with pytest.raises(CheckpointError, match="org/name: no such folder; .*hf download"):

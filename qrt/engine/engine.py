@@ -294,10 +294,10 @@ def _capture_sizes(
 def _device(config: EngineConfig) -> torch.device:
     """ConfigError for what is no device, or none of this machine's."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name = config.device or ("cuda" if count else "cpu")
+    name = ("cuda" if count else "cpu") if config.device is None else config.device
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in ("cuda", "cpu"):
         raise ConfigError(f"device: got {name!r}, wanted cuda, cuda:N or cpu")
