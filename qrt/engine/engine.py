@@ -310,7 +310,7 @@ def _device(config: EngineConfig) -> torch.device:
 def _dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         return DTYPES[config.dtype]
-    stored = checkpoint.config.get("dtype") or checkpoint.config["torch_dtype"]
+    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16"
     if device.type == "cpu":  # torch's packed integer products want bf16; else the reference multiplies
         packed = bool(checkpoint.quantization) and stored == "bfloat16"
         return torch.bfloat16 if packed and _is_bf16_fast() else torch.float32

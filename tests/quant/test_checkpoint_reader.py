@@ -55,7 +55,7 @@ def test_a_config_without_a_dtype_has_that_of_the_embedding(tmp_path, config, dt
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = open_checkpoint(tmp_path).config
     assert found == (config or {"dtype": dtype}) and dtype in found.values()
-    assert open_checkpoint(tmp_path, weights=False).config == (config or {"dtype": "bfloat16"})
+    assert open_checkpoint(tmp_path, weights=False).config == config
 
 
 def test_the_file_is_never_changed(made):

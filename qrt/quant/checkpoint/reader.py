@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qrt.assets import model_path
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import TensorFolder, is_file, read_json
@@ -53,14 +51,14 @@ class Checkpoint(TensorFolder):
         for name in self.stored_names():
             self._tensors_of[name.rpartition(".")[0]].append(name)
         if not (self.config.get("dtype") or self.config.get("torch_dtype")):
-            self.config["dtype"] = self._stored_dtype()
+            self._add_dtype()
         method = self.quantization.get("quant_method")
         self._format = Plain() if method is None else FORMATS[method](self.quantization, self)
 
-    def _stored_dtype(self) -> str:
-        names = [name for name in self.stored_names() if name.endswith("embed_tokens.weight")]
-        stored = [dtype for name in names if (dtype := self.spec(name).dtype) in FLOATS]
-        return str((stored or [torch.bfloat16])[0]).removeprefix("torch.")
+    def _add_dtype(self) -> None:
+        for name in self.stored_names():
+            if name.endswith("embed_tokens.weight") and (dtype := self.spec(name).dtype) in FLOATS:
+                self.config["dtype"] = str(dtype).removeprefix("torch.")
 
     def linear(self, module: str) -> tuple[str, WeightData]:
         """Scheme name (a key of WEIGHT_SCHEMES) and canonical weight of a Linear, e.g.
