@@ -1,7 +1,9 @@
-"""`expect`: one call that checks a tensor against the shape string its docstring gives. Torch-free."""
+"""`expect`: one call that checks a tensor against the shape string its docstring gives; and how errors name
+many things. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -34,3 +36,8 @@ def expect(
     if dtype is not None and tensor.dtype not in dtypes:
         raise ValueError(f"{name}: dtype {tensor.dtype}, wanted {' or '.join(map(str, dtypes))}")
     return bound
+
+
+def first_few(names: Sequence[str], most: int = 4) -> str:
+    """Names for a message: the first ones, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qrt.arch import Arch, ModelConfig
+from qrt.checks import first_few
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
@@ -16,7 +17,7 @@ def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None
     wanted, biases = _weights(arch, config), _biases(arch, config)
     if missing := sorted(wanted - names):
         raise CheckpointError(
-            f"{where}: {len(missing)} missing that config.json asks for: {_some(missing)}; correct "
+            f"{where}: {len(missing)} missing that config.json asks for: {first_few(missing)}; correct "
             "config.json (tie_word_embeddings, sizes) or download the checkpoint again"
         )
     known = wanted | biases | {f"{arch.head}.weight"}
@@ -31,7 +32,7 @@ def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None
     if unused:
         raise CheckpointError(
             f"{where}: {len(unused)} tensors that {arch.name} with this config.json does not use: "
-            f"{_some(unused)}; correct config.json (num_hidden_layers, attention_bias) or delete them"
+            f"{first_few(unused)}; correct config.json (num_hidden_layers, attention_bias) or delete them"
         )
 
 
@@ -57,7 +58,3 @@ def _is_bias(name: str, known: set[str]) -> bool:
     """Whether a tensor is the bias of a module whose weight is known."""
     module, _, kind = name.rpartition(".")
     return kind == "bias" and f"{module}.weight" in known
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qrt.arch import Arch, ModelConfig
 from qrt.arch.runnable import runnable
+from qrt.checks import first_few
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.layers.linear import Linear
 from qrt.model.build import LinearShape, build, layer_norms, layer_shapes
@@ -49,7 +50,7 @@ def load_model(source: str | Path | Checkpoint, *, device: torch.device, dtype: 
     decoder = build(config, arch, weights, progress="Loading weights")
     left = [module for module in weights.unquantized if module != arch.head]
     if left and len(decoder.schemes) > 1:
-        logger.warning("left unquantized by the checkpoint: %s", _some(left))
+        logger.warning("left unquantized by the checkpoint: %s", first_few(left))
     return decoder
 
 
@@ -150,7 +151,7 @@ def _check_names(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> Non
     found = {name.rpartition(".")[0] for name in names}
     if missing := sorted(wanted - found) + sorted(biases - set(names)):
         raise CheckpointError(
-            f"{checkpoint.path}: {len(missing)} missing that config.json asks for: {_some(missing)}"
+            f"{checkpoint.path}: {len(missing)} missing that config.json asks for: {first_few(missing)}"
         )
     known = wanted | {arch.head} if config.tied_embeddings else wanted
     unused = [n for n in names if n.rpartition(".")[0] not in known and not n.endswith(DERIVED)]
@@ -159,7 +160,7 @@ def _check_names(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> Non
     if unused:
         raise CheckpointError(
             f"{checkpoint.path}: {len(unused)} tensors that {config.architecture} with this config.json "
-            f"does not use: {_some(unused)}"
+            f"does not use: {first_few(unused)}"
         )
 
 
@@ -175,7 +176,3 @@ def _biases(config: ModelConfig, arch: Arch) -> set[str]:
     shapes = layer_shapes(config)
     biased = [part for role, parts in arch.fuse if shapes[role].bias for part in parts]
     return {f"{arch.layers}.{i}.{part}.bias" for i in range(config.num_layers) for part in biased}
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
