@@ -122,41 +122,47 @@ def test_tuning_all_shapes_takes_minutes():
 
 
 def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
-    """Every weight's winners are in the file before the next weight is measured. What the file has is kept,
-    unless it is no plan that is tried: of a kernel that is no more."""
+    """The winners of a scheme are in the file before the next one is measured. What the file has is kept,
+    unless it is no plan that is tried: of a kernel that is no more. Of the plans that are fast alone the one
+    that makes a layer fast wins."""
     table, file, cut = {"int8 128x512 16 wide": ["block", 16, 32, 256, 1, 4, 4]}, tmp_path / "gpu.json", [3]
     table["tiles 128x512 4 bits 128 wide"] = ["gone", 128, 1, 1, 4]
+
+    def size(entry):
+        return sum(entry[1:])
 
     def measure(trial, weights, table):
         if not weights:
             raise KeyboardInterrupt
-        return 1.0 + sum(trial.plan or ())
+        return 1.0 + size(trial.entry)
+
+    def layer(scheme, width):
+        return 0.9 ** sum(size(entry) for entry in table.values())
 
     def copies(weight):
         cut[0] -= 1
         return [weight] if cut[0] else []
 
-    for name, fake in {"_compile": len, "_try": measure, "cold_copies": copies,
-                       "random_linear": lambda *size: size}.items():  # fmt: skip
+    fakes = {"_compile": len, "_try": measure, "layer_us": layer, "cold_copies": copies}
+    fakes |= dict.fromkeys(("random_linear", "layers", "decode_step"), lambda *of: of)
+    for name, fake in fakes.items():
         monkeypatch.setattr(tune, name, fake)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "gpu")
     monkeypatch.setattr(tuned, "configs", lambda device: table)
     monkeypatch.setattr(tuned, "path", lambda name: file)
-
-    def size(entry):
-        return sum(entry[1:])
 
     todo = tune.pending([shapes.shape("small")], table)
     with pytest.raises(KeyboardInterrupt):
         tune.tune([shapes.shape("small")], torch.device("cuda"))
     assert json.loads(file.read_text()) == table and len(table) == 1 + 2 * 10
     tune.tune([shapes.shape("small")], torch.device("cuda"))
-    best = {}
-    for trial in todo:
-        best[trial.key] = min(best.get(trial.key, trial.entry), trial.entry, key=size)
     written = json.loads(file.read_text())
     assert written.pop("int8 128x512 16 wide") == ["block", 16, 32, 256, 1, 4, 4]
-    assert {key: size(entry) for key, entry in written.items()} == {key: size(e) for key, e in best.items()}
+    tried = {key: sorted(size(t.entry) for t in todo if t.key == key) for key in {t.key for t in todo}}
+    for key, entry in written.items():
+        in_layer = int(key.split()[-2]) in tune.LAYER_WIDTHS
+        assert size(entry) == (tried[key][: tune.LAYER_PLANS][-1] if in_layer else tried[key][0]), key
+    assert written.keys() == tried.keys()
     assert tune.pending([shapes.shape("small")], table) == []
 
 

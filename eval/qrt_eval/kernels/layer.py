@@ -25,7 +25,7 @@ from qrt_eval.kernels.timer import Rates, activation_dtype, microseconds
 from qrt_eval.latency import linear_bytes
 
 PAIRS = (("fp16", "fp16"), ("w8a8", "int8"), ("w8a16", "int8"), ("w4a16", "int8"), ("w4a16", "int4"))
-GPU_LAYERS = 8  # of distinct weights: no layer's are in the cache when it comes to them again
+GPU_LAYERS = 8  # of distinct weights
 VOCABULARY = 256  # embedding and head are not the layer's
 
 
@@ -35,10 +35,10 @@ def rows(
     """A row per pair of weight scheme and KV format and per (batch, context)."""
     plain = _plain(device)
     for scheme, kv in PAIRS:
-        model = _model(config, scheme, device)
+        model = layers(config, scheme, device)
         fmt = KV_FORMATS[kv]
         for batch, context in sizes:
-            us = _time(model, kv, batch, context)
+            us = layer_us(model, decode_step(model, kv, batch, context))
             slot_bytes = fmt.bytes_per_slot(config.num_kv_heads, config.head_dim, model.dtype)
             num_bytes = _weight_bytes(model) + batch * context * slot_bytes
             flops = batch * _flops_per_token(model, context)
@@ -54,7 +54,7 @@ def chain_rows(
 ) -> Iterator[Row]:
     """A row per weight scheme and number of tokens."""
     for scheme in dict.fromkeys(scheme for scheme, _ in PAIRS):
-        model = _model(config, scheme, device)
+        model = layers(config, scheme, device)
         blocks = [
             (layer, norm, following.attention.qkv)
             for (layer, norm), following in zip(
@@ -78,9 +78,10 @@ def _plain(device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
-def _model(config: ModelConfig, scheme: str, device: torch.device) -> Decoder:
-    layers = GPU_LAYERS if device.type == "cuda" else 1
-    config = replace(config, num_layers=layers, vocab_size=VOCABULARY)
+def layers(config: ModelConfig, scheme: str, device: torch.device) -> Decoder:
+    """So many of a model's layers that none is in the cache when it comes to it again."""
+    count = GPU_LAYERS if device.type == "cuda" else 1
+    config = replace(config, num_layers=count, vocab_size=VOCABULARY)
     return random_model(config, scheme, device=device, dtype=activation_dtype(device))
 
 
@@ -89,8 +90,13 @@ def _weight_bytes(model: Decoder) -> int:
     return (linear_bytes(model) - sum(t.nbytes for t in model.head.parameters())) // model.config.num_layers
 
 
-def _time(model: Decoder, kv: str, batch: int, context: int) -> float:
+def layer_us(model: Decoder, step: tuple[StepMeta, KVStorage]) -> float:
     """Microseconds of a layer."""
+    return microseconds(model.hidden, [step]) / model.config.num_layers
+
+
+def decode_step(model: Decoder, kv: str, batch: int, context: int) -> tuple[StepMeta, KVStorage]:
+    """What `Decoder.hidden` is called with to decode: requests of random K and V in shuffled slots."""
     config, device = model.config, model.device
     fmt, tokens = KV_FORMATS[kv], batch * context
     storage = KVStorage(
@@ -111,7 +117,7 @@ def _time(model: Decoder, kv: str, batch: int, context: int) -> float:
         decode=DecodeMeta(index, lens, parts),
         prefill=None,
     )
-    return microseconds(model.hidden, [(step, storage)]) / config.num_layers
+    return step, storage
 
 
 def _flops_per_token(model: Decoder, context: int) -> int:

@@ -1,8 +1,9 @@
 """`qrt-eval kernels --tune`: finds the block sizes of the linear kernels for `qrt/kernels/tuned`.
 
-What is tried is what won, or came near it, on an H200 at Llama-3-8B's sizes. A key whose plan in the GPU's
-file is one of those is not measured again, and the file is written after every weight: a run that was cut off
-can go on, and without the file everything is measured.
+What is tried is what won, or came near it, on an H200 at Llama-3-8B's sizes: each alone, then the fastest of
+them in a layer, since what a kernel leaves free of the GPU as it ends is the next one's. A key whose plan in
+the GPU's file is one of those is not measured again, and the file is written after every model and weight
+scheme: a run that was cut off can go on, and without the file everything is measured.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ from qrt.kernels.linear import kernel as tile_kernel
 from qrt.kernels.linear.int8_kernel import BlockPlan, HopperPlan
 from qrt.kernels.linear.kernel import FusedPlan, StreamPlan, WidePlan
 from qrt.layers.linear import Linear
+from qrt_eval.kernels.layer import decode_step, layer_us, layers
 from qrt_eval.kernels.linear import HEADS, cold_copies, head, products, random_linear
 from qrt_eval.kernels.timer import microseconds
 
@@ -38,7 +41,11 @@ STREAM_WIDTHS = (64,)
 WIDE_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 INT8_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 HEAD_WIDTHS = (8, 16, 64, 128, 256)  # of rows that sample
+LAYER_WIDTHS = (8, 16, 32, 64, 128, 256)  # above, a product is long and its neighbours matter little
+LAYER_STEP = "int8", 1024  # KV format and tokens of a request
+LAYER_PLANS = 5  # of a product: the fastest alone
 MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the largest unless given here
+SCHEMES = ("w4a16", "w8a16", "w8a8")
 SMS = 132
 Plan = FusedPlan | StreamPlan | WidePlan | BlockPlan | HopperPlan
 KINDS = {plan: kind for kind, plan in {**tile_kernel.PLANS, **int8_kernel.PLANS}.items()}
@@ -106,7 +113,8 @@ def _fused_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[F
     sizes = product((1,), splits, (2, 4) if width <= 16 else (4,), (3, 4) if width <= 32 else (3,))
     yield from starmap(FusedPlan, sizes)
     if gated and width <= 32 and blocks % 2 == 0:  # the gate and the up of its columns: silu_mul too
-        yield from starmap(FusedPlan, product((2,), (1,), (4,), (3, 4)))
+        # not 3 stages of few tokens: three programs then fit an SM, and go where there is room first
+        yield from starmap(FusedPlan, product((2,), (1,), (4,), (4,) if width <= 16 else (3, 4)))
 
 
 # row blocks, stages at 4 bits (8 have half the tile), warps, registers, programs an SM
@@ -123,7 +131,7 @@ def _stream_plans(bits: int) -> Iterator[StreamPlan]:
 # width -> tokens, row blocks, planes of x a stage, stages of x and of w at 4 bits (8 have half the tile)
 WIDE_BLOCKS = {
     64: ((64, 1, 4, 2, 3), (64, 1, 2, 3, 4)),
-    128: ((64, 1, 4, 2, 3), (128, 1, 2, 3, 3), (128, 1, 1, 3, 3), (128, 2, 2, 3, 3)),
+    128: ((64, 1, 4, 2, 3), (64, 1, 4, 3, 3), (128, 1, 2, 3, 3), (128, 1, 1, 3, 3), (128, 2, 2, 3, 3)),
     256: ((128, 1, 2, 3, 3), (128, 1, 1, 3, 3), (256, 1, 1, 3, 3), (256, 1, 1, 4, 3), (256, 2, 1, 4, 3),
           (256, 2, 2, 2, 3)),
     512: ((256, 1, 1, 4, 3), (256, 2, 1, 4, 3), (256, 2, 2, 2, 3)),
@@ -201,18 +209,58 @@ def tune(configs: Sequence[ModelConfig], device: torch.device) -> None:
     todo = pending(configs, table)
     _compile({trial.binary: trial for trial in todo}.values())
     with tqdm(total=len(todo), desc="Measuring", unit="kernel") as bar:
-        for (scheme, k, n), group in groupby(todo, lambda trial: trial[:3]):
-            weights = cold_copies(random_linear(scheme, k, n, device))
-            best: dict[str, tuple[float, tuned.Measured]] = {}
-            for trial in group:
-                us = _try(trial, weights, table)
-                if us is not None and us < best.get(trial.key, (float("inf"),))[0]:
-                    best[trial.key] = us, trial.entry
-                bar.update()
-            table.update({key: entry for key, (_, entry) in best.items()})
-            _write(file, table)
-            del weights  # before the next ones are made
+        left = todo
+        for config, scheme in product(configs, SCHEMES):
+            sizes = products(config).values()
+            own = {trial for trial in left if trial.scheme == scheme and trial[1:3] in sizes}
+            mine, left = [t for t in left if t in own], [t for t in left if t not in own]
+            ranked = _ranked(mine, table, device, bar)
+            table.update({key: entries[0] for key, entries in ranked.items()})
+            if ranked:
+                _choose_in_layer(config, scheme, ranked, table, device)
+                _write(file, table)
+        table.update({key: entries[0] for key, entries in _ranked(left, table, device, bar).items()})
+        _write(file, table)
     print(f"{len({trial.key for trial in todo})} block sizes measured, written to {file}", file=sys.stderr)
+
+
+def _ranked(
+    todo: Sequence[Trial], table: dict[str, tuned.Measured], device: torch.device, bar: tqdm[Any]
+) -> dict[str, list[tuned.Measured]]:
+    """The plans of each key, the fastest alone first; none that does not fit the GPU."""
+    times: dict[str, list[tuple[float, tuned.Measured]]] = defaultdict(list)
+    for (scheme, k, n), group in groupby(todo, lambda trial: trial[:3]):
+        weights = cold_copies(random_linear(scheme, k, n, device))
+        for trial in group:
+            us = _try(trial, weights, table)
+            if us is not None:
+                times[trial.key].append((us, trial.entry))
+            bar.update()
+        del weights  # before the next ones are made
+    return {key: [entry for _, entry in sorted(found, key=lambda f: f[0])] for key, found in times.items()}
+
+
+def _choose_in_layer(
+    config: ModelConfig, scheme: str, ranked: Mapping[str, Sequence[tuned.Measured]],
+    table: dict[str, tuned.Measured], device: torch.device,
+) -> None:  # fmt: skip
+    """Of each product's fastest plans, leave that in `table` with which a layer is fastest."""
+    model = layers(config, scheme, device)
+    for width in LAYER_WIDTHS:
+        keys = {Trial(scheme, k, n, width, None).key for k, n in products(config).values()} & ranked.keys()
+        if not keys:
+            continue
+        kv, context = LAYER_STEP
+        step = decode_step(model, kv, width, context)
+        best = layer_us(model, step)
+        for key in sorted(keys):
+            for entry in ranked[key][1:LAYER_PLANS]:
+                kept, table[key] = table[key], entry
+                us = layer_us(model, step)
+                if us < 0.995 * best:  # and no noise
+                    best = us
+                else:
+                    table[key] = kept
 
 
 def _write(file: Path, table: Mapping[str, tuned.Measured]) -> None:
