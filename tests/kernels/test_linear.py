@@ -284,25 +284,6 @@ def test_operator(device, scheme, bits):
     assert relative(linear(x, tensors, bias, scheme), want.double()) < 1e-5
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 16, 32, 64])
-@pytest.mark.parametrize(
-    "blocks, tiles", [(1, 1), (96, 16), (64, 16), (448, 16), (64, 56), (896, 32), (3, 112)]
-)
-def test_plan_covers_k(blocks, tiles, tokens):
-    width = kernel.width_of(tokens)
-    chosen = kernel.fused_plan(width, blocks, tiles)
-    assert width >= tokens and 1 <= chosen.splits <= min(tiles, 16)
-    share = -(-tiles // chosen.splits)
-    assert (chosen.splits - 1) * share < tiles <= chosen.splits * share
-
-
-def test_plan_is_the_measured_one():
-    """Splits of qkv, o, gate_up, down of Llama-3-8B in int4 (shared/prototypes/gemm/README.md)."""
-    shapes = [(96, 16), (64, 16), (448, 16), (64, 56)]
-    assert [kernel.fused_plan(8, *shape).splits for shape in shapes] == [4, 4, 1, 8]
-    assert [kernel.fused_plan(64, *shape).splits for shape in shapes] == [2, 4, 1, 4]
-
-
 SIZES = {
     "ragged": (1001, 3200), "0.6B o": (1024, 2048), "1B qkv": (3072, 2048),
     "8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate_up": (28672, 4096), "8B down": (4096, 14336),

@@ -127,14 +127,14 @@ class HopperPlan(NamedTuple):
     stages: int
 
 
-def hopper_plan(tokens: int, n: int) -> HopperPlan | None:
+def hopper_plan(tokens: int, n: int, sms: int) -> HopperPlan | None:
     """Where nothing was measured; None: the bytes of the weights are the bound, not the tensor cores.
 
     Triton's int8 wgmma takes at most 128 columns, so large blocks grow in outputs.
     """
     if tokens <= 128:
         return None
-    many = triton.cdiv(tokens, 128) * triton.cdiv(n, 256) >= 132
+    many = triton.cdiv(tokens, 128) * triton.cdiv(n, 256) >= sms
     return HopperPlan(128, 256 if many else 128, 1, 4)
 
 

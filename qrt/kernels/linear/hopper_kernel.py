@@ -316,12 +316,12 @@ class WidePlan(NamedTuple):
     w_stages: int  # WS
 
 
-def wide_plan(width: int, blocks: int, tiles: int) -> WidePlan:
-    """Where nothing was measured: the widest block of tokens, K split while SMs are idle."""
+def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
+    """Where nothing was measured: the widest block of tokens, K split while some of the SMs are idle."""
     tokens = min(width, 256)
-    rows = 1 if blocks * triton.cdiv(width, tokens) <= 132 else 2
+    rows = 1 if blocks * triton.cdiv(width, tokens) <= sms else 2
     programs = triton.cdiv(blocks, rows) * triton.cdiv(width, tokens)
-    splits = max(1, min(132 // programs, tiles // 4, 16))
+    splits = max(1, min(sms // programs, tiles // 4, 16))
     x_planes = 1 if tokens == 256 else 2
     return WidePlan(tokens, rows, triton.cdiv(tiles, triton.cdiv(tiles, splits)), x_planes, 3, 3)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.device import after_previous
-from qrt.kernels.gpu import overlaps
+from qrt.kernels.gpu import multiprocessors, overlaps
 from qrt.kernels.linear.hopper_int8_kernel import (
     INPUTS,
     HopperPlan,
@@ -153,7 +153,8 @@ def _chosen(x: QuantizedTokens, n: int) -> BlockPlan | HopperPlan:
         if kind == "block" or fits(x):
             chosen: BlockPlan | HopperPlan = PLANS[kind](*sizes)
             return chosen
-    return (hopper_plan(tokens, n) if fits(x) else None) or block_plan(width_of(tokens))
+    sms = multiprocessors(x.codes.device)
+    return (hopper_plan(tokens, n, sms) if fits(x) else None) or block_plan(width_of(tokens))
 
 
 def gated_plan(x: QuantizedTokens, n: int) -> HopperPlan | None:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qrt.kernels.gpu import overlaps, shared_bytes
+from qrt.kernels.gpu import multiprocessors, overlaps, shared_bytes
 from qrt.kernels.linear.hopper_kernel import WidePlan, fits, wide_gemm, wide_plan
 from qrt.kernels.linear.int8_kernel import gated_int8_gemm, gated_plan, int8_gemm, quantize_tokens
 from qrt.kernels.linear.split_kernel import sum_splits
@@ -266,7 +266,9 @@ def _chosen(x: Tensor, weight: TiledWeight, bits: int) -> FusedPlan | StreamPlan
             return chosen
     if few:
         return fused_plan(width, blocks, tiles)
-    return wide_plan(width, blocks, tiles) if hopper and measured is None and width <= WIDE_TOKENS else None
+    if hopper and measured is None and width <= WIDE_TOKENS:
+        return wide_plan(width, blocks, tiles, multiprocessors(x.device))
+    return None
 
 
 def _launch_dequantize(x: Tensor, weight: TiledWeight, blocks: slice, layout: dict[str, Any]) -> Tensor:

@@ -1,0 +1,45 @@
+"""How the linear kernels are launched where nothing was measured."""
+
+import pytest
+
+from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel, kernel
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize(
+    "blocks, tiles", [(1, 1), (96, 16), (64, 16), (448, 16), (64, 56), (896, 32), (3, 112)]
+)
+def test_plan_covers_k(blocks, tiles, tokens):
+    width = kernel.width_of(tokens)
+    chosen = kernel.fused_plan(width, blocks, tiles)
+    assert width >= tokens and 1 <= chosen.splits <= min(tiles, 16)
+    share = -(-tiles // chosen.splits)
+    assert (chosen.splits - 1) * share < tiles <= chosen.splits * share
+
+
+def test_plan_is_the_measured_one():
+    """Splits of qkv, o, gate_up, down of Llama-3-8B in int4 (shared/prototypes/gemm/README.md)."""
+    shapes = [(96, 16), (64, 16), (448, 16), (64, 56)]
+    assert [kernel.fused_plan(8, *shape).splits for shape in shapes] == [4, 4, 1, 8]
+    assert [kernel.fused_plan(64, *shape).splits for shape in shapes] == [2, 4, 1, 4]
+
+
+@pytest.mark.parametrize("sms", [78, 114, 132])
+@pytest.mark.parametrize("tokens", [65, 128, 512, 2048])
+@pytest.mark.parametrize("blocks, tiles", [(1, 1), (96, 16), (64, 56), (448, 16), (3, 112)])
+def test_plans_of_many_tokens_leave_no_sm_idle_that_could_work(blocks, tiles, tokens, sms):
+    """K is split while all shares find an SM, and into at least four tiles; large blocks only where they are
+    enough for all SMs."""
+    width = kernel.width_of(tokens)
+    wide = hopper_kernel.wide_plan(width, blocks, tiles, sms)
+    programs = -(-blocks // wide.blocks) * -(-width // wide.tokens)
+    share = -(-tiles // wide.splits)
+    assert wide.splits == 1 or (programs * wide.splits <= sms and share >= 4)
+    assert (wide.splits - 1) * share < tiles <= wide.splits * share
+    assert wide.blocks == 1 or blocks * -(-width // wide.tokens) > sms
+    narrow = hopper_int8_kernel.hopper_plan(tokens, blocks * 64, sms)
+    if tokens <= 128:
+        assert narrow is None
+    else:
+        large = -(-tokens // 128) * -(-blocks * 64 // 256)
+        assert narrow.outputs == (256 if large >= sms else 128) and narrow.splits == 1
