@@ -1,7 +1,9 @@
 """`qrt-eval kld`: the figures by definition, transformers as the truth, saved baselines, chunks."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 import torch
 from schema import checked
@@ -26,20 +28,27 @@ def test_figures_from_their_definition():
     targets = torch.randint(0, 11, (40,))
     found = divergence.compare(base, model, targets, top_p=0.7)
     p, q = base.double().softmax(-1), model.double().softmax(-1)
-    for i in range(40):
-        assert float(found.kl[i]) == pytest.approx(
-            sum(float(a * (a / b).log()) for a, b in zip(p[i], q[i], strict=True))
-        )
-        came = int(targets[i])
-        assert bool(found.top_p_flip[i]) == ((came in nucleus(p[i])) != (came in nucleus(q[i])))
-    assert 0 < found.top_p_flip.sum() < 40
-    figures = divergence.figures(found)
-    assert figures["kl_mean"] == pytest.approx(float(found.kl.mean()))
-    assert figures["kl_p99"] == pytest.approx(float(found.kl.quantile(0.99)))
-    assert figures["top1_agreement"] == float((p.argmax(-1) == q.argmax(-1)).double().mean())
-    dp = q.gather(1, targets[:, None]) - p.gather(1, targets[:, None])
-    assert figures["dp_mean"] == pytest.approx(float(dp.mean()))
-    assert figures["dp_rms"] == pytest.approx(float(dp.square().mean().sqrt()))
+    pairs = zip(p.tolist(), q.tolist(), strict=True)
+    kl = np.array([sum(a * math.log(a / b) for a, b in zip(*pair, strict=True)) for pair in pairs])
+    assert found.kl.numpy() == pytest.approx(kl)
+    base_dp, dp = (x.gather(1, targets[:, None])[:, 0].numpy() for x in (p, q))
+    base_loss, loss, dp = -np.log(base_dp), -np.log(dp), dp - base_dp
+    same = (p.argmax(-1) == q.argmax(-1)).numpy()
+    flips = [(int(t) in nucleus(a)) != (int(t) in nucleus(b)) for t, a, b in zip(targets, p, q, strict=True)]
+    assert found.top_p_flip.tolist() == flips and 0 < sum(flips) < 40
+
+    def standard_error(values):
+        return values.std(ddof=1) / 40**0.5
+
+    places = (99.9, 99, 95, 90, 50, 10, 5, 1)
+    assert divergence.figures(found) == pytest.approx({
+        "kl_mean": kl.mean(), "kl_se": standard_error(kl), "kl_max": kl.max(), "kl_min": kl.min(),
+        "ln_ppl_ratio": (loss - base_loss).mean(), "ln_ppl_ratio_se": standard_error(loss - base_loss),
+        "ln_ppl_corr": np.corrcoef(loss, base_loss)[0, 1],
+        "top1_agreement": same.mean(), "top1_agreement_se": standard_error(same),
+        "top_p_flips": sum(flips) / 40, "dp_mean": dp.mean(), "dp_rms": np.square(dp).mean() ** 0.5,
+        **{f"{name}_p{at}": np.percentile(x, at) for name, x in (("kl", kl), ("dp", dp)) for at in places},
+    })  # fmt: skip
 
 
 def nucleus(p: torch.Tensor) -> set[int]:
