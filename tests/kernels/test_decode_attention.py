@@ -222,6 +222,7 @@ def test_plan_fills_the_gpu_and_never_asks_for_more_than_the_grid(device, monkey
     one = torch.zeros(1, dtype=torch.int32, device=device)
     assert int(plan_parts(one, one + 32768, 8, PROGRAMS)[0, 5]) >= 100
     assert int(plan_parts(one, one + 100, 8, PROGRAMS)[0, 5]) == 1
+    assert (plan_parts(one[:0], one[:0], 8, PROGRAMS)[:, 0] == -1).all()
 
 
 def assert_covers(parts, lens):

@@ -33,6 +33,7 @@ def test_codes_are_the_nearest_on_the_stored_grid(bits, symmetric, dtype):
     spec, w = grouped(bits, symmetric), weight()
     scale, zero = affine.choose_qparams(w, spec, dtype)
     assert scale.dtype == dtype and scale.shape == (12, 4)
+    assert symmetric == (zero is None) and (zero is None or zero.dtype == torch.uint8)
     codes = affine.quantize(w, scale, zero, spec)
     assert codes.dtype == torch.uint8 and int(codes.max()) < spec.levels
     error = (affine.dequantize(codes, scale, zero, bits).double() - w.double()).abs()
@@ -164,6 +165,18 @@ def test_kv_grids(quantize, center):
     every = torch.arange(256 if center == 128 else 16)
     best = (x[..., None] - (every - center) * step[..., None]).abs().amin(-1)
     assert ((back - x).abs() <= best + 1e-4 * step).all()
+
+
+def test_midrise_takes_the_best_of_its_five_scales():
+    """absmax is 8, 7.75, ... or 7 steps: at most half a step beyond the last level, 7.5."""
+    x = torch.randn(400, 32, generator=torch.Generator().manual_seed(5))
+    codes, scale = affine.quantize_midrise4(x, 32)
+    every = torch.stack([(x.abs().amax(1) / m).half() for m in (8, 7.75, 7.5, 7.25, 7)], 1)
+    levels = (torch.arange(16) - 7.5).double() * every.double()[..., None]  # [400, 5, 16]
+    squares = (x.double()[:, None, :, None] - levels[:, :, None]).abs().amin(-1).square().sum(-1)
+    lost = (affine.decode_groups(codes, scale, 7.5).double() - x.double()).square().sum(1)
+    assert (scale == every).any(1).all() and squares.argmin(1).unique().numel() == 5
+    torch.testing.assert_close(lost, squares.amin(1), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("quantize, center, loss", [
