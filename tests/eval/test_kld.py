@@ -69,6 +69,14 @@ def test_a_model_against_itself_is_zero():
     assert figures["top1_agreement"] == 1
 
 
+def test_one_position_has_no_spread():
+    """And no NaN, which JSON cannot say."""
+    base, model = torch.randn(2, 1, 50)
+    figures = divergence.figures(divergence.compare(base, model, torch.tensor([3]), 0.9))
+    assert figures["kl_se"] == figures["ln_ppl_ratio_se"] == figures["top1_agreement_se"] == 0
+    assert figures["kl_p99.9"] == figures["kl_p1"] == figures["kl_mean"] > 0 and figures["ln_ppl_corr"] == 1
+
+
 def noisy(folder):
     """The bundled model with noise in one projection."""
 
