@@ -5,7 +5,7 @@ import torch
 
 from qrt.kernels.silu_mul import silu_mul
 from qrt.layers.embedding import Embedding
-from qrt.layers.linear import Linear
+from qrt.layers.linear import SHARED_TOKENS, Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import RMSNorm
 from qrt.quant import affine
@@ -55,6 +55,28 @@ def test_linear_quantizes_activations_where_the_scheme_says():
     torch.testing.assert_close(layer(x).double(), truth, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [3, SHARED_TOKENS + 1])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+def test_shares_sum_up_to_the_product(device, scheme, with_bias, tokens):
+    """A bias is in them once, whichever of the products a GPU takes."""
+    bias = random(64, seed=2) * 10 if with_bias else None
+    layer = Linear.pack(scheme, quantized(random(64, 512, seed=1), scheme, bias), device, torch.float16)
+    x = random(tokens, 512, seed=3).to(device, torch.float16)
+    for given in (x, QuantizedTokens.of(x)) if layer.int8_tokens else (x,):
+        found = layer.shares(given).float()
+        found = found.sum(0) if found.dim() == 3 else found
+        torch.testing.assert_close(found, layer(given).float(), rtol=2e-3, atol=1e-3)
+
+
+def test_parameters_are_in_the_dtype_of_the_model():
+    layer = Linear.pack("fp16", WeightData(random(4, 8), bias=random(4)), CPU, torch.bfloat16)
+    assert [(tuple(p.shape), p.dtype) for p in layer.parameters()] == [
+        ((4, 8), torch.bfloat16),
+        ((4,), torch.bfloat16),
+    ]
+
+
 def test_rmsnorm_and_its_residual_form():
     weight, x, residual = random(64, seed=1), random(7, 64, seed=2), random(7, 64, seed=3)
     norm = RMSNorm(weight, 1e-5)
@@ -101,6 +123,19 @@ def test_mlp_is_swiglu():
     gate, up = (x.double() @ w.T).chunk(2, -1)
     truth = (gate * torch.sigmoid(gate) * up) @ v.T
     torch.testing.assert_close(MLP(gate_up, down)(x).double(), truth, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("down", ["fp16", "w8a8"])
+@pytest.mark.parametrize("gate_up", ["fp16", "w8a8"])
+def test_mlp_of_any_two_schemes(gate_up, down):
+    """Whichever of its products take codes: bit for bit what its parts give."""
+    first, second = (
+        Linear.pack(scheme, quantized(random(n, k, seed=n), scheme), CPU, torch.float32)
+        for scheme, n, k in ((gate_up, 2 * 96, 64), (down, 64, 96))
+    )
+    x = random(7, 64)
+    for given in (x, QuantizedTokens.of(x)) if first.int8_tokens else (x,):
+        assert torch.equal(MLP(first, second)(given), second(silu_mul(first(given))))
 
 
 def test_embedding_takes_rows():
