@@ -20,6 +20,7 @@ KINDS = {
     "yarn": YARN,
     "yarn, a band of any width": replace(YARN, factor=2.5, low_freq_factor=2.0, truncate=False, length=0.9),
     "yarn, beyond both ends": RopeConfig(10.0, "yarn", 4.0, 1e-3, 32.0, 100, truncate=False, length=1.1),
+    "yarn, a band of no width": RopeConfig(10000.0, "yarn", 4.0, 1.0, 32.0, 6),
 }
 
 
