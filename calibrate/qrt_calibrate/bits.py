@@ -138,7 +138,7 @@ def allocate(job: Job, budget: Budget, windows: Tensor) -> Allocation:
 
 
 def _grid(job: Job, bits: int) -> Grid:
-    """The recipe's own grid at its own width; at others its group size and symmetry in the other scheme."""
+    """The recipe's own grid at its own width; at the other its group size, symmetric if that is 8."""
     own = job.recipe.grid
     if own.spec.bits == bits:
         return own
