@@ -67,6 +67,9 @@ def test_a_model_against_itself_is_zero():
     figures = divergence.figures(divergence.compare(logits, logits, torch.arange(7), 0.9))
     assert figures["kl_max"] == 0 == figures["top_p_flips"] == figures["ln_ppl_ratio"]
     assert figures["top1_agreement"] == 1
+    exact = logits.double()
+    near = divergence.compare(exact, exact + 1 / 3, torch.arange(7), 0.9)  # the same but for rounding
+    assert 0 <= near.kl.min() and near.kl.max() < 1e-12
 
 
 def test_one_position_has_no_spread():
