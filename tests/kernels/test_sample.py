@@ -162,6 +162,14 @@ def test_noise_of_the_kernel_is_the_reference_s(device):
         assert torch.equal(out.cpu(), ref.uniform(seed, position, torch.arange(1024).int() + first)[0])
 
 
+def test_the_hash_of_seeds_is_splitmix64():
+    """The first outputs of the generator with seed 1234567, as published (rosettacode.org)."""
+    states = [(1234567 + i * 0x9E3779B97F4A7C15) % 2**64 for i in range(3)]
+    mixed = ref._mix64(torch.tensor(states, dtype=torch.uint64).view(torch.int64))
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [x % 2**64 for x in mixed.tolist()] == published
+
+
 def test_operator():
     """Schema and fake."""
     logits, tables = torch.randn(3, 50), parameters(3, torch.device("cpu"), [0.0, 1.0] * 3)

@@ -70,6 +70,8 @@ def test_too_small_names_sizes_and_remedies():
     for part in ("1.00 GiB", f"{fitting} tokens", "fp16", "131072 bytes", "32768", *remedies):
         assert part in message
     assert "\n" not in message
+    with pytest.raises(ConfigError, match="hold 0 tokens"):
+        pool_size([FP16], *LLAMA_8B, budget_bytes=1, max_model_len=1, max_num_seqs=1)
 
 
 def budget(device, **more):

@@ -91,6 +91,13 @@ def test_layers_may_differ():
         assert (got[0] - k).abs().max() < 0.5 and (got[1] - v).abs().max() < 0.5
 
 
+def test_layers_that_quantize_have_their_smoothing_and_the_plan_is_that_of_most():
+    formats, tables = [KV_FORMATS[n] for n in ("fp16", "int4", "int4")], torch.ones(3, 3, HEADS, DIM).unbind()
+    kv = KVStorage(formats, SLOTS, HEADS, DIM, torch.float32, "cpu", tables)
+    assert all(kv.layer(i).smoothing is table for i, table in enumerate((None, *tables[1:])))
+    assert kv.heads_per_sm(1, 8) == storage("int4").heads_per_sm(1, 8) != storage("fp16").heads_per_sm(1, 8)
+
+
 def test_a_pool_too_large_is_one_clear_line():
     with pytest.raises(
         QrtError, match=r"could not allocate 2097152.00 GiB on cpu for \d+ tokens in 2"
