@@ -40,15 +40,21 @@ def test_the_dataset_gives_the_file_back(monkeypatch):
 def test_a_folder_is_its_text_files_in_order(tmp_path):
     for name, content in (("b.md", "second"), ("a.txt", "first"), ("c.bin", "\x00"), ("d.txt", " \n")):
         (tmp_path / name).write_text(content)
+    (tmp_path / "folder.md").mkdir()
     text = texts.load_text(str(tmp_path))
     assert text.text == "first\n\nsecond" and [d.original for d in text.documents] == ["first", "second"]
 
 
-@pytest.mark.parametrize("name", ["empty.txt", "."])
-def test_no_text_is_refused(name, tmp_path):
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(ConfigError, match="text"):
-        texts.load_text(str(tmp_path / name))
+def test_no_text_is_refused(tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" \n")
+    for arguments, message in (
+        ((str(empty),), "holds no text"),
+        ((str(tmp_path),), r"no text in files that end in \.txt, \.md"),
+        (("wikitext", str(empty)), "holds no text; give the file with --data-file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            texts.load_text(*arguments)
 
 
 def test_pydoc_needs_nothing():

@@ -41,6 +41,13 @@ def test_nodes_split_where_sequences_part():
     assert cache.evictable == 6
 
 
+def test_a_match_that_ends_inside_a_node_does_not_go_on_below_it():
+    cache = RadixCache()
+    put(cache, (1, 2, 3), (10, 11, 12))
+    put(cache, (1, 2, 3, 7), (20, 21, 22, 23))
+    assert found(cache, (1, 2, 7)) == [10, 11] == found(cache, (1, 2, 7, 7))
+
+
 def test_a_lock_survives_splits_above_and_below_it():
     cache = RadixCache()
     put(cache, (1, 2, 3, 4), (10, 11, 12, 13))
