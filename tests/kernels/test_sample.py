@@ -170,6 +170,26 @@ def test_the_hash_of_seeds_is_splitmix64():
     assert [x % 2**64 for x in mixed.tolist()] == published
 
 
+def unmixed(x):
+    """What the 32-bit finalizer makes x of: each of its steps undone, the last one first."""
+    for multiplier, shift in ((0x846CA68B, 16), (0x7FEB352D, 15), (1, 16)):
+        x ^= x >> shift ^ (x >> 30 if shift == 15 else 0)
+        x = x * pow(multiplier, -1, 2**32) % 2**32
+    return x
+
+
+@pytest.mark.parametrize("bits, want", [(0, 2.0**-32), (2**31 - 1, 1 - 2.0**-24)])
+def test_noise_never_reaches_0_or_1(device, bits, want):
+    """In fp32 2^31 - 1/2 is 2^31. Drawn with u = 1, no share would exceed it."""
+    key = ref._mix64(ref._mix64(torch.tensor([5])) ^ 7)
+    low, high = int(key) % 2**32, int(key) >> 32 & 0xFFFFFFFF
+    index = torch.tensor([unmixed(unmixed(bits) ^ high) ^ low]).int()
+    assert ref.uniform(torch.tensor([5]), torch.tensor([7]), index).item() == want
+    out = torch.empty(1, device=device)
+    _bits_of[(1,)](key.to(device).view(torch.uint64), out, index.item(), 1)
+    assert out.item() == want
+
+
 def test_operator():
     """Schema and fake."""
     logits, tables = torch.randn(3, 50), parameters(3, torch.device("cpu"), [0.0, 1.0] * 3)
