@@ -128,6 +128,14 @@ def test_splits_do_not_change_the_result(device, name):
             assert torch.equal(run(kernel.decode_attention, q, held, splits), out)
 
 
+@pytest.mark.parametrize("tokens", [1, 80, 200])
+def test_the_reference_decodes_some_requests_at_a_time(device, tokens, monkeypatch):
+    monkeypatch.setattr(ref, "GATHER_TOKENS", tokens)
+    held = cache("int8", [40, 3, 25, 1, 33], 2, 64, torch.float32, device)
+    q = queries(5, 4, 64, torch.float32, device, "int8")
+    assert error(run(ref.decode_attention, q, held), truth(q, held)) < bound("int8", torch.float32)
+
+
 @BOTH
 @FORMATS
 def test_where_the_slots_are_does_not_matter(device, attention, name):
