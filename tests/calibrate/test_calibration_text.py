@@ -18,11 +18,12 @@ def test_docstrings_in_order_and_without_tests(tmp_path):
     source = (
         '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\ndef g(): pass\n'
     )
+    root = tmp_path / "tests"  # of Python itself, wherever it is installed
     for name in ("b.py", "a/z.py", "test/hidden.py", "a/tests/hidden.py", "pydoc_data/topics.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(source.replace("Module", name))
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(source.replace("Module", name))
     wanted = ["a/z.py.", "Class.", "Method.", "b.py.", "Class.", "Method."]
-    assert list(docstrings(tmp_path)) == wanted
+    assert list(docstrings(root)) == wanted
 
 
 def test_default_text_is_long_and_not_the_evaluation_text():

@@ -233,6 +233,13 @@ def test_plan_fills_the_gpu_and_never_asks_for_more_than_the_grid(device, monkey
     assert (plan_parts(one[:0], one[:0], 8, PROGRAMS)[:, 0] == -1).all()
 
 
+@pytest.mark.parametrize("requests", [1, 64, 65, 128, 129, 300, 1024, 1025, 5000])
+def test_cuts_are_as_many_as_one_program_weighs(requests):
+    """A power of two of requests times cuts: 8192 at most, but never fewer than 8 cuts, or more than 128."""
+    tile = next(2**i for i in range(20) if 2**i >= requests)
+    assert max_cuts(requests) == min(128, max(8, 8192 // tile))
+
+
 def assert_covers(parts, lens):
     """Every token of every request is in one part, in order; what follows the parts is empty."""
     live = [part for part in parts.tolist() if part[0] >= 0]
