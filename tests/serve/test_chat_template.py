@@ -1,7 +1,6 @@
-"""Chat templates: those of transformers render alike; hostile ones end quickly and leave nothing running."""
+"""Chat templates: those of transformers render alike; hostile ones are refused and leave nothing running."""
 
 import threading
-import time
 
 import pytest
 
@@ -87,11 +86,12 @@ def test_the_final_message_goes_on():
         "{{ messages[0].content.encode('idna').decode('unknown') }}",
     ],
 )
-def test_hostile_templates_are_refused_at_once(text):
-    began = time.monotonic()
-    with pytest.raises(ConfigError, match="chat"):
+def test_hostile_templates_are_refused_by_rule(text, monkeypatch):
+    """Each ends by what it asks for, none by the clock."""
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 60.0)
+    with pytest.raises(ConfigError, match="chat") as refused:
         ChatTemplate(text, {}).render(MESSAGES)
-    assert time.monotonic() - began < 3
+    assert "has not ended" not in str(refused.value)
 
 
 def test_a_template_that_does_not_end_is_ended(monkeypatch):

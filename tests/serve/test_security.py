@@ -1,4 +1,4 @@
-"""The security checklist (research/engine.md 7.4), line by line: what is refused, how, and how quickly.
+"""The security checklist (research/engine.md 7.4), line by line: what is refused, how, and before what work.
 
 Elsewhere: keys in test_keys.py, fields that are not run in test_fields.py, sockets and processes in
 test_processes.py, templates in test_chat_template.py, safetensors and shard names in
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from servers import KEY, ThreadServer, bearer, refused, wait_idle
 
 import qrt.serve.connection as connection
+import qrt.serve.http_errors as http_errors
 from qrt.serve.lightllm import GenerateRequest
 from qrt.serve.openai import Detokenize, TokenizeChat
 from qrt.serve.process import LineFormatter
@@ -78,9 +79,10 @@ def test_origins(server):
 # HTTP
 
 
-def raw(server, *parts: bytes, pause: float = 0, wait: float = 10) -> bytes:
-    """What comes back for these bytes on a connection of their own."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=wait) as plain:
+def raw(server, *parts: bytes, pause: float = 0) -> bytes:
+    """What comes back for these bytes on a connection of their own, until the server closes it; TimeoutError
+    when it does not."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as plain:
         received = b""
         try:
             for part in parts:
@@ -88,7 +90,7 @@ def raw(server, *parts: bytes, pause: float = 0, wait: float = 10) -> bytes:
                 time.sleep(pause)
             while piece := plain.recv(65536):
                 received += piece
-        except (ConnectionError, TimeoutError):
+        except ConnectionError:
             pass
         return received
 
@@ -120,15 +122,17 @@ def test_what_is_not_http(server):
 
 
 def test_slow_senders_and_readers_are_cut(server, client, monkeypatch):
-    """A connection that never ends its request, and one that never reads its reply; others go on."""
-    monkeypatch.setattr(connection, "REQUEST_SECONDS", 0.7)
-    monkeypatch.setattr(connection, "READ_SECONDS", 0.7)
-    idle = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-    began = time.monotonic()
-    assert raw(server, b"GET /health HTTP/1.1\r\n", *[b"X: y\r\n"] * 8, pause=0.2) == b""
-    assert raw(server, POST + b"Content-Length: 100\r\n\r\n", *[b" "] * 8, pause=0.2) == b""
-    assert time.monotonic() - began < 8 and idle.recv(1) == b""
+    """A connection that says nothing, those that send byte by byte, and one that never reads its reply;
+    others go on. What is sent slowly would be a whole request, and answered, if its bytes bought it time."""
+    with monkeypatch.context() as soon:
+        soon.setattr(connection, "REQUEST_SECONDS", 0.2)
+        idle = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+        slowly = [b"a"] * 500
+        assert raw(server, b"GET /health HTTP/1.1\r\nX: ", *slowly, b"\r\n\r\n", pause=0.02) == b""
+        assert raw(server, POST + b"Content-Length: 500\r\n\r\n", *slowly, pause=0.02) == b""
+        assert idle.recv(1) == b""
     assert client.get("/health").status_code == 200
+    monkeypatch.setattr(connection, "READ_SECONDS", 0.2)
     body = json.dumps({"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True, "logprobs": 20})
     server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # connections inherit it
     with socket.socket() as reader:
@@ -145,6 +149,29 @@ def test_slow_senders_and_readers_are_cut(server, client, monkeypatch):
 
 
 # Bodies
+
+
+@pytest.fixture
+def untouched(server, monkeypatch):
+    """Fails a test whose requests make work: a text that is tokenized beyond an "x", more errors than a few,
+    more than one question to the engine, or anything that the engine takes."""
+    texts, errors, asked, taken = [], [], [], []
+    encode, wrong_field, add = server.service.tokenizer.encode, http_errors.wrong_field, server.engine.add
+
+    def counted_add(id, *arguments, **options):
+        asked.append(id)
+        add(id, *arguments, **options)
+        taken.append(id)
+
+    monkeypatch.setattr(
+        server.service.tokenizer, "encode", lambda text, *more: texts.append(text) or encode(text, *more)
+    )
+    monkeypatch.setattr(
+        http_errors, "wrong_field", lambda all, body: errors.extend(all) or wrong_field(all, body)
+    )
+    monkeypatch.setattr(server.engine, "add", counted_add)
+    yield
+    assert sum(map(len, texts)) <= 1 and len(errors) < 10 and len(asked) <= 1 and not taken
 
 
 @pytest.mark.parametrize(
@@ -170,10 +197,8 @@ def test_slow_senders_and_readers_are_cut(server, client, monkeypatch):
     ],
     ids=range(14),
 )
-def test_what_is_no_json(client, route, body):
-    began = time.monotonic()
+def test_what_is_no_json(client, untouched, route, body):
     refused(client.post(route, content=body))
-    assert time.monotonic() - began < 5
 
 
 def test_other_media_types(client):
@@ -208,12 +233,10 @@ def test_other_media_types(client):
     ],
     ids=lambda field: f"{next(iter(field))}={str(next(iter(field.values())))[:20]}",
 )  # fmt: skip
-def test_amplifiers_are_capped(client, field):
-    """4xx at once, with the field's name and little else, and nothing runs."""
-    began = time.monotonic()
+def test_amplifiers_are_capped(client, untouched, field):
+    """4xx, with the field's name and little else, and nothing runs."""
     reply = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **field})
-    message = refused(reply, 404 if "model" in field else 400)
-    assert time.monotonic() - began < 3 and len(message) < 1100
+    assert len(refused(reply, 404 if "model" in field else 400)) < 1100
 
 
 @pytest.mark.parametrize(
