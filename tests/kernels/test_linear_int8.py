@@ -78,7 +78,7 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
 @pytest.mark.parametrize("width", [64, 300])
 def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dtype):
     """Bit for bit the operators one by one, whether the plan holds both halves of a block or not."""
-    if not GPU and tokens > 129:
+    if not GPU and tokens > (25 if dtype in HALF else 129):  # what fp32 gives is held to the reference too
         pytest.skip("the interpreter takes the operators one by one")
     k, key = 272, int8_kernel.tuning_key(272, 2 * width, int8_kernel.width_of(tokens))
     monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: named(plan)} if plan else {})
@@ -95,7 +95,7 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dty
         assert (got[0].int() - near[0].int()).abs().le(1).all()
         torch.testing.assert_close(got[1], near[1], rtol=1e-5, atol=0)
     assert tokens == 0 or got[0].abs().amax(1).eq(127).all()
-    if tokens:
+    if 0 < tokens <= 25:  # of each dtype; no schema depends on how many
         torch.library.opcheck(linear_silu_int8, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
