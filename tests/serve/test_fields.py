@@ -253,7 +253,7 @@ def test_a_wrong_field_is_told_by_the_alternative_that_was_meant(client, route, 
         (
             "/v1/completions",
             CompletionRequest,
-            lambda many: {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(10**6)), "x")},
+            lambda many: {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(len(many))), "x")},
             "logit_bias: Dictionary should have at most 1024",
         ),
         (
@@ -270,9 +270,9 @@ def test_a_wrong_field_is_told_by_the_alternative_that_was_meant(client, route, 
         ),
     ],
 )
-def test_a_million_wrong_values_are_a_few_errors(client, route, kind, body, message):
-    """An object each would stop the server for many seconds."""
-    sent = json.dumps(body(["x"] * 2_000_000), separators=(",", ":"))
+def test_many_wrong_values_are_a_few_errors(client, route, kind, body, message):
+    """Of the millions that a body may hold an object each would stop the server for many seconds."""
+    sent = json.dumps(body(["x"] * 10_000))
     reply = client.post(route, content=sent, headers={"Content-Type": "application/json"})
     assert refused(reply).startswith(message), reply.text
     with pytest.raises(ValidationError) as errors:

@@ -17,14 +17,21 @@ def server():
         yield running
 
 
-def test_every_route_wants_a_key_but_health(server):
+@pytest.fixture(scope="module")
+def client(server):
+    """Without a key."""
+    with httpx.Client(base_url=server.url) as client:
+        yield client
+
+
+def test_every_route_wants_a_key_but_health(server, client):
     for path in OPEN:
-        assert httpx.get(server.url + path).status_code == 200
+        assert client.get(path).status_code == 200
     paths = server.server.config.app.openapi()["paths"]
     assert len(paths) > 12
     for path in [*paths, "/openapi.json", "/v1/embeddings", "/get_model_info", "/nowhere", "/v1/models/x"]:
         for headers in ({}, bearer("wrong"), {"Authorization": KEY}, bearer(KEY + "x")):
-            reply = httpx.get(server.url + path, headers=headers)
+            reply = client.get(path, headers=headers)
             assert refused(reply, 401) and reply.headers["WWW-Authenticate"] == "Bearer"
 
 
@@ -48,9 +55,9 @@ def test_an_empty_key_is_no_key():
 @pytest.mark.parametrize("root_path", ["/page", "/qrt", "/qrt/", "/health"])
 def test_a_root_path_opens_and_shuts_nothing(root_path):
     """The key is wanted by the path below it, which is the one that routes go by."""
-    with ThreadServer(kv="fp16", root_path=root_path) as server:
+    with ThreadServer(kv="fp16", root_path=root_path) as server, httpx.Client(base_url=server.url) as client:
         for path in OPEN:
-            assert httpx.get(server.url + path).status_code == 200
+            assert client.get(path).status_code == 200
         for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/qrt/health"):
-            refused(httpx.get(server.url + path), 401)
-        assert httpx.get(f"{server.url}/v1/models", headers=bearer()).status_code == 200
+            refused(client.get(path), 401)
+        assert client.get("/v1/models", headers=bearer()).status_code == 200

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import KEY, ThreadServer, bearer, refused, wait_idle
+from servers import KEY, ThreadServer, bearer, refused, wait_idle, wait_until
 
 import qrt.serve.connection as connection
 import qrt.serve.http_errors as http_errors
@@ -306,15 +306,26 @@ def test_random_bodies(short, route, whole, body):
 # The queue
 
 
-def test_a_full_queue_answers_429_and_what_runs_goes_on(server, client):
+def test_a_full_queue_answers_429_and_what_runs_goes_on(server, client, monkeypatch):
+    """At most four run, with a token each, until whoever finds no room is refused."""
+    step = server.engine.step
+
+    def step_once():
+        return time.sleep(0.01) or [] if server.engine.scheduler.running else step()
+
     async def run():
         async with httpx.AsyncClient(base_url=server.url, headers=JSON, timeout=60) as client:
-            body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
-            return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(40)))
+            body = {"prompt": "x", "max_tokens": 6, "ignore_eos": True}
+            asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(40)]
+            with monkeypatch.context() as held:
+                held.setattr(server.engine, "step", step_once)
+                await wait_until(lambda: sum(task.done() for task in asked) >= 40 - 8 - 4)
+            return await asyncio.gather(*asked)
 
     replies = asyncio.run(run())
     codes = [reply.status_code for reply in replies]
-    assert set(codes) == {200, 429} and codes.count(200) >= 8
+    assert set(codes) == {200, 429} and codes.count(200) > 8
+    assert all(reply.json()["usage"]["completion_tokens"] == 6 for reply in replies if reply.is_success)
     full = next(reply for reply in replies if reply.status_code == 429)
     assert "wait already" in refused(full, 429) and full.headers["Retry-After"] == "1"
     assert 'request_errors_total{code="429"}' in client.get("/metrics").text
