@@ -13,7 +13,12 @@ import time
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
+
+from qrt import EngineConfig
+from qrt.serve.process import Spec
+from qrt.serve.settings import ServerConfig
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 LONG = {
@@ -23,6 +28,7 @@ LONG = {
     "ignore_eos": True,
     "temperature": 0,
 }
+KEY = "a-key-of-its-own"
 PATIENCE = 120.0  # seconds: ends a wait for what will never come, however busy the machine is
 
 
@@ -42,9 +48,11 @@ class Processes:
         with self.log.open("wb") as file:
             to = file if log is None else log
             self.process = subprocess.Popen([*command, *flags], stderr=to, env=environment)
+        # a connection for each request: one that is kept would hold a process that dies or ends
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE, headers={"Connection": "close"})
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=PATIENCE)
+        return self.client.get(path)
 
     def wait_ready(self) -> None:
         self.wait(lambda: self.get("/readiness").status_code == 200)
@@ -80,6 +88,7 @@ class Processes:
         return not (load["running"] or load["waiting"] or load["kv_used_tokens"])
 
     def stop(self) -> None:
+        self.client.close()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -114,23 +123,37 @@ def gone(pid: int) -> bool:
 
 
 @pytest.fixture
-def start(tmp_path):
-    started = []
+def pair(tmp_path):
+    """A server of two API processes, to be killed."""
+    server = Processes(tmp_path, "--api-server-count", "2")
+    yield server
+    server.stop()
 
-    def start(*flags: str) -> Processes:
-        started.append(Processes(tmp_path, *flags))
-        started[-1].wait_ready()
-        return started[-1]
 
-    yield start
-    for server in started:
+@pytest.fixture(scope="module")
+def started():
+    servers = []
+    yield servers
+    for server in servers:
         server.stop()
 
 
-def test_deaths(start, tmp_path):
+@pytest.fixture
+def server(started, tmp_path_factory):
+    """One for all tests that only read it; the next one where it was killed."""
+    if not started or started[-1].process.poll() is not None:
+        folder = tmp_path_factory.mktemp("server")
+        (folder / "keys").write_text(KEY)
+        flags = ("--kv", "int8", "--max-model-len", "1024", "--api-key-file", str(folder / "keys"))
+        started.append(Processes(folder, *flags))
+        started[-1].wait_ready()
+    return started[-1]
+
+
+def test_deaths(pair, tmp_path):
     """An API process that is killed is replaced and its requests' slots come back; with the engine the
     server dies: a JSON error for who waits, red health, exit code 1, nothing left behind."""
-    server = start("--api-server-count", "2")
+    server = pair
     server.wait(lambda: server.log.read_text().count("ready: serving") == 2)
     (engine,), apis = server.children("router"), server.children("httpserver")
     assert len(apis) == 2
@@ -180,7 +203,7 @@ def test_sigterm_drains_though_the_disk_of_the_log_is_full(tmp_path):
         server = Processes(tmp_path, *flags, log=log.fileno())
     try:
         server.wait_ready()
-        running = Request(server, stream=False, max_tokens=800)
+        running = Request(server, stream=False, max_tokens=400)
         running.start()
         server.wait(lambda: server.load()["running"] == 1)
         server.process.terminate()
@@ -190,16 +213,15 @@ def test_sigterm_drains_though_the_disk_of_the_log_is_full(tmp_path):
         assert refused.json()["error"]["type"] == "ServiceUnavailableError"
         running.join(PATIENCE)
         code, text = running.reply
-        assert code == 200 and json.loads(text)["usage"]["completion_tokens"] == 800
+        assert code == 200 and json.loads(text)["usage"]["completion_tokens"] == 400
         assert server.process.wait(PATIENCE) == 0
     finally:
         server.stop()
 
 
-def test_what_a_server_says_when_it_starts(start):
+def test_what_a_server_says_when_it_starts(server):
     """What users look for: the model and its weights, the KV format, memory, the pool in tokens and requests,
     the routes, where to ask."""
-    server = start("--kv", "int8", "--max-model-len", "1024")
     tokens = 41_104  # of 64 MiB: 6 layers x 2 heads x (K and V of 64 bytes and 4 of scales)
     for line in (  # of two processes, in no order
         "model: tiny, weights fp16, 0.02 GiB, activations float32 on cpu",
@@ -213,26 +235,30 @@ def test_what_a_server_says_when_it_starts(start):
     assert {"/v1/completions", "/v1/chat/completions", "/generate", "/metrics"} < set(routes.split(", "))
 
 
-def test_keys_stand_on_no_command_line(start, tmp_path):
+def test_keys_stand_on_no_command_line(server):
     """A key that comes from a file is known to the API processes, and to nobody who lists processes or reads
     the log."""
-    keys, key = tmp_path / "keys", "a-key-of-its-own"
-    keys.write_text(key)
-    server = start("--api-key-file", str(keys))
     assert server.get("/v1/models").status_code == 401
-    allowed = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    allowed = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
     assert allowed.status_code == 200
     lines = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True).stdout.decode().splitlines()
     processes = [server.process.pid, *server.children("router"), *server.children("httpserver")]
     seen = [line for line in lines if int(line.split()[0]) in processes]
-    assert len(seen) == 3 and not any(key in line for line in seen)
-    assert key not in server.log.read_text()
+    assert len(seen) == 3 and not any(KEY in line for line in seen)
+    assert KEY not in server.log.read_text()
 
 
-def test_a_killed_supervisor_leaves_no_process(tmp_path):
-    server = Processes(tmp_path)
-    server.wait(lambda: server.children("router") and server.children("httpserver"))
+def test_a_killed_supervisor_leaves_no_process(server):
     children = server.children("router") + server.children("httpserver")
+    assert len(children) == 2
     server.process.kill()
     server.process.wait()
     server.wait(lambda: all(map(gone, children)))
+
+
+def test_a_child_whose_supervisor_is_gone_does_not_begin():
+    """It was killed before the child could ask to die with it."""
+    spec = Spec("engine", EngineConfig("tiny"), ServerConfig(("tiny",)), "", 1, -1, -1)
+    code = "from qrt.serve.process import child_spec; child_spec('engine')"
+    ended = subprocess.run([sys.executable, "-c", code], input=msgspec.json.encode(spec), capture_output=True)
+    assert ended.returncode == 1 and ended.stderr == b"engine: the supervisor has died\n"
