@@ -44,9 +44,11 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")  # the first two are one: qrt re
 GENERATION_CONFIGS = ("auto", "vllm")
 ADMISSIONS = ("aggressive", "conservative")
 MAX_TOKENS_LISTED = 1024  # of logit_bias and allowed_token_ids; a request cannot ask for work without bound
+MAX_NUM_SEQS = 2**16  # requests at once, each a row of `max_model_len` tokens on the device
 MAX_BAD_WORDS = 128  # as text; each is one or two lists of tokens to the engine
 MAX_LOGPROBS = 20  # per token, as OpenAI and vLLM: a request cannot ask for a whole vocabulary per position
 GREEDY_TEMPERATURE = 1e-5  # below this, logits / temperature overflows where it still changes anything
+LARGEST = 2**63 - 1  # integer that messages between processes and tensors hold
 LARGE = 1e30  # beyond it a factor or divisor of logits leaves fp32
 
 
@@ -121,6 +123,7 @@ class EngineConfig:
         _one_of("admission", self.admission, ADMISSIONS)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
+        _at_most("max_num_seqs", self.max_num_seqs, MAX_NUM_SEQS)
         for layer in self.kv_skip_layers:
             _at_least("kv_skip_layers", layer, 0)
         for name in (
@@ -136,8 +139,7 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if not _is_number(share) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization: got {share!r}, wanted above 0 and at most 1")
-        if not _is_integer(self.seed):
-            raise ConfigError(f"seed: got {self.seed!r}, wanted an integer")
+        _check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -244,8 +246,8 @@ class SamplingParams:
                     f"best_of: got {self.best_of} with temperature 0, where all completions are the same"
                 )
         _at_least("top_k", self.top_k, -1)
-        if self.seed is not None and (not _is_integer(self.seed) or not -(2**63) <= self.seed < 2**63):
-            raise ConfigError(f"seed: got {self.seed!r}, wanted an integer of 64 bits")
+        if self.seed is not None:
+            _check_seed(self.seed)
         _at_least("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
             _at_least("max_tokens", self.max_tokens, 1)
@@ -306,6 +308,12 @@ def _is_number(value: object) -> TypeGuard[float]:
 def _at_least(name: str, value: object, low: int) -> None:
     if not _is_integer(value) or value < low:
         raise ConfigError(f"{name}: got {value!r}, wanted an integer of at least {low}")
+    _at_most(name, value, LARGEST)
+
+
+def _check_seed(value: object) -> None:
+    if not _is_integer(value) or not -LARGEST - 1 <= value <= LARGEST:
+        raise ConfigError(f"seed: got {value!r}, wanted an integer of 64 bits")
 
 
 def _at_most(name: str, value: int, high: int) -> None:

@@ -32,13 +32,17 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
+    def check(self, name: str) -> None:
+        """UnsupportedError for an unknown name; nothing is imported."""
+        if name not in self._entries:
+            known = list(self._entries)
+            raise UnsupportedError(
+                f"unknown {self.kind} {name!r} (known: {', '.join(known)}){nearest(name, known)}"
+            )
+
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:
-            if name not in self._entries:
-                known = list(self._entries)
-                raise UnsupportedError(
-                    f"unknown {self.kind} {name!r} (known: {', '.join(known)}){nearest(name, known)}"
-                )
+            self.check(name)
             module, _, attribute = self._entries[name].partition(":")
             self._loaded[name] = cast(T, getattr(import_module(module), attribute))
         return self._loaded[name]

@@ -10,7 +10,9 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("module", ["qrt", "qrt.arch.qwen3", "qrt.mem.manager", "qrt.config"])
+@pytest.mark.parametrize(
+    "module", ["qrt", "qrt.arch.qwen3", "qrt.mem.manager", "qrt.quant.kv", "qrt.serve.cli", "qrt_eval.cli"]
+)
 def test_imports_no_torch(module):
     assert run(f"import sys, {module}; print('torch' in sys.modules)").strip() == "False"
 

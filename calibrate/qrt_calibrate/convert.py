@@ -50,7 +50,7 @@ def convert(model: str | Path, target: str, out: Path) -> int:
     source = open_checkpoint(model)
     if not source.quantization:
         raise UnsupportedError(f"{source.path}: not quantized; qrt-calibrate --model quantizes it")
-    arch = runnable((source.config.get("architectures") or ["?"])[0])
+    arch = runnable(source.config, source.path)
     config = ModelConfig.from_hf(source.config, arch)
     modules = [f"{arch.layers}.{i}.{name}" for i in range(config.num_layers) for name in arch.projections]
     if any(name.startswith(f"{arch.head}.") for name in source.names()):

@@ -205,6 +205,12 @@ class ModelConfig:
             eos_token_ids=_token_ids(config, "eos_token_id"),
         )
 
+    @property
+    def context(self) -> int:
+        """Most tokens of a request. Within its first `sliding_window` tokens a sliding layer is a full one:
+        qrt runs that far and no further."""
+        return min(self.max_position, self.sliding_window or self.max_position)
+
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(

@@ -18,6 +18,7 @@ from qrt.engine.generation import GenerationConfig
 from qrt.engine.graphs import CHUNK_SIZES, PROMPT_SIZES, TokenSteps, default_sizes
 from qrt.engine.output import RequestDelta
 from qrt.engine.plan import Plan
+from qrt.engine.preflight import check_fit, check_settings, preflight
 from qrt.engine.profile import peak_step_bytes
 from qrt.engine.runner import Launched, Runner
 from qrt.engine.scheduler import Limits, Scheduler
@@ -31,11 +32,10 @@ from qrt.model.decoder import Decoder
 from qrt.model.loader import dummy_model, load_model
 from qrt.model.smoothing import fit_smoothing
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
-from qrt.quant.kv import KV_FORMATS, KVFormat
+from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV, KVFormat
 
 logger = logging.getLogger(__name__)
 
-UNQUANTIZED_KV = ("auto", "bf16")  # other names of the format that stores K and V in the model dtype
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -66,13 +66,16 @@ class Engine:
         Raises QrtError kinds as the loader and the pool do, ConfigError for a max_model_len beyond the model.
         """
         self.config = config
-        format = _kv_format(config.kv)  # before anything slow
         self.generation = GenerationConfig()
         if model is None:
+            preflight(config)
             model, self.generation = _load(config)
+        else:
+            check_settings(config)
+            check_fit(config, model.config)
         self.model = model
         self._limits = Limits(
-            _max_model_len(config, model),
+            config.max_model_len or model.config.max_position,
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.max_num_queued_reqs,
@@ -80,7 +83,7 @@ class Engine:
         )
         named = {*model.config.eos_token_ids, *self.generation.eos_token_ids, *eos_token_ids}
         self._eos = [token for token in named if 0 <= token < model.config.vocab_size]
-        self.formats = _layer_formats(config, format, model.config.num_layers)
+        self.formats = _layer_formats(config, model.config.num_layers)
         self.runner = self._build_runner()
         overlap = config.overlap if config.overlap is not None else model.device.type == "cuda"
         self._depth = 2 if overlap else 1
@@ -292,15 +295,10 @@ def _capture_sizes(
 
 
 def _device(config: EngineConfig) -> torch.device:
-    """ConfigError for what is no device, or none of this machine's."""
+    """ConfigError for one that this machine has not."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = ("cuda" if count else "cpu") if config.device is None else config.device
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        device = None
-    if device is None or device.type not in ("cuda", "cpu"):
-        raise ConfigError(f"device: got {name!r}, wanted cuda, cuda:N or cpu")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= count:
         found = f"cuda:0 to cuda:{count - 1}, or cpu" if count else "cpu: torch finds no GPU here"
         raise ConfigError(f"device: got {name!r}, wanted {found}")
@@ -324,24 +322,10 @@ def _is_bf16_fast() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _max_model_len(config: EngineConfig, model: Decoder) -> int:
-    longest = model.config.max_position
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len: got {config.max_model_len}, wanted at most {longest}, the model's context"
-        )
-    return config.max_model_len or longest
-
-
-def _kv_format(name: str) -> KVFormat:
-    return KV_FORMATS["fp16" if name in UNQUANTIZED_KV else name]
-
-
-def _layer_formats(config: EngineConfig, format: KVFormat, num_layers: int) -> list[KVFormat]:
-    """The format of each layer; ConfigError for a skipped layer that is not there."""
-    if wrong := [layer for layer in config.kv_skip_layers if layer >= num_layers]:
-        raise ConfigError(f"kv_skip_layers: got {wrong[0]}, wanted 0 to {num_layers - 1}, the model's layers")
+def _layer_formats(config: EngineConfig, num_layers: int) -> list[KVFormat]:
+    """The format of each layer."""
     skipped = KV_FORMATS["fp16"]
+    format = skipped if config.kv in UNQUANTIZED_KV else KV_FORMATS[config.kv]
     return [skipped if layer in config.kv_skip_layers else format for layer in range(num_layers)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from qrt.config import SamplingParams
 from qrt.errors import CheckpointError, ConfigError
-from qrt.quant.checkpoint.folder import is_file, read_json
+from qrt.folder import is_file, read_json
 
 logger = logging.getLogger(__name__)
 

@@ -111,23 +111,14 @@ class CheckpointWeights:
 def _architecture(checkpoint: Checkpoint) -> Arch:
     if checkpoint.config.get("auto_map"):
         logger.warning("config.json names code of the model's own (auto_map); it is not run")
-    names = checkpoint.config.get("architectures") or []
-    if len(names) != 1:
-        raise CheckpointError(
-            f"{checkpoint.path}: config.json names no architecture ('architectures' is {names!r})"
-        )
-    return runnable(names[0])
+    return runnable(checkpoint.config, checkpoint.path)
 
 
 def _cap_to_window(config: ModelConfig) -> ModelConfig:
-    """Within its first `sliding_window` tokens a sliding layer is a full one: run that far and no further."""
-    window = config.sliding_window
-    if window is None or window >= config.max_position:
-        return config
-    logger.warning(
-        "context capped at the model's sliding window: %d of %d tokens", window, config.max_position
-    )
-    return replace(config, max_position=window)
+    context, longest = config.context, config.max_position
+    if context < longest:
+        logger.warning("context capped at the model's sliding window: %d of %d tokens", context, longest)
+    return replace(config, max_position=context)
 
 
 def _untie(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> ModelConfig:

@@ -11,10 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from qrt.assets import model_path
 from qrt.cli import run_main
 from qrt.config import ENV, EngineConfig
-from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+from qrt.engine.preflight import preflight
+from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.chat_template import ChatTemplate
 from qrt.serve.flags import parse
 from qrt.serve.settings import ServerConfig
@@ -41,11 +41,7 @@ def serve(arguments: Namespace) -> int:
         raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
     set_up_logging(arguments.log_level, f"qrt-serve pid={os.getpid()}")
     engine, server = engine_config(arguments), server_config(arguments)
-    if model_path(engine.model) is None and not Path(engine.model).is_dir():
-        raise CheckpointError(
-            f"{engine.model}: no such folder; give a checkpoint folder "
-            "(hf download ORG/NAME --local-dir FOLDER) or 'tiny'"
-        )
+    preflight(engine)
     if server.host not in LOOPBACK and not server.uds and not server.api_keys:
         logger.warning("%s is reachable from outside without a key; set --api-key-file", server.host)
     return supervise(engine, server)

@@ -21,6 +21,7 @@ MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
+MAX_SECONDS = 10**6  # of a time limit: eleven days; timers of the system do not take all that a float holds
 MAX_ECHO_CHARS = 200  # of the client's own input in an error
 MAX_SOCKET_PATH_BYTES = 107  # the kernel's sockaddr_un has 108, the last one zero
 
@@ -74,14 +75,15 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.api_server_count < 1:
             raise ConfigError(f"api_server_count: got {self.api_server_count}, wanted at least 1")
-        for name in ("shutdown_timeout", "max_logprobs"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: got {getattr(self, name)}, wanted 0 or more")
-        if self.max_logprobs > MAX_LOGPROBS:
-            raise ConfigError(f"max_logprobs: got {self.max_logprobs}, wanted at most {MAX_LOGPROBS}")
+        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"max_logprobs: got {self.max_logprobs}, wanted 0 to {MAX_LOGPROBS}")
+        if not 0 <= self.shutdown_timeout <= MAX_SECONDS:
+            raise ConfigError(
+                f"shutdown_timeout: got {self.shutdown_timeout}, wanted 0 to {MAX_SECONDS} seconds"
+            )
         for name in ("watchdog_timeout", "request_timeout"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ConfigError(f"{name}: got {value}, wanted more than 0 seconds")
+            if (value := getattr(self, name)) is not None and not 0 < value <= MAX_SECONDS:
+                raise ConfigError(f"{name}: got {value}, wanted above 0 and at most {MAX_SECONDS} seconds")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: got {self.port}, wanted 0 (any) to 65535")
         if self.uds is not None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qrt.assets import model_path
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+from qrt.folder import model_folder
 from qrt.serve.chat_template import ChatTemplate, Message
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes a byte that is no token's text
@@ -30,12 +30,7 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         """CheckpointError when there is no such folder or no readable tokenizer in it, UnsupportedError for
         one without a fast backend."""
-        folder = model_path(str(path)) or Path(path)
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{path}: no such folder; give a checkpoint folder "
-                "(hf download ORG/NAME --local-dir FOLDER) or 'tiny'; a tokenizer's has tokenizer.json"
-            )
+        folder = model_folder(path)
         try:
             self.hf: Any = _load(folder)
         except Exception as error:  # the Rust side raises bare Exceptions for a damaged file

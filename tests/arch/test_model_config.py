@@ -246,7 +246,7 @@ def test_a_mixture_names_its_experts(name):
     _, up, down = arch.expert_parts
     assert all(read[f"{expert}.{up}"] == (f"{expert}.{down}",) for expert in each)
     with pytest.raises(UnsupportedError, match=f"{name} is a mixture of experts, which qrt does not run"):
-        runnable(name)
+        runnable({"architectures": [name]}, Path("x"))
 
 
 def test_experts_are_counted_as_released_and_as_saved_by_transformers_5():

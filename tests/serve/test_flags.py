@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -200,7 +201,28 @@ def test_keys(tmp_path, monkeypatch):
         (["tiny", "--chat-template", "no/such/file"], "--chat-template no/such/file"),
         (["tiny", "--ssl-keyfile", "x"], "ssl_keyfile, ssl_certfile"),
         (["tiny", "--ssl-keyfile", "x", "--ssl-certfile", "no/such"], "--ssl-certfile no/such: [Errno 2]"),
-        (["tiny", "--max-logprobs", "21"], "max_logprobs: got 21, wanted at most 20"),
+        (["tiny", "--max-logprobs", "21"], "max_logprobs: got 21, wanted 0 to 20"),
+        (["tiny", "--max-logprobs", "-1"], "max_logprobs: got -1, wanted 0 to 20"),
+        (["tiny", "--shutdown-timeout", "-1"], "shutdown_timeout: got -1.0, wanted 0 to "),
+        (["tiny", "--shutdown-timeout", "nan"], "shutdown_timeout: got nan, wanted 0 to "),
+        (["tiny", "--watchdog-timeout", "inf"], "watchdog_timeout: got inf, wanted above 0"),
+        (["tiny", "--request-timeout", "nan"], "request_timeout: got nan, wanted above 0"),
+        (["tiny", "--max-num-seqs", "1000g"], "max_num_seqs: got 1000000000000, wanted at most 65536"),
+        (
+            ["tiny", "--max-num-queued-tokens", "9" * 20],
+            f"max_num_queued_tokens: got {'9' * 20}, wanted at most",
+        ),
+        (["tiny", "--seed", "9" * 20], f"seed: got {'9' * 20}, wanted an integer of 64 bits"),
+        (
+            ["tiny", "--kv", "int5"],
+            "unknown KV format 'int5' (known: fp16, int8, int4, k8v4); did you mean 'int",
+        ),
+        (["tiny", "--kv-skip-layers", "0", "6"], "kv_skip_layers: got 6, wanted 0 to 5, the model's layers"),
+        (["tiny", "--max-model-len", "2049"], "max_model_len: got 2049, wanted at most 2048, the model's"),
+        (["tiny", "--device", "cuda:x"], "device: got 'cuda:x', wanted cuda, cuda:N or cpu"),
+        (["tiny", "--tokenizer", "no/such"], "no/such: no such folder"),
+        ([__file__], f"{__file__}: not a folder"),
+        ([str(Path(__file__).parent)], f"{Path(__file__).parent}: no config.json"),
     ],
 )
 def test_what_cannot_be_served_is_said_before_anything_is_loaded(words, message, capsys):

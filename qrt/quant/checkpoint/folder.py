@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qrt.checks import expect
 from qrt.errors import CheckpointError
+from qrt.folder import is_file, read_json
 from qrt.quant.checkpoint.shard import Shard, open_shard
 from qrt.quant.spec import TensorSpec
 from qrt.registry import nearest
@@ -77,31 +76,6 @@ class TensorFolder:
         if name not in self._shard_of:
             raise CheckpointError(f"{self.path}: no tensor {name!r}{nearest(name, list(self._shard_of))}")
         return self._shard_of[name]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; CheckpointError when it cannot be read or is something else."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); download or copy it again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: wanted a JSON object, got {type(value).__name__}")
-    return value
-
-
-def is_file(path: Path) -> bool:
-    """Whether there is a file; CheckpointError for a link to one that is gone and for an impossible name."""
-    try:
-        if path.is_symlink() and not path.exists():
-            raise CheckpointError(
-                f"{path}: a link to {path.readlink()}, which is gone; download the checkpoint again"
-            )
-        return path.is_file()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _shards(folder: Path) -> dict[str, Shard]:

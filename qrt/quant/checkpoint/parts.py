@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from qrt.errors import CheckpointError, ConfigError
-from qrt.quant.checkpoint.folder import TensorFolder, read_json
+from qrt.folder import read_json
+from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.shard import Shard, open_shard, write_shard
 from qrt.quant.spec import TensorSpec
 

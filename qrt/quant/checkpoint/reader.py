@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from qrt.assets import model_path
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.quant.checkpoint.folder import TensorFolder, is_file, read_json
+from qrt.folder import is_file, model_folder, read_config, read_json
+from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.format import FLOATS, CheckpointFormat
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.checkpoint.shard import Shard
@@ -44,7 +44,7 @@ class Checkpoint(TensorFolder):
 
     def __init__(self, path: Path, *, weights: bool = True) -> None:
         """Without `weights` no tensor is looked for."""
-        self.config: dict[str, Any] = read_json(path / "config.json")
+        self.config: dict[str, Any] = read_config(path)
         self.quantization = _quantization(path, self.config)
         super().__init__(path, None if weights else {})
         self._tensors_of: defaultdict[str, list[str]] = defaultdict(list)  # by module
@@ -106,17 +106,7 @@ def open_checkpoint(path: str | Path, *, weights: bool = True) -> Checkpoint:
     there), an index that names a missing shard or a path outside the folder, a link to a file that is gone,
     a truncated shard; UnsupportedError: a quant_method or a quantization_config that qrt does not read.
     """
-    folder = model_path(str(path)) or Path(path)
-    if not folder.exists():
-        raise CheckpointError(
-            f"{path}: no such folder; give a checkpoint folder "
-            "(hf download ORG/NAME --local-dir FOLDER) or 'tiny'"
-        )
-    if not folder.is_dir():
-        raise CheckpointError(f"{path}: not a folder; give the checkpoint folder that holds config.json")
-    if not is_file(folder / "config.json"):
-        raise CheckpointError(f"{path}: no config.json; wanted a Hugging Face checkpoint folder")
-    return Checkpoint(folder, weights=weights)
+    return Checkpoint(model_folder(path), weights=weights)
 
 
 def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,14 @@
-"""KV formats, one line per format; `--kv` takes these names."""
+"""KV formats, one line per format; `--kv` takes these names. Each is imported, and torch with it, when it is
+used."""
 
-from qrt.quant.kv.base import KVFormat
+from typing import TYPE_CHECKING, Any
+
 from qrt.registry import Registry
 
-KV_FORMATS: Registry[KVFormat] = Registry(
+if TYPE_CHECKING:
+    from qrt.quant.kv.base import KVFormat
+
+KV_FORMATS: Registry["KVFormat"] = Registry(
     "KV format",
     {
         "fp16": "qrt.quant.kv.fp16.format:FP16",
@@ -12,5 +17,14 @@ KV_FORMATS: Registry[KVFormat] = Registry(
         "k8v4": "qrt.quant.kv.k8v4.format:K8V4",
     },
 )
+UNQUANTIZED_KV = ("auto", "bf16")  # other names of fp16, which stores K and V in the model dtype
 
-__all__ = ["KV_FORMATS", "KVFormat"]
+__all__ = ["KV_FORMATS", "UNQUANTIZED_KV", "KVFormat"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVFormat":
+        from qrt.quant.kv.base import KVFormat
+
+        return KVFormat
+    raise AttributeError(name)

@@ -1,0 +1,58 @@
+"""A model's folder: where it is, and its config.json. Torch-free, so that what is wrong with it is told at
+once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from qrt.assets import model_path
+from qrt.errors import CheckpointError
+
+CONFIG = "config.json"
+
+
+def model_folder(name: str | Path) -> Path:
+    """The folder of the model `name`: "tiny" or a path; CheckpointError where there is none."""
+    folder = model_path(str(name)) or Path(name)
+    if not folder.exists():
+        raise CheckpointError(
+            f"{name}: no such folder; give a checkpoint folder "
+            "(hf download ORG/NAME --local-dir FOLDER) or 'tiny'"
+        )
+    if not folder.is_dir():
+        raise CheckpointError(f"{name}: not a folder; give the checkpoint folder that holds {CONFIG}")
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model's folder; CheckpointError without one."""
+    if not is_file(folder / CONFIG):
+        raise CheckpointError(f"{folder}: no {CONFIG}; wanted a Hugging Face checkpoint folder")
+    return read_json(folder / CONFIG)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; CheckpointError when it cannot be read or is something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({error}); download or copy it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: wanted a JSON object, got {type(value).__name__}")
+    return value
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file; CheckpointError for a link to one that is gone and for an impossible name."""
+    try:
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(
+                f"{path}: a link to {path.readlink()}, which is gone; download the checkpoint again"
+            )
+        return path.is_file()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None

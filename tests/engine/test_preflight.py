@@ -1,0 +1,70 @@
+"""What is told of an EngineConfig before torch is imported or a weight is read."""
+
+import json
+import shutil
+
+import pytest
+
+from qrt.assets import model_path
+from qrt.config import EngineConfig
+from qrt.engine.engine import Engine
+from qrt.engine.preflight import preflight
+from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+from tiny_models import SIZES
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """config.json and nothing else: who goes on to the weights says that there are none."""
+    entries = {"architectures": ["MistralForCausalLM"], **SIZES, "sliding_window": 100}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    return tmp_path
+
+
+def test_what_is_right_goes_on_to_the_weights(folder):
+    config = EngineConfig(str(folder), kv="bf16", max_model_len=100, kv_skip_layers=(0, 1), device="cpu")
+    assert preflight(config).context == 100, "the window is the context"
+    with pytest.raises(CheckpointError, match="no weights"):
+        Engine(config)
+
+
+@pytest.mark.parametrize(
+    "settings, error, message",
+    [
+        ({"kv": "int5"}, UnsupportedError, "unknown KV format 'int5'"),
+        ({"device": "tpu"}, ConfigError, "device: got 'tpu', wanted cuda, cuda:N or cpu"),
+        ({"max_model_len": 101}, ConfigError, "max_model_len: got 101, wanted at most 100"),
+        ({"kv_skip_layers": (1, 2)}, ConfigError, "kv_skip_layers: got 2, wanted 0 to 1"),
+        ({"tokenizer": "no/such"}, CheckpointError, "no/such: no such folder"),
+    ],
+)
+def test_a_wrong_setting_is_told_before_the_weights(folder, settings, error, message):
+    for check in (preflight, Engine):
+        with pytest.raises(error, match=message):
+            check(EngineConfig(str(folder), **settings))
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"architectures": ["BertModel"]}, UnsupportedError, "unknown architecture 'BertModel'"),
+        ({"architectures": None}, CheckpointError, "config.json names no architecture"),
+        ({"architectures": ["MixtralForCausalLM"]}, UnsupportedError, "mixture of experts"),
+        ({"num_hidden_layers": 0}, CheckpointError, "num_hidden_layers is 0"),
+    ],
+)
+def test_a_model_that_is_not_run_is_told_before_its_weights(folder, change, error, message):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(error, match=message):
+        preflight(EngineConfig(str(folder)))
+
+
+def test_a_folder_that_holds_no_model(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+        preflight(EngineConfig(str(tmp_path / "nowhere")))
+    with pytest.raises(CheckpointError, match="no config.json"):
+        preflight(EngineConfig(str(tmp_path)))
+    file = shutil.copy(model_path("tiny") / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match="config.json: not a folder"):
+        preflight(EngineConfig(file))
