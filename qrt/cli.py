@@ -12,12 +12,33 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn
 
-from qrt.errors import QrtError
+from qrt.errors import ConfigError, QrtError
 from qrt.registry import nearest
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Ends each flag's help with its default, unless the text says it; lists as they are typed."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, value = action.help or "", action.default
+        if "default:" in text or value is None or value is False or value in ([], (), "", argparse.SUPPRESS):
+            return text
+        return f"{text} (default: %(default)s)"
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        shown = copy(action)
+        if isinstance(shown.default, list | tuple):
+            shown.default = " ".join(
+                f"{value:g}" if isinstance(value, float) else str(value) for value in shown.default
+            )
+        return super()._expand_help(shown)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -25,6 +46,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("allow_abbrev", False)
+        options.setdefault("formatter_class", HelpFormatter)
         super().__init__(*args, **options)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -50,6 +72,19 @@ class ArgumentParser(argparse.ArgumentParser):
 def _dashed(word: str) -> str:
     flag, equals, value = word.partition("=")
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
+
+
+def check_output(flag: str, path: Path) -> None:
+    """ConfigError where no file `path` can be written, before the work whose result it is to hold; folders
+    are made as needed."""
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path}: a folder, wanted a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror})") from None
 
 
 def run_main(work: Callable[[], int | None]) -> int:

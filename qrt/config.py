@@ -40,6 +40,7 @@ class Environment:
 ENV = Environment.read()
 
 POLICIES = ("fcfs", "priority")
+DTYPES = ("auto", "float32", "float16", "bfloat16")  # of activations
 LOAD_FORMATS = ("auto", "safetensors", "dummy")  # the first two are one: qrt reads nothing else
 GENERATION_CONFIGS = ("auto", "vllm")
 ADMISSIONS = ("aggressive", "conservative")
@@ -116,7 +117,7 @@ class EngineConfig:
                 object.__setattr__(self, name, _listed(name, getattr(self, name)))
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(dtype, dtype))
-        _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
+        _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)

@@ -83,13 +83,14 @@ def _add_grid(parser: ArgumentParser) -> None:
     zero.add_argument("--sym", action="store_const", const=True, dest="symmetric", help="no zero points")
     zero.add_argument("--asym", action="store_const", const=False, dest="symmetric", help="zero points")
     grid.add_argument(
-        "--ignore", action="append", metavar="PATTERN",
-        help="leave Linears as they are: a glob over names, whole or from a dot (down_proj), or re:<regex>; "
-        "may be repeated",
+        "--ignore", action="extend", nargs="+", metavar="PATTERN",
+        help="leave Linears as they are: globs over names, whole or from a dot (down_proj), or re:<regex> "
+        "(default: none)",
     )  # fmt: skip
     grid.add_argument(
-        "--override", action="append", metavar="PATTERN=SCHEME",
-        help="Linears in another scheme (its default grid), or fp16; may be repeated, the last counts",
+        "--override", action="extend", nargs="+", metavar="PATTERN=SCHEME",
+        help="Linears in another scheme (its default grid), or fp16; of several that match the last counts "
+        "(default: none)",
     )  # fmt: skip
     budget = grid.add_mutually_exclusive_group()
     budget.add_argument(

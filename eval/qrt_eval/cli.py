@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from argparse import Namespace
 from importlib import import_module
 
 from qrt.cli import ArgumentParser, run_main
+from qrt.quant.kv import KV_FORMATS
 from qrt_eval import flags
+from qrt_eval.preflight import preflight
 
 OPS = ("layer", "chain", "linear", "decode", "prefill", "kv_write", "elementwise", "sample")
 
@@ -15,14 +19,12 @@ def parser() -> ArgumentParser:
     """The whole command line."""
     top = ArgumentParser(prog="qrt-eval", description="What quantization cost, and what it bought.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    flags.add_ppl(commands.add_parser("ppl", help="perplexity of a model, beside a baseline"))
-    flags.add_kld(commands.add_parser("kld", help="divergence of a model's distributions from a baseline's"))
-    flags.add_lm(commands.add_parser("lm", help="tasks of lm-evaluation-harness"))
-    flags.add_passkey(
-        commands.add_parser("passkey", help="a key found again in a long context, by KV format")
-    )
-    flags.add_kv_error(commands.add_parser("kv-error", help="error of attention, by KV format and context"))
-    flags.add_sweep(commands.add_parser("sweep", help="all weight schemes and KV formats, with a report"))
+    _add_ppl(commands.add_parser("ppl", help="perplexity of a model, beside a baseline"))
+    _add_kld(commands.add_parser("kld", help="divergence of a model's distributions from a baseline's"))
+    _add_lm(commands.add_parser("lm", help="tasks of lm-evaluation-harness"))
+    _add_passkey(commands.add_parser("passkey", help="a key found again in a long context, by KV format"))
+    _add_kv_error(commands.add_parser("kv-error", help="error of attention, by KV format and context"))
+    _add_sweep(commands.add_parser("sweep", help="all weight schemes and KV formats, with a report"))
     _add_latency(commands.add_parser("latency", help="prefill and decode times of a batch"))
     _add_throughput(commands.add_parser("throughput", help="tokens per second of many requests, offline"))
     _add_serve(commands.add_parser("serve", help="load on a running OpenAI-compatible server"))
@@ -31,28 +33,157 @@ def parser() -> ArgumentParser:
     return top
 
 
+def _add_ppl(command: ArgumentParser) -> None:
+    flags.add_text(command, "to score", None, optional=False)
+    flags.add_model(command)
+    flags.add_kv(command)
+    command.add_argument("--baseline", metavar="MODEL", help="also score this one (default: none)")
+    flags.add_kv(command, "--baseline-kv", " of the baseline")
+    flags.add_windows(command)
+    flags.add_batch(command, 8, "windows")
+    flags.add_json(command, resumes=True)
+
+
+def _add_kld(command: ArgumentParser) -> None:
+    flags.add_text(command, "to compare on (default: that of --base-file)", None, optional=True)
+    flags.add_model(command, several=True)
+    flags.add_kvs(command, ["auto"])
+    base = command.add_mutually_exclusive_group()
+    base.add_argument("--baseline", metavar="MODEL", help="what to compare with (default: the first --model)")
+    base.add_argument(
+        "--base-file", metavar="FILE", help="a baseline saved by --save-base, and its text (default: none)"
+    )
+    flags.add_kv(command, "--baseline-kv", " of the baseline")
+    command.add_argument(
+        "--save-base",
+        metavar="FILE",
+        help="keep the baseline's distributions for --base-file (default: no file)",
+    )
+    flags.add_windows(command)
+    command.set_defaults(protocol=None)  # gptq, or that of --base-file
+    command.add_argument(
+        "--chunk", type=flags.positive, default=2048, metavar="TOKENS", help="tokens of a prefill step"
+    )
+    command.add_argument(
+        "--top-p",
+        type=flags.number("above 0 and at most 1", lambda p: 0 < p <= 1),
+        default=0.9,
+        metavar="P",
+        help="probability of the nucleus whose flips are counted",
+    )
+    command.add_argument(
+        "--worst", type=flags.integer(0), default=10, metavar="N", help="worst positions to show"
+    )
+    flags.add_json(command, resumes=True)
+
+
+def _add_lm(command: ArgumentParser) -> None:
+    flags.add_model(command)
+    flags.add_kv(command)
+    command.add_argument("--tasks", required=True, nargs="+", metavar="TASK", help="by lm-eval's names")
+    command.add_argument("--include-path", metavar="FOLDER", help="further task YAML files (default: none)")
+    command.add_argument(
+        "--num-fewshot",
+        type=flags.integer(0),
+        metavar="N",
+        help="examples before each question (default: the task's)",
+    )
+    flags.add_limit(command, "documents of each task")
+    command.add_argument("--apply-chat-template", action="store_true", help="ask as a conversation")
+    command.add_argument(
+        "--max-model-len",
+        type=flags.positive,
+        metavar="TOKENS",
+        help="most tokens of a request (default: the model's context)",
+    )
+    flags.add_dtype(command)
+    flags.add_json(command)
+
+
+def _add_passkey(command: ArgumentParser) -> None:
+    flags.add_model(command)
+    flags.add_kvs(command, list(KV_FORMATS))
+    flags.add_context(command)
+    command.add_argument(
+        "--depth",
+        type=flags.number("from 0 to 1", lambda depth: 0 <= depth <= 1),
+        nargs="+",
+        default=[0.0, 0.25, 0.5, 0.75, 1.0],
+        metavar="D",
+        help="where the key is: share of the context before it",
+    )
+    command.add_argument("--trials", type=flags.positive, default=4, metavar="N", help="keys at each place")
+    flags.add_dtype(command)
+    flags.add_seed(command, "the keys")
+    flags.add_json(command)
+
+
+def _add_kv_error(command: ArgumentParser) -> None:
+    flags.add_kvs(command, list(KV_FORMATS), ("bf16", *KV_FORMATS))
+    flags.add_context(command, [1024, 8192, 32768, 131072])
+    for name, default, what in (
+        ("head-dim", 128, "channels of a head"),
+        ("num-heads", 4, "query heads"),
+        ("num-kv-heads", 1, "KV heads"),
+    ):
+        command.add_argument(f"--{name}", type=flags.positive, default=default, metavar="N", help=what)
+    flags.add_seed(command, "the heads")
+    flags.add_json(command)
+
+
+def _add_sweep(command: ArgumentParser) -> None:
+    flags.add_text(command, "to take the quality on", "pydoc", optional=True)
+    source = command.add_mutually_exclusive_group(required=True)
+    flags.add_model(source, required=False)
+    flags.add_shape(source)
+    command.add_argument(
+        "--weights",
+        nargs="+",
+        default=["16", "8", "4", "w8a8"],
+        metavar="SCHEME",
+        help="weight schemes; 16, 8 and 4 are short for fp16, w8a16 and w4a16",
+    )
+    flags.add_kvs(command, ["fp16", "int8", "int4"], list(KV_FORMATS))
+    command.add_argument(
+        "--checkpoint",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="SCHEME=FOLDER",
+        help="checkpoints to take (default: qrt-calibrate makes them)",
+    )
+    command.add_argument("--out", metavar="FOLDER", help="where everything goes (default: sweep-NAME)")
+    flags.add_windows(command, seqlen=1024, limit=16)
+    command.add_argument(
+        "--memory-gib", type=flags.above_0, default=80.0, metavar="GIB", help="memory that requests share"
+    )
+    command.add_argument(
+        "--context", type=flags.positive, default=8192, metavar="TOKENS", help="length of each of them"
+    )
+    flags.add_batch(command, 32)
+    flags.add_num_prompts(command)
+    flags.add_lengths(command, 128, 64)
+    flags.add_repeats(command)
+    flags.add_seed(command, "the random prompts")
+
+
 def _add_model_or_shape(command: ArgumentParser) -> None:
     source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", help="checkpoint folder, or 'tiny'")
-    source.add_argument("--shape", help="random weights of a known shape, e.g. llama-3-8b")
-    command.add_argument("--weights", help="weight scheme of --shape (default: w4a16)")
+    flags.add_model(source, required=False)
+    flags.add_shape(source)
     command.add_argument(
-        "--head-bits", type=int, choices=(8, 16), help="of --shape's head: 8 is int8 (default: 16)"
+        "--weights", metavar="SCHEME", help="weight scheme of --shape's layers (default: w4a16)"
+    )
+    command.add_argument(
+        "--head-bits", type=int, choices=(8, 16), help="bits of --shape's head; 8 is int8 (default: 16)"
     )
     flags.add_kv(command)
 
 
 def _add_latency(command: ArgumentParser) -> None:
     _add_model_or_shape(command)
-    command.add_argument(
-        "--batch", type=flags.positive, nargs="+", default=[1], metavar="B", help="requests at once"
-    )
-    command.add_argument(
-        "--input-len", type=flags.positive, default=1024, metavar="TOKENS", help="prompt length"
-    )
-    command.add_argument(
-        "--output-len", type=flags.positive, default=64, metavar="TOKENS", help="tokens to decode"
-    )
+    flags.add_batch(command, [1])
+    flags.add_lengths(command, 1024, 64)
     command.add_argument(
         "--compare", action="store_true", help="time transformers in bf16 too, in the same run; with --shape"
     )
@@ -61,25 +192,12 @@ def _add_latency(command: ArgumentParser) -> None:
 
 def _add_throughput(command: ArgumentParser) -> None:
     _add_model_or_shape(command)
-    command.add_argument(
-        "--batch", type=flags.positive, nargs="+", default=[1, 8, 32], metavar="B", help="requests at once"
-    )
-    command.add_argument(
-        "--num-prompts", type=flags.positive, metavar="N", help="of each batch size (default: twice it)"
-    )
-    command.add_argument(
-        "--prompts", metavar="FILE", help="a prompt a line, or .jsonl (default: random tokens)"
-    )
-    command.add_argument(
-        "--input-len", type=flags.positive, default=1024, metavar="TOKENS", help="of random prompts"
-    )
-    command.add_argument(
-        "--output-len", type=flags.positive, default=128, metavar="TOKENS", help="tokens to decode"
-    )
-    command.add_argument(
-        "--repeats", type=flags.positive, default=3, metavar="N", help="the median counts (default: 3)"
-    )
-    command.add_argument("--seed", type=int, default=0, help="of the random prompts")
+    flags.add_batch(command, [1, 8, 32])
+    flags.add_num_prompts(command)
+    flags.add_prompts(command)
+    flags.add_lengths(command, 1024, 128)
+    flags.add_repeats(command)
+    flags.add_seed(command, "the random prompts")
     flags.add_json(command)
 
 
@@ -89,67 +207,104 @@ def _add_serve(command: ArgumentParser) -> None:
         "--endpoint", default="/v1/completions", metavar="PATH", help="or /v1/chat/completions"
     )
     command.add_argument("--model", metavar="NAME", help="as the server names it (default: its first)")
-    command.add_argument("--tokenizer", metavar="DIR", help="makes the prompts (default: the model)")
-    command.add_argument("--api-key", help="sent as a bearer token (default: QRT_API_KEY)")
     command.add_argument(
-        "--num-prompts", type=flags.positive, default=1000, metavar="N", help="requests in all"
+        "--tokenizer", metavar="FOLDER", help="whose tokens the prompts are made of (default: the model)"
     )
+    command.add_argument("--api-key", metavar="KEY", help="sent as a bearer token (default: QRT_API_KEY)")
+    flags.add_num_prompts(command, 1000)
+    flags.add_prompts(command)
+    flags.add_lengths(command, 1024, 128)
+    command.add_argument("--ignore-eos", action="store_true", help="ask for all of --output-len")
     command.add_argument(
-        "--prompts", metavar="FILE", help="a prompt a line, or .jsonl (default: random tokens)"
+        "--temperature",
+        type=flags.number("of at least 0", lambda value: 0 <= value < math.inf),
+        default=0.0,
+        metavar="T",
+        help="0 is greedy",
     )
-    command.add_argument(
-        "--input-len", type=flags.positive, default=1024, metavar="TOKENS", help="of random prompts"
-    )
-    command.add_argument(
-        "--output-len", type=flags.positive, default=128, metavar="TOKENS", help="most to ask for"
-    )
-    command.add_argument("--ignore-eos", action="store_true", help="ask the server for all of them")
-    command.add_argument("--temperature", type=float, default=0.0, help="(default: greedy)")
     command.add_argument(
         "--request-rate",
-        type=float,
-        default=float("inf"),
+        type=flags.number("above 0, or inf", lambda rate: rate > 0),
+        default=math.inf,
         metavar="R",
-        help="requests a second (default: inf)",
+        help="requests a second",
     )
     command.add_argument(
-        "--burstiness", type=float, default=1.0, help="1 is a Poisson process, less is burstier"
+        "--burstiness",
+        type=flags.above_0,
+        default=1.0,
+        metavar="B",
+        help="1 is a Poisson process, less is burstier",
     )
-    command.add_argument("--max-concurrency", type=flags.positive, metavar="C", help="most requests at once")
     command.add_argument(
-        "--processes",
+        "--max-concurrency",
         type=flags.positive,
-        default=1,
         metavar="N",
-        help="that send and read (default: %(default)s)",
+        help="most requests at once (default: no limit)",
     )
     command.add_argument(
-        "--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="(default: 99)"
+        "--processes", type=flags.positive, default=1, metavar="N", help="processes that send and read"
     )
     command.add_argument(
-        "--goodput", nargs="+", default=[], metavar="METRIC:MS", help="objectives, e.g. ttft:500 tpot:50"
+        "--metric-percentiles",
+        type=flags.number("between 0 and 100", lambda p: 0 < p < 100),
+        nargs="+",
+        default=[99.0],
+        metavar="P",
+        help="percentiles of each time to report",
+    )
+    command.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="objectives in milliseconds, e.g. ttft:500 tpot:50 (default: none)",
     )
     command.add_argument("--save-detailed", action="store_true", help="every request's times in the JSON too")
-    command.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
+    flags.add_seed(command, "prompts and arrivals")
     flags.add_json(command)
 
 
 def _add_compare(command: ArgumentParser) -> None:
     command.add_argument("results", nargs=2, metavar="RESULT.json", help="before and after")
     command.add_argument(
-        "--sigmas", type=float, default=2.0, metavar="S", help="noise that counts for nothing (default: 2)"
+        "--sigmas",
+        type=flags.number("of at least 0", lambda value: 0 <= value < math.inf),
+        default=2.0,
+        metavar="S",
+        help="standard errors that count for nothing",
     )
 
 
 def _add_kernels(command: ArgumentParser) -> None:
     command.add_argument("--op", nargs="+", choices=OPS, help="operators (default: all)")
-    command.add_argument("--shape", default="llama-3-8b", help="sizes of this model (default: llama-3-8b)")
-    command.add_argument("--tokens", type=int, nargs="+", metavar="T", help="tokens of a step")
-    command.add_argument("--decode", nargs="+", metavar="BxL", help="batch and context of decode attention")
-    command.add_argument("--prefill", nargs="+", metavar="TxP", help="chunk and cached prefix of prefill")
-    command.add_argument("--compare", action="store_true", help="time torch's own operators beside them")
+    flags.add_shape(command, "llama-3-8b")
     command.add_argument(
-        "--tune", nargs="+", metavar="SHAPE", help="find the block sizes of these models' products instead"
+        "--tokens",
+        type=flags.positive,
+        nargs="+",
+        metavar="T",
+        help="tokens of a step (default: 1 16 64 256 4096)",
+    )
+    command.add_argument(
+        "--decode",
+        nargs="+",
+        metavar="BxL",
+        help="batch and context of decode attention, and of a layer (default: some of 1x1024 to 256x1024)",
+    )
+    command.add_argument(
+        "--prefill",
+        nargs="+",
+        metavar="TxP",
+        help="chunk and cached prefix of prefill attention (default: 4096x0 4096x28672)",
+    )
+    command.add_argument("--compare", action="store_true", help="time other tools' operators beside them")
+    command.add_argument(
+        "--tune",
+        nargs="+",
+        choices=list(flags.SHAPES),
+        metavar="SHAPE",
+        help="find the block sizes of these models' products instead (default: none)",
     )
     flags.add_json(command)
 
@@ -172,7 +327,12 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `qrt-eval`; returns the exit code."""
     arguments = parser().parse_args(argv)
-    return run_main(lambda: import_module(COMMANDS[arguments.command]).run(arguments))
+    return run_main(lambda: _run(arguments))
+
+
+def _run(arguments: Namespace) -> None:
+    preflight(arguments)
+    import_module(COMMANDS[arguments.command]).run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,220 +1,179 @@
-"""Flags of the evaluators that measure quality: ppl, kld, sweep, lm, passkey, kv-error."""
+"""Flags that commands of qrt-eval share, each defined once; and what their values must be.
+
+A flag that takes several values takes them as words: `--kv int8 int4`.
+"""
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from qrt.cli import ArgumentParser
+from qrt.config import DTYPES
+from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV
+from qrt_eval.shapes import SHAPES
 
-KV_CHOICES = ("auto", "fp16", "bf16", "int8", "int4", "k8v4")
-KV_FORMATS = ["fp16", "int8", "int4", "k8v4"]  # all of them: bf16 is another name of fp16's
+KV_CHOICES = (*UNQUANTIZED_KV, *KV_FORMATS)
 PROTOCOLS = ("gptq", "llamacpp", "lmeval", "sliding")
 MODEL_HELP = "checkpoint folder, or 'tiny'"
 
 
-def positive(text: str) -> int:
-    """The type of a flag that wants an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"got {text!r}, wanted an integer of at least 1")
-    return int(text)
+def integer(least: int) -> Callable[[str], int]:
+    """The type of a flag that wants an integer of at least `least`."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) < 1 << 63:
+            raise ArgumentTypeError(f"got {text!r}, wanted an integer of at least {least}")
+        return int(text)
+
+    return read
 
 
-def add_json(command: ArgumentParser) -> None:
-    """The result file."""
-    command.add_argument("--json", metavar="FILE", help="write the result there")
+positive = integer(1)
 
 
-def _add_resumable_json(command: ArgumentParser) -> None:
+def number(what: str, good: Callable[[float], bool]) -> Callable[[str], float]:
+    """The type of a flag that wants a number that is `good`; `what` says which those are."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not good(value):
+            raise ArgumentTypeError(f"got {text!r}, wanted a number {what}")
+        return value
+
+    return read
+
+
+above_0 = number("above 0", lambda value: 0 < value < math.inf)
+
+
+def add_text(command: ArgumentParser, what: str, default: str | None, optional: bool) -> None:
+    """The text."""
     command.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the result there; an interrupted run is taken up by the same command",
+        "dataset",
+        nargs="?" if optional else None,
+        default=default,
+        metavar="wikitext|pydoc|FILE|FOLDER",
+        help=f"the text {what}",
     )
 
 
-def add_kv(command: ArgumentParser) -> None:
+def add_model(command: Any, several: bool = False, required: bool = True) -> None:
+    """Checkpoints."""
+    kind: dict[str, Any] = {"required": True} if required else {}
+    if several:
+        kind["nargs"] = "+"
+    command.add_argument("--model", help=MODEL_HELP + (", or several" if several else ""), **kind)
+
+
+def add_shape(command: Any, default: str | None = None) -> None:
+    """Random weights of a known shape."""
+    command.add_argument(
+        "--shape", default=default, choices=list(SHAPES), metavar="NAME", help=f"sizes of {', '.join(SHAPES)}"
+    )
+
+
+def add_kv(command: ArgumentParser, name: str = "--kv", whose: str = "") -> None:
     """One KV format."""
-    command.add_argument("--kv", default="auto", choices=KV_CHOICES, help="KV format (default: unquantized)")
+    command.add_argument(
+        name, default="auto", choices=KV_CHOICES, help=f"KV format{whose}; auto and bf16 are unquantized"
+    )
 
 
-def _add_windows(command: ArgumentParser) -> None:
-    """The text and how it is cut."""
+def add_kvs(command: ArgumentParser, default: Sequence[str], choices: Sequence[str] = KV_CHOICES) -> None:
+    """Several KV formats."""
+    command.add_argument("--kv", nargs="+", default=list(default), choices=choices, help="KV formats")
+
+
+def add_dtype(command: ArgumentParser) -> None:
+    """Of activations."""
+    command.add_argument(
+        "--dtype",
+        default="auto",
+        choices=DTYPES,
+        help="of activations; auto is the checkpoint's on a GPU, float32 on a CPU",
+    )
+
+
+def add_batch(command: ArgumentParser, default: int | list[int], what: str = "requests") -> None:
+    """How many at once; several batch sizes are measured one after the other."""
+    nargs = "+" if isinstance(default, list) else None
+    command.add_argument(
+        "--batch", type=positive, nargs=nargs, default=default, metavar="N", help=f"{what} at once"
+    )
+
+
+def add_lengths(command: ArgumentParser, input_len: int, output_len: int) -> None:
+    """Of requests whose speed is taken."""
+    for name, default, what in (("input", input_len, "of each prompt"), ("output", output_len, "to decode")):
+        command.add_argument(
+            f"--{name}-len", type=positive, default=default, metavar="TOKENS", help=f"tokens {what}"
+        )
+
+
+def add_num_prompts(command: ArgumentParser, default: int | None = None) -> None:
+    """How many requests."""
+    text = "requests in all" if default else "requests of each batch size (default: twice the batch)"
+    command.add_argument("--num-prompts", type=positive, default=default, metavar="N", help=text)
+
+
+def add_prompts(command: ArgumentParser) -> None:
+    """Their text."""
+    command.add_argument(
+        "--prompts", metavar="FILE", help="a prompt a line, or .jsonl (default: random tokens)"
+    )
+
+
+def add_repeats(command: ArgumentParser) -> None:
+    """Of a timing."""
+    command.add_argument("--repeats", type=positive, default=3, metavar="N", help="runs; the median counts")
+
+
+def add_context(command: ArgumentParser, default: list[int] | None = None) -> None:
+    """Lengths that are tried one after the other."""
+    text = "lengths" if default else "lengths (default: doubling from 512 to the model's)"
+    command.add_argument("--context", type=positive, nargs="+", default=default, metavar="TOKENS", help=text)
+
+
+def add_limit(command: ArgumentParser, what: str, default: int | None = None) -> None:
+    """The start of the data alone."""
+    text = f"the first N {what} only" + ("" if default else " (default: all)")
+    command.add_argument("--limit", type=positive, default=default, metavar="N", help=text)
+
+
+def add_seed(command: ArgumentParser, what: str) -> None:
+    """Of what is drawn."""
+    command.add_argument("--seed", type=integer(0), default=0, metavar="N", help=f"of {what}")
+
+
+def add_json(command: ArgumentParser, resumes: bool = False) -> None:
+    """The result file."""
+    text = "write the result there" + ("; the same command takes up an interrupted run" if resumes else "")
+    command.add_argument("--json", metavar="FILE", help=f"{text} (default: no file)")
+
+
+def add_windows(command: ArgumentParser, seqlen: int | None = None, limit: int | None = None) -> None:
+    """How a text is cut, where it comes from, and what runs over it."""
     command.add_argument(
         "--protocol", default="gptq", choices=PROTOCOLS, help="how windows are cut and scored (default: gptq)"
     )
-    command.add_argument(
-        "--seqlen", type=int, help="tokens of a window (default: the protocol's, or the model's context)"
+    text = "tokens of a window" + (
+        "" if seqlen else " (default: the protocol's, at most the model's context)"
     )
+    command.add_argument("--seqlen", type=positive, default=seqlen, metavar="TOKENS", help=text)
     command.add_argument(
         "--stride",
-        type=int,
-        metavar="TOKENS",
-        help="of --protocol sliding: new tokens of a window (default: 512)",
-    )
-    command.add_argument(
-        "--limit", type=int, metavar="N", help="the first N windows only (lmeval: documents)"
-    )
-    command.add_argument("--data-file", metavar="PATH", help="local wiki.test.raw, instead of the download")
-    command.add_argument("--dtype", default="auto", help="activations (default: float32 on a CPU)")
-
-
-def add_ppl(command: ArgumentParser) -> None:
-    """`qrt-eval ppl`."""
-    command.add_argument("dataset", metavar="wikitext|pydoc|FILE|FOLDER", help="the text to score")
-    command.add_argument("--model", required=True, help=MODEL_HELP)
-    add_kv(command)
-    command.add_argument("--baseline", metavar="MODEL", help="also score this one")
-    command.add_argument(
-        "--baseline-kv", default="auto", choices=KV_CHOICES, help="its KV format (default: unquantized)"
-    )
-    _add_windows(command)
-    command.add_argument(
-        "--batch-size", type=positive, default=8, metavar="N", help="windows at once (default: %(default)s)"
-    )
-    _add_resumable_json(command)
-
-
-def add_kld(command: ArgumentParser) -> None:
-    """`qrt-eval kld`."""
-    command.add_argument(
-        "dataset", nargs="?", metavar="wikitext|pydoc|FILE|FOLDER", help="the text to compare on"
-    )
-    command.add_argument("--model", required=True, nargs="+", help="checkpoint folders, or 'tiny'")
-    command.add_argument(
-        "--kv", nargs="+", default=["auto"], choices=KV_CHOICES, help="KV formats (default: unquantized)"
-    )
-    base = command.add_mutually_exclusive_group()
-    base.add_argument("--baseline", metavar="MODEL", help="what to compare with (default: the first --model)")
-    base.add_argument("--base-file", metavar="FILE", help="a baseline saved by --save-base, and its text")
-    command.add_argument(
-        "--baseline-kv", default="auto", choices=KV_CHOICES, help="the baseline's KV (default: unquantized)"
-    )
-    command.add_argument(
-        "--save-base", metavar="FILE", help="keep the baseline's distributions for --base-file"
-    )
-    _add_windows(command)
-    command.set_defaults(protocol=None)  # gptq, or that of --base-file
-    command.add_argument(
-        "--chunk",
         type=positive,
-        default=2048,
         metavar="TOKENS",
-        help="of a prefill step (default: %(default)s)",
+        help="new tokens of a window of --protocol sliding (default: 512, at most --seqlen - 1)",
     )
+    add_limit(command, "windows (lmeval: documents)", limit)
     command.add_argument(
-        "--top-p", type=float, default=0.9, metavar="P", help="nucleus of the flips (default: %(default)s)"
+        "--data-file", metavar="FILE", help="a local wiki.test.raw (default: QRT_DATA's, or the download)"
     )
-    command.add_argument(
-        "--worst", type=positive, default=10, metavar="N", help="positions to show (default: %(default)s)"
-    )
-    _add_resumable_json(command)
-
-
-def add_sweep(command: ArgumentParser) -> None:
-    """`qrt-eval sweep`."""
-    source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", help=MODEL_HELP)
-    source.add_argument("--shape", help="random weights of a known shape: bytes and speed only")
-    command.add_argument("--weights", default="16,8,4,w8a8", help="schemes (default: %(default)s)")
-    command.add_argument("--kv", default="fp16,int8,int4", help="KV formats (default: %(default)s)")
-    command.add_argument(
-        "--checkpoint", action="append", default=[], metavar="SCHEME=FOLDER",
-        help="use this checkpoint instead of making one; may be repeated",
-    )  # fmt: skip
-    command.add_argument("--out", metavar="FOLDER", help="where everything goes (default: sweep-NAME)")
-    command.add_argument("--dataset", default="pydoc", help="the text (default: %(default)s)")
-    _add_windows(command)
-    command.set_defaults(seqlen=1024, limit=16)
-    command.add_argument(
-        "--memory-gib", type=float, default=80.0, metavar="GIB", help="that requests share (default: 80)"
-    )
-    command.add_argument(
-        "--context",
-        type=positive,
-        default=8192,
-        metavar="TOKENS",
-        help="of each of them (default: %(default)s)",
-    )
-    command.add_argument(
-        "--batch", type=positive, default=32, metavar="B", help="of the speed (default: %(default)s)"
-    )
-    command.add_argument(
-        "--num-prompts", type=positive, metavar="N", help="of the speed (default: twice the batch)"
-    )
-    command.add_argument(
-        "--input-len", type=positive, default=128, metavar="TOKENS", help="(default: %(default)s)"
-    )
-    command.add_argument(
-        "--output-len", type=positive, default=64, metavar="TOKENS", help="(default: %(default)s)"
-    )
-    command.add_argument(
-        "--repeats", type=positive, default=3, metavar="N", help="the median counts (default: 3)"
-    )
-    command.add_argument("--seed", type=int, default=0, help="of the random prompts")
-
-
-def add_lm(command: ArgumentParser) -> None:
-    """`qrt-eval lm`."""
-    command.add_argument("--model", required=True, help=MODEL_HELP)
-    add_kv(command)
-    command.add_argument("--tasks", required=True, help="lm-eval's names, comma-separated")
-    command.add_argument("--include-path", metavar="FOLDER", help="of further task YAML files")
-    command.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
-    command.add_argument("--limit", type=int, metavar="N", help="the first N documents of each task")
-    command.add_argument("--apply-chat-template", action="store_true", help="ask as a conversation")
-    command.add_argument(
-        "--max-model-len", type=positive, metavar="TOKENS", help="(default: the model's context)"
-    )
-    command.add_argument("--dtype", default="auto", help="activations (default: float32 on a CPU)")
-    add_json(command)
-
-
-def add_passkey(command: ArgumentParser) -> None:
-    """`qrt-eval passkey`."""
-    command.add_argument("--model", required=True, help=MODEL_HELP)
-    command.add_argument(
-        "--kv",
-        nargs="+",
-        default=KV_FORMATS,
-        choices=KV_CHOICES,
-        help="KV formats (default: all)",
-    )
-    command.add_argument(
-        "--context",
-        type=positive,
-        nargs="+",
-        metavar="TOKENS",
-        help="(default: doubling from 512 to the model's)",
-    )
-    command.add_argument(
-        "--depth", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="D",
-        help="where the key is, 0 the beginning (default: 0 0.25 0.5 0.75 1)",
-    )  # fmt: skip
-    command.add_argument(
-        "--trials", type=positive, default=4, metavar="N", help="keys at each place (default: 4)"
-    )
-    command.add_argument("--dtype", default="auto", help="activations (default: float32 on a CPU)")
-    command.add_argument("--seed", type=int, default=0, help="of the keys")
-    add_json(command)
-
-
-def add_kv_error(command: ArgumentParser) -> None:
-    """`qrt-eval kv-error`."""
-    command.add_argument(
-        "--kv",
-        nargs="+",
-        default=KV_FORMATS,
-        choices=KV_CHOICES[1:],
-        help="KV formats (default: all)",
-    )
-    command.add_argument(
-        "--context", type=positive, nargs="+", default=[1024, 8192, 32768, 131072], metavar="TOKENS",
-        help="(default: %(default)s)",
-    )  # fmt: skip
-    command.add_argument("--head-dim", type=positive, default=128, metavar="D", help="(default: %(default)s)")
-    command.add_argument("--num-heads", type=positive, default=4, metavar="Hq", help="(default: %(default)s)")
-    command.add_argument(
-        "--num-kv-heads", type=positive, default=1, metavar="Hkv", help="(default: %(default)s)"
-    )
-    command.add_argument("--seed", type=int, default=0, help="of the heads")
-    add_json(command)
+    add_dtype(command)

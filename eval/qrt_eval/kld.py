@@ -60,8 +60,6 @@ def run(arguments: Namespace) -> None:
         check_alone(arguments)
     else:
         arguments.protocol = arguments.protocol or Gptq.name
-    if not 0 < arguments.top_p <= 1:
-        raise ConfigError(f"--top-p {arguments.top_p}: wanted above 0 and at most 1")
     partial = PartialResult(arguments.json)
     base = base_reference(arguments, partial)
     if arguments.save_base:

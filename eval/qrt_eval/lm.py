@@ -36,16 +36,15 @@ def run(arguments: Namespace) -> None:
         raise UnsupportedError(f"lm-eval is not installed ({error.name}); pip install 'qrt[lm]'") from error
     if arguments.include_path and not Path(arguments.include_path).is_dir():
         raise ConfigError(f"--include-path {arguments.include_path}: no such folder")
-    tasks = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     manager = TaskManager(include_path=arguments.include_path)
-    if unknown := [name for name in tasks if name not in manager.all_tasks]:
+    if unknown := [name for name in arguments.tasks if name not in manager.all_tasks]:
         raise ConfigError(f"--tasks {unknown[0]}: lm-eval has no such task; {OFFLINE}")
     llm = scorer(arguments.model, arguments.kv, arguments.dtype, arguments.max_model_len)
     started = time.perf_counter()
     try:
         found: Any = lm_eval.simple_evaluate(
             model=QRTLM(llm),
-            tasks=tasks,
+            tasks=arguments.tasks,
             num_fewshot=arguments.num_fewshot,
             limit=arguments.limit,
             apply_chat_template=arguments.apply_chat_template,
@@ -55,7 +54,9 @@ def run(arguments: Namespace) -> None:
     except QrtError:
         raise
     except (OSError, ValueError) as error:  # the kinds of datasets and its HTTP client derive from these
-        raise QrtError(f"--tasks {arguments.tasks}: {type(error).__name__}: {error}; {OFFLINE}") from error
+        raise QrtError(
+            f"--tasks {' '.join(arguments.tasks)}: {type(error).__name__}: {error}; {OFFLINE}"
+        ) from error
     rows = scores(found)
     print_table(arguments, rows)
     about = {"lm_eval_version": lm_eval.__version__, "seconds": time.perf_counter() - started}

@@ -80,7 +80,7 @@ def scorer(model: str, kv: str, dtype: str = "auto", max_model_len: int | None =
 def _measure(arguments: Namespace, model: str, kv: str, text: EvalText, partial: PartialResult) -> Perplexity:
     llm = scorer(model, kv, arguments.dtype)
     windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
-    return perplexity(llm, arguments.protocol, windows, seqlen, text, arguments.batch_size, partial)
+    return perplexity(llm, arguments.protocol, windows, seqlen, text, arguments.batch, partial)
 
 
 def perplexity(

@@ -284,6 +284,4 @@ def cut(
         )
     if settings.stride is not None and name != Sliding.name:
         raise ConfigError(f"--stride goes with --protocol sliding, not with {name}")
-    if settings.limit is not None and settings.limit < 1:
-        raise ConfigError(f"--limit {settings.limit}: wanted at least one window")
     return chosen.windows(text, tokenizer, seqlen, settings.stride, settings.limit), seqlen

@@ -74,10 +74,10 @@ def check(arguments: Namespace) -> None:
         raise ConfigError(
             f"--processes {arguments.processes}: wanted 1 to {most}, as many as requests at once"
         )
-    if arguments.request_rate <= 0 or arguments.burstiness <= 0:
-        raise ConfigError("--request-rate and --burstiness: wanted above 0")
-    if any(not 0 < p < 100 for p in arguments.metric_percentiles):
-        raise ConfigError("--metric-percentiles: wanted numbers between 0 and 100")
+    if not arguments.base_url.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url {arguments.base_url}: wanted http://HOST:PORT, or https")
+    if not arguments.endpoint.startswith("/"):
+        raise ConfigError(f"--endpoint {arguments.endpoint}: wanted a path such as /v1/completions")
 
 
 def streams(arguments: Namespace) -> int:

@@ -15,9 +15,6 @@ from typing import Any
 from qrt.arch import ARCHS, ModelConfig
 from qrt.assets import model_path
 from qrt.errors import ConfigError
-from qrt.quant.checkpoint.compressed_tensors import quantization_config
-from qrt.quant.weight import WEIGHT_SCHEMES
-from qrt.quant.weight.head import head_grid
 from qrt.registry import nearest
 
 _LLAMA_3 = {
@@ -143,6 +140,10 @@ def _entry(name: str) -> tuple[str, dict[str, Any]]:
 def write_folder(name: str, scheme: str, folder: Path, head_bits: int = 16) -> None:
     """config.json of a known shape with its layers in `scheme` and a head of `head_bits`, and a tokenizer of
     its vocabulary: that of the bundled model, filled up with words that no text has."""
+    from qrt.quant.checkpoint.compressed_tensors import quantization_config
+    from qrt.quant.weight import WEIGHT_SCHEMES  # here, because they import torch
+    from qrt.quant.weight.head import head_grid
+
     architecture, config = _entry(name)
     head, (head_scheme, head_spec) = ARCHS[architecture].head, head_grid(scheme, head_bits)
     kind = architecture.removesuffix("ForCausalLM").lower()  # by which transformers knows it

@@ -19,10 +19,10 @@ from typing import Any
 from rich.table import Table
 
 from qrt.assets import model_path
+from qrt.cli import check_output
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError, QrtError
-from qrt.quant.kv import KV_FORMATS
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.registry import nearest
 from qrt_eval import kld, pareto, throughput
@@ -33,7 +33,6 @@ from qrt_eval.page import write_page
 from qrt_eval.partial import PartialResult
 from qrt_eval.reference import Reference
 from qrt_eval.results import checkpoint_sha256, command_facts, engine_facts, environment, write_json
-from qrt_eval.shapes import shape
 from qrt_eval.text import EvalText, load_text
 
 GIB = 1 << 30
@@ -64,10 +63,8 @@ class Sweep:
     @classmethod
     def read(cls, arguments: Namespace) -> Sweep:
         """ConfigError for schemes and formats that qrt does not have."""
-        weights = _known("--weights", arguments.weights, list(WEIGHT_SCHEMES), SHORT)
-        kv = _known("--kv", arguments.kv, list(KV_FORMATS), {"16": "fp16", "8": "int8", "4": "int4"})
-        if arguments.shape:
-            shape(arguments.shape)  # refuses an unknown one
+        weights = _schemes("--weights", arguments.weights)
+        kv = tuple(dict.fromkeys(arguments.kv))
         given = _given(arguments, weights)
         name = arguments.shape or Path(arguments.model).resolve().name
         folder = Path(arguments.out or f"sweep-{name}")
@@ -80,15 +77,14 @@ class Sweep:
         return self.folder / "result.json"
 
 
-def _known(flag: str, words: str, known: list[str], short: Mapping[str, str]) -> tuple[str, ...]:
-    names = [short.get(word.strip(), word.strip()) for word in words.split(",") if word.strip()]
+def _schemes(flag: str, words: Sequence[str]) -> tuple[str, ...]:
+    known = list(WEIGHT_SCHEMES)
+    names = [SHORT.get(word, word) for word in words]
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"{flag} {name}: unknown (known: {', '.join([*short, *known])}){nearest(name, known)}"
+                f"{flag} {name}: unknown (known: {', '.join([*SHORT, *known])}){nearest(name, known)}"
             )
-    if not names:
-        raise ConfigError(f"{flag}: wanted at least one of {', '.join(known)}")
     return tuple(dict.fromkeys(names))
 
 
@@ -103,10 +99,11 @@ def _given(arguments: Namespace, weights: Sequence[str]) -> dict[str, str]:
             raise ConfigError(
                 f"--checkpoint {word}: a shape has random weights; give --model, or leave it out"
             )
-        for name in _known("--checkpoint", scheme, list(WEIGHT_SCHEMES), SHORT):
-            if name not in weights:
-                raise ConfigError(f"--checkpoint {word}: {name} is not among --weights {arguments.weights}")
-            given[name] = folder
+        (name,) = _schemes("--checkpoint", [scheme])
+        if name not in weights:
+            asked = " ".join(arguments.weights)
+            raise ConfigError(f"--checkpoint {word}: {name} is not among --weights {asked}")
+        given[name] = folder
     return given
 
 
@@ -114,6 +111,7 @@ def run(arguments: Namespace) -> None:
     """Measure every cell, then write table, result, picture and report."""
     pareto.require()  # before an hour of work, not after
     sweep = Sweep.read(arguments)
+    check_output("--out", sweep.result)
     partial = PartialResult(sweep.result)
     base, cells = None, []
     for weights in sweep.weights:

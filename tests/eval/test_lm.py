@@ -66,7 +66,7 @@ def test_local_tasks_from_the_command_line(tasks, tmp_path, capsys, monkeypatch)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "lm.json"
     words = f"lm --model tiny --kv int8 --include-path {tasks} --json {out} --tasks"
-    assert main([*words.split(), "local_choices,local_written,local_rolling"]) == 0
+    assert main([*words.split(), "local_choices", "local_written", "local_rolling"]) == 0
     result = checked(out)
     scores = {(row["task"], row["metric"]): row for row in result["scores"]}
     assert scores["local_choices", "acc"]["value"] == 1.0

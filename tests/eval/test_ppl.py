@@ -95,7 +95,7 @@ def test_command_writes_json(tmp_path, capsys):
 @pytest.mark.model
 def test_an_interrupted_run_is_taken_up(tmp_path, capsys, monkeypatch):
     out = tmp_path / "r.json"
-    words = f"ppl pydoc --model tiny --seqlen 64 --limit 6 --batch-size 2 --json {out}".split()
+    words = f"ppl pydoc --model tiny --seqlen 64 --limit 6 --batch 2 --json {out}".split()
     calls, score = [], module.score
 
     def interrupted(llm, windows):
@@ -179,7 +179,7 @@ def copy_with_fewer_merges(folder):
 
 
 def test_the_module_is_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["cli.py", "ppl", "pydoc", "--model", "tiny", "--limit", "0"])
+    monkeypatch.setattr(sys, "argv", ["cli.py", "ppl", "pydoc", "--model", "tiny", "--seqlen", "9999"])
     monkeypatch.delitem(sys.modules, "qrt_eval.cli")
     with pytest.raises(SystemExit, match="1"):
         runpy.run_module("qrt_eval.cli", run_name="__main__")
@@ -194,24 +194,34 @@ def test_the_module_is_the_command(monkeypatch, capsys):
         ("ppl pydoc --model tiny --kv int5", 2, "int5"),
         ("ppl pydoc --model tiny --sqlen 3", 2, "did you mean '--seqlen'"),
         ("ppl pydoc --model tiny --protocol gtpq", 2, "gtpq"),
-        ("ppl pydoc --model tiny --seqlen 9999", 1, "--seqlen 9999: wanted 2 to 2048"),
-        ("ppl pydoc --model tiny --protocol lmeval --seqlen 2049", 1, "wanted 2 to 2048"),
-        ("ppl pydoc --model tiny --seqlen 0", 1, "--seqlen 0: wanted 2 to 2048"),
+        (
+            "ppl pydoc --model tiny --seqlen 9999",
+            1,
+            "--seqlen 9999: wanted at most 2048, the context of tiny",
+        ),
+        ("ppl pydoc --model tiny --protocol lmeval --seqlen 2049", 1, "wanted at most 2048"),
+        ("ppl pydoc --model tiny --seqlen 1", 1, "--seqlen 1: wanted 2 to 2048"),
+        ("ppl pydoc --model tiny --seqlen 0", 2, "--seqlen: got '0', wanted an integer of at least 1"),
         ("ppl pydoc --model tiny --protocol llamacpp --seqlen 2", 1, "--seqlen 2: wanted 4 to 2048"),
-        ("ppl pydoc --model tiny --protocol sliding --stride 0", 1, "--stride 0: wanted 1 to 2047"),
+        ("ppl pydoc --model tiny --protocol sliding --stride 2048", 1, "--stride 2048: wanted 1 to 2047"),
+        ("ppl pydoc --model tiny --protocol sliding --stride 0", 2, "--stride: got '0', wanted"),
         ("ppl pydoc --model tiny --stride 5", 1, "--stride goes with --protocol sliding"),
-        ("ppl pydoc --model tiny --limit 0", 1, "--limit 0"),
-        ("ppl pydoc --model tiny --batch-size 0", 2, "at least 1"),
+        ("ppl pydoc --model tiny --limit 0", 2, "--limit: got '0', wanted an integer of at least 1"),
+        ("ppl pydoc --model tiny --batch 0", 2, "at least 1"),
         ("kld pydoc --model tiny --chunk 0", 2, "at least 1"),
         ("kld --model tiny", 1, "--base-file"),
-        ("kld pydoc --model tiny --top-p 1.5", 1, "--top-p 1.5"),
+        (
+            "kld pydoc --model tiny --top-p 1.5",
+            2,
+            "--top-p: got '1.5', wanted a number above 0 and at most 1",
+        ),
         ("kld --model tiny --base-file /no/file", 1, "--save-base"),
         ("kld pydoc --model tiny --base-file f", 1, "dataset pydoc: --base-file has a text"),
         ("kld --model tiny --base-file f --protocol gptq", 1, "--protocol gptq: --base-file has"),
         ("kld --model tiny --base-file f --seqlen 64", 1, "--seqlen 64: --base-file has"),
-        ("kld --model tiny --base-file f --limit 0", 1, "--limit 0: --base-file has"),
+        ("kld --model tiny --base-file f --limit 1", 1, "--limit 1: --base-file has"),
         ("kld --model tiny --base-file f --baseline-kv int4", 1, "--baseline-kv int4: --base-file has"),
-        ("latency --shape llama-9", 1, "llama-3-8b"),
+        ("latency --shape llama-9", 2, "llama-3-8b"),
     ],
 )
 def test_bad_input_is_one_line(words, code, message, capsys):

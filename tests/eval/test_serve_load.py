@@ -200,9 +200,9 @@ def test_a_server_that_refuses_or_is_not_there(capsys):
     [
         ("--goodput ttft", "METRIC:MILLISECONDS"),
         ("--goodput itl:5", "ttft, tpot, e2el"),
-        ("--request-rate 0", "above 0"),
+        ("--base-url localhost:8000", "--base-url localhost:8000: wanted http://HOST:PORT"),
+        ("--endpoint v1/completions", "--endpoint v1/completions: wanted a path such as"),
         ("--max-concurrency 2 --processes 3", "--processes 3: wanted 1 to 2"),
-        ("--metric-percentiles 100", "between 0 and 100"),
         ("--model nowhere", "'nowhere' is no folder"),
     ],
 )

@@ -46,7 +46,7 @@ def test_a_sweep_of_the_bundled_model(tmp_path, tmp_path_factory, monkeypatch, c
     quantized = tmp_path_factory.mktemp("models") / "w8a8"
     flags = f"--model tiny --scheme w8a8 --method rtn --eval-samples 0 --out {quantized}"
     assert calibrate(flags.split()) == 0
-    words = f"sweep --model tiny --weights 16,w8a8 --kv fp16 {FLAGS} --memory-gib 0.05".split()
+    words = f"sweep --model tiny --weights 16 w8a8 --kv fp16 {FLAGS} --memory-gib 0.05".split()
     words += ["--out", str(tmp_path), "--checkpoint", f"w8a8={quantized}"]
     calls, measure = [], sweep.measure
 
@@ -147,14 +147,17 @@ def test_what_none_beats_in_both():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--weights 16,w4a8", "--weights w4a8: unknown"),
-        ("--kv int9", "did you mean 'int"),
-        ("--weights ,", "at least one of"),
-        ("--dataset nothing.txt", "nothing.txt"),
-        ("--checkpoint w4=bz", "--checkpoint w4: unknown (known: 16, 8, 4, "),
+        ("--weights 16 w4a8", "--weights w4a8: unknown"),
+        ("--weights 16,8", "--weights 16,8: unknown"),
+        ("nothing.txt", "nothing.txt"),
+        ("--checkpoint w4=tiny", "--checkpoint w4: unknown (known: 16, 8, 4, "),
         ("--checkpoint nothing", "--checkpoint nothing: wanted SCHEME=FOLDER"),
         ("--checkpoint 4=", "--checkpoint 4=: wanted SCHEME=FOLDER"),
-        ("--weights 8 --checkpoint 4=bz", "w4a16 is not among --weights 8"),
+        ("--weights 8 --checkpoint 4=tiny", "w4a16 is not among --weights 8"),
+        ("--checkpoint 4=no/such", "no/such: no such folder"),
+        ("--seqlen 2049", "--seqlen 2049: wanted at most 2048, the context of tiny"),
+        ("--input-len 2048", "--input-len + --output-len: 2112: wanted at most 2048, the context of tiny"),
+        (f"--out {__file__}", f"--out {__file__}/result.json: cannot be written"),
     ],
 )
 def test_bad_input(flags, message, capsys):

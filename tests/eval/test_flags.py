@@ -1,0 +1,120 @@
+"""The flags of `qrt-eval`: one name, one meaning; what is wrong is told before anything heavy is imported."""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from qrt.assets import model_path
+from qrt.quant.kv import KV_FORMATS
+from qrt_eval.cli import main, parser
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (action,) = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return action.choices
+
+
+def flags() -> dict[str, dict[str, argparse.Action]]:
+    """Flag -> command -> what it takes."""
+    found: dict[str, dict[str, argparse.Action]] = defaultdict(dict)
+    for command, own in commands().items():
+        for action in own._actions:
+            if action.option_strings and action.dest != "help":
+                found[action.option_strings[0]][command] = action
+    return found
+
+
+def test_a_flag_takes_the_same_in_every_command():
+    for flag, actions in flags().items():
+        same = {(a.metavar, getattr(a.type, "__name__", a.type)) for c, a in actions.items() if c != "serve"}
+        assert len(same) <= 1, f"{flag}: {same}"
+
+
+def test_several_values_are_words():
+    for flag, actions in flags().items():
+        for command, action in actions.items():
+            many = isinstance(action.default, list) or action.nargs not in (None, 0)
+            assert not many or action.nargs == "+", f"{command} {flag}"
+            assert not (isinstance(action.default, str) and "," in action.default), f"{command} {flag}"
+
+
+def test_every_kv_format_can_be_chosen():
+    for command, action in flags()["--kv"].items():
+        assert set(action.choices) - {"auto", "bf16"} == set(KV_FORMATS), command
+        if command in ("passkey", "kv-error"):
+            assert set(action.default) == set(KV_FORMATS)
+
+
+FOLDER, FILE = str(Path(__file__).parent), __file__
+WRONG = [
+    ("ppl pydoc --model no/such", 1, "no/such: no such folder"),
+    (f"ppl pydoc --model {FOLDER}", 1, "no config.json"),
+    (f"ppl pydoc --model {FILE}", 1, "not a folder"),
+    ("ppl pydoc --model tiny --baseline no/such", 1, "no/such: no such folder"),
+    ("ppl pydoc --model tiny --dtype int7", 2, "--dtype: invalid choice: 'int7'"),
+    ("ppl pydoc --model tiny --seqlen 2049", 1, "--seqlen 2049: wanted at most 2048, the context of tiny"),
+    (f"ppl pydoc --model tiny --json {FOLDER}", 1, "a folder, wanted a file"),
+    (f"ppl pydoc --model tiny --json {FILE}/x.json", 1, f"--json {FILE}/x.json: cannot be written"),
+    ("ppl pydoc --model tiny --json /proc/x.json", 1, "--json /proc/x.json: cannot be written"),
+    ("kld pydoc --model tiny no/such", 1, "no/such: no such folder"),
+    (f"kld pydoc --model tiny --save-base {FOLDER}", 1, f"--save-base {FOLDER}: a folder, wanted a file"),
+    ("kld pydoc --model tiny --kv int8,int4", 2, "invalid choice: 'int8,int4'"),
+    ("lm --model no/such --tasks x", 1, "no/such: no such folder"),
+    ("lm --model tiny --tasks x --max-model-len 2049", 1, "max_model_len: got 2049"),
+    ("lm --model tiny --tasks x --num-fewshot -1", 2, "--num-fewshot: got '-1', wanted an integer"),
+    ("passkey --model tiny --context 512 2049", 1, "--context 2049: wanted at most 2048"),
+    ("passkey --model tiny --depth 1.1", 2, "--depth: got '1.1', wanted a number from 0 to 1"),
+    ("kv-error --seed -1", 2, "--seed: got '-1', wanted an integer of at least 0"),
+    ("sweep --model tiny --checkpoint 4=no/such", 1, "no/such: no such folder"),
+    ("sweep --model tiny --memory-gib nan", 2, "--memory-gib: got 'nan', wanted a number above 0"),
+    ("sweep --shape tiny", 2, "--shape: invalid choice: 'tiny'"),
+    ("latency --model tiny --input-len 2048", 1, "--input-len + --output-len: 2112: wanted at most 2048"),
+    ("throughput --model tiny --batch 0", 2, "--batch: got '0', wanted an integer of at least 1"),
+    ("serve --request-rate 0", 2, "--request-rate: got '0', wanted a number above 0, or inf"),
+    ("serve --metric-percentiles 100", 2, "wanted a number between 0 and 100"),
+    ("serve --temperature nan", 2, "--temperature: got 'nan', wanted a number of at least 0"),
+    ("serve --json /proc/x.json", 1, "--json /proc/x.json: cannot be written"),
+    ("compare a b --sigmas -1", 2, "--sigmas: got '-1', wanted a number of at least 0"),
+    ("kernels --tokens 0", 2, "--tokens: got '0', wanted an integer of at least 1"),
+    ("kernels --tune llama-9", 2, "--tune: invalid choice: 'llama-9'"),
+]
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, tuple[int, str, bool]]:
+    """Exit code, stderr, and whether torch had been imported, of every wrong command line; in one process."""
+    code = (
+        "import contextlib, io, json, sys\n"
+        "from qrt_eval.cli import main\n"
+        "for words in json.load(sys.stdin):\n"
+        "    error = io.StringIO()\n"
+        "    with contextlib.redirect_stderr(error):\n"
+        "        try: code = main(words.split())\n"
+        "        except SystemExit as stop: code = stop.code\n"
+        "    print(json.dumps([words, code, error.getvalue(), 'torch' in sys.modules]))\n"
+    )
+    asked = json.dumps([words for words, *_ in WRONG])
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=asked, capture_output=True, text=True, check=True
+    )
+    return {words: tuple(rest) for words, *rest in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize(("words", "code", "message"), WRONG)
+def test_what_is_wrong_is_told_before_torch_is_imported(words, code, message, told):
+    got, error, torch = told[words]
+    assert got == code and message in error and error.count("\n") == 1 and not torch
+
+
+def test_a_model_that_is_no_causal_lm(tmp_path, capsys):
+    folder = shutil.copytree(model_path("tiny"), tmp_path / "bert")
+    entries = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(entries | {"architectures": ["BertModel"]}))
+    assert main(["ppl", "pydoc", "--model", "tiny", "--baseline", str(folder)]) == 1
+    assert "error: unknown architecture 'BertModel'" in capsys.readouterr().err
