@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -43,6 +44,7 @@ class LLM:
         self.engine = Engine(config, eos_token_ids=self._tokenizer.eos_token_ids)
         self._ids = count()
         self._lock = Lock()
+        self._pid = os.getpid()
 
     @property
     def max_model_len(self) -> int:
@@ -170,7 +172,13 @@ class LLM:
 
     @contextmanager
     def _running(self, request_ids: Iterable[str]) -> Iterator[None]:
-        """The engine for these requests alone; however it ends, nothing of them is left behind."""
+        """The engine for these requests alone; however it ends, nothing of them is left behind. QrtError in a
+        fork of the process: torch's threads are not in it, so that its first product would wait for ever."""
+        if os.getpid() != self._pid:
+            raise QrtError(
+                f"LLM: made in process {self._pid}, used in its fork {os.getpid()}, wanted the same process; "
+                "make the LLM in the child, which multiprocessing starts by spawn"
+            )
         with self._lock:
             try:
                 yield
