@@ -183,7 +183,7 @@ def test_the_module_is_the_command(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "qrt_eval.cli")
     with pytest.raises(SystemExit, match="1"):
         runpy.run_module("qrt_eval.cli", run_name="__main__")
-    assert "error: --limit 0: wanted at least one window" in capsys.readouterr().err
+    assert "error: --seqlen 9999: wanted at most 2048, the context of tiny" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
