@@ -7,21 +7,12 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from rich.console import Console
-
 from qrt.cli import ArgumentParser, run_main
-from qrt.quant.checkpoint import open_checkpoint
+from qrt.folder import model_folder, read_config
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt.quant.weight.head import HEAD_BITS
-from qrt_calibrate import convert
-from qrt_calibrate.devices import devices_of
-from qrt_calibrate.duration import expected_seconds
-from qrt_calibrate.hub import push
 from qrt_calibrate.method import METHODS
-from qrt_calibrate.pipeline import calibrate, prepare
-from qrt_calibrate.plan import plan
-from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe import ROTATIONS, Recipe
 from qrt_calibrate.recipe_file import read_recipe, recipe_of
 
@@ -31,6 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     if words[:1] == ["convert"]:
+        from qrt_calibrate import convert
+
         return convert.main(words[1:])
     arguments = _parser().parse_args(words)
     return run_main(lambda: _run(arguments))
@@ -43,7 +36,7 @@ def _parser() -> ArgumentParser:
         "`qrt-calibrate convert --help` is about changing the format of a quantized checkpoint.",
     )
     add = parser.add_argument
-    add("--model", required=True, help="checkpoint folder, or 'tiny' for the bundled model")
+    add("--model", required=True, help="checkpoint folder, or 'tiny'")
     add("--out", metavar="DIR", help="folder to make (default: the model's name with -w4, -w8 or -w8a8); an "
         "interrupted run goes on from DIR.partial")  # fmt: skip
     add(
@@ -51,7 +44,11 @@ def _parser() -> ArgumentParser:
         help="cpu, a GPU as cuda:1, or several that share the windows, as cuda:0,cuda:2 (default: cuda, "
         "which is all GPUs, or else cpu)",
     )
-    add("--recipe", metavar="FILE", help="YAML file with flags' names as keys; flags win over it")
+    add(
+        "--recipe",
+        metavar="FILE",
+        help="YAML file with flags' names as keys; flags win over it (default: none)",
+    )
     add(
         "--dry-run",
         action="store_true",
@@ -60,7 +57,7 @@ def _parser() -> ArgumentParser:
     add(
         "--push-to-hub",
         metavar="ORG/NAME",
-        help="upload the result (token: `hf auth login`)",
+        help="upload the result; wants a token, of `hf auth login` or HF_TOKEN (default: no upload)",
     )
     _add_grid(parser)
     _add_method(parser)
@@ -69,7 +66,9 @@ def _parser() -> ArgumentParser:
 
 def _add_grid(parser: ArgumentParser) -> None:
     grid = parser.add_argument_group("format")
-    grid.add_argument("--bits", type=int, choices=WEIGHT_ONLY, help="short for --scheme w4a16 or w8a16")
+    grid.add_argument(
+        "--bits", type=int, choices=WEIGHT_ONLY, help="4, 8: short for --scheme w4a16, w8a16 (default: 4)"
+    )
     schemes = [name for name in WEIGHT_SCHEMES if name != "fp16"]
     grid.add_argument("--scheme", choices=schemes, help="weight and activation bits (default: w4a16)")
     grid.add_argument(
@@ -80,8 +79,20 @@ def _add_grid(parser: ArgumentParser) -> None:
         help="8: the head in int8 too, one scale per channel, rounded to nearest (unties it; default: 16)",
     )  # fmt: skip
     zero = grid.add_mutually_exclusive_group()
-    zero.add_argument("--sym", action="store_const", const=True, dest="symmetric", help="no zero points")
-    zero.add_argument("--asym", action="store_const", const=False, dest="symmetric", help="zero points")
+    zero.add_argument(
+        "--sym",
+        action="store_const",
+        const=True,
+        dest="symmetric",
+        help="no zero points (default for w8a8 and mixtures)",
+    )
+    zero.add_argument(
+        "--asym",
+        action="store_const",
+        const=False,
+        dest="symmetric",
+        help="zero points (default for the others)",
+    )
     grid.add_argument(
         "--ignore", action="extend", nargs="+", metavar="PATTERN",
         help="leave Linears as they are: globs over names, whole or from a dot (down_proj), or re:<regex> "
@@ -95,12 +106,20 @@ def _add_grid(parser: ArgumentParser) -> None:
     budget = grid.add_mutually_exclusive_group()
     budget.add_argument(
         "--target-bits", type=float, metavar="B",
-        help="4, 8 or 16 bits for each fused Linear by its measured cost, B per weight on average",
+        help="4, 8 or 16 bits for each fused Linear by its measured cost, B per weight on average (default: "
+        "none, all are of --scheme)",
     )  # fmt: skip
     budget.add_argument(
-        "--max-size", type=float, metavar="GB", help="the same with a budget for all tensors of the result"
+        "--max-size",
+        type=float,
+        metavar="GB",
+        help="the same with a budget for all tensors of the result, in 10^9 bytes (default: none)",
     )
-    grid.add_argument("--kv", choices=list(KV_FORMATS), help="KV format to recommend to qrt-serve (metadata)")
+    grid.add_argument(
+        "--kv",
+        choices=list(KV_FORMATS),
+        help="KV format that the checkpoint recommends, as metadata (default: none)",
+    )
 
 
 def _add_method(parser: ArgumentParser) -> None:
@@ -116,10 +135,10 @@ def _add_method(parser: ArgumentParser) -> None:
         "(default: Python's own docstrings)",
     )  # fmt: skip
     for flag, kind, field, what in (
-        ("--n-samples", int, "n_samples", "windows"),
-        ("--seqlen", int, "seqlen", "tokens each"),
+        ("--n-samples", int, "n_samples", "windows of text"),
+        ("--seqlen", int, "seqlen", "tokens of a window"),
         ("--eval-samples", int, "eval_samples", "further windows that measure the cost, 0: none"),
-        ("--seed", int, "seed", "which windows"),
+        ("--seed", int, "seed", "of the choice of windows"),
         ("--damp", float, "damping", "share of the Hessian's diagonal that GPTQ adds to it"),
     ):
         method.add_argument(
@@ -147,6 +166,23 @@ def _run(arguments: Namespace) -> None:
     for key in ("model", "out", "device", "recipe", "push_to_hub", "dry_run"):
         given.pop(key, None)
     recipe = recipe_of({**entries, **given})
+    read_config(model_folder(arguments.model))
+    _work(arguments, recipe)
+
+
+def _work(arguments: Namespace, recipe: Recipe) -> None:
+    from rich.console import Console  # here, because transformers takes seconds
+
+    from qrt.quant.checkpoint import open_checkpoint
+    from qrt_calibrate import hub
+    from qrt_calibrate.devices import devices_of
+    from qrt_calibrate.duration import expected_seconds
+    from qrt_calibrate.pipeline import calibrate, prepare
+    from qrt_calibrate.plan import plan
+    from qrt_calibrate.preflight import preflight
+
+    if arguments.push_to_hub:
+        hub.check(arguments.push_to_hub)
     name = Path(arguments.model).resolve().name
     out = Path(arguments.out or f"{name}-{recipe.scheme.removesuffix('a16')}")
     devices = devices_of(arguments.device)
@@ -161,7 +197,7 @@ def _run(arguments: Namespace) -> None:
         return
     calibrate(arguments.model, recipe, out, *devices).print(Console())
     if arguments.push_to_hub:
-        push(out, arguments.push_to_hub)
+        hub.push(out, arguments.push_to_hub)
 
 
 if __name__ == "__main__":

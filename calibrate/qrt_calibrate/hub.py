@@ -5,10 +5,24 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
-from qrt.errors import QrtError
+from qrt.errors import ConfigError, QrtError
+
+
+def check(repository: str) -> None:
+    """ConfigError for a name that the Hub does not take, or without a token: before the work that is to be
+    uploaded. The Hub itself is not asked."""
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ConfigError(f"--push-to-hub {repository}: {error}".partition("\n")[0]) from None
+    if get_token() is None:
+        raise ConfigError(
+            f"--push-to-hub {repository}: no token of the Hub here; run `hf auth login`, or set HF_TOKEN"
+        )
 
 
 def push(folder: Path, repository: str) -> None:

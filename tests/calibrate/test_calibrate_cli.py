@@ -312,6 +312,12 @@ def test_push_uploads_the_folder(run, llama, tmp_path, monkeypatch):
 
     monkeypatch.setattr(hub, "HfApi", Api)
     flags = ["--bits", "8", "--method", "rtn", "--push-to-hub", "me/model-w8", "--out", "out"]
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    for name, message in (("me/model-w8", "no token of the Hub"), ("a/b/c", "a/b/c: Repo id must be")):
+        code, shown = run(*flags, "--push-to-hub", name, model=llama)
+        assert code == 1 and f"error: --push-to-hub {name}" in shown.err and message in shown.err
+        assert not list(tmp_path.iterdir()), "told before the work"
+    monkeypatch.setattr(hub, "get_token", lambda: "token")
     code, shown = run(*flags, model=llama)
     assert code == 0 and calls[0] == ("me/model-w8", True)
     assert {"config.json", "model.safetensors", "qrt_report.json"} <= set(calls[1][1])
