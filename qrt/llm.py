@@ -238,7 +238,7 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     for name, value in settings.items():
         field = ALIASES.get(name, name)
         if field not in known:
-            from qrt.serve.flags import ELSEWHERE
+            from qrt.serve.elsewhere import ELSEWHERE
 
             remedy = ELSEWHERE.get(f"--{name.replace('_', '-')}")
             hint = f"; {remedy}" if remedy else nearest(name, [*known, *ALIASES])

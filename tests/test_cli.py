@@ -1,9 +1,11 @@
 """Flags that are almost right are named; exit codes are 0, 1, 2 and 130; errors are one line on stderr."""
 
+import argparse
+
 import pytest
 
-from qrt.cli import ArgumentParser, run_main
-from qrt.errors import CheckpointError
+from qrt.cli import ArgumentParser, check_output, run_main
+from qrt.errors import CheckpointError, ConfigError
 
 
 def parser() -> ArgumentParser:
@@ -67,3 +69,50 @@ def test_success_is_zero_and_defects_keep_their_traceback():
     assert run_main(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         run_main(lambda: 1 // 0)
+
+
+def parsers() -> list[argparse.ArgumentParser]:
+    from qrt.serve import flags
+    from qrt_calibrate import cli as calibrate
+    from qrt_eval import cli as evaluate
+
+    commands = [a for a in evaluate.parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return [flags.parser(), calibrate._parser(), *commands[0].choices.values()]
+
+
+def test_every_flag_says_what_it_is_and_what_it_is_without():
+    for own in parsers():
+        formatter = own._get_formatter()
+        for action in own._actions:
+            text, place = (
+                action.help and formatter._expand_help(action),
+                f"{own.prog} {action.option_strings}",
+            )
+            assert text, place
+            if action.option_strings and action.nargs != 0 and not action.required and action.dest != "help":
+                alternative = action.dest in ("model", "shape") and action.default is None
+                assert "default:" in text or alternative, place
+
+
+def test_the_default_that_is_shown_is_the_one_that_is_taken(capsys):
+    top = ArgumentParser(prog="qrt-x")
+    top.add_argument("--sizes", type=float, nargs="+", default=[0.5, 2.0], help="some")
+    top.add_argument("--name", help="one (default: the folder's)")
+    top.add_argument("--fast", action="store_true", help="at once")
+    with pytest.raises(SystemExit):
+        top.parse_args(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    text = " ".join(lines)
+    assert "some (default: 0.5 2)" in text and "one (default: the folder's)" in text
+    assert text.count("default:") == 2
+
+
+def test_an_output_is_tried_before_the_work(tmp_path):
+    check_output("--json", tmp_path / "new" / "x.json")
+    assert (tmp_path / "new").is_dir() and not list((tmp_path / "new").iterdir())
+    (tmp_path / "file").write_text("kept")
+    check_output("--json", tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+    for wrong, why in ((tmp_path, "a folder, wanted a file"), (tmp_path / "file" / "x", "cannot be written")):
+        with pytest.raises(ConfigError, match=f"--json {wrong}: {why}"):
+            check_output("--json", wrong)

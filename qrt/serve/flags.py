@@ -12,47 +12,14 @@ import yaml
 from qrt.cli import ArgumentParser
 from qrt.config import ADMISSIONS, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, EngineConfig
 from qrt.errors import ConfigError
+from qrt.quant.kv import KV_FORMATS
 from qrt.registry import nearest
+from qrt.serve.elsewhere import ELSEWHERE
 from qrt.serve.settings import ServerConfig
 from qrt.serve.tool_calls import FORMATS
 
 LIGHTLLM_KV = {"None": "auto", "int8kv": "int8", "int4kv": "int4"}
 SUFFIXES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
-# Flags of the peers that have no equal here, and what to do instead.
-_ELSEWHERE = {
-    "--trust-remote-code": "qrt never runs a model's own code",
-    "--load-way": "qrt reads safetensors only",
-    "--quantization --quant-type --quant-cfg": "the weight scheme comes from the checkpoint; make one with "
-    "qrt-calibrate",
-    "--tensor-parallel-size --tp -tp --nnodes --node-rank --master-addr --master-port --nccl-host "
-    "--nccl-port": "qrt runs on one GPU; run several servers behind a router",
-    "--max-total-token-num --num-gpu-blocks-override": "give the pool in bytes with --kv-cache-memory-bytes",
-    "--block-size": "KV memory is by the token, not by the block",
-    "--kv-group-size --llm-kv-quant-group-size": "each KV format has its groups: one scale a half head",
-    "--kv-scales --kv-quant-calibration-config-path": "no KV format needs calibration",
-    "--tokenizer-mode": "qrt uses fast tokenizers only",
-    "--no-enable-chunked-prefill --disable-chunked-prefill --chunked-prefill-size "
-    "--long-prefill-token-threshold": "prompts are prefilled in chunks of what a step of "
-    "--max-num-batched-tokens has left",
-    "--router-max-wait-tokens --router-token-ratio": "see --admission",
-    "--graph-max-batch-size --graph-split-batch-size --graph-grow-step-size": "see --cudagraph-capture-sizes",
-    "--structured-outputs-backend --structured-outputs-config --output-constraint-mode": "grammars are not "
-    "run; requests that need one are refused",
-    "--speculative-config --spec-method --spec-model --spec-tokens --mtp-mode --mtp-draft-model-dir "
-    "--mtp-step": "there is no speculative decoding",
-    "--reasoning-parser": "reasoning is not told apart from the answer",
-    "--stream-interval": "a chunk holds what has come since the last one was sent",
-    "--health-monitor": "probe /health, which is red when the engine is stuck; --watchdog-timeout ends it",
-    "--metric-gateway": "let Prometheus read /metrics",
-    "--diverse-mode": "outputs of one prompt (n) always share it",
-    "--token-healing-mode": "there is no token healing",
-    "--enable-lora --lora-modules --max-loras --max-lora-rank": "adapters are not run; merge them into the "
-    "checkpoint",
-    "--swap-space --cpu-offload-gb": "weights and KV stay on the device; take fewer bits, or a smaller pool "
-    "with --kv-cache-memory-bytes",
-    "--log-config-file": "lines go to stderr; see --log-level",
-}
-ELSEWHERE = {flag: remedy for flags, remedy in _ELSEWHERE.items() for flag in flags.split()}
 SERVER = ServerConfig(model_names=("",))
 ENGINE = EngineConfig(model="")
 MAX_NUM_QUEUED_REQS = 1024
@@ -68,7 +35,9 @@ def parser() -> ArgumentParser:
     top.add_argument(
         "--help", "-h", nargs="?", const="", metavar="GROUP", help="this text, or one group of it"
     )
-    top.add_argument("--config", metavar="FILE.yaml", help="flags by name; those given here win")
+    top.add_argument(
+        "--config", metavar="FILE.yaml", help="flags by name; those given here win (default: none)"
+    )
     _add_server(top.add_argument_group("server"))
     _add_api(top.add_argument_group("api"))
     _add_limits(top.add_argument_group("limits"))
@@ -102,57 +71,68 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default=SERVER.host, help="address to listen on (default: %(default)s)")
-    group.add_argument("--port", type=int, default=SERVER.port, help="(default: %(default)s; 0: any)")
-    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
+    group.add_argument("--host", default=SERVER.host, help="address to listen on")
+    group.add_argument("--port", type=int, default=SERVER.port, help="TCP port, 0: any that is free")
+    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead (default: none)")
     group.add_argument(
         "--api-server-count",
         "--httpserver-workers",
         type=int,
         default=SERVER.api_server_count,
         metavar="N",
-        help="processes for HTTP and text (default: %(default)s)",
+        help="processes for HTTP and text",
     )
-    group.add_argument("--root-path", default="", metavar="PATH", help="prefix that a proxy strips")
-    group.add_argument("--ssl-keyfile", metavar="FILE")
-    group.add_argument("--ssl-certfile", metavar="FILE")
+    group.add_argument(
+        "--root-path", default="", metavar="PATH", help="prefix that a proxy strips (default: none)"
+    )
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="key in PEM, to serve HTTPS (default: HTTP)")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="its certificate in PEM (default: none)")
     group.add_argument(
         "--shutdown-timeout",
         type=float,
         default=SERVER.shutdown_timeout,
         metavar="SECONDS",
-        help="for running requests after SIGTERM (default: %(default)s)",
+        help="seconds that running requests have after SIGTERM",
     )
     group.add_argument(
         "--watchdog-timeout",
         type=float,
         default=SERVER.watchdog_timeout,
         metavar="SECONDS",
-        help="a longer step ends the server (default: %(default)s)",
+        help="seconds; a step that takes longer ends the server",
     )
 
 
 def _add_api(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--served-model-name", "--model-name", nargs="+", metavar="NAME", help="names of the model in the API"
+        "--served-model-name",
+        "--model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model in the API (default: its folder's)",
     )
     group.add_argument(
         "--api-key",
         nargs="+",
         default=[],
         metavar="KEY",
-        help="any one lets a request in; every user of the machine can read it here, unlike in QRT_API_KEY",
+        help="any one lets a request in; every user of the machine can read it here, unlike in QRT_API_KEY "
+        "(default: QRT_API_KEY, or no key)",
     )
-    group.add_argument("--api-key-file", metavar="FILE", help="keys, one a line")
+    group.add_argument("--api-key-file", metavar="FILE", help="keys, one a line (default: none)")
     group.add_argument(
-        "--allowed-origins", nargs="+", default=[], metavar="ORIGIN", help="web pages elsewhere that may ask"
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages elsewhere that may ask (default: none)",
     )
-    group.add_argument("--chat-template", metavar="FILE", help="Jinja file instead of the checkpoint's")
+    group.add_argument("--chat-template", metavar="FILE", help="Jinja file (default: the checkpoint's)")
     group.add_argument(
         "--tool-call-parser",
         default=SERVER.tool_call_parser,
         choices=("auto", "none", *FORMATS),
-        help="how the model writes tool calls (default: by its chat template)",
+        help="how the model writes tool calls; auto goes by its chat template",
     )
     group.add_argument(
         "--enable-auto-tool-choice", action="store_true", help="always on; accepted for vLLM's sake"
@@ -168,7 +148,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=_number,
         default=MAX_NUM_QUEUED_REQS,
         metavar="N",
-        help="requests that may wait; more get 429 (default: %(default)s)",
+        help="requests that may wait; more get 429",
     )
     group.add_argument(
         "--max-num-queued-tokens",
@@ -178,27 +158,37 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="tokens that may wait in them; more get 429 (default: 4M)",
     )
     group.add_argument(
-        "--max-logprobs", type=int, default=SERVER.max_logprobs, metavar="N", help="(default: %(default)s)"
+        "--max-logprobs",
+        type=int,
+        default=SERVER.max_logprobs,
+        metavar="N",
+        help="most a request may ask for",
     )
     group.add_argument(
-        "--request-timeout", type=float, metavar="SECONDS", help="for a whole request (default: none)"
+        "--request-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="seconds that a request may take, waiting included (default: any)",
     )
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", "--model-dir", help="MODEL as a flag")
+    group.add_argument(
+        "--model", "--model-dir", help="MODEL as a flag (no default: one of the two is wanted)"
+    )
     group.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the model's)")
     group.add_argument(
         "--load-format",
         default=ENGINE.load_format,
         choices=LOAD_FORMATS,
-        help="dummy: random weights, of the sizes and schemes in config.json (default: %(default)s)",
+        help="dummy: random weights, of the sizes and schemes in config.json",
     )
     group.add_argument(
         "--dtype",
         "--data-type",
         default=ENGINE.dtype,
-        help="default: as stored; on a CPU float32, but bf16 of quantized checkpoints",
+        help="of activations: float32, float16, bfloat16; auto is as stored, on a CPU float32, but bf16 of "
+        "quantized checkpoints",
     )
     group.add_argument("--device", help="cuda, cuda:N or cpu (default: cuda where there is one)")
     group.add_argument(
@@ -206,16 +196,15 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--max-req-total-len",
         type=_number,
         metavar="TOKENS",
-        help="prompt and output together, e.g. 32K (default: the model's)",
+        help="most tokens of a request, prompt and output together, e.g. 32K (default: the model's)",
     )
     group.add_argument(
         "--generation-config",
         default=ENGINE.generation_config,
         choices=GENERATION_CONFIGS,
-        help="sampling of requests that name none: the checkpoint's, or neutral as vLLM's (default: "
-        "%(default)s)",
+        help="sampling of requests that name none: the checkpoint's, or neutral as vLLM's",
     )
-    group.add_argument("--seed", type=int, default=ENGINE.seed, help="of requests that bring none")
+    group.add_argument("--seed", type=int, default=ENGINE.seed, help="seed of requests that bring none")
 
 
 def _add_memory(group: argparse._ArgumentGroup) -> None:
@@ -224,10 +213,14 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
         "--kv-cache-dtype",
         default=ENGINE.kv,
         metavar="FORMAT",
-        help="auto (unquantized), bf16, or a KV format: fp16, int8, int4, k8v4, ... (default: %(default)s)",
+        help=f"auto or bf16 (unquantized), or a KV format: {', '.join(KV_FORMATS)}",
     )
     group.add_argument(
-        "--llm-kv-type", dest="kv", type=_lightllm_kv, default=argparse.SUPPRESS, help="LightLLM's name of it"
+        "--llm-kv-type",
+        dest="kv",
+        type=_lightllm_kv,
+        default=argparse.SUPPRESS,
+        help="LightLLM's name of it: None, int8kv or int4kv (default: as --kv)",
     )
     group.add_argument(
         "--kv-skip-layers",
@@ -236,14 +229,26 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="LAYER",
-        help="whose K and V stay unquantized",
+        help="layers whose K and V stay unquantized (default: none)",
     )
     group.add_argument(
-        "--gpu-memory-utilization", "--mem-fraction", type=float, default=ENGINE.gpu_memory_utilization
+        *("--gpu-memory-utilization", "--mem-fraction"),
+        type=float,
+        default=ENGINE.gpu_memory_utilization,
+        metavar="SHARE",
+        help="share of the GPU's memory for weights, activations and KV",
     )
-    group.add_argument("--kv-cache-memory-bytes", type=_number, metavar="BYTES", help="of the pool, e.g. 8G")
     group.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=ENGINE.enable_prefix_caching
+        "--kv-cache-memory-bytes",
+        type=_number,
+        metavar="BYTES",
+        help="of the KV pool, e.g. 8G (default: what --gpu-memory-utilization leaves; on a CPU 4G)",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=ENGINE.enable_prefix_caching,
+        help="keep the K and V of prompts for others that begin alike",
     )
     group.add_argument(
         "--disable-dynamic-prompt-cache",
@@ -256,15 +261,18 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--max-num-seqs", "--running-max-req-size", type=_number, default=ENGINE.max_num_seqs, metavar="N"
+        *("--max-num-seqs", "--running-max-req-size"),
+        type=_number,
+        default=ENGINE.max_num_seqs,
+        metavar="N",
+        help="requests that run at once",
     )
     group.add_argument(
-        "--max-num-batched-tokens",
-        "--batch-max-tokens",
+        *("--max-num-batched-tokens", "--batch-max-tokens"),
         type=_number,
         default=ENGINE.max_num_batched_tokens,
         metavar="TOKENS",
-        help="of one step; longer prompts are prefilled in chunks (default: %(default)s)",
+        help="most tokens of one step; longer prompts are prefilled in chunks",
     )
     group.add_argument(
         "--enable-chunked-prefill", action="store_true", help="always on; accepted for vLLM's sake"
@@ -273,14 +281,13 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--scheduling-policy",
         default=ENGINE.scheduling_policy,
         choices=POLICIES,
-        help="order of arrival, or the smallest `priority` of a request first (default: %(default)s)",
+        help="order of arrival, or the smallest `priority` of a request first",
     )
     group.add_argument(
         "--admission",
         default=ENGINE.admission,
         choices=ADMISSIONS,
-        help="let requests in by how long outputs are so far, or keep room for all of max_tokens "
-        "(default: %(default)s)",
+        help="let requests in by how long outputs are so far, or keep room for all of max_tokens",
     )
     group.add_argument(
         "--disable-aggressive-schedule",
@@ -310,7 +317,12 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_logs(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--log-level", default=SERVER.log_level, choices=("debug", "info", "warning", "error"))
+    group.add_argument(
+        "--log-level",
+        default=SERVER.log_level,
+        choices=("debug", "info", "warning", "error"),
+        help="least level of a line on stderr",
+    )
     group.add_argument("--disable-log-stats", action="store_true", help="no line every 10 s")
     group.add_argument(
         "--enable-log-requests",

@@ -1,0 +1,36 @@
+"""Flags and settings of the peers that have no equal here, and what to do instead."""
+
+_ELSEWHERE = {
+    "--trust-remote-code": "qrt never runs a model's own code",
+    "--load-way": "qrt reads safetensors only",
+    "--quantization --quant-type --quant-cfg": "the weight scheme comes from the checkpoint; make one with "
+    "qrt-calibrate",
+    "--tensor-parallel-size --tp -tp --nnodes --node-rank --master-addr --master-port --nccl-host "
+    "--nccl-port": "qrt runs on one GPU; run several servers behind a router",
+    "--max-total-token-num --num-gpu-blocks-override": "give the pool in bytes with --kv-cache-memory-bytes",
+    "--block-size": "KV memory is by the token, not by the block",
+    "--kv-group-size --llm-kv-quant-group-size": "each KV format has its groups: one scale a half head",
+    "--kv-scales --kv-quant-calibration-config-path": "no KV format needs calibration",
+    "--tokenizer-mode": "qrt uses fast tokenizers only",
+    "--no-enable-chunked-prefill --disable-chunked-prefill --chunked-prefill-size "
+    "--long-prefill-token-threshold": "prompts are prefilled in chunks of what a step of "
+    "--max-num-batched-tokens has left",
+    "--router-max-wait-tokens --router-token-ratio": "see --admission",
+    "--graph-max-batch-size --graph-split-batch-size --graph-grow-step-size": "see --cudagraph-capture-sizes",
+    "--structured-outputs-backend --structured-outputs-config --output-constraint-mode": "grammars are not "
+    "run; requests that need one are refused",
+    "--speculative-config --spec-method --spec-model --spec-tokens --mtp-mode --mtp-draft-model-dir "
+    "--mtp-step": "there is no speculative decoding",
+    "--reasoning-parser": "reasoning is not told apart from the answer",
+    "--stream-interval": "a chunk holds what has come since the last one was sent",
+    "--health-monitor": "probe /health, which is red when the engine is stuck; --watchdog-timeout ends it",
+    "--metric-gateway": "let Prometheus read /metrics",
+    "--diverse-mode": "outputs of one prompt (n) always share it",
+    "--token-healing-mode": "there is no token healing",
+    "--enable-lora --lora-modules --max-loras --max-lora-rank": "adapters are not run; merge them into the "
+    "checkpoint",
+    "--swap-space --cpu-offload-gb": "weights and KV stay on the device; take fewer bits, or a smaller pool "
+    "with --kv-cache-memory-bytes",
+    "--log-config-file": "lines go to stderr; see --log-level",
+}
+ELSEWHERE = {flag: remedy for flags, remedy in _ELSEWHERE.items() for flag in flags.split()}
