@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qrt.arch import ARCHS
-from qrt.errors import ConfigError, QrtError, UnsupportedError
+from qrt.errors import CheckpointError, ConfigError, QrtError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.decoder import read_layer
@@ -86,6 +86,8 @@ def test_dtypes_and_the_head(tmp_path):
     assert head.shape == embedding.shape and not head.equal(embedding)
     assert checkpoint.num_bytes == base.num_bytes + head.nbytes
     assert base.config["tie_word_embeddings"] and not checkpoint.config["tie_word_embeddings"]
+    with pytest.raises(CheckpointError, match=name):  # as a reader asks for it
+        checkpoint.tensor(name, "N K", N=3)
 
 
 def test_a_rotation_that_changes_the_function_is_caught(tmp_path, monkeypatch):
