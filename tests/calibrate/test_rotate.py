@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from qrt.arch import ARCHS
 from qrt.errors import CheckpointError, ConfigError, QrtError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
-from qrt_calibrate import cli
+from qrt_calibrate import cli, rotate
 from qrt_calibrate.decoder import read_layer
 from qrt_calibrate.pipeline import Run
 from qrt_calibrate.recipe_file import recipe_of
@@ -88,6 +88,14 @@ def test_dtypes_and_the_head(tmp_path):
     assert base.config["tie_word_embeddings"] and not checkpoint.config["tie_word_embeddings"]
     with pytest.raises(CheckpointError, match=name):  # as a reader asks for it
         checkpoint.tensor(name, "N K", N=3)
+
+
+def test_rows_are_turned_block_by_block(tmp_path, monkeypatch):
+    checkpoint = rotated(random_checkpoint(tmp_path, "LlamaForCausalLM"), "LlamaForCausalLM", "R1")
+    whole = {name: checkpoint.rotated(name, torch.float32) for name in checkpoint.names()}
+    monkeypatch.setattr(rotate, "BLOCK", 1000)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(checkpoint.rotated(name, torch.float32), tensor, rtol=1e-6, atol=1e-7)
 
 
 def test_a_rotation_that_changes_the_function_is_caught(tmp_path, monkeypatch):
