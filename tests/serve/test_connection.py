@@ -1,0 +1,95 @@
+"""Connections: what is too large, too slow or no HTTP is refused or cut, and others go on."""
+
+import json
+import socket
+import time
+
+import httpx
+import pytest
+from servers import KEY, ThreadServer, bearer, refused, wait_idle
+
+import qrt.serve.connection as connection
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ThreadServer(kv="fp16") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    headers = {**bearer(), "Content-Type": "application/json"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
+        yield client
+
+
+def raw(server, *parts: bytes, pause: float = 0) -> bytes:
+    """What comes back for these bytes on a connection of their own, until the server closes it; TimeoutError
+    when it does not."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as plain:
+        received = b""
+        try:
+            for part in parts:
+                plain.sendall(part)
+                time.sleep(pause)
+            while piece := plain.recv(65536):
+                received += piece
+        except ConnectionError:
+            pass
+        return received
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+POST += f"Authorization: Bearer {KEY}\r\n".encode()
+
+
+def test_headers_are_capped(server):
+    assert b" 431 " in raw(server, POST + b"X: " + b"a" * 70_000 + b"\r\n\r\n").split(b"\r\n")[0]
+    assert b" 431 " in raw(server, POST, *[b"X: " + b"a" * 9_000 + b"\r\n"] * 8).split(b"\r\n")[0]
+    assert b" 431 " in raw(server, POST + b"X: a\r\n" * 200 + b"\r\n").split(b"\r\n")[0]
+    assert b" 431 " in raw(server, b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n").split(b"\r\n")[0]
+
+
+def test_bodies_are_capped(server, client):
+    assert "16777216" in refused(client.post("/v1/completions", content=b" " * (2**24 + 1)), 413)
+    chunks = (b"x" * 2**20 for _ in range(17))
+    assert "16777216" in refused(client.post("/v1/completions", content=chunks), 413)
+    refused(client.post("/v1/completions", content=b" " * 2**24), 400)  # not too large: no JSON
+
+
+def test_what_is_not_http(server):
+    reply = raw(server, b"\x16\x03\x01 nonsense\r\n\r\n")
+    assert (
+        b" 400 " in reply.split(b"\r\n")[0]
+        and json.loads(reply.split(b"\r\n\r\n")[1])["error"]["code"] == 400
+    )
+
+
+def test_slow_senders_and_readers_are_cut(server, client, monkeypatch):
+    """A connection that says nothing, those that send byte by byte, and one that never reads its reply;
+    others go on. What is sent slowly would be a whole request, and answered, if its bytes bought it time."""
+    with monkeypatch.context() as soon:
+        soon.setattr(connection, "REQUEST_SECONDS", 0.2)
+        idle = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+        slowly = [b"a"] * 500
+        assert raw(server, b"GET /health HTTP/1.1\r\nX: ", *slowly, b"\r\n\r\n", pause=0.02) == b""
+        assert raw(server, POST + b"Content-Length: 500\r\n\r\n", *slowly, pause=0.02) == b""
+        assert idle.recv(1) == b""
+    assert client.get("/health").status_code == 200
+    monkeypatch.setattr(connection, "READ_SECONDS", 0.2)
+    body = json.dumps({"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True, "logprobs": 20})
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # connections inherit it
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", server.port))
+        reader.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        for _ in range(1500):
+            if server.service.client.num_running:
+                break
+            time.sleep(0.02)
+        assert server.service.client.num_running == 1
+        wait_idle(server)
+        assert server.service.client.num_running == 0
