@@ -80,7 +80,7 @@ def _add_kld(command: ArgumentParser) -> None:
 def _add_lm(command: ArgumentParser) -> None:
     flags.add_model(command)
     flags.add_kv(command)
-    command.add_argument("--tasks", required=True, nargs="+", metavar="TASK", help="by lm-eval's names")
+    flags.add_several(command, "--tasks", str, required=True, metavar="TASK", help="by lm-eval's names")
     command.add_argument("--include-path", metavar="FOLDER", help="further task YAML files (default: none)")
     command.add_argument(
         "--num-fewshot",
@@ -104,10 +104,10 @@ def _add_passkey(command: ArgumentParser) -> None:
     flags.add_model(command)
     flags.add_kvs(command, list(KV_FORMATS))
     flags.add_context(command)
-    command.add_argument(
+    flags.add_several(
+        command,
         "--depth",
-        type=flags.number("from 0 to 1", lambda depth: 0 <= depth <= 1),
-        nargs="+",
+        flags.number("from 0 to 1", lambda depth: 0 <= depth <= 1),
         default=[0.0, 0.25, 0.5, 0.75, 1.0],
         metavar="D",
         help="where the key is: share of the context before it",
@@ -136,9 +136,10 @@ def _add_sweep(command: ArgumentParser) -> None:
     source = command.add_mutually_exclusive_group(required=True)
     flags.add_model(source, required=False)
     flags.add_shape(source)
-    command.add_argument(
+    flags.add_several(
+        command,
         "--weights",
-        nargs="+",
+        str,
         default=["16", "8", "4", "w8a8"],
         metavar="SCHEME",
         help="weight schemes; 16, 8 and 4 are short for fp16, w8a16 and w4a16",
@@ -171,9 +172,8 @@ def _add_model_or_shape(command: ArgumentParser) -> None:
     source = command.add_mutually_exclusive_group(required=True)
     flags.add_model(source, required=False)
     flags.add_shape(source)
-    command.add_argument(
-        "--weights", metavar="SCHEME", help="weight scheme of --shape's layers (default: w4a16)"
-    )
+    text = "weight scheme of --shape's layers (default: w4a16)"
+    command.add_argument("--weights", type=str, metavar="SCHEME", help=text)
     command.add_argument(
         "--head-bits", type=int, choices=(8, 16), help="bits of --shape's head; 8 is int8 (default: 16)"
     )
@@ -245,10 +245,10 @@ def _add_serve(command: ArgumentParser) -> None:
     command.add_argument(
         "--processes", type=flags.positive, default=1, metavar="N", help="processes that send and read"
     )
-    command.add_argument(
+    flags.add_several(
+        command,
         "--metric-percentiles",
-        type=flags.number("between 0 and 100", lambda p: 0 < p < 100),
-        nargs="+",
+        flags.number("between 0 and 100", lambda p: 0 < p < 100),
         default=[99.0],
         metavar="P",
         help="percentiles of each time to report",
@@ -277,32 +277,35 @@ def _add_compare(command: ArgumentParser) -> None:
 
 
 def _add_kernels(command: ArgumentParser) -> None:
-    command.add_argument("--op", nargs="+", choices=OPS, help="operators (default: all)")
+    text = f"operators, of {', '.join(OPS)} (default: all)"
+    flags.add_several(command, "--op", flags.one_of(OPS), metavar="OP", help=text)
     flags.add_shape(command, "llama-3-8b")
-    command.add_argument(
+    flags.add_several(
+        command,
         "--tokens",
-        type=flags.positive,
-        nargs="+",
+        flags.positive,
         metavar="T",
         help="tokens of a step (default: 1 16 64 256 4096)",
     )
-    command.add_argument(
+    flags.add_several(
+        command,
         "--decode",
-        nargs="+",
+        str,
         metavar="BxL",
         help="batch and context of decode attention, and of a layer (default: some of 1x1024 to 256x1024)",
     )
-    command.add_argument(
+    flags.add_several(
+        command,
         "--prefill",
-        nargs="+",
+        str,
         metavar="TxP",
         help="chunk and cached prefix of prefill attention (default: 4096x0 4096x28672)",
     )
     command.add_argument("--compare", action="store_true", help="time other tools' operators beside them")
-    command.add_argument(
+    flags.add_several(
+        command,
         "--tune",
-        nargs="+",
-        choices=list(flags.SHAPES),
+        flags.one_of(list(flags.SHAPES)),
         metavar="SHAPE",
         help="find the block sizes of these models' products instead (default: none)",
     )

@@ -1,13 +1,15 @@
 """Flags that commands of qrt-eval share, each defined once; and what their values must be.
 
-A flag that takes several values takes them as words: `--kv int8 int4`.
+A flag that takes several values takes them as words or with commas: `--kv int8 int4`, `--kv int8,int4`.
 """
 
 from __future__ import annotations
 
 import math
-from argparse import ArgumentTypeError
+from argparse import Action, ArgumentTypeError, Namespace
+from argparse import ArgumentParser as AnyParser
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from qrt.cli import ArgumentParser
@@ -52,6 +54,36 @@ def number(what: str, good: Callable[[float], bool]) -> Callable[[str], float]:
 above_0 = number("above 0", lambda value: 0 < value < math.inf)
 
 
+def one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    """The type of a flag that wants one of `choices`."""
+
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(choices)}")
+        return text
+
+    return read
+
+
+class _Flattened(Action):
+    """The values of all words."""
+
+    def __call__(
+        self, parser: AnyParser, namespace: Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, list(chain.from_iterable(values)))
+
+
+def add_several(command: ArgumentParser, name: str, one: Callable[[str], Any], **kind: Any) -> None:
+    """A flag of several values, each read by `one`."""
+
+    def read(text: str) -> list[Any]:
+        return [one(word) for word in text.split(",")]
+
+    read.__name__ = one.__name__  # in argparse's messages
+    command.add_argument(name, type=read, nargs="+", action=_Flattened, **kind)
+
+
 def add_text(command: ArgumentParser, what: str, default: str | None, optional: bool) -> None:
     """The text."""
     command.add_argument(
@@ -80,14 +112,14 @@ def add_shape(command: Any, default: str | None = None) -> None:
 
 def add_kv(command: ArgumentParser, name: str = "--kv", whose: str = "") -> None:
     """One KV format."""
-    command.add_argument(
-        name, default="auto", choices=KV_CHOICES, help=f"KV format{whose}; auto and bf16 are unquantized"
-    )
+    text = f"KV format{whose}, of {', '.join(KV_CHOICES)}; auto and bf16 are unquantized"
+    command.add_argument(name, type=one_of(KV_CHOICES), default="auto", metavar="FORMAT", help=text)
 
 
 def add_kvs(command: ArgumentParser, default: Sequence[str], choices: Sequence[str] = KV_CHOICES) -> None:
     """Several KV formats."""
-    command.add_argument("--kv", nargs="+", default=list(default), choices=choices, help="KV formats")
+    text = f"KV formats, of {', '.join(choices)}"
+    add_several(command, "--kv", one_of(choices), default=list(default), metavar="FORMAT", help=text)
 
 
 def add_dtype(command: ArgumentParser) -> None:
@@ -102,10 +134,11 @@ def add_dtype(command: ArgumentParser) -> None:
 
 def add_batch(command: ArgumentParser, default: int | list[int], what: str = "requests") -> None:
     """How many at once; several batch sizes are measured one after the other."""
-    nargs = "+" if isinstance(default, list) else None
-    command.add_argument(
-        "--batch", type=positive, nargs=nargs, default=default, metavar="N", help=f"{what} at once"
-    )
+    kind: dict[str, Any] = {"default": default, "metavar": "N", "help": f"{what} at once"}
+    if isinstance(default, list):
+        add_several(command, "--batch", positive, **kind)
+    else:
+        command.add_argument("--batch", type=positive, **kind)
 
 
 def add_lengths(command: ArgumentParser, input_len: int, output_len: int) -> None:
@@ -137,7 +170,7 @@ def add_repeats(command: ArgumentParser) -> None:
 def add_context(command: ArgumentParser, default: list[int] | None = None) -> None:
     """Lengths that are tried one after the other."""
     text = "lengths" if default else "lengths (default: doubling from 512 to the model's)"
-    command.add_argument("--context", type=positive, nargs="+", default=default, metavar="TOKENS", help=text)
+    add_several(command, "--context", positive, default=default, metavar="TOKENS", help=text)
 
 
 def add_limit(command: ArgumentParser, what: str, default: int | None = None) -> None:
