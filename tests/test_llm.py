@@ -1,7 +1,6 @@
 """LLM against transformers on a random-weight Llama in float32, and the shape of what it returns."""
 
 import json
-import os
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -389,26 +388,3 @@ def test_what_it_says_of_itself(folder, llm, capfd):
     quantized = make(folder, kv_cache_dtype="int8")
     assert quantized.kv_bytes_per_token == 2 * 2 * 2 * (64 + 2 * 2)
     assert make(folder, kv="bf16").kv_bytes_per_token == llm.kv_bytes_per_token
-
-
-def test_a_fork_is_told_so(folder):
-    """Its first product would wait for threads that are not there."""
-    llm = make(folder)
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            for use in (lambda: llm.generate([[1, 2]]), lambda: llm.score([[1, 2]])):
-                try:
-                    use()
-                except QrtError as error:
-                    os.write(write, f"{error}\n".encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with open(read) as told:
-        lines = told.read().splitlines()
-    os.waitpid(child, 0)
-    wanted = f"LLM: made in process {os.getpid()}, used in its fork {child}, wanted the same process"
-    assert len(lines) == 2 and all(line.startswith(wanted) for line in lines)
-    assert llm.generate([[1, 2]], use_tqdm=False), "here it goes on"

@@ -1,6 +1,7 @@
 """LLM on the bundled model: the tokens of transformers whatever way it runs, and text that reads well."""
 
 import logging
+import os
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from qrt import LLM, SamplingParams
 from qrt.assets import model_path
 from qrt.engine import scheduler
 from qrt.engine.graphs import TokenSteps
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, QrtError
 
 pytestmark = pytest.mark.model
 
@@ -173,3 +174,25 @@ def test_what_greedy_decoding_says_has_rank_one(llm, expected):
     assert first.ranks[len(prompt) - 1 :].tolist() == [1] * 8 and len(first) == len(prompt) + 7
     assert first.ranks.max() > 1 and len(single) == 0
     torch.testing.assert_close(llm.score([prompt])[0], first.logprobs[: len(prompt) - 1])
+
+
+def test_a_fork_is_told_so(llm):
+    """Its first product would wait for threads that are not there."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for use in (lambda: llm.generate([[1, 2]]), lambda: llm.score([[1, 2]])):
+                try:
+                    use()
+                except QrtError as error:
+                    os.write(write, f"{error}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as told:
+        lines = told.read().splitlines()
+    os.waitpid(child, 0)
+    wanted = f"LLM: made in process {os.getpid()}, used in its fork {child}, wanted the same process"
+    assert len(lines) == 2 and all(line.startswith(wanted) for line in lines)
+    assert llm.generate([[1, 2]], use_tqdm=False), "here it goes on"

@@ -148,7 +148,8 @@ def test_what_none_beats_in_both():
     ("flags", "message"),
     [
         ("--weights 16 w4a8", "--weights w4a8: unknown"),
-        ("--weights 16,8", "--weights 16,8: unknown"),
+        ("--weights 16,w4a8", "--weights w4a8: unknown"),
+        ("--weights ,", "--weights : unknown"),
         ("nothing.txt", "nothing.txt"),
         ("--checkpoint w4=tiny", "--checkpoint w4: unknown (known: 16, 8, 4, "),
         ("--checkpoint nothing", "--checkpoint nothing: wanted SCHEME=FOLDER"),
