@@ -290,14 +290,14 @@ def _add_kernels(command: ArgumentParser) -> None:
     flags.add_several(
         command,
         "--decode",
-        str,
+        flags.pair(1),
         metavar="BxL",
         help="batch and context of decode attention, and of a layer (default: some of 1x1024 to 256x1024)",
     )
     flags.add_several(
         command,
         "--prefill",
-        str,
+        flags.pair(0),
         metavar="TxP",
         help="chunk and cached prefix of prefill attention (default: 4096x0 4096x28672)",
     )

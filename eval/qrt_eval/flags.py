@@ -65,6 +65,21 @@ def one_of(choices: Sequence[str]) -> Callable[[str], str]:
     return read
 
 
+def pair(least: int) -> Callable[[str], tuple[int, int]]:
+    """The type of a flag that wants two sizes: `16x4096` -> (16, 4096), the second at least `least`."""
+
+    def read(text: str) -> tuple[int, int]:
+        first, _, second = text.partition("x")
+        try:
+            return positive(first), integer(least)(second)
+        except ArgumentTypeError:
+            raise ArgumentTypeError(
+                f"got {text!r}, wanted two numbers like 16x4096, at least 1x{least}"
+            ) from None
+
+    return read
+
+
 class _Flattened(Action):
     """The values of all words."""
 

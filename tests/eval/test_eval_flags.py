@@ -95,6 +95,10 @@ WRONG = [
     ("serve --temperature nan", 2, "--temperature: got 'nan', wanted a number of at least 0"),
     ("serve --json /proc/x.json", 1, "--json /proc/x.json: cannot be written"),
     ("compare a b --sigmas -1", 2, "--sigmas: got '-1', wanted a number of at least 0"),
+    ("kernels --decode 16", 2, "--decode: got '16', wanted two numbers like 16x4096, at least 1x1"),
+    ("kernels --decode 0x10", 2, "--decode: got '0x10', wanted two numbers"),
+    ("kernels --decode 4x64,4x0", 2, "--decode: got '4x0', wanted two numbers"),
+    ("kernels --prefill ax3", 2, "--prefill: got 'ax3', wanted two numbers like 16x4096, at least 1x0"),
     ("kernels --tokens 0", 2, "--tokens: got '0', wanted an integer of at least 1"),
     ("kernels --tune llama-9", 2, "--tune: got 'llama-9', wanted one of llama-3.2-1b, "),
 ]

@@ -82,12 +82,6 @@ def test_floor_is_the_slower_of_bytes_and_work():
     assert rates.floor_us(1e6, 1e9, int8=True) == pytest.approx(5)
 
 
-@pytest.mark.parametrize("words", ["--decode 16", "--prefill ax3", "--decode 0x10"])
-def test_a_size_that_is_none_is_refused(small, words, capsys):
-    assert main(["kernels", "--shape", "small", "--op", "decode", "prefill", *words.split()]) == 1
-    assert "wanted two numbers like 16x4096" in capsys.readouterr().err
-
-
 def test_tuning_without_a_gpu_is_refused(capsys):
     if not torch.cuda.is_available():
         assert main(["kernels", "--tune", "llama-3-8b"]) == 1

@@ -12,7 +12,6 @@ from rich.table import Table
 from tqdm import tqdm
 
 from qrt.arch import ModelConfig
-from qrt.errors import ConfigError
 from qrt_eval.cli import OPS
 from qrt_eval.console import show
 from qrt_eval.kernels import attention, elementwise, layer, linear, peers, sample
@@ -55,8 +54,7 @@ def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: tor
     """Every cell that was asked for."""
     ops = arguments.op or OPS
     tokens = arguments.tokens or TOKENS
-    decodes = [_pair(text) for text in arguments.decode] if arguments.decode else DECODES
-    prefills = [_pair(text) for text in arguments.prefill] if arguments.prefill else PREFILLS
+    decodes, prefills = arguments.decode or DECODES, arguments.prefill or PREFILLS
     if "layer" in ops:
         yield from layer.rows(config, decodes if arguments.decode else LAYERS, rates, device)
     if "chain" in ops:
@@ -75,14 +73,6 @@ def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: tor
         yield from sample.rows(config, rates, device)
     if arguments.compare and device.type == "cuda":
         yield from peers.rows(config, ops, tokens, decodes, prefills, rates, device)
-
-
-def _pair(text: str) -> tuple[int, int]:
-    """`16x4096` -> (16, 4096)."""
-    parts = text.split("x")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or int(parts[0]) < 1:
-        raise ConfigError(f"size {text!r}: wanted two numbers like 16x4096")
-    return int(parts[0]), int(parts[1])
 
 
 def print_table(op: str, rows: Sequence[Row]) -> None:
