@@ -84,10 +84,8 @@ def test_every_flag_says_what_it_is_and_what_it_is_without():
     for own in parsers():
         formatter = own._get_formatter()
         for action in own._actions:
-            text, place = (
-                action.help and formatter._expand_help(action),
-                f"{own.prog} {action.option_strings}",
-            )
+            place = f"{own.prog} {action.option_strings}"
+            text = action.help and formatter._expand_help(action)
             assert text, place
             if action.option_strings and action.nargs != 0 and not action.required and action.dest != "help":
                 alternative = action.dest in ("model", "shape") and action.default is None

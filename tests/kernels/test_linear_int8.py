@@ -95,7 +95,7 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dty
         assert (got[0].int() - near[0].int()).abs().le(1).all()
         torch.testing.assert_close(got[1], near[1], rtol=1e-5, atol=0)
     assert tokens == 0 or got[0].abs().amax(1).eq(127).all()
-    if 0 < tokens <= 25:  # of each dtype; no schema depends on how many
+    if tokens:
         torch.library.opcheck(linear_silu_int8, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

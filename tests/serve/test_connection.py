@@ -6,17 +6,11 @@ import time
 
 import httpx
 import pytest
-from servers import KEY, ThreadServer, bearer, refused, wait_idle
+from servers import KEY, bearer, refused, wait_idle
 
 import qrt.serve.connection as connection
 
 pytestmark = pytest.mark.model
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ThreadServer(kv="fp16") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

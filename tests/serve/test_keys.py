@@ -12,12 +12,6 @@ OPEN = ("/", "/page/app.js", "/health", "/healthz", "/liveness", "/readiness")
 
 
 @pytest.fixture(scope="module")
-def server():
-    with ThreadServer(kv="fp16") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def client(server):
     """Without a key."""
     with httpx.Client(base_url=server.url) as client:
