@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qrt.arch import ModelConfig
-from qrt.kernels.one_token import fits, one_token
+from qrt.kernels.chain import MOST_TOKENS, chain, fits
 from qrt.kernels.step import StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
@@ -44,19 +44,21 @@ class DecoderLayer:
     def after_attention(self, y: Tensor, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> Tensor:
         """The rest of a call, from what the heads attended, y [T, Hq*D]."""
         linears = [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
-        if len(y) == 1 and self.mlp_norm.eps == norm.eps and _fits(linears, residual):
+        if len(y) <= MOST_TOKENS and self.mlp_norm.eps == norm.eps and _fits(y, linears, residual):
             tensors = [x.tensors for x in linears] + ([] if reader else [[]])
             norms = self.mlp_norm.weight, norm.weight, norm.eps
-            return one_token(y, residual, *tensors, *norms, self.mlp.down.scheme)
+            return chain(y, residual, *tensors, *norms, self.mlp.down.scheme)
         y = self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o.shares(y)))
         return reader(norm.add_for(reader, residual, y)) if reader else norm.add(residual, y)
 
 
-def _fits(linears: Sequence[Linear], residual: Tensor) -> bool:
-    """Whether `one_token` takes what is between the attention of two layers."""
-    if len({x.scheme for x in linears}) > 1:
+def _fits(x: Tensor, linears: Sequence[Linear], residual: Tensor) -> bool:
+    """Whether `chain` takes what is between the attention of two layers."""
+    if len({own.scheme for own in linears}) > 1:
         return False
-    return fits(residual, [x.tensors for x in linears], [x.bias for x in linears], linears[0].scheme)
+    return fits(
+        x, residual, [own.tensors for own in linears], [own.bias for own in linears], linears[0].scheme
+    )
 
 
 class Decoder:

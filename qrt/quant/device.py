@@ -1,7 +1,13 @@
-"""`affine.quantize_tokens` in Triton, bit for bit, for every kernel that hands codes to an int8 product."""
+"""Activations as int8 in Triton, for every kernel that hands them to an int8 product: `affine.quantize_tokens`,
+bit for bit, and `Digits`."""
 
 import triton
 import triton.language as tl
+
+from qrt.quant import digits
+
+GROUP = tl.constexpr(digits.GROUP)
+STEPS = tl.constexpr(float(digits.STEPS))
 
 
 @triton.jit
@@ -31,6 +37,34 @@ def store_token(blocks, codes, scale, N, BLOCK: tl.constexpr, ASM: tl.constexpr)
         i = b * BLOCK + tl.arange(0, BLOCK)
         tl.store(codes + i, token_codes(blocks[b].to(tl.float32), own, ASM), mask=i < N)
     tl.store(scale, own)
+
+
+@triton.jit
+def store_digits(x, codes, facts, row, group, ROWS, GROUPS, ROOM: tl.constexpr):
+    """Write x fp32 [M, 128 * N], rows `row` [M] of ROWS and groups `group` [N] of GROUPS, as `Digits` with
+    room for ROOM tokens."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1] // GROUP
+    first, second = tl.split(tl.permute(tl.reshape(x, (M, N, 2, GROUP // 2)), (0, 1, 3, 2)))
+    largest = tl.maximum(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 2), 1e-30)
+    steps = (STEPS / largest)[:, :, None]
+    first, second = _rounded(first * steps), _rounded(second * steps)
+    inside = (row < ROWS)[:, None] & (group < GROUPS)[None, :]
+    place = group[None, :] * ROOM + row[:, None]
+    tl.store(facts + place, largest / STEPS, mask=inside)
+    tl.store(facts + GROUPS * ROOM + place, tl.sum(first + second, 2).to(tl.float32), mask=inside)
+    word = (group[None, :] * (2 * ROOM) + row[:, None])[:, :, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)
+    words = codes.to(tl.pointer_type(tl.int16)) + word  # of two lanes
+    high = ((first + 128) >> 8) & 0xFF | (((second + 128) >> 8) << 8)
+    low = first & 0xFF | (second << 8)
+    tl.store(words, high.to(tl.int16), mask=inside[:, :, None])
+    tl.store(words + ROOM * (GROUP // 2), low.to(tl.int16), mask=inside[:, :, None])
+
+
+@triton.jit
+def _rounded(x):
+    """int32 nearest to x, below 2^22: where sums with 1.5 * 2^23 lie 1 apart."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit

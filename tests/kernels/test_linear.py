@@ -12,7 +12,7 @@ from qrt.kernels.linear import hopper_kernel, kernel, linear, linear_silu, strea
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
-from qrt.quant.weight.tiles import TiledWeight
+from qrt.quant.weight.tiles import PLACES, TiledWeight
 from random_weights import random_weight, reference, relative
 
 # symmetric or not, in which dtype: all four where it costs nothing
@@ -269,8 +269,8 @@ def test_every_word_unpacks_exactly(device, bits, symmetric, dtype):
     given = None if symmetric else zeros
     _unpack[(16,)](words.to(torch.int16), given, out, 16 // bits, unpacker, GPU, dtype)
     less = 0 if symmetric else zeros.repeat_interleave(64)
-    for p, plane in enumerate(out):
-        assert torch.equal(plane, ((words >> (bits * p)) % 2**bits - 2 ** (bits - 1) - less).float())
+    for place, plane in zip(PLACES[bits], out, strict=True):
+        assert torch.equal(plane, ((words >> place) % 2**bits - 2 ** (bits - 1) - less).float())
 
 
 @pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a16", 8), ("w8a8", 8), ("fp16", 0)])

@@ -1,12 +1,15 @@
 """Tile-major run-time layout of weight-only integers: one packing that the kernel reads at every T.
 
-A tile is 64 outputs x (planes * J) inputs, planes = 16 / bits: 64 rows of J int16 words. Code p of word j
-belongs to input p*J + j of the tile, so plane p (code p of all words) meets J consecutive inputs, and one
-`tl.dot` takes a plane as it leaves the unpacker: no shuffle, no permuted x. Tiles of one row block follow
+A tile is 64 outputs x (planes * J) inputs, planes = 16 / bits: 64 rows of J int16 words. A word has one code
+of each plane: plane p's of word j belongs to input p*J + j of the tile, so a plane meets J consecutive inputs,
+and one `tl.dot` takes it as it leaves the unpacker: no shuffle, no permuted x. Tiles of one row block follow
 each other in memory, each in one piece (8 KB for J = 64).
 
     bits of word j, 4-bit codes:  15..12 | 11..8 | 7..4 | 3..0        8-bit codes:  15..8 | 7..0
-    input within the tile:         3J+j  |  2J+j |  J+j |  j                         J+j  |  j
+    input within the tile:         3J+j  |  J+j  | 2J+j |  j                         J+j  |  j
+
+So the low halves of a word's bytes are the first two planes, whose inputs mostly share a scale, and the high
+ones the others: `qrt.kernels.chain` multiplies them as they are.
 
 A run is the inputs of one tile that share a scale: the whole tile, a half or a quarter of it. A group longer
 than a run repeats its scale in every run. N and K are padded to whole tiles; the padding is never read back.
@@ -27,6 +30,7 @@ from qrt.quant.weight.base import Gemms, WeightData, WeightScheme
 
 TILE_ROWS = 64
 _WORD_BITS = 16
+PLACES = {4: (0, 8, 4, 12), 8: (0, 8)}  # by bits of a code: where in a word each plane's begins
 _ZEROS_PER_ROW = 4  # most runs of a tile; four int8 zeros are one 32-bit load
 
 
@@ -63,11 +67,11 @@ class TiledWeight(NamedTuple):
     def dequantize(self, bits: int, in_features: int) -> Tensor:
         """(code - zero) * scale as fp32 [N, K], columns in the order of the codes."""
         blocks, tiles, rows, words = self.packed.shape
-        planes, midpoint = _WORD_BITS // bits, 1 << (bits - 1)
-        weight = torch.empty(blocks, rows, tiles, planes, words, device=self.packed.device)
+        places, midpoint = PLACES[bits], 1 << (bits - 1)
+        weight = torch.empty(blocks, rows, tiles, len(places), words, device=self.packed.device)
         by_row = self.packed.transpose(1, 2)
-        for plane in range(planes):
-            weight[:, :, :, plane] = ((by_row >> (bits * plane)) & (2 * midpoint - 1)) - midpoint
+        for plane, place in enumerate(places):
+            weight[:, :, :, plane] = ((by_row >> place) & (2 * midpoint - 1)) - midpoint
         weight = weight.view(blocks, rows, tiles, self.runs, -1)
         if self.zero.numel():
             weight -= self.zero[..., : self.runs, None].transpose(1, 2)
@@ -88,7 +92,7 @@ def tile(weight: WeightData, device: torch.device) -> TiledWeight:
     planar = codes.view(blocks, TILE_ROWS, tiles, planes, words).transpose(1, 2)
     packed = planar[..., 0, :].to(torch.int16)
     for plane in range(1, planes):
-        packed |= planar[..., plane, :].to(torch.int16) << (weight.bits * plane)
+        packed |= planar[..., plane, :].to(torch.int16) << PLACES[weight.bits][plane]
 
     first_input = torch.arange(tiles * runs, device=device) * (planes * words // runs)
     group_of_run = (first_input // group).clamp(max=weight.scale.shape[1] - 1)

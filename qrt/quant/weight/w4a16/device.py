@@ -12,30 +12,31 @@ import triton.language as tl
 
 @triton.jit
 def unpack(words, zero, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """int16 words -> plane PLANE of code - 8 - zero in DTYPE: bits 4*PLANE..4*PLANE+3."""
+    """int16 words -> plane PLANE of code - 8 - zero in DTYPE: the four bits from `tiles.PLACES` on."""
+    PLACE: tl.constexpr = PLANE % 2 * 8 + PLANE // 2 * 4
     if (
         ASM and DTYPE == tl.bfloat16
     ):  # 128 + code, times 1, minus 136 + zero: bf16 has fma but no sub on sm_80
         return tl.inline_asm_elementwise(
             f"""{{ .reg .b32 t, one; mov.b32 one, 0x3f803f80;
-            shr.b32 t, $1, {4 * PLANE}; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;
+            shr.b32 t, $1, {PLACE}; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;
             fma.rn.bf16x2 $0, t, one, $2; }}""",
             "=r,r,r,r", [words, zero * 0x10001 - 0x3CF73CF8], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    elif ASM and DTYPE == tl.float16 and PLANE % 2 == 0:  # 1024 + code, minus 1032 + zero
+    elif ASM and DTYPE == tl.float16 and PLACE % 8 == 0:  # 1024 + code, minus 1032 + zero
         return tl.inline_asm_elementwise(
-            f"""{{ .reg .b32 t; shr.b32 t, $1, {4 * PLANE};
+            f"""{{ .reg .b32 t; shr.b32 t, $1, {PLACE};
             lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; sub.f16x2 $0, t, $2; }}""",
             "=r,r,r,r", [words, zero * 0x10001 + 0x64086408], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     elif ASM and DTYPE == tl.float16:  # (1024 + 16 code) / 16, minus 72 + zero
         return tl.inline_asm_elementwise(
-            f"""{{ .reg .b32 t, frac; mov.b32 frac, 0x2c002c00; shr.b32 t, $1, {4 * PLANE - 4};
+            f"""{{ .reg .b32 t, frac; mov.b32 frac, 0x2c002c00; shr.b32 t, $1, {PLACE - 4};
             lop3.b32 t, t, 0x00f000f0, 0x64006400, 0xea; fma.rn.f16x2 $0, t, frac, $2; }}""",
             "=r,r,r,r", [words, zero * 0x100010 - 0x2B7F2B80], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:  # by way of fp32: the interpreter makes no bf16 of an integer
-        return (((words.to(tl.int32) >> 4 * PLANE) & 15) - 8 - zero).to(tl.float32).to(DTYPE)
+        return (((words.to(tl.int32) >> PLACE) & 15) - 8 - zero).to(tl.float32).to(DTYPE)
 
 
 RAW_OFFSET = 136.0  # what `raw` adds to code - 8
@@ -46,6 +47,7 @@ def raw(words, zero, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
     """int16 words -> plane PLANE of 128 + code in bf16, exact: two instructions for two weights, and no zero
     point taken away."""
     return tl.inline_asm_elementwise(
-        f"""{{ .reg .b32 t; shr.b32 t, $1, {4 * PLANE}; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }}""",
+        f"""{{ .reg .b32 t; shr.b32 t, $1, {PLANE % 2 * 8 + PLANE // 2 * 4};
+        lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }}""",
         "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`one_token` on Hopper, in Gluon: one persistent kernel, an SM a program, over a stream of weights.
+"""`chain` of one token on Hopper, in Gluon: one persistent kernel, an SM a program, over a stream of weights.
 
 Alone, each product of one token loses 4 to 6 us to its start and end, and the weights of the next do not
 come meanwhile. Here one warp asks for the weights of all four products in order (TMA), as long as there is
@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import multiprocessors
 from qrt.kernels.linear.hopper_kernel import DTYPES, of_weight
-from qrt.kernels.one_token import UNIT
+from qrt.kernels.chain import UNIT
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
 

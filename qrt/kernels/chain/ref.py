@@ -1,4 +1,4 @@
-"""`one_token`, operator by operator."""
+"""`chain`, operator by operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qrt.kernels.rmsnorm import add_rmsnorm
 from qrt.kernels.silu_mul import silu_mul
 
 
-def one_token(
+def chain(
     x: Tensor,
     residual: Tensor,
     o: Sequence[Tensor],

@@ -1,21 +1,23 @@
-"""one_token against its operators one by one, and both against fp64."""
+"""chain against its operators one by one, and both against fp64."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from offline_cuda import compiled
-from qrt.kernels import one_token as package
-from qrt.kernels.one_token import fits, one_token, ref
+from qrt.kernels import chain as package
+from qrt.kernels.chain import chain, fits, ref
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight, reference, relative
 
 EPS = 1e-5
-# hidden, heads * head_dim, inner, q and k and v; odd: of units and of tiles
+# hidden, heads * head_dim, inner, q and k and v; odd: of units and of tiles, halves: half of a tile more
 SIZES = {
     "8b": (4096, 4096, 14336, 6144), "0.6b": (1024, 2048, 3072, 4096), "32b": (5120, 8192, 25600, 10240),
-    "odd": (1040, 384, 1168, 592),
+    "odd": (1040, 384, 1168, 592), "halves": (1152, 384, 1664, 1216),
 }  # fmt: skip
+
+WHOLE = [name for name in SIZES if name != "odd"]  # of groups of 128 inputs and of tiles
 
 
 def four(sizes, bits, symmetric, device, group=128):
@@ -28,11 +30,11 @@ def four(sizes, bits, symmetric, device, group=128):
     ]
 
 
-def operands(sizes, weights, scheme, device, dtype=torch.bfloat16):
+def operands(sizes, weights, scheme, device, dtype=torch.bfloat16, tokens=1):
     gen = torch.Generator(device).manual_seed(9)
     hidden, attended, *_ = sizes
-    x = torch.randn(1, attended, generator=gen, device=device).to(dtype) + 0.3  # a mean, as zero points meet
-    residual = torch.randn(1, hidden, generator=gen, device=device).to(dtype)
+    x = torch.randn(tokens, attended, generator=gen, device=device).to(dtype) + 0.3  # as zero points meet
+    residual = torch.randn(tokens, hidden, generator=gen, device=device).to(dtype)
     norms = [1 + torch.randn(hidden, generator=gen, device=device).to(dtype) / 4 for _ in range(2)]
     prepared = [WEIGHT_SCHEMES[scheme].prepare(w, torch.device(device), dtype) for w in weights]
     return x, residual, prepared, norms
@@ -43,7 +45,7 @@ def exact(x, residual, weights, norms):
     o, gate_up, down, qkv = weights
 
     def normal(y, weight):
-        return y / (y.square().mean() + EPS).sqrt() * weight.double()
+        return y / (y.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
     residual = residual.double() + reference(x, o)
     gate, up = reference(normal(residual, norms[0]), gate_up).chunk(2, -1)
@@ -51,49 +53,77 @@ def exact(x, residual, weights, norms):
     return residual, reference(normal(residual, norms[1]), qkv)
 
 
+def check(sizes, bits, symmetric, device, tokens, spread=None):
+    """No worse than the operators one by one; `spread` multiplies inputs of x."""
+    scheme = f"w{bits}a16"
+    weights = four(sizes, bits, symmetric, device)
+    x, residual, prepared, norms = operands(sizes, weights, scheme, device, tokens=tokens)
+    if spread is not None:
+        x *= spread
+    assert fits(x, residual, prepared, [None] * 4, scheme)
+    want_residual, want = exact(x, residual, weights, norms)
+    ours, theirs = residual.clone(), residual.clone()
+    got = chain(x, ours, *prepared, *norms, EPS, scheme)
+    plain = ref.chain(x, theirs, *prepared, *norms, EPS, scheme)
+    assert got.shape == want.shape and got.dtype == x.dtype
+    for t in range(tokens):
+        assert relative(got[t], want[t]) <= 1.05 * relative(plain[t], want[t]) + 1e-4
+        assert relative(ours[t], want_residual[t]) <= 1.05 * relative(theirs[t], want_residual[t]) + 1e-5
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("bits, symmetric", [(4, False), (4, True), (8, False), (8, True)])
-def test_no_worse_than_the_operators(device, name, bits, symmetric):
-    sizes, scheme = SIZES[name], f"w{bits}a16"
-    weights = four(sizes, bits, symmetric, device)
-    x, residual, prepared, norms = operands(sizes, weights, scheme, device)
-    assert fits(residual, prepared, [None] * 4, scheme)
-    want_residual, want = exact(x, residual, weights, norms)
-    ours, theirs = residual.clone(), residual.clone()
-    got = one_token(x, ours, *prepared, *norms, EPS, scheme)
-    plain = ref.one_token(x, theirs, *prepared, *norms, EPS, scheme)
-    assert got.shape == want.shape and got.dtype == x.dtype
-    assert relative(got, want) <= 1.05 * relative(plain, want) + 1e-4
-    assert relative(ours, want_residual) <= 1.05 * relative(theirs, want_residual) + 1e-5
+def test_one_token_is_no_worse_than_the_operators(device, name, bits, symmetric):
+    check(SIZES[name], bits, symmetric, device, 1)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SIZES)
-def test_behind_the_last_layer(device, name):
+@pytest.mark.parametrize("tokens", [2, 7, 8, 9, 16])
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_few_tokens_are_no_worse_than_the_operators(device, name, symmetric, tokens):
+    check(SIZES[name], 4, symmetric, device, tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inputs, times", [((5, None, 1024), 1e3), ((0, 128), 1e3), ((128, 384), 0.0)])
+def test_inputs_far_apart(device, inputs, times):
+    """One input in a thousand or a group of them huge, as down has them; groups of zeros."""
+    sizes = SIZES["8b"]
+    spread = torch.ones(sizes[1], device=device, dtype=torch.bfloat16)
+    spread[slice(*inputs)] = times
+    check(sizes, 4, False, device, 16, spread)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("name", WHOLE)
+def test_behind_the_last_layer(device, name, tokens):
     """Without qkv: the norm, and the residual is the same bit for bit."""
     weights = four(SIZES[name], 4, False, device)
-    x, residual, (*prepared, qkv), norms = operands(SIZES[name], weights, "w4a16", device)
-    assert fits(residual, prepared, [None] * 3, "w4a16")
+    x, residual, (*prepared, qkv), norms = operands(SIZES[name], weights, "w4a16", device, tokens=tokens)
+    assert fits(x, residual, prepared, [None] * 3, "w4a16")
     ours, theirs = residual.clone(), residual.clone()
-    got = one_token(x, ours, *prepared, [], *norms, EPS, "w4a16")
-    one_token(x, theirs, *prepared, qkv, *norms, EPS, "w4a16")
+    got = chain(x, ours, *prepared, [], *norms, EPS, "w4a16")
+    chain(x, theirs, *prepared, qkv, *norms, EPS, "w4a16")
     assert torch.equal(ours, theirs)
     want = ours.double()
-    want = want / (want.square().mean() + EPS).sqrt() * norms[1].double()
+    want = want / (want.square().mean(-1, keepdim=True) + EPS).sqrt() * norms[1].double()
     assert got.shape == want.shape and relative(got, want) < 2**-7
 
 
 @pytest.mark.gpu
-def test_layers_in_a_graph_give_the_same_bits_every_time(device):
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_layers_in_a_graph_give_the_same_bits_every_time(device, tokens):
     """Launches that follow each other share counters and slots, and start before the one before is done."""
     sizes, scheme = SIZES["8b"], "w4a16"
-    x, residual, prepared, norms = operands(sizes, four(sizes, 4, False, device), scheme, device)
+    x, residual, prepared, norms = operands(sizes, four(sizes, 4, False, device), scheme, device, tokens=tokens)
 
     def layers(stream, count):
         y = x
         for _ in range(count):
-            y = one_token(y[:, : x.shape[1]], stream, *prepared, *norms, EPS, scheme)
+            y = chain(y[:, : x.shape[1]], stream, *prepared, *norms, EPS, scheme)
         return y
 
     alone = residual.clone()
@@ -112,10 +142,10 @@ def test_what_fits(device, monkeypatch):
     weights = four(SIZES["odd"], 4, False, device)
     x, residual, prepared, _ = operands(SIZES["odd"], weights, "w4a16", device)
     none = [None] * 4
-    assert fits(residual, prepared, none, "w4a16")
-    assert not fits(residual.repeat(2, 1), prepared, none, "w4a16")
-    assert not fits(residual.half(), prepared, none, "w4a16")
-    assert not fits(residual, prepared, [None, None, None, residual[0]], "w4a16")
+    assert fits(x, residual, prepared, none, "w4a16")
+    assert not fits(x.repeat(2, 1), residual.repeat(2, 1), prepared, none, "w4a16")
+    assert not fits(x, residual.half(), prepared, none, "w4a16")
+    assert not fits(x, residual, prepared, [None, None, None, residual[0]], "w4a16")
     for group, perm, dtype in (
         (32, False, torch.bfloat16),
         (128, True, torch.bfloat16),
@@ -123,9 +153,9 @@ def test_what_fits(device, monkeypatch):
     ):
         other = random_weight(592, 1024, 4, group, symmetric=False, dtype=dtype, perm=perm, device=device)
         tensors = WEIGHT_SCHEMES["w4a16"].prepare(other, torch.device(device), torch.bfloat16)
-        assert not fits(residual, [*prepared[:3], tensors], none, "w4a16")
+        assert not fits(x, residual, [*prepared[:3], tensors], none, "w4a16")
     monkeypatch.setattr(package, "is_hopper", lambda device: False)
-    assert not fits(residual, prepared, none, "w4a16")
+    assert not fits(x, residual, prepared, none, "w4a16")
 
 
 def test_operator():
@@ -138,14 +168,14 @@ def test_operator():
     want_residual, want = exact(x, residual, weights, norms)
     args = (x, residual, *prepared, *norms, EPS, "w4a16")
     names = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.qrt.one_token.default, args, test_utils=names)
+    torch.library.opcheck(torch.ops.qrt.chain.default, args, test_utils=names)
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
-    got = ref.one_token(x, residual, *prepared, *norms, EPS, "w4a16")
+    got = ref.chain(x, residual, *prepared, *norms, EPS, "w4a16")
     assert relative(got, want) < 1e-5 and relative(residual, want_residual) < 1e-5
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
     args = (x, residual, *prepared[:3], [], *norms, EPS, "w4a16")
-    torch.library.opcheck(torch.ops.qrt.one_token.default, args, test_utils=names)
-    got = ref.one_token(*args)
+    torch.library.opcheck(torch.ops.qrt.chain.default, args, test_utils=names)
+    got = ref.chain(*args)
     want = residual.double()
     want = want / (want.square().mean() + EPS).sqrt() * norms[1].double()
     assert relative(got, want) < 1e-5 and relative(residual, want_residual) < 1e-5
@@ -168,7 +198,7 @@ for bits, symmetric in ((4, False), (8, True)):
     norm = torch.empty(512, dtype=BF16)
     x = torch.empty(1, 256, dtype=BF16)
     for qkv in weights[3], []:
-        kernel.one_token(x, norm[None], *weights[:3], qkv, norm, norm, 1e-5, scheme)
+        kernel.chain(x, norm[None], *weights[:3], qkv, norm, norm, 1e-5, scheme)
 """
 
 

@@ -1,0 +1,94 @@
+"""chain: what lies between one layer's attention and the next one's, for a few tokens.
+
+chain(x [T, Hq*D], residual [T, H], o, gate_up, down, qkv: run-time tensors of weight-only schemes,
+      mlp_norm [H], norm [H], eps, scheme) -> the next layer's q, k and v [T, (Hq + 2*Hkv)*D]
+
+    residual += o(x)
+    residual += down(silu(gate) * up) of gate_up(RMSNorm(residual, mlp_norm))
+    return qkv(RMSNorm(residual, norm))
+
+Behind the last layer there is no qkv (an empty list): the norm [T, H] is returned.
+residual is added to in place; everything is rounded to its dtype where the operators one by one would, so
+that only the products differ: one token's in the order of their sums, for which one launch does where they
+take seven; those of more in reading their input as `Digits`. `fits` says where it may be called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qrt.kernels.chain import ref
+from qrt.kernels.gpu import is_hopper
+from qrt.kernels.op import define
+from qrt.quant.digits import GROUP
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
+
+MOST_TOKENS = 16
+MOST_INPUTS = 1 << 15  # of a product of one token: its input lies in shared memory
+UNIT = 16  # rows of a product that one program multiplies at a time for one token
+
+
+def fits(
+    x: Tensor,
+    residual: Tensor,
+    weights: Sequence[Sequence[Tensor]],
+    biases: Sequence[Tensor | None],
+    scheme: str,
+) -> bool:
+    """Whether the kernels take these products, those of o, gate_up and down first: bf16 on a Hopper GPU,
+    weight-only integers with 16-bit scales of 64 inputs or more, neither reordered nor biased; more tokens
+    than one with 4 bits and whole groups of 128 inputs only."""
+    kind, tokens = WEIGHT_SCHEMES[scheme], residual.shape[0]
+    if not 1 <= tokens <= MOST_TOKENS or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):
+        return False
+    if not isinstance(kind, TiledScheme) or any(bias is not None for bias in biases):
+        return False
+    tiled = [TiledWeight(*tensors) for tensors in weights]
+    if not all(_takes(weight, tiled[0]) for weight in tiled):
+        return False
+    halves = tiled[1].out_features
+    if tokens > 1:
+        whole = all(inputs % GROUP == 0 for inputs in (x.shape[1], residual.shape[1], halves // 2))
+        return kind.bits == 4 and whole and all(w.out_features % TILE_ROWS == 0 for w in tiled)
+    inputs = max(w.packed.shape[1] * (16 // kind.bits) * w.packed.shape[3] for w in tiled)
+    return halves % (2 * UNIT) == 0 and inputs <= MOST_INPUTS  # gate and up of a unit each
+
+
+def _takes(weight: TiledWeight, first: TiledWeight) -> bool:
+    return (
+        weight.packed.shape[3] == 64
+        and weight.runs == 2
+        and weight.scale.itemsize == 2
+        and weight.scale.dtype == first.scale.dtype
+        and (weight.zero.numel() > 0) == (first.zero.numel() > 0)
+        and weight.perm.numel() == 0
+        and weight.out_features % UNIT == 0
+    )
+
+
+def _fake(
+    x: Tensor,
+    residual: Tensor,
+    o: Sequence[Tensor],
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    qkv: Sequence[Tensor],
+    mlp_norm: Tensor,
+    norm: Tensor,
+    eps: float,
+    scheme: str,
+) -> Tensor:
+    return x.new_empty(x.shape[0], WEIGHT_SCHEMES[scheme].out_features(qkv) if qkv else residual.shape[1])
+
+
+chain = define(
+    "chain(Tensor x, Tensor(a!) residual, Tensor[] o, Tensor[] gate_up, Tensor[] down, Tensor[] qkv, "
+    "Tensor mlp_norm, Tensor norm, float eps, str scheme) -> Tensor",
+    ref=ref.chain,
+    triton="qrt.kernels.chain.kernel:chain",
+    fake=_fake,
+)

@@ -1,0 +1,267 @@
+"""int4 weights times a few tokens on Hopper, as an int8 product, in Gluon.
+
+In bf16 such a product is bound by what unpacks its weights: 7 instructions for 8 of them, most at half rate,
+and a wgmma takes as long for 8 columns as for 64. As int8 the low halves of a word's bytes are codes once
+they are shifted up, the high ones as they are (`tiles`), 3 instructions for 8 weights; and an activation is
+two int8 digits (`Digits`), two columns of one wgmma. Sums over a group are exact in int32; they meet the
+group's scales and zero points in fp32.
+
+A warp asks for weights (TMA), before the kernel before is done, and for digits after that; the others
+multiply. Where K is split, the last program of an output block to arrive adds the partial sums in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from qrt.kernels.linear.hopper_kernel import (
+    DTYPES,
+    of_tokens,
+    of_weight,
+    scale_of_run,
+    store_block,
+    sum_splits,
+)
+from qrt.kernels.silu_mul.kernel import silu_times
+from qrt.quant.digits import GROUP, Digits
+from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
+
+STAGES = 4  # tiles on their way or waiting
+PROGRAMS = 256  # at least, by splitting K
+_SWIZZLED = gl.NVMMASharedLayout(128, 8, 4)
+_FLAT = gl.NVMMASharedLayout(0, 32, 3)
+_BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
+@gluon.jit(do_not_specialize=["M", "tiles", "share"])
+def _digits_product(
+    x_desc, fact_desc, w_desc, scale_desc, zero_desc, Y, PARTS, ARRIVALS, M, N, tiles, share,
+    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
+    HALVES: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Grid (row blocks / BLOCKS, splits): Y [M, N] = x [M, K] @ W.T for M <= BM, `share` tiles of K.
+
+    With two HALVES half of the blocks are the gate, half the up of the same columns: Y [M, N / 2].
+    """
+    gdc_launch_dependents()
+    ROWS: gl.constexpr = BLOCKS * 64
+    PER_HALF: gl.constexpr = BLOCKS // HALVES
+    block, first = gl.program_id(0) * PER_HALF, gl.program_id(1) * share
+    steps = gl.minimum(share, tiles - first)
+    w = gl.allocate_shared_memory(gl.int8, [STAGES, HALVES, PER_HALF, 64, 128], w_desc.layout)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES, HALVES, PER_HALF, 64], scale_desc.layout)
+    zeros = scales
+    if ASYMMETRIC:
+        zeros = gl.allocate_shared_memory(gl.int32, [STAGES, HALVES, PER_HALF, 64], scale_desc.layout)
+    x = gl.allocate_shared_memory(gl.int8, [STAGES, 2, 2, BM, 128], x_desc.layout)
+    facts = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 2, BM], fact_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    fence_async_shared()
+    ring = (w, scales, zeros, x, facts, ready, empty)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                ring, Y, PARTS, ARRIVALS, block, steps, M, N, SCALE, ASYMMETRIC, BM, ROWS, HALVES, SPLIT,
+                STAGES, num_warps,
+            )),
+            (_fetch, (
+                ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps, ASYMMETRIC, BM,
+                ROWS, STAGES,
+            )),
+        ],
+        [1], [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _fetch(
+    ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps, ASYMMETRIC: gl.constexpr,
+    BM: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Ask for `steps` tiles as long as there is room: of weights at once, of digits when they are written."""
+    weight, empty = (w_desc, scale_desc, zero_desc), ring[6]
+    for s in gl.static_range(STAGES):
+        _fetch_weights(ring, weight, s, block, first + s, s < steps, ASYMMETRIC, BM, ROWS)
+    gdc_wait()
+    for s in gl.static_range(STAGES):
+        _fetch_digits(ring, x_desc, fact_desc, s, first + s, s < steps)
+    for i in range(STAGES, steps):
+        slot = i % STAGES
+        mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
+        _fetch_weights(ring, weight, slot, block, first + i, True, ASYMMETRIC, BM, ROWS)
+        _fetch_digits(ring, x_desc, fact_desc, slot, first + i, True)
+
+
+@gluon.jit
+def _fetch_weights(
+    ring, weight, slot, block, tile, wanted, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Start the copy of a tile into a slot, which is ready when its digits are there too."""
+    w, scales, zeros, x, facts, ready, empty = ring
+    arrived = ready.index(slot)
+    mbarrier.expect(arrived, ROWS * (128 + 4 + 4 * ASYMMETRIC) + 4 * BM * (128 + 4), pred=wanted)
+    tma.async_copy_global_to_shared(weight[0], [0, block, tile * 64, 0], arrived, w.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(weight[1], [0, block, tile * 64], arrived, scales.index(slot), pred=wanted)
+    if ASYMMETRIC:
+        tma.async_copy_global_to_shared(
+            weight[2], [0, block, tile * 64], arrived, zeros.index(slot), pred=wanted
+        )
+
+
+@gluon.jit
+def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted):
+    """Start the copy of a tile's digits, both groups of it, with their scales and sums."""
+    w, scales, zeros, x, facts, ready, empty = ring
+    arrived = ready.index(slot)
+    tma.async_copy_global_to_shared(x_desc, [tile * 2, 0, 0, 0], arrived, x.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(fact_desc, [0, tile * 2, 0], arrived, facts.index(slot), pred=wanted)
+
+
+@gluon.jit
+def _multiply(
+    ring, Y, PARTS, ARRIVALS, block, steps, M, N, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr,
+    BM: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Multiply the tiles as they come; write the sum, if it is the whole one or the last part of it."""
+    w, scales, zeros, x, facts, ready, empty = ring
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * BM, 32])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    none = gl.zeros([ROWS, 2 * BM], gl.int32, MMA)
+    acc = _high_and_low(none.to(gl.float32))[0]
+    SUMS: gl.constexpr = acc.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, SUMS)
+    by_token = facts._reinterpret(gl.float32, [STAGES * 4, BM], _BY_COLUMN)
+    gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
+    for i in range(steps):
+        slot = i % STAGES
+        mbarrier.wait(ready.index(slot), i // STAGES & 1)
+        packed = w.index(slot).reshape([ROWS, 128]).load(OPERAND)
+        scale = scales.index(slot).reshape([ROWS]).load(ROW)
+        zero = zeros.index(slot).reshape([ROWS]).load(ROW)
+        x_scales = by_token.index(slot * 4).load(COLUMN), by_token.index(slot * 4 + 1).load(COLUMN)
+        x_sums = by_token.index(slot * 4 + 2).load(COLUMN), by_token.index(slot * 4 + 3).load(COLUMN)
+        digits = x.index(slot).reshape([4 * BM, 128])
+        left, right = digits.slice(0, 2 * BM).permute((1, 0)), digits.slice(2 * BM, 2 * BM).permute((1, 0))
+        low = warpgroup_mma(_low_codes(packed), left, none, use_acc=False, is_async=True)
+        high = warpgroup_mma(_high_codes(packed), right, none, use_acc=False, is_async=True)
+        low = warpgroup_mma_wait(1, deps=[low])
+        acc += _scaled(low, scale, zero, x_scales[0], x_sums[0], 0, SCALE, ASYMMETRIC)
+        high = warpgroup_mma_wait(0, deps=[high])
+        mbarrier.arrive(empty.index(slot), count=1)
+        acc += _scaled(high, scale, zero, x_scales[1], x_sums[1], 1, SCALE, ASYMMETRIC)
+
+    last = True
+    if SPLIT:
+        acc, last = sum_splits(acc, PARTS, ARRIVALS, SUMS)
+    if last:
+        y = acc.to(Y.dtype.element_ty)
+        if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
+            gate, up = gl.split(y.reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
+            y = silu_times(gate, up, True)
+        store_block(Y, y, block * 64, 0, M, N // HALVES, num_warps)
+
+
+@triton.jit
+def _low_codes(packed):
+    """16 * (code - 8) int8 of each byte's low half."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xf0f0f0f0, 0x80808080, 0x6a; }",
+        "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _high_codes(packed):
+    """The same of its high half."""
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, 0xf0f0f0f0, 0x80808080, 0x6a;",
+        "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _high_and_low(sums):
+    """Columns of high digits, columns of low ones: a thread has both of a token."""
+    BM: gl.constexpr = sums.shape[1] // 2
+    return gl.split(sums.reshape([sums.shape[0], 2, BM]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _scaled(
+    sums, scales, zeros, x_scale, x_sum, RUN: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr
+):  # fmt: skip
+    """What a run of inputs adds to the product, fp32, from `sums` int32 of 16 * (code - 8) times digits."""
+    high, low = _high_and_low(sums)
+    value = (high * 256 + low).to(gl.float32)
+    if ASYMMETRIC:
+        above = ((zeros << (24 - 8 * RUN)) >> 24).to(gl.float32) * -16.0
+        value += gl.expand_dims(above, 1) * gl.expand_dims(x_sum, 0)
+    scale = scale_of_run((scales,), RUN, SCALE).to(gl.float32) * 0.0625
+    return value * gl.expand_dims(x_scale, 0) * gl.expand_dims(scale, 1)
+
+
+class _Plan(NamedTuple):
+    """How `_digits_product` is launched."""
+
+    blocks: int  # row blocks a program
+    halves: int
+    splits: int
+    registers: int  # of a thread, those that ask and wait counted in
+
+
+def _plan(weight: TiledWeight, halves: int) -> _Plan:
+    """Found at Llama-3-8B's sizes on an H200, of one and two row blocks, 1 to 14 splits, 3 to 5 stages."""
+    blocks, tiles = weight.packed.shape[:2]
+    if halves == 2:
+        return _Plan(2, 2, 1, 104)
+    share = triton.cdiv(tiles, min(triton.cdiv(PROGRAMS, blocks), tiles))
+    return _Plan(1, 1, triton.cdiv(tiles, share), 64)
+
+
+def digits_product(x: Digits, weight: TiledWeight, dtype: torch.dtype, halves: int = 1) -> Tensor:
+    """x [T, K] @ W.T in dtype [T, N]; with two halves silu(gate) * up of it [T, N / 2]."""
+    plan, n, room = _plan(weight, halves), weight.out_features, x.codes.shape[2]
+    y = torch.empty(x.tokens, n // halves, dtype=dtype, device=x.codes.device)
+    tiles = weight.packed.shape[1]
+    grid = (weight.packed.shape[0] // plan.blocks, plan.splits)
+    part = grid[0] * grid[1] * plan.blocks * TILE_ROWS * room if plan.splits > 1 else 0
+    _digits_product[grid](
+        of_tokens(x.codes, (2, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
+        *_of_tiles(weight, plan), y, torch.empty(part, device=y.device), weight.arrivals, x.tokens, n, tiles,
+        triton.cdiv(tiles, plan.splits), SCALE=DTYPES[weight.scale.dtype],
+        ASYMMETRIC=weight.zero.numel() > 0, BM=room, BLOCKS=plan.blocks, HALVES=plan.halves,
+        SPLIT=plan.splits > 1, STAGES=STAGES, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+    )  # fmt: skip
+    return y
+
+
+def _of_tiles(weight: TiledWeight, plan: _Plan) -> tuple[Any, Any, Any]:
+    """TMA descriptors of what a program reads of a tile at once: its bytes, its scales, its zeros."""
+    blocks, tiles, rows, words = weight.packed.shape
+    shape: Sequence[int] = (plan.halves, blocks // plan.halves, tiles * rows)
+    block = (plan.halves, plan.blocks // plan.halves, rows)
+    packed = of_weight(weight.packed, (*shape, 2 * words), torch.int8, (*block, 2 * words), _SWIZZLED)
+    scale = of_weight(weight.scale, shape, torch.int32, block, _FLAT)
+    return packed, scale, of_weight(weight.zero, shape, torch.int32, block, _FLAT) if weight.zero.numel() else scale

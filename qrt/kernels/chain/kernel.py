@@ -1,0 +1,70 @@
+"""`qrt::chain` on CUDA tensors: one kernel for one token, seven over `Digits` for a few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qrt.kernels.chain import MOST_TOKENS
+from qrt.kernels.chain.digits_kernel import digits_product
+from qrt.kernels.chain.one_token_kernel import one_token
+from qrt.kernels.device import after_previous
+from qrt.kernels.gpu import overlaps
+from qrt.kernels.rmsnorm.kernel import add_rmsnorm, add_rmsnorm_digits
+from qrt.quant.device import store_digits
+from qrt.quant.digits import GROUP, Digits
+from qrt.quant.weight.tiles import TiledWeight
+
+_GROUPS = 4  # that one program makes digits of
+
+
+@triton.jit(do_not_specialize=["TOKENS"])
+def _make_digits(
+    X, CODES, FACTS, TOKENS, K, ROOM: tl.constexpr, N: tl.constexpr, launch_pdl: tl.constexpr
+):  # fmt: skip
+    """Grid (TOKENS, cdiv(K, N)): X [TOKENS, K] as `Digits`."""
+    after_previous(launch_pdl)
+    row, first = tl.program_id(0), tl.program_id(1) * N
+    k = first + tl.arange(0, N)
+    x = tl.load(X + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    group = first // 128 + tl.arange(0, N // 128)
+    store_digits(x[None, :], CODES, FACTS, row + tl.arange(0, 1), group, TOKENS, K // 128, ROOM)
+
+
+def digits_of(x: Tensor, room: int) -> Digits:
+    """x [T, K] contiguous, T <= room, K in whole groups."""
+    tokens, k = x.shape
+    digits, n = Digits.empty(tokens, k, room, x.device), _GROUPS * GROUP
+    _make_digits[(tokens, triton.cdiv(k, n))](
+        x, digits.codes, digits.facts, tokens, k, room, n, num_warps=1, launch_pdl=overlaps(x.device)
+    )
+    return digits
+
+
+def chain(
+    x: Tensor,
+    residual: Tensor,
+    o: Sequence[Tensor],
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    qkv: Sequence[Tensor],
+    mlp_norm: Tensor,
+    norm: Tensor,
+    eps: float,
+    scheme: str,
+) -> Tensor:
+    """See the package's docstring."""
+    if len(x) == 1:
+        return one_token(x, residual, o, gate_up, down, qkv, mlp_norm, norm, eps, scheme)
+    room, dtype = (8 if len(x) <= 8 else MOST_TOKENS), x.dtype
+    y = digits_product(digits_of(x.contiguous(), room), TiledWeight(*o), dtype)
+    digits = add_rmsnorm_digits(residual, y, mlp_norm, eps, room)
+    y = digits_product(digits, TiledWeight(*gate_up), dtype, halves=2)
+    y = digits_product(digits_of(y, room), TiledWeight(*down), dtype)
+    if not qkv:
+        return add_rmsnorm(residual, y, norm, eps)
+    return digits_product(add_rmsnorm_digits(residual, y, norm, eps, room), TiledWeight(*qkv), dtype)
