@@ -40,31 +40,33 @@ def store_token(blocks, codes, scale, N, BLOCK: tl.constexpr, ASM: tl.constexpr)
 
 
 @triton.jit
+def digits_of(x, largest, AXIS: tl.constexpr):
+    """x fp32, groups along AXIS whose largest magnitudes are `largest` -> 256 * high + low int32, and scales."""
+    largest = tl.maximum(largest, 1e-30)
+    steps = x * tl.expand_dims(STEPS / largest, AXIS)
+    # to the nearest, where numbers lie 1 apart
+    return (steps + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000, largest / STEPS
+
+
+@triton.jit
 def store_digits(x, codes, facts, row, group, ROWS, GROUPS, ROOM: tl.constexpr):
     """Write x fp32 [M, 128 * N], rows `row` [M] of ROWS and groups `group` [N] of GROUPS, as `Digits` with
     room for ROOM tokens."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1] // GROUP
-    first, second = tl.split(tl.permute(tl.reshape(x, (M, N, 2, GROUP // 2)), (0, 1, 3, 2)))
-    largest = tl.maximum(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 2), 1e-30)
-    steps = (STEPS / largest)[:, :, None]
-    first, second = _rounded(first * steps), _rounded(second * steps)
+    x = tl.reshape(x, (M, N, GROUP))
+    x, scale = digits_of(x, tl.max(tl.abs(x), 2), 2)
     inside = (row < ROWS)[:, None] & (group < GROUPS)[None, :]
     place = group[None, :] * ROOM + row[:, None]
-    tl.store(facts + place, largest / STEPS, mask=inside)
-    tl.store(facts + GROUPS * ROOM + place, tl.sum(first + second, 2).to(tl.float32), mask=inside)
+    tl.store(facts + place, scale, mask=inside)
+    tl.store(facts + GROUPS * ROOM + place, tl.sum(x, 2).to(tl.float32), mask=inside)
+    first, second = tl.split(tl.permute(tl.reshape(x, (M, N, 2, GROUP // 2)), (0, 1, 3, 2)))
     word = (group[None, :] * (2 * ROOM) + row[:, None])[:, :, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)
     words = codes.to(tl.pointer_type(tl.int16)) + word  # of two lanes
     high = ((first + 128) >> 8) & 0xFF | (((second + 128) >> 8) << 8)
     low = first & 0xFF | (second << 8)
     tl.store(words, high.to(tl.int16), mask=inside[:, :, None])
     tl.store(words + ROOM * (GROUP // 2), low.to(tl.int16), mask=inside[:, :, None])
-
-
-@triton.jit
-def _rounded(x):
-    """int32 nearest to x, below 2^22: where sums with 1.5 * 2^23 lie 1 apart."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit

@@ -12,7 +12,6 @@ multiply. Where K is split, the last program of an output block to arrive adds t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qrt.kernels.gpu import multiprocessors
 from qrt.kernels.linear.hopper_kernel import (
     DTYPES,
     of_tokens,
@@ -39,11 +39,11 @@ from qrt.kernels.linear.hopper_kernel import (
     sum_splits,
 )
 from qrt.kernels.silu_mul.kernel import silu_times
+from qrt.quant.device import digits_of
 from qrt.quant.digits import GROUP, Digits
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
-STAGES = 4  # tiles on their way or waiting
-PROGRAMS = 256  # at least, by splitting K
+SHARE = 4  # tiles of a split, at least
 _SWIZZLED = gl.NVMMASharedLayout(128, 8, 4)
 _FLAT = gl.NVMMASharedLayout(0, 32, 3)
 _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -51,13 +51,14 @@ _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
 @gluon.jit(do_not_specialize=["M", "tiles", "share"])
 def _digits_product(
-    x_desc, fact_desc, w_desc, scale_desc, zero_desc, Y, PARTS, ARRIVALS, M, N, tiles, share,
+    x_desc, fact_desc, w_desc, scale_desc, zero_desc, Y, FACTS, PARTS, ARRIVALS, M, N, tiles, share,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
     HALVES: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks / BLOCKS, splits): Y [M, N] = x [M, K] @ W.T for M <= BM, `share` tiles of K.
 
-    With two HALVES half of the blocks are the gate, half the up of the same columns: Y [M, N / 2].
+    With two HALVES half of the blocks are the gate, half the up of the same columns, and silu(gate) * up
+    [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them.
     """
     gdc_launch_dependents()
     ROWS: gl.constexpr = BLOCKS * 64
@@ -81,8 +82,8 @@ def _digits_product(
     gl.warp_specialize(
         [
             (_multiply, (
-                ring, Y, PARTS, ARRIVALS, block, steps, M, N, SCALE, ASYMMETRIC, BM, ROWS, HALVES, SPLIT,
-                STAGES, num_warps,
+                ring, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N, SCALE, ASYMMETRIC, BM, ROWS, HALVES,
+                SPLIT, STAGES, num_warps,
             )),
             (_fetch, (
                 ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps, ASYMMETRIC, BM,
@@ -139,7 +140,7 @@ def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted):
 
 @gluon.jit
 def _multiply(
-    ring, Y, PARTS, ARRIVALS, block, steps, M, N, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr,
+    ring, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr,
     BM: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -176,11 +177,25 @@ def _multiply(
     if SPLIT:
         acc, last = sum_splits(acc, PARTS, ARRIVALS, SUMS)
     if last:
-        y = acc.to(Y.dtype.element_ty)
         if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
+            y = acc.to(gl.bfloat16)
             gate, up = gl.split(y.reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
-            y = silu_times(gate, up, True)
-        store_block(Y, y, block * 64, 0, M, N // HALVES, num_warps)
+            _store_digits(silu_times(gate, up, True).to(gl.float32), Y, FACTS, block // 2, N // 256, BM)
+        else:
+            store_block(Y, acc.to(Y.dtype.element_ty), block * 64, 0, M, N, num_warps)
+
+
+@gluon.jit
+def _store_digits(x, CODES, FACTS, group, groups, BM: gl.constexpr):
+    """x fp32 [128, BM], one group of `Digits` of BM tokens."""
+    lane = gl.arange(0, 128, layout=gl.SliceLayout(1, x.type.layout))
+    token = gl.arange(0, BM, layout=gl.SliceLayout(0, x.type.layout))
+    codes, scale = digits_of(x, gl.max(gl.abs(x), 0), 0)
+    gl.store(FACTS + group * BM + token, scale)
+    gl.store(FACTS + (groups + group) * BM + token, gl.sum(codes, 0).to(gl.float32))
+    at = (group * 2 * BM + gl.expand_dims(token, 0)) * 128 + gl.expand_dims(lane % 64 * 2 + lane // 64, 1)
+    gl.store(CODES + at, ((codes + 128) >> 8).to(gl.int8))
+    gl.store(CODES + BM * 128 + at, codes.to(gl.int8))
 
 
 @triton.jit
@@ -226,42 +241,54 @@ class _Plan(NamedTuple):
     """How `_digits_product` is launched."""
 
     blocks: int  # row blocks a program
-    halves: int
     splits: int
+    warps: int
+    stages: int  # tiles on their way or waiting
     registers: int  # of a thread, those that ask and wait counted in
 
 
-def _plan(weight: TiledWeight, halves: int) -> _Plan:
-    """Found at Llama-3-8B's sizes on an H200, of one and two row blocks, 1 to 14 splits, 3 to 5 stages."""
-    blocks, tiles = weight.packed.shape[:2]
-    if halves == 2:
-        return _Plan(2, 2, 1, 104)
-    share = triton.cdiv(tiles, min(triton.cdiv(PROGRAMS, blocks), tiles))
-    return _Plan(1, 1, triton.cdiv(tiles, share), 64)
+def _plan(blocks: int, tiles: int, room: int, gated: bool, sms: int) -> _Plan:
+    """Found at Llama-3-8B's sizes on an H200, in a layer: of one, two and four row blocks, 1 to 14 splits, 3 to
+    8 stages. Three programs of one block fit an SM, and more of them wait for each other."""
+    if gated:
+        return _Plan(4, 1, 8, 4, 168 if room > 16 else 136)
+    share = triton.cdiv(tiles, max(1, min(3 * sms // blocks, tiles // SHARE)))
+    return _Plan(1, triton.cdiv(tiles, share), 4, 4, 96 if room > 16 else 64)
 
 
-def digits_product(x: Digits, weight: TiledWeight, dtype: torch.dtype, halves: int = 1) -> Tensor:
-    """x [T, K] @ W.T in dtype [T, N]; with two halves silu(gate) * up of it [T, N / 2]."""
-    plan, n, room = _plan(weight, halves), weight.out_features, x.codes.shape[2]
-    y = torch.empty(x.tokens, n // halves, dtype=dtype, device=x.codes.device)
-    tiles = weight.packed.shape[1]
-    grid = (weight.packed.shape[0] // plan.blocks, plan.splits)
-    part = grid[0] * grid[1] * plan.blocks * TILE_ROWS * room if plan.splits > 1 else 0
-    _digits_product[grid](
-        of_tokens(x.codes, (2, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
-        *_of_tiles(weight, plan), y, torch.empty(part, device=y.device), weight.arrivals, x.tokens, n, tiles,
-        triton.cdiv(tiles, plan.splits), SCALE=DTYPES[weight.scale.dtype],
-        ASYMMETRIC=weight.zero.numel() > 0, BM=room, BLOCKS=plan.blocks, HALVES=plan.halves,
-        SPLIT=plan.splits > 1, STAGES=STAGES, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
-    )  # fmt: skip
+def digits_product(x: Digits, weight: TiledWeight, dtype: torch.dtype) -> Tensor:
+    """x [T, K] @ W.T in dtype, [T, N]."""
+    y = torch.empty(x.tokens, weight.out_features, dtype=dtype, device=x.codes.device)
+    _launch(x, weight, y, None)
     return y
 
 
-def _of_tiles(weight: TiledWeight, plan: _Plan) -> tuple[Any, Any, Any]:
+def gated_digits_product(x: Digits, weight: TiledWeight) -> Digits:
+    """silu(gate) * up of it, [T, N / 2], with the roundings of bf16."""
+    y = Digits.empty(x.tokens, weight.out_features // 2, x.codes.shape[2], x.codes.device)
+    _launch(x, weight, y.codes, y.facts)
+    return y
+
+
+def _launch(x: Digits, weight: TiledWeight, y: Tensor, facts: Tensor | None) -> None:
+    (blocks, tiles), room, halves = weight.packed.shape[:2], x.codes.shape[2], 1 if facts is None else 2
+    plan = _plan(blocks, tiles, room, halves == 2, multiprocessors(y.device))
+    grid = (blocks // plan.blocks, plan.splits)
+    part = grid[0] * grid[1] * plan.blocks * TILE_ROWS * room if plan.splits > 1 else 0
+    _digits_product[grid](
+        of_tokens(x.codes, (2, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
+        *_of_tiles(weight, plan.blocks, halves), y, facts, torch.empty(part, device=y.device),
+        weight.arrivals, x.tokens, weight.out_features, tiles, triton.cdiv(tiles, plan.splits),
+        SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, BM=room, BLOCKS=plan.blocks,
+        HALVES=halves, SPLIT=plan.splits > 1, STAGES=plan.stages, num_warps=plan.warps,
+        maxnreg=plan.registers, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _of_tiles(weight: TiledWeight, blocks: int, halves: int) -> tuple[Any, Any, Any]:
     """TMA descriptors of what a program reads of a tile at once: its bytes, its scales, its zeros."""
-    blocks, tiles, rows, words = weight.packed.shape
-    shape: Sequence[int] = (plan.halves, blocks // plan.halves, tiles * rows)
-    block = (plan.halves, plan.blocks // plan.halves, rows)
+    count, tiles, rows, words = weight.packed.shape
+    shape, block = (halves, count // halves, tiles * rows), (halves, blocks // halves, rows)
     packed = of_weight(weight.packed, (*shape, 2 * words), torch.int8, (*block, 2 * words), _SWIZZLED)
     scale = of_weight(weight.scale, shape, torch.int32, block, _FLAT)
     return packed, scale, of_weight(weight.zero, shape, torch.int32, block, _FLAT) if weight.zero.numel() else scale
