@@ -53,9 +53,11 @@ _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
 def _digits_product(
     x_desc, fact_desc, w_desc, scale_desc, zero_desc, Y, FACTS, PARTS, ARRIVALS, M, N, tiles, share,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
-    HALVES: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    HALVES: gl.constexpr, SPLIT: gl.constexpr, SHARES: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks / BLOCKS, splits): Y [M, N] = x [M, K] @ W.T for M <= BM, `share` tiles of K.
+    """Grid (row blocks / BLOCKS, splits): Y [M, N] = x [M, K] @ W.T for M <= BM, `share` tiles of K. SHARES: Y
+    [splits, M, N], what each split has of it.
 
     With two HALVES half of the blocks are the gate, half the up of the same columns, and silu(gate) * up
     [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them.
@@ -83,7 +85,7 @@ def _digits_product(
         [
             (_multiply, (
                 ring, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N, SCALE, ASYMMETRIC, BM, ROWS, HALVES,
-                SPLIT, STAGES, num_warps,
+                SPLIT, SHARES, STAGES, num_warps,
             )),
             (_fetch, (
                 ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps, ASYMMETRIC, BM,
@@ -141,8 +143,8 @@ def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted):
 @gluon.jit
 def _multiply(
     ring, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr,
-    BM: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
+    BM: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr, SPLIT: gl.constexpr, SHARES: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles as they come; write the sum, if it is the whole one or the last part of it."""
     w, scales, zeros, x, facts, ready, empty = ring
@@ -174,7 +176,9 @@ def _multiply(
         acc += _scaled(high, scale, zero, x_scales[1], x_sums[1], 1, SCALE, ASYMMETRIC)
 
     last = True
-    if SPLIT:
+    if SHARES:
+        Y += gl.program_id(1).to(gl.int64) * M * N
+    elif SPLIT:
         acc, last = sum_splits(acc, PARTS, ARRIVALS, SUMS)
     if last:
         if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
@@ -238,7 +242,8 @@ def _scaled(
 
 
 class _Plan(NamedTuple):
-    """How `_digits_product` is launched."""
+    """How `_digits_product` is launched: found at Llama-3-8B's sizes on an H200, in a layer, of one, two and
+    four row blocks, 1 to 14 splits, 3 to 8 stages."""
 
     blocks: int  # row blocks a program
     splits: int
@@ -247,40 +252,50 @@ class _Plan(NamedTuple):
     registers: int  # of a thread, those that ask and wait counted in
 
 
-def _plan(blocks: int, tiles: int, room: int, gated: bool, sms: int) -> _Plan:
-    """Found at Llama-3-8B's sizes on an H200, in a layer: of one, two and four row blocks, 1 to 14 splits, 3 to
-    8 stages. Three programs of one block fit an SM, and more of them wait for each other."""
-    if gated:
-        return _Plan(4, 1, 8, 4, 168 if room > 16 else 136)
-    share = triton.cdiv(tiles, max(1, min(3 * sms // blocks, tiles // SHARE)))
-    return _Plan(1, triton.cdiv(tiles, share), 4, 4, 96 if room > 16 else 64)
+_GATED = _Plan(blocks=4, splits=1, warps=8, stages=4, registers=136)
+
+
+def _plan(x: Digits, weight: TiledWeight) -> _Plan:
+    """As many programs as the GPU holds, three an SM, or of `SHARE` tiles each."""
+    blocks, tiles = weight.packed.shape[:2]
+    splits = max(1, min(3 * multiprocessors(x.codes.device) // blocks, tiles // SHARE))
+    return _Plan(1, triton.cdiv(tiles, triton.cdiv(tiles, splits)), warps=4, stages=4, registers=64)
 
 
 def digits_product(x: Digits, weight: TiledWeight, dtype: torch.dtype) -> Tensor:
     """x [T, K] @ W.T in dtype, [T, N]."""
     y = torch.empty(x.tokens, weight.out_features, dtype=dtype, device=x.codes.device)
-    _launch(x, weight, y, None)
+    _launch(x, weight, y, _plan(x, weight))
+    return y
+
+
+def digits_shares(x: Digits, weight: TiledWeight) -> Tensor:
+    """fp32 [S, T, N], what each of S splits of K has of it."""
+    plan = _plan(x, weight)
+    y = torch.empty(plan.splits, x.tokens, weight.out_features, device=x.codes.device)
+    _launch(x, weight, y, plan)
     return y
 
 
 def gated_digits_product(x: Digits, weight: TiledWeight) -> Digits:
     """silu(gate) * up of it, [T, N / 2], with the roundings of bf16."""
     y = Digits.empty(x.tokens, weight.out_features // 2, x.codes.shape[2], x.codes.device)
-    _launch(x, weight, y.codes, y.facts)
+    _launch(x, weight, y.codes, _GATED, y.facts)
     return y
 
 
-def _launch(x: Digits, weight: TiledWeight, y: Tensor, facts: Tensor | None) -> None:
-    (blocks, tiles), room, halves = weight.packed.shape[:2], x.codes.shape[2], 1 if facts is None else 2
-    plan = _plan(blocks, tiles, room, halves == 2, multiprocessors(y.device))
+def _launch(x: Digits, weight: TiledWeight, y: Tensor, plan: _Plan, facts: Tensor | None = None) -> None:
+    """y [T, N], or y [S, T, N] for shares, or codes and facts of Digits."""
+    (blocks, tiles), room = weight.packed.shape[:2], x.codes.shape[2]
+    halves, shares = 1 if facts is None else 2, y.dim() == 3
     grid = (blocks // plan.blocks, plan.splits)
-    part = grid[0] * grid[1] * plan.blocks * TILE_ROWS * room if plan.splits > 1 else 0
+    part = grid[0] * grid[1] * plan.blocks * TILE_ROWS * room if plan.splits > 1 and not shares else 0
     _digits_product[grid](
         of_tokens(x.codes, (2, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
         *_of_tiles(weight, plan.blocks, halves), y, facts, torch.empty(part, device=y.device),
         weight.arrivals, x.tokens, weight.out_features, tiles, triton.cdiv(tiles, plan.splits),
         SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, BM=room, BLOCKS=plan.blocks,
-        HALVES=halves, SPLIT=plan.splits > 1, STAGES=plan.stages, num_warps=plan.warps,
+        HALVES=halves, SPLIT=plan.splits > 1 and not shares, SHARES=shares, STAGES=plan.stages, num_warps=plan.warps,
         maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 

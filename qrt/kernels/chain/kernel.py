@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qrt.kernels.chain.digits_kernel import digits_product, gated_digits_product
+from qrt.kernels.chain import MOST_TOKENS
+from qrt.kernels.chain.digits_kernel import digits_product, digits_shares, gated_digits_product
 from qrt.kernels.chain.one_token_kernel import one_token
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
@@ -59,10 +60,10 @@ def chain(
     """See the package's docstring."""
     if len(x) == 1:
         return one_token(x, residual, o, gate_up, down, qkv, mlp_norm, norm, eps, scheme)
-    room, dtype = max(8, triton.next_power_of_2(len(x))), x.dtype
-    y = digits_product(digits_of(x.contiguous(), room), TiledWeight(*o), dtype)
-    digits = add_rmsnorm_digits(residual, y, mlp_norm, eps, room)
-    y = digits_product(gated_digits_product(digits, TiledWeight(*gate_up)), TiledWeight(*down), dtype)
+    room = 8 if len(x) <= 8 else MOST_TOKENS
+    y = digits_shares(digits_of(x.contiguous(), room), TiledWeight(*o))
+    y = gated_digits_product(add_rmsnorm_digits(residual, y, mlp_norm, eps, room), TiledWeight(*gate_up))
+    y = digits_shares(y, TiledWeight(*down))
     if not qkv:
         return add_rmsnorm(residual, y, norm, eps)
-    return digits_product(add_rmsnorm_digits(residual, y, norm, eps, room), TiledWeight(*qkv), dtype)
+    return digits_product(add_rmsnorm_digits(residual, y, norm, eps, room), TiledWeight(*qkv), x.dtype)

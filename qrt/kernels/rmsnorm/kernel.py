@@ -121,13 +121,14 @@ def add_rmsnorm_int8(residual: Tensor, x: Tensor, weight: Tensor, eps: float) ->
 def add_rmsnorm_digits(residual: Tensor, x: Tensor, weight: Tensor, eps: float, room: int) -> Digits:
     """`add_rmsnorm` of T <= room tokens, bf16, K in whole groups."""
     digits = Digits.empty(*residual.shape, room, x.device)
-    _launch(x.unsqueeze(1), residual, weight, eps, digits.codes, digits.facts, room=room)
+    _launch_add(residual, x, weight, eps, digits.codes, digits.facts, room)
     return digits
 
 
 def _launch_add(
-    residual: Tensor, x: Tensor, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None
-) -> None:
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None,
+    room: int = 0,
+) -> None:  # fmt: skip
     """x [T, K], or its shares fp32 [S, T, K]."""
     x, shares = x.contiguous(), len(x) if x.dim() == 3 else 0
-    _launch((x[0] if shares else x).unsqueeze(1), residual, weight, eps, y, scale, shares=shares)
+    _launch((x[0] if shares else x).unsqueeze(1), residual, weight, eps, y, scale, shares=shares, room=room)
