@@ -43,7 +43,7 @@ from qrt.quant.device import digits_of
 from qrt.quant.digits import GROUP, Digits
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
-SHARE = 4  # tiles of a split, at least
+SHARE = 8  # tiles of a split, at least
 _SWIZZLED = gl.NVMMASharedLayout(128, 8, 4)
 _FLAT = gl.NVMMASharedLayout(0, 32, 3)
 _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -242,8 +242,8 @@ def _scaled(
 
 
 class _Plan(NamedTuple):
-    """How `_digits_product` is launched: found at Llama-3-8B's sizes on an H200, in a layer, of one, two and
-    four row blocks, 1 to 14 splits, 3 to 8 stages."""
+    """How `_digits_product` is launched: found at Llama-3-8B's sizes on an H200, in layers of 4, 8 and 16
+    tokens (qrt/kernels/NOTES.md)."""
 
     blocks: int  # row blocks a program
     splits: int
@@ -252,26 +252,29 @@ class _Plan(NamedTuple):
     registers: int  # of a thread, those that ask and wait counted in
 
 
-_GATED = _Plan(blocks=4, splits=1, warps=8, stages=4, registers=136)
+_GATED = _Plan(blocks=4, splits=1, warps=8, stages=5, registers=136)
 
 
-def _plan(x: Digits, weight: TiledWeight) -> _Plan:
-    """As many programs as the GPU holds, three an SM, or of `SHARE` tiles each."""
+def _plan(x: Digits, weight: TiledWeight, shares: bool) -> _Plan:
+    """Where others sum the shares of K, one for every `SHARE` tiles, while all programs run at once, two an SM;
+    else so few that most SMs have a program."""
     blocks, tiles = weight.packed.shape[:2]
-    splits = max(1, min(3 * multiprocessors(x.codes.device) // blocks, tiles // SHARE))
-    return _Plan(1, triton.cdiv(tiles, triton.cdiv(tiles, splits)), warps=4, stages=4, registers=64)
+    sms = multiprocessors(x.codes.device)
+    most = 2 * sms // blocks if shares else 2 * sms // (3 * blocks)
+    splits = max(1, min(most, tiles // SHARE))
+    return _Plan(1, triton.cdiv(tiles, triton.cdiv(tiles, splits)), 4, 6 if shares else 8, 64)
 
 
 def digits_product(x: Digits, weight: TiledWeight, dtype: torch.dtype) -> Tensor:
     """x [T, K] @ W.T in dtype, [T, N]."""
     y = torch.empty(x.tokens, weight.out_features, dtype=dtype, device=x.codes.device)
-    _launch(x, weight, y, _plan(x, weight))
+    _launch(x, weight, y, _plan(x, weight, shares=False))
     return y
 
 
 def digits_shares(x: Digits, weight: TiledWeight) -> Tensor:
     """fp32 [S, T, N], what each of S splits of K has of it."""
-    plan = _plan(x, weight)
+    plan = _plan(x, weight, shares=True)
     y = torch.empty(plan.splits, x.tokens, weight.out_features, device=x.codes.device)
     _launch(x, weight, y, plan)
     return y
