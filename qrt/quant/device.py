@@ -1,5 +1,5 @@
-"""Activations as int8 in Triton, for every kernel that hands them to an int8 product: `affine.quantize_tokens`,
-bit for bit, and `Digits`."""
+"""Activations as int8 in Triton, for every kernel that hands them to an int8 product:
+`affine.quantize_tokens`, bit for bit, and `Digits`."""
 
 import triton
 import triton.language as tl
@@ -40,10 +40,17 @@ def store_token(blocks, codes, scale, N, BLOCK: tl.constexpr, ASM: tl.constexpr)
 
 
 @triton.jit
+def larger(a, b):
+    """Of a reduction: NaN where one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def digits_of(x, largest, AXIS: tl.constexpr):
-    """x fp32, groups along AXIS whose largest magnitudes are `largest` -> 256 * high + low int32, and scales."""
-    largest = tl.maximum(largest, 1e-30)
-    steps = x * tl.expand_dims(STEPS / largest, AXIS)
+    """x fp32, groups along AXIS whose largest magnitudes (`larger`) are `largest` -> 256 * high + low int32,
+    and scales. What is not finite makes its group's scale so."""
+    largest = larger(largest, 1e-30)
+    steps = x * tl.expand_dims(1.0 / largest * STEPS, AXIS)
     # to the nearest, where numbers lie 1 apart
     return (steps + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000, largest / STEPS
 
@@ -55,7 +62,7 @@ def store_digits(x, codes, facts, row, group, ROWS, GROUPS, ROOM: tl.constexpr):
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1] // GROUP
     x = tl.reshape(x, (M, N, GROUP))
-    x, scale = digits_of(x, tl.max(tl.abs(x), 2), 2)
+    x, scale = digits_of(x, tl.reduce(tl.abs(x), 2, larger), 2)
     inside = (row < ROWS)[:, None] & (group < GROUPS)[None, :]
     place = group[None, :] * ROOM + row[:, None]
     tl.store(facts + place, scale, mask=inside)

@@ -7,9 +7,13 @@ from torch.nn import functional as F
 from offline_cuda import compiled
 from qrt.kernels import chain as package
 from qrt.kernels.chain import chain, fits, ref
+from qrt.kernels.chain.kernel import make_digits
+from qrt.kernels.rmsnorm import add_rmsnorm
+from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight, reference, relative
 
+GPU = torch.cuda.is_available()
 EPS = 1e-5
 # hidden, heads * head_dim, inner, q and k and v; odd: of units and of tiles, halves: half of a tile more
 SIZES = {
@@ -80,6 +84,7 @@ def test_one_token_is_no_worse_than_the_operators(device, name, bits, symmetric)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("tokens", [2, 7, 8, 9, 16])
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -95,6 +100,19 @@ def test_inputs_far_apart(device, inputs, times):
     spread = torch.ones(sizes[1], device=device, dtype=torch.bfloat16)
     spread[slice(*inputs)] = times
     check(sizes, 4, False, device, 16, spread)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so_and_with_its_token(device, value):
+    sizes = SIZES["0.6b"]
+    x, residual, prepared, norms = operands(sizes, four(sizes, 4, False, device), "w4a16", device, tokens=9)
+    want = chain(x, residual.clone(), *prepared, *norms, EPS, "w4a16")
+    x[3, 200] = value
+    got = chain(x, residual, *prepared, *norms, EPS, "w4a16")
+    assert not got[3].isfinite().any()
+    others = [t for t in range(9) if t != 3]
+    assert torch.equal(got[others], want[others])
 
 
 @pytest.mark.gpu
@@ -119,7 +137,9 @@ def test_behind_the_last_layer(device, name, tokens):
 def test_layers_in_a_graph_give_the_same_bits_every_time(device, tokens):
     """Launches that follow each other share counters and slots, and start before the one before is done."""
     sizes, scheme = SIZES["8b"], "w4a16"
-    x, residual, prepared, norms = operands(sizes, four(sizes, 4, False, device), scheme, device, tokens=tokens)
+    x, residual, prepared, norms = operands(
+        sizes, four(sizes, 4, False, device), scheme, device, tokens=tokens
+    )
 
     def layers(stream, count):
         y = x
@@ -136,6 +156,59 @@ def test_layers_in_a_graph_give_the_same_bits_every_time(device, tokens):
         stream.copy_(residual)
         graph.replay()
         assert torch.equal(out, want) and torch.equal(stream, alone)
+
+
+def decoded(digits):
+    """What `Digits` says of its tokens, fp64 [T, K], and half of each group's step."""
+    high, low = digits.codes[:, :, : digits.tokens].double().unbind(1)
+    scale, total = digits.facts[:, :, : digits.tokens].double()
+    codes = 256 * high + low
+    assert torch.equal(codes.sum(-1), total)
+    by_input = codes.unflatten(-1, (64, 2)).transpose(-1, -2).flatten(-2) * scale[..., None]
+    return by_input.transpose(0, 1).flatten(1), scale.T.repeat_interleave(128, 1) / 2
+
+
+def spread(tokens, inputs, device):
+    """Magnitudes from 1e-6 to 1e4, a group of zeros."""
+    x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(3))
+    x *= 10 ** torch.empty(tokens, inputs // 128, 1).uniform_(-6, 4).expand(-1, -1, 128).flatten(1)
+    x[0, :128] = 0
+    return x.to(device, torch.bfloat16 if GPU else torch.float32)
+
+
+@pytest.mark.parametrize("tokens, inputs, room", [(1, 128, 8), (3, 640, 8), (16, 1152, 16)])
+def test_digits_hold_sixteen_bits_of_a_group(device, tokens, inputs, room):
+    x = spread(tokens, inputs, device)
+    digits = make_digits(x, room)
+    got, half = decoded(digits)
+    assert digits.codes.shape == (inputs // 128, 2, room, 128)
+    assert ((got - x.double()).abs() <= 1.01 * half).all()
+    largest = x.double().view(tokens, -1, 128).abs().amax(-1).repeat_interleave(128, 1)
+    assert (half * 65024 <= 1.001 * largest.clamp(min=1e-30)).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_digits_of_what_is_not_finite(device, value):
+    x = spread(2, 384, device)
+    x[1, 130] = value
+    scale = make_digits(x, 8).facts[0, :, :2]
+    assert not scale[1, 1].isfinite()
+    assert scale.isfinite().sum() == 5
+
+
+@pytest.mark.parametrize("shares", [0, 3])
+def test_norms_leave_as_digits(device, shares):
+    """Of the sum that the plain norm rounds, in a residual that is the same."""
+    tokens, inputs = 5, 384
+    x, residual = spread(tokens, inputs, device), spread(tokens, inputs, device).flip(0)
+    weight = torch.rand(inputs, device=device).to(x.dtype)
+    parts = torch.randn(shares, tokens, inputs, device=device) if shares else x
+    ours, theirs = residual.clone(), residual.clone()
+    got, half = decoded(add_rmsnorm_digits(ours, parts, weight, EPS, 8))
+    want = add_rmsnorm(theirs, parts, weight, EPS)
+    assert torch.equal(ours, theirs)
+    assert ((got - want.double()).abs() <= 1.01 * half).all()
 
 
 def test_what_fits(device, monkeypatch):
@@ -155,6 +228,21 @@ def test_what_fits(device, monkeypatch):
         other = random_weight(592, 1024, 4, group, symmetric=False, dtype=dtype, perm=perm, device=device)
         tensors = WEIGHT_SCHEMES["w4a16"].prepare(other, torch.device(device), torch.bfloat16)
         assert not fits(x, residual, [*prepared[:3], tensors], none, "w4a16")
+    whole, most = SIZES["halves"], package.MOST_TOKENS
+    for bits, tokens, sizes, want in (
+        (4, 2, whole, True),
+        (4, most, whole, True),
+        (4, most + 1, whole, False),
+        (8, 1, whole, True),
+        (8, 2, whole, False),
+        (4, 2, SIZES["odd"], False),
+        (4, 2, (1152, 320, 1664, 1216), False),  # half a group of o's inputs
+        (4, 2, (1152, 384, 1600, 1216), False),  # of down's
+        (4, 2, (1152, 384, 1664, 1232), False),  # a quarter of a row block of q and k and v
+    ):
+        weights, scheme = four(sizes, bits, False, device), f"w{bits}a16"
+        few, stream, tensors, _ = operands(sizes, weights, scheme, device, tokens=tokens)
+        assert fits(few, stream, tensors, none, scheme) == want, (bits, tokens, sizes)
     monkeypatch.setattr(package, "is_hopper", lambda device: False)
     assert not fits(x, residual, prepared, none, "w4a16")
 
@@ -184,26 +272,28 @@ def test_operator():
 
 CODE = """
 import torch
-from qrt.kernels.one_token import kernel
+from qrt.kernels.chain import digits_kernel, kernel, one_token_kernel
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
-kernel.multiprocessors = lambda device: 132
-for bits, symmetric in ((4, False), (8, True)):
+one_token_kernel.multiprocessors = digits_kernel.multiprocessors = lambda device: 132
+for bits, symmetric in ((4, False), (4, True), (8, True)):
     scheme = f"w{bits}a16"
     weights = []
     for n, k in ((512, 256), (2048, 512), (512, 1024), (768, 512)):
         weight = random_weight(n, k, bits, 128, symmetric=symmetric, dtype=BF16)
         weights.append(WEIGHT_SCHEMES[scheme].prepare(weight, CPU, BF16))
     norm = torch.empty(512, dtype=BF16)
-    x = torch.empty(1, 256, dtype=BF16)
-    for qkv in weights[3], []:
-        kernel.chain(x, norm[None], *weights[:3], qkv, norm, norm, 1e-5, scheme)
+    for tokens in (1, 8, 16) if bits == 4 else (1,):
+        x, residual = torch.empty(tokens, 256, dtype=BF16), norm.repeat(tokens, 1)
+        for qkv in weights[3], []:
+            kernel.chain(x, residual, *weights[:3], qkv, norm, norm, 1e-5, scheme)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_kernel_compiles():
-    assert compiled(CODE) == {"_one_token": 4}
+    products = 2 * 2 * 3  # zero points or none; 8 or 16 tokens; plain, shares, gated
+    assert compiled(CODE) == {"_one_token": 6, "_make_digits": 2, "_digits_product": products, "_rmsnorm": 3}

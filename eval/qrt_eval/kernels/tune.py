@@ -27,6 +27,7 @@ from tqdm import tqdm
 from qrt.arch import ModelConfig
 from qrt.errors import ConfigError
 from qrt.kernels import tuned
+from qrt.kernels.chain import MOST_TOKENS
 from qrt.kernels.linear import int8_kernel, linear, linear_silu, linear_silu_int8
 from qrt.kernels.linear import kernel as tile_kernel
 from qrt.kernels.linear.int8_kernel import BlockPlan, HopperPlan
@@ -244,9 +245,12 @@ def _choose_in_layer(
     config: ModelConfig, scheme: str, ranked: Mapping[str, Sequence[tuned.Measured]],
     table: dict[str, tuned.Measured], device: torch.device,
 ) -> None:  # fmt: skip
-    """Of each product's fastest plans, leave that in `table` with which a layer is fastest."""
+    """Of each product's fastest plans, leave that in `table` with which a layer is fastest; the fastest alone
+    where a layer has them by `chain`, which has no plans."""
     model = layers(config, scheme, device)
     for width in LAYER_WIDTHS:
+        if width <= MOST_TOKENS and scheme == "w4a16":
+            continue
         keys = {Trial(scheme, k, n, width, None).key for k, n in products(config).values()} & ranked.keys()
         if not keys:
             continue

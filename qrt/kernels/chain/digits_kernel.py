@@ -7,7 +7,7 @@ two int8 digits (`Digits`), two columns of one wgmma. Sums over a group are exac
 group's scales and zero points in fp32.
 
 A warp asks for weights (TMA), before the kernel before is done, and for digits after that; the others
-multiply. Where K is split, the last program of an output block to arrive adds the partial sums in order.
+multiply.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ from qrt.kernels.linear.hopper_kernel import (
     of_weight,
     scale_of_run,
     store_block,
-    sum_splits,
 )
 from qrt.kernels.silu_mul.kernel import silu_times
-from qrt.quant.device import digits_of
+from qrt.quant.device import digits_of, larger
 from qrt.quant.digits import GROUP, Digits
-from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
+from qrt.quant.weight.tiles import TiledWeight
 
-SHARE = 8  # tiles of a split, at least
 _SWIZZLED = gl.NVMMASharedLayout(128, 8, 4)
 _FLAT = gl.NVMMASharedLayout(0, 32, 3)
 _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -51,13 +49,11 @@ _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
 @gluon.jit(do_not_specialize=["M", "tiles", "share"])
 def _digits_product(
-    x_desc, fact_desc, w_desc, scale_desc, zero_desc, Y, FACTS, PARTS, ARRIVALS, M, N, tiles, share,
+    x_desc, fact_desc, w_desc, scale_desc, zero_desc, Y, FACTS, M, N, tiles, share,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
-    HALVES: gl.constexpr, SPLIT: gl.constexpr, SHARES: gl.constexpr, STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
+    HALVES: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks / BLOCKS, splits): Y [M, N] = x [M, K] @ W.T for M <= BM, `share` tiles of K. SHARES: Y
-    [splits, M, N], what each split has of it.
+    """Grid (row blocks / BLOCKS, S): Y [S, M, N], what `share` tiles of K each have of x [M, K] @ W.T.
 
     With two HALVES half of the blocks are the gate, half the up of the same columns, and silu(gate) * up
     [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them.
@@ -84,8 +80,7 @@ def _digits_product(
     gl.warp_specialize(
         [
             (_multiply, (
-                ring, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N, SCALE, ASYMMETRIC, BM, ROWS, HALVES,
-                SPLIT, SHARES, STAGES, num_warps,
+                ring, Y, FACTS, block, steps, M, N, SCALE, ASYMMETRIC, BM, ROWS, HALVES, STAGES, num_warps,
             )),
             (_fetch, (
                 ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps, ASYMMETRIC, BM,
@@ -124,7 +119,9 @@ def _fetch_weights(
     arrived = ready.index(slot)
     mbarrier.expect(arrived, ROWS * (128 + 4 + 4 * ASYMMETRIC) + 4 * BM * (128 + 4), pred=wanted)
     tma.async_copy_global_to_shared(weight[0], [0, block, tile * 64, 0], arrived, w.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(weight[1], [0, block, tile * 64], arrived, scales.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(
+        weight[1], [0, block, tile * 64], arrived, scales.index(slot), pred=wanted
+    )
     if ASYMMETRIC:
         tma.async_copy_global_to_shared(
             weight[2], [0, block, tile * 64], arrived, zeros.index(slot), pred=wanted
@@ -142,11 +139,10 @@ def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted):
 
 @gluon.jit
 def _multiply(
-    ring, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr,
-    BM: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr, SPLIT: gl.constexpr, SHARES: gl.constexpr,
-    STAGES: gl.constexpr, num_warps: gl.constexpr,
+    ring, Y, FACTS, block, steps, M, N, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr,
+    ROWS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles as they come; write the sum, if it is the whole one or the last part of it."""
+    """Multiply the tiles as they come and write the sum."""
     w, scales, zeros, x, facts, ready, empty = ring
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * BM, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
@@ -175,18 +171,12 @@ def _multiply(
         mbarrier.arrive(empty.index(slot), count=1)
         acc += _scaled(high, scale, zero, x_scales[1], x_sums[1], 1, SCALE, ASYMMETRIC)
 
-    last = True
-    if SHARES:
+    if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
+        gate, up = gl.split(acc.to(gl.bfloat16).reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
+        _store_digits(silu_times(gate, up, True).to(gl.float32), Y, FACTS, block // 2, N // 256, BM)
+    else:
         Y += gl.program_id(1).to(gl.int64) * M * N
-    elif SPLIT:
-        acc, last = sum_splits(acc, PARTS, ARRIVALS, SUMS)
-    if last:
-        if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
-            y = acc.to(gl.bfloat16)
-            gate, up = gl.split(y.reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
-            _store_digits(silu_times(gate, up, True).to(gl.float32), Y, FACTS, block // 2, N // 256, BM)
-        else:
-            store_block(Y, acc.to(Y.dtype.element_ty), block * 64, 0, M, N, num_warps)
+        store_block(Y, acc.to(Y.dtype.element_ty), block * 64, 0, M, N, num_warps)
 
 
 @gluon.jit
@@ -194,7 +184,7 @@ def _store_digits(x, CODES, FACTS, group, groups, BM: gl.constexpr):
     """x fp32 [128, BM], one group of `Digits` of BM tokens."""
     lane = gl.arange(0, 128, layout=gl.SliceLayout(1, x.type.layout))
     token = gl.arange(0, BM, layout=gl.SliceLayout(0, x.type.layout))
-    codes, scale = digits_of(x, gl.max(gl.abs(x), 0), 0)
+    codes, scale = digits_of(x, gl.reduce(gl.abs(x), 0, larger), 0)
     gl.store(FACTS + group * BM + token, scale)
     gl.store(FACTS + (groups + group) * BM + token, gl.sum(codes, 0).to(gl.float32))
     at = (group * 2 * BM + gl.expand_dims(token, 0)) * 128 + gl.expand_dims(lane % 64 * 2 + lane // 64, 1)
@@ -242,64 +232,56 @@ def _scaled(
 
 
 class _Plan(NamedTuple):
-    """How `_digits_product` is launched: found at Llama-3-8B's sizes on an H200, in layers of 4, 8 and 16
+    """How `_digits_product` is launched; found at Llama-3-8B's sizes on an H200, in layers of 4, 8 and 16
     tokens (qrt/kernels/NOTES.md)."""
 
     blocks: int  # row blocks a program
-    splits: int
-    warps: int
+    warps: int  # that multiply
     stages: int  # tiles on their way or waiting
     registers: int  # of a thread, those that ask and wait counted in
 
 
-_GATED = _Plan(blocks=4, splits=1, warps=8, stages=5, registers=136)
-
-
-def _plan(x: Digits, weight: TiledWeight, shares: bool) -> _Plan:
-    """Where others sum the shares of K, one for every `SHARE` tiles, while all programs run at once, two an SM;
-    else so few that most SMs have a program."""
-    blocks, tiles = weight.packed.shape[:2]
-    sms = multiprocessors(x.codes.device)
-    most = 2 * sms // blocks if shares else 2 * sms // (3 * blocks)
-    splits = max(1, min(most, tiles // SHARE))
-    return _Plan(1, triton.cdiv(tiles, triton.cdiv(tiles, splits)), 4, 6 if shares else 8, 64)
+_PLAIN = _Plan(blocks=1, warps=4, stages=8, registers=64)
+_SHARES = _Plan(blocks=1, warps=4, stages=6, registers=64)  # two programs an SM
+_GATED = _Plan(blocks=4, warps=8, stages=5, registers=136)
+LEAST_SHARE = 8  # tiles
 
 
 def digits_product(x: Digits, weight: TiledWeight, dtype: torch.dtype) -> Tensor:
     """x [T, K] @ W.T in dtype, [T, N]."""
     y = torch.empty(x.tokens, weight.out_features, dtype=dtype, device=x.codes.device)
-    _launch(x, weight, y, _plan(x, weight, shares=False))
+    _launch(x, weight, _PLAIN, weight.packed.shape[1], y)
     return y
 
 
 def digits_shares(x: Digits, weight: TiledWeight) -> Tensor:
-    """fp32 [S, T, N], what each of S splits of K has of it."""
-    plan = _plan(x, weight, shares=True)
-    y = torch.empty(plan.splits, x.tokens, weight.out_features, device=x.codes.device)
-    _launch(x, weight, y, plan)
+    """fp32 [S, T, N], what each of S splits of K has of it: as many as run at once and are not short."""
+    blocks, tiles = weight.packed.shape[:2]
+    most = min(2 * multiprocessors(x.codes.device) // blocks, tiles // LEAST_SHARE)
+    share = triton.cdiv(tiles, max(1, most))
+    y = torch.empty(triton.cdiv(tiles, share), x.tokens, weight.out_features, device=x.codes.device)
+    _launch(x, weight, _SHARES, share, y)
     return y
 
 
 def gated_digits_product(x: Digits, weight: TiledWeight) -> Digits:
     """silu(gate) * up of it, [T, N / 2], with the roundings of bf16."""
     y = Digits.empty(x.tokens, weight.out_features // 2, x.codes.shape[2], x.codes.device)
-    _launch(x, weight, y.codes, _GATED, y.facts)
+    _launch(x, weight, _GATED, weight.packed.shape[1], y.codes, y.facts)
     return y
 
 
-def _launch(x: Digits, weight: TiledWeight, y: Tensor, plan: _Plan, facts: Tensor | None = None) -> None:
-    """y [T, N], or y [S, T, N] for shares, or codes and facts of Digits."""
+def _launch(
+    x: Digits, weight: TiledWeight, plan: _Plan, share: int, y: Tensor, facts: Tensor | None = None
+) -> None:
+    """`share` tiles of K a program. y [T, N] or [S, T, N], or with facts the codes of Digits."""
     (blocks, tiles), room = weight.packed.shape[:2], x.codes.shape[2]
-    halves, shares = 1 if facts is None else 2, y.dim() == 3
-    grid = (blocks // plan.blocks, plan.splits)
-    part = grid[0] * grid[1] * plan.blocks * TILE_ROWS * room if plan.splits > 1 and not shares else 0
-    _digits_product[grid](
+    halves = 1 if facts is None else 2
+    _digits_product[(blocks // plan.blocks, triton.cdiv(tiles, share))](
         of_tokens(x.codes, (2, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
-        *_of_tiles(weight, plan.blocks, halves), y, facts, torch.empty(part, device=y.device),
-        weight.arrivals, x.tokens, weight.out_features, tiles, triton.cdiv(tiles, plan.splits),
+        *_of_tiles(weight, plan.blocks, halves), y, facts, x.tokens, weight.out_features, tiles, share,
         SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, BM=room, BLOCKS=plan.blocks,
-        HALVES=halves, SPLIT=plan.splits > 1 and not shares, SHARES=shares, STAGES=plan.stages, num_warps=plan.warps,
-        maxnreg=plan.registers, launch_pdl=True,
+        HALVES=halves, STAGES=plan.stages, num_warps=plan.warps, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -309,4 +291,5 @@ def _of_tiles(weight: TiledWeight, blocks: int, halves: int) -> tuple[Any, Any, 
     shape, block = (halves, count // halves, tiles * rows), (halves, blocks // halves, rows)
     packed = of_weight(weight.packed, (*shape, 2 * words), torch.int8, (*block, 2 * words), _SWIZZLED)
     scale = of_weight(weight.scale, shape, torch.int32, block, _FLAT)
-    return packed, scale, of_weight(weight.zero, shape, torch.int32, block, _FLAT) if weight.zero.numel() else scale
+    zero = of_weight(weight.zero, shape, torch.int32, block, _FLAT) if weight.zero.numel() else scale
+    return packed, scale, zero

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,8 +14,9 @@ from qrt.kernels.chain.one_token_kernel import one_token
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, add_rmsnorm_digits
-from qrt.quant.device import store_digits
-from qrt.quant.digits import GROUP, Digits
+from qrt.quant import digits
+from qrt.quant.device import GROUP, store_digits
+from qrt.quant.digits import Digits
 from qrt.quant.weight.tiles import TiledWeight
 
 _GROUPS = 4  # that one program makes digits of
@@ -31,18 +31,18 @@ def _make_digits(
     row, first = tl.program_id(0), tl.program_id(1) * N
     k = first + tl.arange(0, N)
     x = tl.load(X + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-    group = first // 128 + tl.arange(0, N // 128)
-    store_digits(x[None, :], CODES, FACTS, row + tl.arange(0, 1), group, TOKENS, K // 128, ROOM)
+    group = first // GROUP + tl.arange(0, N // GROUP)
+    store_digits(x[None, :], CODES, FACTS, row + tl.arange(0, 1), group, TOKENS, K // GROUP, ROOM)
 
 
-def digits_of(x: Tensor, room: int) -> Digits:
+def make_digits(x: Tensor, room: int) -> Digits:
     """x [T, K] contiguous, T <= room, K in whole groups."""
     tokens, k = x.shape
-    digits, n = Digits.empty(tokens, k, room, x.device), _GROUPS * GROUP
+    made, n = Digits.empty(tokens, k, room, x.device), _GROUPS * digits.GROUP
     _make_digits[(tokens, triton.cdiv(k, n))](
-        x, digits.codes, digits.facts, tokens, k, room, n, num_warps=1, launch_pdl=overlaps(x.device)
+        x, made.codes, made.facts, tokens, k, room, n, num_warps=1, launch_pdl=overlaps(x.device)
     )
-    return digits
+    return made
 
 
 def chain(
@@ -61,7 +61,7 @@ def chain(
     if len(x) == 1:
         return one_token(x, residual, o, gate_up, down, qkv, mlp_norm, norm, eps, scheme)
     room = 8 if len(x) <= 8 else MOST_TOKENS
-    y = digits_shares(digits_of(x.contiguous(), room), TiledWeight(*o))
+    y = digits_shares(make_digits(x.contiguous(), room), TiledWeight(*o))
     y = gated_digits_product(add_rmsnorm_digits(residual, y, mlp_norm, eps, room), TiledWeight(*gate_up))
     y = digits_shares(y, TiledWeight(*down))
     if not qkv:

@@ -29,9 +29,9 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qrt.kernels.chain import UNIT
 from qrt.kernels.gpu import multiprocessors
 from qrt.kernels.linear.hopper_kernel import DTYPES, of_weight
-from qrt.kernels.chain import UNIT
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
 

@@ -1,9 +1,9 @@
 """Tile-major run-time layout of weight-only integers: one packing that the kernel reads at every T.
 
-A tile is 64 outputs x (planes * J) inputs, planes = 16 / bits: 64 rows of J int16 words. A word has one code
-of each plane: plane p's of word j belongs to input p*J + j of the tile, so a plane meets J consecutive inputs,
-and one `tl.dot` takes it as it leaves the unpacker: no shuffle, no permuted x. Tiles of one row block follow
-each other in memory, each in one piece (8 KB for J = 64).
+A tile is 64 outputs x (planes * J) inputs, planes = 16 / bits: 64 rows of J int16 words. A word has a code of
+each plane: that of plane p in word j belongs to input p*J + j of the tile, so a plane meets J consecutive
+inputs, and one `tl.dot` takes it as it leaves the unpacker: no shuffle, no permuted x. Tiles of one row block
+follow each other in memory, each in one piece (8 KB for J = 64).
 
     bits of word j, 4-bit codes:  15..12 | 11..8 | 7..4 | 3..0        8-bit codes:  15..8 | 7..0
     input within the tile:         3J+j  |  J+j  | 2J+j |  j                         J+j  |  j
