@@ -21,14 +21,11 @@ class Digits(NamedTuple):
              input 64*h + j, which is where `tiles` has the weights' codes
     facts    fp32 [2, K / 128, B]: the scale; the sum of 256 * high + low
     tokens   T; what lies beyond is not written
-    squares  fp32 [C, B] or None: x has still to be divided by its norm, sqrt(sum of these over C / K + eps)
     """
 
     codes: Tensor
     facts: Tensor
     tokens: int
-    squares: Tensor | None = None
-    eps: float = 0.0
 
     @classmethod
     def empty(cls, tokens: int, inputs: int, room: int, device: torch.device) -> Digits:
@@ -36,11 +33,3 @@ class Digits(NamedTuple):
         groups = inputs // GROUP
         codes = torch.empty(groups, 2, room, GROUP, dtype=torch.int8, device=device)
         return cls(codes, torch.empty(2, groups, room, device=device), tokens)
-
-    @classmethod
-    def of_norm(
-        cls, tokens: int, inputs: int, room: int, sums: int, eps: float, device: torch.device
-    ) -> Digits:
-        """The same with `squares` of so many sums."""
-        squares = torch.empty(sums, room, device=device)
-        return cls.empty(tokens, inputs, room, device)._replace(squares=squares, eps=eps)

@@ -47,14 +47,13 @@ _FLAT = gl.NVMMASharedLayout(0, 32, 3)
 _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
 
-@gluon.jit(do_not_specialize=["M", "K", "tiles", "share", "eps"])
+@gluon.jit(do_not_specialize=["M", "tiles", "share"])
 def _digits_product(
-    x_desc, fact_desc, w_desc, scale_desc, zero_desc, SQUARES, eps, Y, FACTS, M, N, K, tiles, share,
-    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, SUMS: gl.constexpr, BM: gl.constexpr,
-    BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    x_desc, fact_desc, w_desc, scale_desc, zero_desc, Y, FACTS, M, N, tiles, share,
+    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
+    HALVES: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks / BLOCKS, S): Y [S, M, N], what `share` tiles of K each have of x [M, K] @ W.T, where
-    there are SQUARES [SUMS, BM] divided by the norm of x.
+    """Grid (row blocks / BLOCKS, S): Y [S, M, N], what `share` tiles of K each have of x [M, K] @ W.T.
 
     With two HALVES half of the blocks are the gate, half the up of the same columns, and silu(gate) * up
     [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them.
@@ -81,8 +80,7 @@ def _digits_product(
     gl.warp_specialize(
         [
             (_multiply, (
-                ring, SQUARES, eps, Y, FACTS, block, steps, M, N, K, SCALE, ASYMMETRIC, SUMS, BM, ROWS,
-                HALVES, STAGES, num_warps,
+                ring, Y, FACTS, block, steps, M, N, SCALE, ASYMMETRIC, BM, ROWS, HALVES, STAGES, num_warps,
             )),
             (_fetch, (
                 ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps, ASYMMETRIC, BM,
@@ -141,9 +139,8 @@ def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted):
 
 @gluon.jit
 def _multiply(
-    ring, SQUARES, eps, Y, FACTS, block, steps, M, N, K, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr,
-    SUMS: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
+    ring, Y, FACTS, block, steps, M, N, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr,
+    ROWS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles as they come and write the sum."""
     w, scales, zeros, x, facts, ready, empty = ring
@@ -151,13 +148,11 @@ def _multiply(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     none = gl.zeros([ROWS, 2 * BM], gl.int32, MMA)
     acc = _high_and_low(none.to(gl.float32))[0]
-    ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+    SUMS: gl.constexpr = acc.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, SUMS)
     by_token = facts._reinterpret(gl.float32, [STAGES * 4, BM], _BY_COLUMN)
     gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
-    squares = gl.zeros([BM], gl.float32, COLUMN)
-    for i in gl.static_range(SUMS):
-        squares += gl.load(SQUARES + i * BM + gl.arange(0, BM, layout=COLUMN))
     for i in range(steps):
         slot = i % STAGES
         mbarrier.wait(ready.index(slot), i // STAGES & 1)
@@ -176,8 +171,6 @@ def _multiply(
         mbarrier.arrive(empty.index(slot), count=1)
         acc += _scaled(high, scale, zero, x_scales[1], x_sums[1], 1, SCALE, ASYMMETRIC)
 
-    if SUMS > 0:
-        acc *= gl.expand_dims(gl.rsqrt(squares / K + eps), 0)
     if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
         gate, up = gl.split(acc.to(gl.bfloat16).reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
         _store_digits(silu_times(gate, up, True).to(gl.float32), Y, FACTS, block // 2, N // 256, BM)
@@ -248,7 +241,7 @@ class _Plan(NamedTuple):
     registers: int  # of a thread, those that ask and wait counted in
 
 
-_PLAIN = _Plan(blocks=1, warps=4, stages=8, registers=80)
+_PLAIN = _Plan(blocks=1, warps=4, stages=8, registers=64)
 _SHARES = _Plan(blocks=1, warps=4, stages=6, registers=64)  # two programs an SM
 _GATED = _Plan(blocks=4, warps=8, stages=5, registers=136)
 LEAST_SHARE = 8  # tiles
@@ -286,11 +279,9 @@ def _launch(
     halves = 1 if facts is None else 2
     _digits_product[(blocks // plan.blocks, triton.cdiv(tiles, share))](
         of_tokens(x.codes, (2, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
-        *_of_tiles(weight, plan.blocks, halves), x.squares, x.eps, y, facts, x.tokens, weight.out_features,
-        len(x.codes) * GROUP, tiles, share, SCALE=DTYPES[weight.scale.dtype],
-        ASYMMETRIC=weight.zero.numel() > 0, SUMS=0 if x.squares is None else len(x.squares), BM=room,
-        BLOCKS=plan.blocks, HALVES=halves, STAGES=plan.stages, num_warps=plan.warps,
-        maxnreg=plan.registers, launch_pdl=True,
+        *_of_tiles(weight, plan.blocks, halves), y, facts, x.tokens, weight.out_features, tiles, share,
+        SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, BM=room, BLOCKS=plan.blocks,
+        HALVES=halves, STAGES=plan.stages, num_warps=plan.warps, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -237,7 +237,7 @@ def _launch(
     q: Tensor, kv: Sequence[Tensor], slot_table: Tensor, parts: Tensor, format: str, scale: float,
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Parts fp32 [P, Hq, D] and their base-2 log-sum-exp [P, Hq]; with `out` those that were merged."""
+    """Parts fp32 [P, Hq, D] and their base-2 log-sum-exp [P, Hq]; all of them are there only without `out`."""
     B, Hq, D = expect(q, "B Hq D", name="q").values()
     Hkv = kv[0].shape[1]
     P = expect(parts, f"P {FIELDS}", torch.int32, "parts")["P"]

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
-from qrt.quant.device import token_codes, token_scale
+from qrt.quant.device import GROUP, store_digits, token_codes, token_scale
+from qrt.quant.digits import Digits
 
 _BLOCK_ELEMENTS = 2048  # rows shorter than this share a program
 
@@ -20,12 +21,12 @@ _BLOCK_ELEMENTS = 2048  # rows shorter than this share a program
 @triton.jit(do_not_specialize=["ROWS"])
 def _rmsnorm(
     X, IDS, RESIDUAL, WEIGHT, Y, SCALES, ROWS, HEADS, token_stride, head_stride, residual_stride, eps,
-    K: tl.constexpr, SHARES: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
+    K: tl.constexpr, SHARES: tl.constexpr, INT8: tl.constexpr, ROOM: tl.constexpr, ASM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token r // HEADS, whose place in X is that
     or in IDS. With IDS RESIDUAL gets X's row, without them it is added. Of SHARES of X [SHARES, ROWS, K] the
-    sum counts. INT8: Y takes codes."""
+    sum counts. INT8: Y takes codes. ROOM, unless 0: Y and SCALES are those of `Digits`."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
     inside = (row < ROWS)[:, None] & (k < K)[None, :]
@@ -50,20 +51,25 @@ def _rmsnorm(
     mean = tl.sum(wide * wide, 1) / K
     normal = (wide * tl.rsqrt(mean + eps)[:, None]).to(x.dtype).to(tl.float32)
     y = (normal * weight[None, :]).to(x.dtype)
-    if INT8:
-        y = y.to(tl.float32)
-        scale = token_scale(tl.max(tl.abs(y), 1))
-        y = token_codes(y, scale[:, None], ASM)
-        tl.store(SCALES + row, scale, mask=row < ROWS)
-    tl.store(Y + row[:, None] * K + k[None, :], y, mask=inside)
+    if ROOM > 0:  # beyond K x is zero
+        group = tl.arange(0, BLOCK_K // GROUP)
+        store_digits(y.to(tl.float32), Y, SCALES, row, group, ROWS, K // GROUP, ROOM)
+    else:
+        if INT8:
+            y = y.to(tl.float32)
+            scale = token_scale(tl.max(tl.abs(y), 1))
+            y = token_codes(y, scale[:, None], ASM)
+            tl.store(SCALES + row, scale, mask=row < ROWS)
+        tl.store(Y + row[:, None] * K + k[None, :], y, mask=inside)
 
 
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None,
-    ids: Tensor | None = None, shares: int = 0,
+    ids: Tensor | None = None, shares: int = 0, room: int = 0,
 ) -> None:  # fmt: skip
     """x [T, H, K] with dense rows, or those of ids [T] -> dense y [T, H, K]; residual [T, K]. With shares x
-    is the first of so many fp32 [T, 1, K] behind each other. With scale fp32 [T*H] y is int8."""
+    is the first of so many fp32 [T, 1, K] behind each other. With scale fp32 [T*H] y is int8; with room y and
+    scale are those of Digits."""
     tokens, heads, k = x.shape
     rows = (tokens if ids is None else len(ids)) * heads
     if rows == 0:
@@ -73,7 +79,7 @@ def _launch(
     _rmsnorm[(triton.cdiv(rows, block_rows),)](
         x, ids, residual, weight, y, scale, rows, heads, x.stride(0), x.stride(1),
         0 if residual is None else residual.stride(0), eps,
-        K=k, SHARES=shares, INT8=scale is not None, ASM=not triton.knobs.runtime.interpret,
+        K=k, SHARES=shares, INT8=scale is not None, ROOM=room, ASM=not triton.knobs.runtime.interpret,
         BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=min(16, max(1, block_rows * block_k // 256)),
         launch_pdl=overlaps(x.device),
     )  # fmt: skip
@@ -112,9 +118,17 @@ def add_rmsnorm_int8(residual: Tensor, x: Tensor, weight: Tensor, eps: float) ->
     return codes, scale
 
 
+def add_rmsnorm_digits(residual: Tensor, x: Tensor, weight: Tensor, eps: float, room: int) -> Digits:
+    """`add_rmsnorm` of T <= room tokens, bf16, K in whole groups."""
+    digits = Digits.empty(*residual.shape, room, x.device)
+    _launch_add(residual, x, weight, eps, digits.codes, digits.facts, room)
+    return digits
+
+
 def _launch_add(
-    residual: Tensor, x: Tensor, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None
-) -> None:
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None,
+    room: int = 0,
+) -> None:  # fmt: skip
     """x [T, K], or its shares fp32 [S, T, K]."""
     x, shares = x.contiguous(), len(x) if x.dim() == 3 else 0
-    _launch((x[0] if shares else x).unsqueeze(1), residual, weight, eps, y, scale, shares=shares)
+    _launch((x[0] if shares else x).unsqueeze(1), residual, weight, eps, y, scale, shares=shares, room=room)
