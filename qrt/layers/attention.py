@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qrt.kernels.decode_attention import decode_attention, decode_attention_parts
+from qrt.kernels.decode_attention import decode_attention
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
 from qrt.kernels.step import StepMeta
@@ -48,23 +48,10 @@ class Attention:
     def __call__(self, qkv: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
         """What `self.qkv` gave [T, (Hq + 2*Hkv)*D] -> what `self.o` takes [T, Hq*D]; writes K and V of the
         step's tokens into `kv`."""
-        q, k, v = self._written(qkv, step, kv, rope)
-        return self._attend(q, k, v, step, kv).flatten(1)
-
-    def in_parts(self, qkv: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> list[Tensor]:
-        """The same of a step in which all decode, as `chain` takes parts."""
-        q, _, _ = self._written(qkv, step, kv, rope)
-        assert step.decode is not None
-        parts = step.decode.parts
-        return [*decode_attention_parts(q, kv.buffers, step.slot_table, parts, kv.format, self.scale), parts]
-
-    def _written(
-        self, qkv: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of `heads`, of which K and V are in `kv` and q is in its basis."""
         q, k, v = self.heads(qkv)
-        kv_write(q, k, v, *rope, step.positions, step.slots, kv.buffers, kv.smoothing, kv.format)
-        return q, k, v
+        cos, sin = rope
+        kv_write(q, k, v, cos, sin, step.positions, step.slots, kv.buffers, kv.smoothing, kv.format)
+        return self._attend(q, k, v, step, kv).flatten(1)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Hq, D], k and v [T, Hkv, D], q and k before RoPE; without norms, views."""

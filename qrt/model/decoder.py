@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qrt.arch import ModelConfig
-from qrt.kernels.chain import MOST_TOKENS, chain, fits, fits_parts
+from qrt.kernels.chain import MOST_TOKENS, chain, fits
 from qrt.kernels.step import StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
@@ -39,37 +39,26 @@ class DecoderLayer:
         Returns `norm`, the one that follows, of it [T, H], or what `reader`, the one Linear that reads that,
         makes of it.
         """
-        chained = self._chained(norm, reader, residual)
-        if chained and step.prefill is None and fits_parts(len(residual), self.attention.head_dim):
-            attended = self.attention.in_parts(qkv, step, kv, rope)
-            return self._chain(attended, chained, norm, residual)
         return self.after_attention(self.attention(qkv, step, kv, rope), norm, reader, residual)
 
     def after_attention(self, y: Tensor, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> Tensor:
         """The rest of a call, from what the heads attended, y [T, Hq*D]."""
-        if chained := self._chained(norm, reader, residual):
-            return self._chain([y], chained, norm, residual)
+        linears = [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
+        if len(y) <= MOST_TOKENS and self.mlp_norm.eps == norm.eps and _fits(y, linears, residual):
+            tensors = [x.tensors for x in linears] + ([] if reader else [[]])
+            norms = self.mlp_norm.weight, norm.weight, norm.eps
+            return chain(y, residual, *tensors, *norms, self.mlp.down.scheme)
         y = self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o.shares(y)))
         return reader(norm.add_for(reader, residual, y)) if reader else norm.add(residual, y)
 
-    def _chained(self, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> list[Linear]:
-        """The products between the attention of two layers where `chain` takes them, or none."""
-        linears = [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
-        if len(residual) > MOST_TOKENS or self.mlp_norm.eps != norm.eps:
-            return []
-        if len({own.scheme for own in linears}) > 1:
-            return []
-        tensors, biases = [own.tensors for own in linears], [own.bias for own in linears]
-        attended = self.attention.qkv_heads[0] * self.attention.head_dim
-        return linears if fits(attended, residual, tensors, biases, linears[0].scheme) else []
 
-    def _chain(
-        self, attended: Sequence[Tensor], linears: list[Linear], norm: RMSNorm, residual: Tensor
-    ) -> Tensor:
-        tensors = [own.tensors for own in linears] + [[]] * (4 - len(linears))
-        norms = self.mlp_norm.weight, norm.weight, norm.eps
-        y: Tensor = chain(attended, residual, *tensors, *norms, self.mlp.down.scheme)
-        return y
+def _fits(x: Tensor, linears: Sequence[Linear], residual: Tensor) -> bool:
+    """Whether `chain` takes what is between the attention of two layers."""
+    if len({own.scheme for own in linears}) > 1:
+        return False
+    return fits(
+        x, residual, [own.tensors for own in linears], [own.bias for own in linears], linears[0].scheme
+    )
 
 
 class Decoder:

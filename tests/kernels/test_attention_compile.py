@@ -9,7 +9,7 @@ CODE = """
 import torch
 from qrt.kernels import gpu
 gpu.overlaps = lambda device: True  # as on the GPU that is compiled for
-from qrt.kernels.decode_attention.kernel import decode_attention, decode_attention_parts
+from qrt.kernels.decode_attention.kernel import decode_attention
 from qrt.kernels.kv_write.kernel import kv_write
 from qrt.kernels.prefill_attention.kernel import prefill_attention
 from qrt.kernels.token_inputs.kernel import token_inputs
@@ -28,7 +28,6 @@ for name, dtype, Hq, Hkv, D, attend_cache in (
     angles, smooth = torch.zeros(64, D // 2), torch.zeros(3, Hkv, D)
     kv_write(q, k, v, angles, angles, index, index, kv, smooth if name != "fp16" else None, name)
     decode_attention(q, kv, table, index, index, parts, name, 0.1)
-    decode_attention_parts(q, kv, table, parts, name, 0.1)
     chunk = index[:4], index[:5], index[:5], 16, 64, 32, attend_cache
     prefill_attention(q, k, v, kv, table, *chunk, name, 0.1)
 for n in (1, 48):
@@ -40,6 +39,6 @@ for n in (1, 48):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_attention_kernels_compile():
     assert compiled(CODE) == {  # int8 and int4 share what they can
-        "_kv_write_kernel": 6, "_attend_kernel": 12, "_gather_kernel": 6,
+        "_kv_write_kernel": 6, "_attend_kernel": 6, "_gather_kernel": 6,
         "_prefill_kernel": 4, "_token_inputs": 2,
     }  # fmt: skip

@@ -6,10 +6,8 @@ from torch.nn import functional as F
 
 from offline_cuda import compiled
 from qrt.kernels import chain as package
-from qrt.kernels.chain import chain, fits, fits_parts, ref
-from qrt.kernels.chain.kernel import make_digits, merge_digits
-from qrt.kernels.decode_attention.plan import cut
-from qrt.kernels.decode_attention.ref import merged
+from qrt.kernels.chain import chain, fits, ref
+from qrt.kernels.chain.kernel import make_digits
 from qrt.kernels.rmsnorm import add_rmsnorm
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -66,11 +64,11 @@ def check(sizes, bits, symmetric, device, tokens, spread=None):
     x, residual, prepared, norms = operands(sizes, weights, scheme, device, tokens=tokens)
     if spread is not None:
         x *= spread
-    assert fits(x.shape[1], residual, prepared, [None] * 4, scheme)
+    assert fits(x, residual, prepared, [None] * 4, scheme)
     want_residual, want = exact(x, residual, weights, norms)
     ours, theirs = residual.clone(), residual.clone()
-    got = chain([x], ours, *prepared, *norms, EPS, scheme)
-    plain = ref.chain([x], theirs, *prepared, *norms, EPS, scheme)
+    got = chain(x, ours, *prepared, *norms, EPS, scheme)
+    plain = ref.chain(x, theirs, *prepared, *norms, EPS, scheme)
     assert got.shape == want.shape and got.dtype == x.dtype
     assert relative(got, want) <= 1.05 * relative(plain, want) + 1e-4
     assert relative(ours, want_residual) <= 1.05 * relative(theirs, want_residual) + 1e-5
@@ -95,21 +93,6 @@ def test_few_tokens_are_no_worse_than_the_operators(device, name, symmetric, tok
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("counts", [[6] * 16, [1, 50], [1] * 9])
-def test_what_was_attended_may_come_in_parts(device, counts):
-    weights, tokens = four(SIZES["8b"], 4, False, device), len(counts)
-    _, residual, prepared, norms = operands(SIZES["8b"], weights, "w4a16", device, tokens=tokens)
-    parts = attended_in_parts(counts, 32, 128, device)
-    x = merged(*parts, tokens).to(residual.dtype).flatten(1)
-    want_residual, want = exact(x, residual, weights, norms)
-    ours, theirs = residual.clone(), residual.clone()
-    got = chain(parts, ours, *prepared, *norms, EPS, "w4a16")
-    plain = ref.chain(parts, theirs, *prepared, *norms, EPS, "w4a16")
-    assert relative(got, want) <= 1.05 * relative(plain, want) + 1e-4
-    assert relative(ours, want_residual) <= 1.05 * relative(theirs, want_residual) + 1e-5
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("inputs, times", [((5, None, 1024), 1e3), ((0, 128), 1e3), ((128, 384), 0.0)])
 def test_inputs_far_apart(device, inputs, times):
     """One input in a thousand or a group of them huge, as down has them; groups of zeros."""
@@ -124,9 +107,9 @@ def test_inputs_far_apart(device, inputs, times):
 def test_what_is_not_finite_stays_so_and_with_its_token(device, value):
     sizes = SIZES["0.6b"]
     x, residual, prepared, norms = operands(sizes, four(sizes, 4, False, device), "w4a16", device, tokens=9)
-    want = chain([x], residual.clone(), *prepared, *norms, EPS, "w4a16")
+    want = chain(x, residual.clone(), *prepared, *norms, EPS, "w4a16")
     x[3, 200] = value
-    got = chain([x], residual, *prepared, *norms, EPS, "w4a16")
+    got = chain(x, residual, *prepared, *norms, EPS, "w4a16")
     assert not got[3].isfinite().any()
     others = [t for t in range(9) if t != 3]
     assert torch.equal(got[others], want[others])
@@ -139,10 +122,10 @@ def test_behind_the_last_layer(device, name, tokens):
     """Without qkv: the norm, and the residual is the same bit for bit."""
     weights = four(SIZES[name], 4, False, device)
     x, residual, (*prepared, qkv), norms = operands(SIZES[name], weights, "w4a16", device, tokens=tokens)
-    assert fits(x.shape[1], residual, prepared, [None] * 3, "w4a16")
+    assert fits(x, residual, prepared, [None] * 3, "w4a16")
     ours, theirs = residual.clone(), residual.clone()
-    got = chain([x], ours, *prepared, [], *norms, EPS, "w4a16")
-    chain([x], theirs, *prepared, qkv, *norms, EPS, "w4a16")
+    got = chain(x, ours, *prepared, [], *norms, EPS, "w4a16")
+    chain(x, theirs, *prepared, qkv, *norms, EPS, "w4a16")
     assert torch.equal(ours, theirs)
     want = ours.double()
     want = want / (want.square().mean(-1, keepdim=True) + EPS).sqrt() * norms[1].double()
@@ -161,7 +144,7 @@ def test_layers_in_a_graph_give_the_same_bits_every_time(device, tokens):
     def layers(stream, count):
         y = x
         for _ in range(count):
-            y = chain([y[:, : x.shape[1]]], stream, *prepared, *norms, EPS, scheme)
+            y = chain(y[:, : x.shape[1]], stream, *prepared, *norms, EPS, scheme)
         return y
 
     alone = residual.clone()
@@ -204,29 +187,6 @@ def test_digits_hold_sixteen_bits_of_a_group(device, tokens, inputs, room):
     assert (half * 65024 <= 1.001 * largest.clamp(min=1e-30)).all()
 
 
-def attended_in_parts(counts, heads, head_dim, device):
-    """Parts of requests of so many, as `decode_attention_parts` leaves them, and their plan."""
-    gen = torch.Generator().manual_seed(sum(counts))
-    lens = torch.tensor(counts, dtype=torch.int32) * 64
-    rows = torch.arange(len(counts), dtype=torch.int32)
-    parts = cut(rows, lens, torch.full_like(lens, 64), sum(counts) + 3)
-    partial = torch.randn(len(parts), heads, head_dim, generator=gen)
-    lse = torch.randn(len(parts), heads, generator=gen) * 20
-    none = parts[:, 0] < 0
-    partial[none], lse[none] = torch.nan, torch.nan
-    return [x.to(device) for x in (partial, lse, parts)]
-
-
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-@pytest.mark.parametrize("counts", [[1], [3, 1, 2], [16, 17, 40, 1]])
-def test_parts_are_added_on_the_way_to_digits(device, counts, head_dim):
-    partial, lse, parts = attended_in_parts(counts, 8, head_dim, device)
-    got, half = decoded(merge_digits(partial, lse, parts, len(counts), 8))
-    want = merged(partial.double(), lse.double(), parts, len(counts)).flatten(1)
-    rounding = want.abs() / (256 if GPU else 128)  # to bf16, cut off in the interpreter
-    assert ((got - want).abs() <= 1.01 * half + rounding).all()
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_digits_of_what_is_not_finite(device, value):
@@ -256,10 +216,10 @@ def test_what_fits(device, monkeypatch):
     weights = four(SIZES["odd"], 4, False, device)
     x, residual, prepared, _ = operands(SIZES["odd"], weights, "w4a16", device)
     none = [None] * 4
-    assert fits(x.shape[1], residual, prepared, none, "w4a16")
-    assert not fits(x.shape[1], residual.repeat(2, 1), prepared, none, "w4a16")
-    assert not fits(x.shape[1], residual.half(), prepared, none, "w4a16")
-    assert not fits(x.shape[1], residual, prepared, [None, None, None, residual[0]], "w4a16")
+    assert fits(x, residual, prepared, none, "w4a16")
+    assert not fits(x.repeat(2, 1), residual.repeat(2, 1), prepared, none, "w4a16")
+    assert not fits(x, residual.half(), prepared, none, "w4a16")
+    assert not fits(x, residual, prepared, [None, None, None, residual[0]], "w4a16")
     for group, perm, dtype in (
         (32, False, torch.bfloat16),
         (128, True, torch.bfloat16),
@@ -267,7 +227,7 @@ def test_what_fits(device, monkeypatch):
     ):
         other = random_weight(592, 1024, 4, group, symmetric=False, dtype=dtype, perm=perm, device=device)
         tensors = WEIGHT_SCHEMES["w4a16"].prepare(other, torch.device(device), torch.bfloat16)
-        assert not fits(x.shape[1], residual, [*prepared[:3], tensors], none, "w4a16")
+        assert not fits(x, residual, [*prepared[:3], tensors], none, "w4a16")
     whole, most = SIZES["halves"], package.MOST_TOKENS
     for bits, tokens, sizes, want in (
         (4, 2, whole, True),
@@ -282,14 +242,9 @@ def test_what_fits(device, monkeypatch):
     ):
         weights, scheme = four(sizes, bits, False, device), f"w{bits}a16"
         few, stream, tensors, _ = operands(sizes, weights, scheme, device, tokens=tokens)
-        assert fits(few.shape[1], stream, tensors, none, scheme) == want, (bits, tokens, sizes)
+        assert fits(few, stream, tensors, none, scheme) == want, (bits, tokens, sizes)
     monkeypatch.setattr(package, "is_hopper", lambda device: False)
-    assert not fits(x.shape[1], residual, prepared, none, "w4a16")
-
-
-def test_what_may_come_in_parts():
-    assert fits_parts(2, 128) and fits_parts(16, 64)
-    assert not fits_parts(1, 128) and not fits_parts(2, 96)
+    assert not fits(x, residual, prepared, none, "w4a16")
 
 
 def test_operator():
@@ -300,14 +255,14 @@ def test_operator():
     ]
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
     want_residual, want = exact(x, residual, weights, norms)
-    args = ([x], residual, *prepared, *norms, EPS, "w4a16")
+    args = (x, residual, *prepared, *norms, EPS, "w4a16")
     names = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.qrt.chain.default, args, test_utils=names)
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
-    got = ref.chain([x], residual, *prepared, *norms, EPS, "w4a16")
+    got = ref.chain(x, residual, *prepared, *norms, EPS, "w4a16")
     assert relative(got, want) < 1e-5 and relative(residual, want_residual) < 1e-5
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
-    args = ([x], residual, *prepared[:3], [], *norms, EPS, "w4a16")
+    args = (x, residual, *prepared[:3], [], *norms, EPS, "w4a16")
     torch.library.opcheck(torch.ops.qrt.chain.default, args, test_utils=names)
     got = ref.chain(*args)
     want = residual.double()
@@ -333,10 +288,7 @@ for bits, symmetric in ((4, False), (4, True), (8, True)):
     for tokens in (1, 8, 16) if bits == 4 else (1,):
         x, residual = torch.empty(tokens, 256, dtype=BF16), norm.repeat(tokens, 1)
         for qkv in weights[3], []:
-            kernel.chain([x], residual, *weights[:3], qkv, norm, norm, 1e-5, scheme)
-    parts = [torch.empty(9, 2, 128), torch.empty(9, 2), torch.empty(9, 8, dtype=torch.int32)]
-    if bits == 4:
-        kernel.chain(parts, residual, *weights[:3], qkv, norm, norm, 1e-5, scheme)
+            kernel.chain(x, residual, *weights[:3], qkv, norm, norm, 1e-5, scheme)
 """
 
 
@@ -344,10 +296,4 @@ for bits, symmetric in ((4, False), (4, True), (8, True)):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_kernel_compiles():
     products = 2 * 2 * 3  # zero points or none; 8 or 16 tokens; plain, shares, gated
-    assert compiled(CODE) == {
-        "_one_token": 6,
-        "_make_digits": 2,
-        "_merge_digits": 1,
-        "_digits_product": products,
-        "_rmsnorm": 3,
-    }
+    assert compiled(CODE) == {"_one_token": 6, "_make_digits": 2, "_digits_product": products, "_rmsnorm": 3}

@@ -34,7 +34,6 @@ def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
     assert got[4].shape == parts.shape
     live = parts[:, 0] >= 0
     assert torch.equal(got[4][:, 0], parts[:, 0]) and torch.equal(got[4][live, :6], parts[live, :6])
-    assert torch.equal(got[4][:tokens, 6], parts[:tokens, 6])
     assert [x.dtype for x in got] == [torch.int64] + [torch.int32] * 4
 
 

@@ -1,8 +1,6 @@
 """chain: what lies between one layer's attention and the next one's, for a few tokens.
 
-chain(x: [what was attended, [T, Hq*D]], or that in parts: their plan behind both results of
-      `decode_attention_parts`,
-      residual [T, H], o, gate_up, down, qkv: run-time tensors of weight-only schemes,
+chain(x [T, Hq*D], residual [T, H], o, gate_up, down, qkv: run-time tensors of weight-only schemes,
       mlp_norm [H], norm [H], eps, scheme) -> the next layer's q, k and v [T, (Hq + 2*Hkv)*D]
 
     residual += o(x)
@@ -35,15 +33,15 @@ UNIT = 16  # rows of a product that one program multiplies at a time for one tok
 
 
 def fits(
-    attended: int,
+    x: Tensor,
     residual: Tensor,
     weights: Sequence[Sequence[Tensor]],
     biases: Sequence[Tensor | None],
     scheme: str,
 ) -> bool:
-    """Whether the kernels take these products, those of o, of `attended` inputs, gate_up and down first: bf16
-    on a Hopper GPU, weight-only integers with 16-bit scales of 64 inputs or more, neither reordered nor
-    biased; more tokens than one with 4 bits and whole groups of 128 inputs only."""
+    """Whether the kernels take these products, those of o, gate_up and down first: bf16 on a Hopper GPU,
+    weight-only integers with 16-bit scales of 64 inputs or more, neither reordered nor biased; more tokens
+    than one with 4 bits and whole groups of 128 inputs only."""
     kind, tokens = WEIGHT_SCHEMES[scheme], residual.shape[0]
     if not 1 <= tokens <= MOST_TOKENS or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):
         return False
@@ -54,15 +52,10 @@ def fits(
         return False
     halves = tiled[1].out_features
     if tokens > 1:
-        whole = all(inputs % GROUP == 0 for inputs in (attended, residual.shape[1], halves // 2))
+        whole = all(inputs % GROUP == 0 for inputs in (x.shape[1], residual.shape[1], halves // 2))
         return kind.bits == 4 and whole and all(w.out_features % TILE_ROWS == 0 for w in tiled)
     inputs = max(w.packed.shape[1] * (16 // kind.bits) * w.packed.shape[3] for w in tiled)
     return halves % (2 * UNIT) == 0 and inputs <= MOST_INPUTS  # gate and up of a unit each
-
-
-def fits_parts(tokens: int, head_dim: int) -> bool:
-    """Whether what so many tokens attended may come in parts, where `fits`."""
-    return tokens > 1 and head_dim & (head_dim - 1) == 0
 
 
 def _takes(weight: TiledWeight, first: TiledWeight) -> bool:
@@ -78,7 +71,7 @@ def _takes(weight: TiledWeight, first: TiledWeight) -> bool:
 
 
 def _fake(
-    x: Sequence[Tensor],
+    x: Tensor,
     residual: Tensor,
     o: Sequence[Tensor],
     gate_up: Sequence[Tensor],
@@ -89,12 +82,11 @@ def _fake(
     eps: float,
     scheme: str,
 ) -> Tensor:
-    width = WEIGHT_SCHEMES[scheme].out_features(qkv) if qkv else residual.shape[1]
-    return residual.new_empty(residual.shape[0], width)
+    return x.new_empty(x.shape[0], WEIGHT_SCHEMES[scheme].out_features(qkv) if qkv else residual.shape[1])
 
 
 chain = define(
-    "chain(Tensor[] x, Tensor(a!) residual, Tensor[] o, Tensor[] gate_up, Tensor[] down, Tensor[] qkv, "
+    "chain(Tensor x, Tensor(a!) residual, Tensor[] o, Tensor[] gate_up, Tensor[] down, Tensor[] qkv, "
     "Tensor mlp_norm, Tensor norm, float eps, str scheme) -> Tensor",
     ref=ref.chain,
     triton="qrt.kernels.chain.kernel:chain",

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from qrt.kernels.decode_attention.ref import merged
 from qrt.kernels.linear import linear
 from qrt.kernels.rmsnorm import add_rmsnorm
 from qrt.kernels.silu_mul import silu_mul
 
 
 def chain(
-    x: Sequence[Tensor],
+    x: Tensor,
     residual: Tensor,
     o: Sequence[Tensor],
     gate_up: Sequence[Tensor],
@@ -25,8 +24,7 @@ def chain(
     scheme: str,
 ) -> Tensor:
     """See the package's docstring."""
-    attended = x[0] if len(x) == 1 else merged(*x, len(residual)).to(residual.dtype).flatten(1)
-    y = add_rmsnorm(residual, linear(attended, o, None, scheme), mlp_norm, eps)
+    y = add_rmsnorm(residual, linear(x, o, None, scheme), mlp_norm, eps)
     y = linear(silu_mul(linear(y, gate_up, None, scheme)), down, None, scheme)
     y = add_rmsnorm(residual, y, norm, eps)
     return linear(y, qkv, None, scheme) if qkv else y

@@ -6,9 +6,6 @@ rows, kv_lens int32 [B]: row of the table, tokens to attend; parts int32 [P, 8]:
 Query head h reads KV head h // (Hq/Hkv). Returns softmax(scale * q K^T) V, [B, Hq, D] in q's dtype and the
 model's basis; zeros where kv_lens is 0.
 
-decode_attention_parts: the same of each part, for a reader that adds them: fp32 [P, Hq, D], and the base-2
-log-sum-exp of its logits [P, Hq] (0 of no tokens). Entries without a part are not written.
-
 The grid depends on shapes only and parts are read on the device, so a CUDA graph captured once serves
 every context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
@@ -17,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from qrt.kernels.decode_attention import ref
@@ -37,25 +33,10 @@ def _fake(
     return q.new_empty(q.shape)
 
 
-def _fake_parts(
-    q: Tensor, kv: Sequence[Tensor], slot_table: Tensor, parts: Tensor, format: str, scale: float
-) -> tuple[Tensor, Tensor]:
-    shape = parts.shape[0], *q.shape[1:]
-    return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape[:2], dtype=torch.float32)
-
-
 decode_attention = define(
     "decode_attention(Tensor q, Tensor[] kv, Tensor slot_table, Tensor rows, Tensor kv_lens, "
     "Tensor parts, str format, float scale) -> Tensor",
     ref=ref.decode_attention,
     triton="qrt.kernels.decode_attention.kernel:decode_attention",
     fake=_fake,
-)
-
-decode_attention_parts = define(
-    "decode_attention_parts(Tensor q, Tensor[] kv, Tensor slot_table, Tensor parts, str format, float scale) "
-    "-> (Tensor, Tensor)",
-    ref=ref.decode_attention_parts,
-    triton="qrt.kernels.decode_attention.kernel:decode_attention_parts",
-    fake=_fake_parts,
 )

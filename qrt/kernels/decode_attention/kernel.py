@@ -1,4 +1,4 @@
-"""Triton kernel of decode_attention and its parts: see the package's docstring for the contract.
+"""Triton kernel of decode_attention: see the package's docstring for the contract.
 
 A program attends one part (`plan`) of one request's tokens for the query heads of one KV head, or of two that
 are read side by side. The last of up to `FAN_IN` parts to arrive merges them by their base-2 log-sum-exp, the
@@ -63,7 +63,7 @@ def _is_last(arrivals, count):
 
 
 @triton.jit
-def merged(
+def _merged(
     partial, lse, at, live, dims, real, stride, count,
     D: tl.constexpr, H: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def _merge(
         tl.store(lse + own, own_lse, mask=live)
         level += 1
         if _is_last(counter, members):
-            lo, hi, own_lse = merged(partial, lse, first, live, dims, real, stride, members, D, H, M, N)
+            lo, hi, own_lse = _merged(partial, lse, first, live, dims, real, stride, members, D, H, M, N)
             tl.debug_barrier()  # every thread has read the parts before their sum is stored over the first
             whole = level == levels
         else:
@@ -144,8 +144,7 @@ def _attend_kernel(
     MERGED: tl.constexpr, FAN: tl.constexpr, BYTES: tl.constexpr, TOGETHER: tl.constexpr,
     launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """grid (Hkv / TOGETHER, P). partial [P, Hq, D] and lse [P, Hq] take normalized parts; without `out` that
-    is all, and they have left the basis of the cache."""
+    """grid (Hkv / TOGETHER, P). partial [P, Hq, D] and lse [P, Hq] take normalized parts."""
     kv_head, entry = tl.program_id(0) * TOGETHER, tl.program_id(1)
     part = parts + entry * FIELDS  # of the step, not of the kernel before
     request, table_row = tl.load(part), tl.load(part + 1).to(tl.int64)
@@ -164,14 +163,10 @@ def _attend_kernel(
     SHARE: tl.constexpr = M // TOGETHER  # of the rows, of each KV head
     live, head = row % SHARE < G, (kv_head + row // SHARE) * G + row % SHARE
     dims, real = part_columns(D, FMT.parts, H)
-    result = partial + (entry * (HKV * G) + head) * D
-    if out is not None:
-        result = out + (request.to(tl.int64) * (HKV * G) + head) * D
+    result = out + (request.to(tl.int64) * (HKV * G) + head) * D
     if start >= end:
         nothing = tl.zeros([M, H], tl.float32)
         store_halves(result, nothing, nothing, live, dims, real, D)
-        if out is None:
-            tl.store(lse + entry * (HKV * G) + head, 0.0, mask=live)
         return
     lo, hi = load_halves(q + request.to(tl.int64) * stride_q + head * D, live, dims, real, D)
     query = FMT.query(lo, hi, scale, TOGETHER)
@@ -192,10 +187,7 @@ def _attend_kernel(
     inverse = (1.0 / sums)[:, None]
     lo, hi = lo * inverse, hi * inverse
     whole = count == 1
-    if out is None:
-        whole = count > 0
-        tl.store(lse + entry * (HKV * G) + head, m + tl.log2(sums), mask=live)
-    elif count > 1:
+    if count > 1:
         at = (entry - index) * (HKV * G) + head
         lo, hi, whole = _merge(
             lo, hi, m + tl.log2(sums), partial, lse, arrivals + (entry - index) * HKV + kv_head, at, live,
@@ -218,36 +210,19 @@ def decode_attention(
     scale: float,
 ) -> Tensor:
     """See the package's docstring."""
-    B = len(q)
-    for name, lens in {"rows": rows, "kv_lens": kv_lens}.items():
-        expect(lens, "B", torch.int32, name, B=B)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(q, kv, slot_table, parts, format, scale, out)
-    return out
-
-
-def decode_attention_parts(
-    q: Tensor, kv: Sequence[Tensor], slot_table: Tensor, parts: Tensor, format: str, scale: float
-) -> tuple[Tensor, Tensor]:
-    """See the package's docstring."""
-    return _launch(q, kv, slot_table, parts, format, scale, None)
-
-
-def _launch(
-    q: Tensor, kv: Sequence[Tensor], slot_table: Tensor, parts: Tensor, format: str, scale: float,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Parts fp32 [P, Hq, D] and their base-2 log-sum-exp [P, Hq]; all of them are there only without `out`."""
     B, Hq, D = expect(q, "B Hq D", name="q").values()
     Hkv = kv[0].shape[1]
+    for name, lens in {"rows": rows, "kv_lens": kv_lens}.items():
+        expect(lens, "B", torch.int32, name, B=B)
     P = expect(parts, f"P {FIELDS}", torch.int32, "parts")["P"]
-    partial = torch.empty(P, Hq, D, dtype=torch.float32, device=q.device)
-    lse = torch.empty(P, Hq, dtype=torch.float32, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if B == 0:
-        return partial, lse
+        return out
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device
     block = block_of(fmt.block(B, Hq, Hkv), D, q.dtype)
+    partial = torch.empty(P, Hq, D, dtype=torch.float32, device=q.device)
+    lse = torch.empty(P, Hq, dtype=torch.float32, device=q.device)
     heads = max(DOT_COLUMNS, block.heads * triton.next_power_of_2(Hq // Hkv))
     _attend_kernel[(Hkv // block.heads, P)](
         q, tuple(kv), slot_table, parts, partial, lse, _arrivals(triton.next_power_of_2(P * Hkv), q.device),
@@ -259,4 +234,4 @@ def _launch(
         BYTES=tuple(x.stride(1) * x.itemsize for x in kv), TOGETHER=block.heads, num_warps=block.warps,
         maxnreg=block.registers, launch_pdl=overlaps(q.device),
     )  # fmt: skip
-    return partial, lse
+    return out

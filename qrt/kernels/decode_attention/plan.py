@@ -59,8 +59,7 @@ def cut(rows: Tensor, kv_lens: Tensor, lengths: Tensor, room: int) -> Tensor:
     """Parts of lengths [B] tokens of each request, the last one shorter, in order: int32 [room, FIELDS].
 
     A part: request, its row of the slot table, first token, end, which part of the request it is, of how many
-    (1 of none for a request without tokens); then the first part of the request whose number is the entry's,
-    if there is one; one that is not used. Entries without a part have request -1.
+    (1 of none for a request without tokens), two that are not used. Entries without a part have request -1.
     """
     counts = _cdiv(kv_lens, lengths.clamp(min=1)).clamp(min=1)
     ends = counts.cumsum(0)
@@ -75,7 +74,6 @@ def cut(rows: Tensor, kv_lens: Tensor, lengths: Tensor, room: int) -> Tensor:
     end = torch.minimum(start + lengths[request], kv_lens[request])
     fields = (request, rows[request], start, end, index, counts[request])
     parts[:, : len(fields)] = torch.where(live[:, None], torch.stack(fields, 1), -1).int()
-    parts[: len(rows), len(fields)] = ends - counts
     return parts
 
 

@@ -57,7 +57,6 @@ def _store_parts(
     """`plan.cut`, AT_ONCE parts of every request at a time."""
     counts = tl.where(real, tl.maximum(tl.cdiv(lens, length), 1), 0)
     ends = tl.cumsum(counts, 0)
-    tl.store(parts + request * FIELDS + 6, ends - counts, mask=real)
     for first in range(0, tl.max(counts, 0), AT_ONCE):
         index = first + tl.arange(0, AT_ONCE)[None, :]
         at = parts + ((ends - counts)[:, None] + index) * FIELDS
