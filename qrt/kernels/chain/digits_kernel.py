@@ -35,6 +35,7 @@ from qrt.kernels.linear.hopper_kernel import (
     of_tokens,
     of_weight,
     scale_of_run,
+    signals,
     store_block,
 )
 from qrt.kernels.silu_mul.kernel import silu_times
@@ -70,11 +71,7 @@ def _digits_product(
         zeros = gl.allocate_shared_memory(gl.int32, [STAGES, HALVES, PER_HALF, 64], scale_desc.layout)
     x = gl.allocate_shared_memory(gl.int8, [STAGES, 2, 2, BM, 128], x_desc.layout)
     facts = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 2, BM], fact_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+    ready, empty = signals(STAGES)
     fence_async_shared()
     ring = (w, scales, zeros, x, facts, ready, empty)
     gl.warp_specialize(
@@ -163,8 +160,8 @@ def _multiply(
         x_sums = by_token.index(slot * 4 + 2).load(COLUMN), by_token.index(slot * 4 + 3).load(COLUMN)
         digits = x.index(slot).reshape([4 * BM, 128])
         left, right = digits.slice(0, 2 * BM).permute((1, 0)), digits.slice(2 * BM, 2 * BM).permute((1, 0))
-        low = warpgroup_mma(_low_codes(packed), left, none, use_acc=False, is_async=True)
-        high = warpgroup_mma(_high_codes(packed), right, none, use_acc=False, is_async=True)
+        low = warpgroup_mma(_codes(packed, 4), left, none, use_acc=False, is_async=True)
+        high = warpgroup_mma(_codes(packed, 0), right, none, use_acc=False, is_async=True)
         low = warpgroup_mma_wait(1, deps=[low])
         acc += _scaled(low, scale, zero, x_scales[0], x_sums[0], 0, SCALE, ASYMMETRIC)
         high = warpgroup_mma_wait(0, deps=[high])
@@ -193,19 +190,10 @@ def _store_digits(x, CODES, FACTS, group, groups, BM: gl.constexpr):
 
 
 @triton.jit
-def _low_codes(packed):
-    """16 * (code - 8) int8 of each byte's low half."""
+def _codes(packed, SHIFT: tl.constexpr):
+    """16 * (code - 8) int8 of each byte's low half, shifted up by 4, or of its high half."""
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xf0f0f0f0, 0x80808080, 0x6a; }",
-        "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def _high_codes(packed):
-    """The same of its high half."""
-    return tl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, 0xf0f0f0f0, 0x80808080, 0x6a;",
+        f"{{ .reg .b32 t; shl.b32 t, $1, {SHIFT}; lop3.b32 $0, t, 0xf0f0f0f0, 0x80808080, 0x6a; }}",
         "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
     )  # fmt: skip
 

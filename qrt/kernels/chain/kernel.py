@@ -59,7 +59,7 @@ def chain(
 ) -> Tensor:
     """See the package's docstring."""
     if len(x) == 1:
-        return one_token(x, residual, o, gate_up, down, qkv, mlp_norm, norm, eps, scheme)
+        return one_token(x, residual, (o, gate_up, down, qkv), (mlp_norm, norm), eps, scheme)
     room = 8 if len(x) <= 8 else MOST_TOKENS
     y = digits_shares(make_digits(x.contiguous(), room), TiledWeight(*o))
     y = gated_digits_product(add_rmsnorm_digits(residual, y, mlp_norm, eps, room), TiledWeight(*gate_up))

@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.chain import UNIT
 from qrt.kernels.gpu import multiprocessors
-from qrt.kernels.linear.hopper_kernel import DTYPES, of_weight
+from qrt.kernels.linear.hopper_kernel import DTYPES, of_weight, signals
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
 
@@ -60,11 +60,7 @@ def _one_token(
     words = gl.allocate_shared_memory(gl.int16, [STAGES, 1, WARPS, 16, 64], o.layout)
     scales = gl.allocate_shared_memory(gl.int32, [STAGES, 1, WARPS, 16], o_scale.layout)
     zeros = gl.allocate_shared_memory(gl.int32, [STAGES if ASYMMETRIC else 1, 1, WARPS, 16], o_scale.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+    ready, empty = signals(STAGES)
     fence_async_shared()
     ring = (words, scales, zeros, ready, empty)
     gl.warp_specialize(
@@ -340,22 +336,15 @@ def _descriptors(weight: TiledWeight) -> tuple[Any, Any, Any]:
 
 
 def one_token(
-    x: Tensor,
-    residual: Tensor,
-    o: Sequence[Tensor],
-    gate_up: Sequence[Tensor],
-    down: Sequence[Tensor],
-    qkv: Sequence[Tensor],
-    mlp_norm: Tensor,
-    norm: Tensor,
-    eps: float,
-    scheme: str,
-) -> Tensor:
-    """See the package's docstring."""
+    x: Tensor, residual: Tensor, products: Sequence[Sequence[Tensor]], norms: tuple[Tensor, Tensor],
+    eps: float, scheme: str,
+) -> Tensor:  # fmt: skip
+    """See the package's docstring; products: o, gate_up, down and qkv or nothing."""
     kind = WEIGHT_SCHEMES[scheme]
     assert isinstance(kind, TiledScheme)
     raw, offset = kind.raw()
-    weights = [TiledWeight(*tensors) for tensors in (o, gate_up, down, qkv or down)]
+    (mlp_norm, norm), (*_, down, qkv) = norms, products
+    weights = [TiledWeight(*tensors) for tensors in (*products[:3], qkv or down)]
     hidden, inner = weights[0].out_features, weights[1].out_features // 2
     width = weights[3].out_features if qkv else 0
     programs, planes = multiprocessors(x.device), 16 // kind.bits

@@ -156,8 +156,8 @@ def _wide(
     w_smem = gl.allocate_shared_memory(gl.int16, [WS, BN, 64, J], w_desc.layout)
     scale_smem = gl.allocate_shared_memory(gl.int32, [WS * WORDS, BN, 64], scale_desc.layout)
     zero_smem = gl.allocate_shared_memory(gl.int32, [WS if ASYMMETRIC else 1, BN, 64], scale_desc.layout)
-    x_ready, x_empty = _signals(XS)
-    w_ready, w_empty = _signals(WS)
+    x_ready, x_empty = signals(XS)
+    w_ready, w_empty = signals(WS)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -180,7 +180,7 @@ def _wide(
 
 
 @gluon.jit
-def _signals(STAGES: gl.constexpr):
+def signals(STAGES: gl.constexpr):
     """What says of each stage that it is there, and that it may be overwritten."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -35,6 +35,7 @@ from qrt.kernels.linear.hopper_kernel import (
     fetch_tile,
     of_planes,
     of_tiles,
+    signals,
     store_block,
     tile_of,
     weights_of,
@@ -61,11 +62,7 @@ def _stream(
     w_smem = gl.allocate_shared_memory(gl.int16, [STAGES, BN, 64, J], w_desc.layout)
     scale_smem = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, BN, 64], scale_desc.layout)
     zero_smem = gl.allocate_shared_memory(gl.int32, [STAGES if ASYMMETRIC else 1, BN, 64], scale_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+    ready, empty = signals(STAGES)
     fence_async_shared()
     gl.warp_specialize(
         [
