@@ -27,17 +27,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import multiprocessors
-from qrt.kernels.linear.hopper_kernel import DTYPES, of_tokens, of_weight, scale_of_run, signals
+from qrt.kernels.linear.hopper_kernel import DTYPES, of_tokens, of_weight, scale_of_run
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.device import digits_of, larger
 from qrt.quant.digits import GROUP, Digits
@@ -74,10 +69,13 @@ def _few_tokens(
         zeros = gl.allocate_shared_memory(gl.int32, [STAGES, 1, ROWS // 64, 64], o_scale.layout)
     digits = gl.allocate_shared_memory(gl.int8, [STAGES, 2, 2, BM, 128], x.layout)
     facts = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 2, BM], x_facts.layout)
-    w_ready, empty = signals(STAGES)
-    x_ready, _ = signals(STAGES)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=2)  # weights and digits
+        mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
-    ring = (w, scales, zeros, digits, facts, w_ready, x_ready, empty)
+    ring = (w, scales, zeros, digits, facts, ready, empty)
     gl.warp_specialize(
         [
             (_work, (
@@ -118,15 +116,16 @@ def _fetch_weight(
     ring, weight, i, N: gl.constexpr, TILES: gl.constexpr, SHARE: gl.constexpr, HALVES: gl.constexpr,
     ASYMMETRIC: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    w, scales, zeros, digits, facts, w_ready, x_ready, empty = ring
+    w, scales, zeros, digits, facts, ready, empty = ring
     BLOCKS: gl.constexpr = (N + ROWS - 1) // ROWS
     ITEMS: gl.constexpr = BLOCKS * ((TILES + SHARE - 1) // SHARE)
     PER_HALF: gl.constexpr = ROWS // 64 // HALVES
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
         block, first = item % BLOCKS * PER_HALF, item // BLOCKS * SHARE
-        for tile in range(first, gl.minimum(first + SHARE, TILES)):
-            slot = i % STAGES
-            arrived = w_ready.index(slot)
+        steps = gl.minimum(SHARE, TILES - first)
+        for s in range(steps):
+            slot, tile = i % STAGES, first + (s + item) % steps
+            arrived = ready.index(slot)
             mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1, pred=i >= STAGES)
             mbarrier.expect(arrived, ROWS * (128 + 4 + 4 * ASYMMETRIC))
             tile_w = w.index(slot).reshape([HALVES, PER_HALF, 64, 128])
@@ -160,7 +159,7 @@ def _fetch_input(
     ring, x, i, ARRIVALS, MEETING: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr, SHARE: gl.constexpr,
     BM: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    w, scales, zeros, digits, facts, w_ready, x_ready, empty = ring
+    w, scales, zeros, digits, facts, ready, empty = ring
     BLOCKS: gl.constexpr = (N + ROWS - 1) // ROWS
     ITEMS: gl.constexpr = BLOCKS * ((TILES + SHARE - 1) // SHARE)
     if MEETING > 0 and gl.program_id(0) < ITEMS:
@@ -168,9 +167,10 @@ def _fetch_input(
         _fence()
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
         first = item // BLOCKS * SHARE
-        for tile in range(first, gl.minimum(first + SHARE, TILES)):
-            slot = i % STAGES
-            arrived = x_ready.index(slot)
+        steps = gl.minimum(SHARE, TILES - first)
+        for s in range(steps):
+            slot, tile = i % STAGES, first + (s + item) % steps  # not all programs the same at once
+            arrived = ready.index(slot)
             mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1, pred=i >= STAGES)
             mbarrier.expect(arrived, 4 * BM * (128 + 4))
             tma.async_copy_global_to_shared(x[0], [tile * 2, 0, 0, 0], arrived, digits.index(slot))
@@ -187,7 +187,7 @@ def _work(
     MOST_SHARES: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply. One loop for all products: code that is met for the first time is waited for."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * BM, 32])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
     none = gl.zeros([ROWS, 2 * BM], gl.int32, MMA)
     SUMS: gl.constexpr = _high_and_low(none)[0].type.layout
     TOKEN: gl.constexpr = gl.SliceLayout(0, SUMS)
@@ -221,6 +221,8 @@ def _work(
                 inside = gl.expand_dims(token < M, 0) & gl.expand_dims(row < n, 1)
                 gl.store(SHARES + at, acc, mask=inside)
         meeting = phase + (phase + 1) // 2  # a norm has a meeting of its own
+        if phase == 1:
+            _fence()
         _arrive(ARRIVALS + meeting)
         if phase != 1:
             if phase != PHASES - 1 or PHASES == 4:
@@ -232,6 +234,7 @@ def _work(
                     SHARES, RESIDUAL, MLP_NORM, NORM, NORMAL, NORMAL_FACTS, SQUARES, phase, splits, M, stride,
                     HIDDEN, PARTS, BM, MOST_SHARES,
                 )
+                _fence()
                 _arrive(ARRIVALS + meeting + 1)
 
 
@@ -246,8 +249,7 @@ def _of(values, phase):
 
 @gluon.jit
 def _arrive(arrivals):
-    """What this program has written is visible to those that see it arrive, to their copies too."""
-    _fence()
+    """What this program has written is visible to those that see it arrive."""
     tl.debug_barrier()
     gl.atomic_add(arrivals, 1, sem="release", scope="gpu")
 
@@ -271,9 +273,9 @@ def _await(arrivals, FIRST: gl.constexpr):
 
 @gluon.jit
 def _fence():
-    """Writes of threads on one side, copies of the copy engine on the other."""
+    """What threads have written before it is what the copy engine reads after it."""
     gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -283,41 +285,39 @@ def _multiply(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The next tiles of the ring: their sum [ROWS, BM]."""
-    w, scales, zeros, x, facts, w_ready, x_ready, empty = ring
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, none.type.layout, 4)
+    w, scales, zeros, x, facts, ready, empty = ring
+    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, none.type.layout, 4)
+    INPUT: gl.constexpr = gl.DotOperandLayout(1, none.type.layout, 4)
     acc = _high_and_low(none.to(gl.float32))[0]
     ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     by_token = facts._reinterpret(gl.float32, [STAGES * 4, BM], _BY_COLUMN)
     for _ in range(steps):
         slot = i % STAGES
-        mbarrier.wait(w_ready.index(slot), i // STAGES & 1)
-        mbarrier.wait(x_ready.index(slot), i // STAGES & 1)
-        packed = w.index(slot).reshape([ROWS, 128]).load(OPERAND)
+        mbarrier.wait(ready.index(slot), i // STAGES & 1)
+        packed = w.index(slot).reshape([ROWS, 128]).load(WEIGHT)
         scale = scales.index(slot).reshape([ROWS]).load(ROW)
         zero = zeros.index(slot).reshape([ROWS]).load(ROW)
-        x_scales = by_token.index(slot * 4).load(COLUMN), by_token.index(slot * 4 + 1).load(COLUMN)
-        x_sums = by_token.index(slot * 4 + 2).load(COLUMN), by_token.index(slot * 4 + 3).load(COLUMN)
         digits = x.index(slot).reshape([4 * BM, 128])
-        left, right = digits.slice(0, 2 * BM).permute((1, 0)), digits.slice(2 * BM, 2 * BM).permute((1, 0))
-        low = warpgroup_mma(_codes(packed, 4), left, none, use_acc=False, is_async=True)
-        high = warpgroup_mma(_codes(packed, 0), right, none, use_acc=False, is_async=True)
-        low = warpgroup_mma_wait(1, deps=[low])
-        acc += _scaled(low, scale, zero, x_scales[0], x_sums[0], 0, SCALE, ASYMMETRIC)
-        high = warpgroup_mma_wait(0, deps=[high])
+        for run in gl.static_range(2):
+            x_scale = by_token.index(slot * 4 + run).load(COLUMN)
+            x_sum = by_token.index(slot * 4 + 2 + run).load(COLUMN)
+            x_digits = digits.slice(run * 2 * BM, 2 * BM).permute((1, 0)).load(INPUT)
+            sums = mma_v2(_codes(packed, run), x_digits, none)
+            acc += _scaled(sums, scale, zero, x_scale, x_sum, run, SCALE, ASYMMETRIC)
         mbarrier.arrive(empty.index(slot), count=1)
-        acc += _scaled(high, scale, zero, x_scales[1], x_sums[1], 1, SCALE, ASYMMETRIC)
         i += 1
     return acc, i
 
 
 @triton.jit
-def _codes(packed, SHIFT: tl.constexpr):
-    """16 * (code - 8) int8 of each byte's low half, shifted up by 4, or of its high half."""
+def _codes(packed, RUN: tl.constexpr):
+    """Of each byte the code of its low half, or 16 * (code - 8) of its high one, int8."""
+    CODE: tl.constexpr = "and.b32 $0, $1, 0x0f0f0f0f;"
+    HIGH: tl.constexpr = "lop3.b32 $0, $1, 0xf0f0f0f0, 0x80808080, 0x6a;"
     return tl.inline_asm_elementwise(
-        f"{{ .reg .b32 t; shl.b32 t, $1, {SHIFT}; lop3.b32 $0, t, 0xf0f0f0f0, 0x80808080, 0x6a; }}",
-        "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
-    )  # fmt: skip
+        HIGH if RUN else CODE, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+    )
 
 
 @gluon.jit
@@ -331,13 +331,15 @@ def _high_and_low(sums):
 def _scaled(
     sums, scales, zeros, x_scale, x_sum, RUN: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr
 ):  # fmt: skip
-    """What a run of inputs adds to the product, fp32, from `sums` int32 of 16 * (code - 8) times digits."""
+    """What a run of inputs adds to the product, fp32, from `sums` int32 of `_codes` times digits."""
     high, low = _high_and_low(sums)
     value = (high * 256 + low).to(gl.float32)
-    if ASYMMETRIC:
-        above = ((zeros << (24 - 8 * RUN)) >> 24).to(gl.float32) * -16.0
+    if ASYMMETRIC or RUN == 0:
+        above = scales.to(gl.float32) * 0.0 - (0.0 if RUN else 8.0)
+        if ASYMMETRIC:
+            above -= ((zeros << (24 - 8 * RUN)) >> 24).to(gl.float32) * (16.0 if RUN else 1.0)
         value += gl.expand_dims(above, 1) * gl.expand_dims(x_sum, 0)
-    scale = scale_of_run((scales,), RUN, SCALE).to(gl.float32) * 0.0625
+    scale = scale_of_run((scales,), RUN, SCALE).to(gl.float32) * (0.0625 if RUN else 1.0)
     return value * gl.expand_dims(x_scale, 0) * gl.expand_dims(scale, 1)
 
 
