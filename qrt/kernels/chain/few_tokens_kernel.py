@@ -27,8 +27,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import multiprocessors
@@ -39,12 +44,12 @@ from qrt.quant.digits import GROUP, Digits
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
 ROWS = 256  # of a product that a program multiplies at a time; of gate_up a group's gate, then its up
-WARPS = 8  # that multiply
+WARPS = 4  # of each of two groups that multiply
 STAGES = 5  # tiles of 256 inputs on their way or waiting, 34 KB each and 8 of digits
-REGISTERS = 136  # of a thread, those that ask counted in
+REGISTERS = 240  # of a thread that multiplies
 MEETINGS = 6
 MOST_SHARES = 8
-PART = 1024  # of a row that one program makes the norm of
+PART = 512  # of a row that a warp group makes the norm of
 _TILE = 256  # inputs
 _SWIZZLED = gl.NVMMASharedLayout(128, 8, 4)
 _FLAT = gl.NVMMASharedLayout(0, 32, 3)
@@ -58,30 +63,37 @@ def _few_tokens(
     NORMAL, NORMAL_FACTS, SQUARES, ACTIVE, ACTIVE_FACTS, SHARES, OUT, ARRIVALS, M, stride, eps,
     N: gl.constexpr, TILES: gl.constexpr, SHARE: gl.constexpr, PHASES: gl.constexpr, SCALE: gl.constexpr,
     ASYMMETRIC: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr, PART: gl.constexpr,
-    MOST_SHARES: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    MOST_SHARES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (SMs,). x .. qkv_zero: descriptors. N, TILES, SHARE: of each of PHASES products the outputs, the
     tiles of its inputs and how many of them a program takes at a time."""
-    w = gl.allocate_shared_memory(gl.int8, [STAGES, 1, ROWS // 64, 64, 128], o.layout)
-    scales = gl.allocate_shared_memory(gl.int32, [STAGES, 1, ROWS // 64, 64], o_scale.layout)
+    w = gl.allocate_shared_memory(gl.int8, [STAGES * 2, 1, 2, 64, 128], o.layout)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1, 2, 64], o_scale.layout)
     zeros = scales
     if ASYMMETRIC:
-        zeros = gl.allocate_shared_memory(gl.int32, [STAGES, 1, ROWS // 64, 64], o_scale.layout)
+        zeros = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 1, 2, 64], o_scale.layout)
     digits = gl.allocate_shared_memory(gl.int8, [STAGES, 2, 2, BM, 128], x.layout)
     facts = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 2, BM], x_facts.layout)
+    largest = gl.allocate_shared_memory(gl.float32, [2, BM], _BY_COLUMN)
+    totals = gl.allocate_shared_memory(gl.int32, [2, BM], _BY_COLUMN)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=2)  # weights and digits
-        mbarrier.init(empty.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)  # both warp groups
     fence_async_shared()
     ring = (w, scales, zeros, digits, facts, ready, empty)
+    work = (
+        ring, (largest, totals), RESIDUAL, MLP_NORM, NORM, NORMAL, NORMAL_FACTS, SQUARES, ACTIVE,
+        ACTIVE_FACTS, SHARES, OUT, ARRIVALS, M, stride, eps,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (_work, (
-                ring, RESIDUAL, MLP_NORM, NORM, NORMAL, NORMAL_FACTS, SQUARES, ACTIVE, ACTIVE_FACTS, SHARES,
-                OUT, ARRIVALS, M, stride, eps, N, TILES, SHARE, PHASES, SCALE, ASYMMETRIC, BM, ROWS, PART, MOST_SHARES,
-                STAGES, num_warps,
+                work, 0, N, TILES, SHARE, PHASES, SCALE, ASYMMETRIC, BM, PART, MOST_SHARES, STAGES,
+            )),
+            (_work, (
+                work, 1, N, TILES, SHARE, PHASES, SCALE, ASYMMETRIC, BM, PART, MOST_SHARES, STAGES,
             )),
             (_fetch_weights, (
                 ring, ((o, o_scale, o_zero), (gate_up, gate_up_scale, gate_up_zero),
@@ -93,7 +105,7 @@ def _few_tokens(
                 ARRIVALS, N, TILES, SHARE, PHASES, BM, ROWS, STAGES,
             )),
         ],
-        [1, 1], [24, 24],
+        [4, 1, 1], [REGISTERS, 24, 24],
     )  # fmt: skip
 
 
@@ -119,22 +131,24 @@ def _fetch_weight(
     w, scales, zeros, digits, facts, ready, empty = ring
     BLOCKS: gl.constexpr = (N + ROWS - 1) // ROWS
     ITEMS: gl.constexpr = BLOCKS * ((TILES + SHARE - 1) // SHARE)
-    PER_HALF: gl.constexpr = ROWS // 64 // HALVES
+    EACH: gl.constexpr = 2 // HALVES  # row blocks of a half that a warp group has
     for item in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-        block, first = item % BLOCKS * PER_HALF, item // BLOCKS * SHARE
+        block, first = item % BLOCKS * (2 * EACH), item // BLOCKS * SHARE
         steps = gl.minimum(SHARE, TILES - first)
         for s in range(steps):
-            slot, tile = i % STAGES, first + (s + item) % steps
+            slot, row = i % STAGES, (first + (s + item) % steps) * 64
             arrived = ready.index(slot)
             mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1, pred=i >= STAGES)
             mbarrier.expect(arrived, ROWS * (128 + 4 + 4 * ASYMMETRIC))
-            tile_w = w.index(slot).reshape([HALVES, PER_HALF, 64, 128])
-            tma.async_copy_global_to_shared(weight[0], [0, block, tile * 64, 0], arrived, tile_w)
-            tile_scales = scales.index(slot).reshape([HALVES, PER_HALF, 64])
-            tma.async_copy_global_to_shared(weight[1], [0, block, tile * 64], arrived, tile_scales)
-            if ASYMMETRIC:
-                tile_zeros = zeros.index(slot).reshape([HALVES, PER_HALF, 64])
-                tma.async_copy_global_to_shared(weight[2], [0, block, tile * 64], arrived, tile_zeros)
+            for half in gl.static_range(2):
+                at, part = block + half * EACH, slot * 2 + half
+                bytes = w.index(part).reshape([HALVES, EACH, 64, 128])
+                tma.async_copy_global_to_shared(weight[0], [0, at, row, 0], arrived, bytes)
+                words = scales.index(part).reshape([HALVES, EACH, 64])
+                tma.async_copy_global_to_shared(weight[1], [0, at, row], arrived, words)
+                if ASYMMETRIC:
+                    words = zeros.index(part).reshape([HALVES, EACH, 64])
+                    tma.async_copy_global_to_shared(weight[2], [0, at, row], arrived, words)
             i += 1
     return i
 
@@ -181,14 +195,18 @@ def _fetch_input(
 
 @gluon.jit
 def _work(
-    ring, RESIDUAL, MLP_NORM, NORM, NORMAL, NORMAL_FACTS, SQUARES, ACTIVE, ACTIVE_FACTS, SHARES, OUT,
-    ARRIVALS, M, stride, eps, N: gl.constexpr, TILES: gl.constexpr, SHARE: gl.constexpr, PHASES: gl.constexpr,
-    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr, PART: gl.constexpr,
-    MOST_SHARES: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    work, HALF: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr, SHARE: gl.constexpr, PHASES: gl.constexpr,
+    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, PART: gl.constexpr,
+    MOST_SHARES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply. One loop for all products: code that is met for the first time is waited for."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
-    none = gl.zeros([ROWS, 2 * BM], gl.int32, MMA)
+    """Multiply half of the rows. One loop for all products: code that is met for the first time is waited
+    for."""
+    (
+        ring, met, RESIDUAL, MLP_NORM, NORM, NORMAL, NORMAL_FACTS, SQUARES, ACTIVE, ACTIVE_FACTS, SHARES, OUT,
+        ARRIVALS, M, stride, eps,
+    ) = work  # fmt: skip
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BM, 32])
+    none = gl.zeros([128, 2 * BM], gl.int32, MMA)
     SUMS: gl.constexpr = _high_and_low(none)[0].type.layout
     TOKEN: gl.constexpr = gl.SliceLayout(0, SUMS)
     HIDDEN: gl.constexpr = N[0]
@@ -198,7 +216,7 @@ def _work(
     i = 0
     for phase in range(PHASES):
         n, tiles, share = _of(N, phase), _of(TILES, phase), _of(SHARE, phase)
-        blocks, splits = (n + (ROWS - 1)) // ROWS, (tiles + share - 1) // share
+        blocks, splits = (n + 255) // 256, (tiles + share - 1) // share
         inverse = gl.full([BM], 1.0, gl.float32, TOKEN)
         if phase == 1:
             _await(ARRIVALS + 1, True)
@@ -208,15 +226,15 @@ def _work(
         for item in range(gl.program_id(0), blocks * splits, gl.num_programs(0)):
             block, split = item % blocks, item // blocks
             steps = gl.minimum(share, tiles - split * share)
-            acc, i = _multiply(ring, none, i, steps, SCALE, ASYMMETRIC, BM, ROWS, STAGES)
+            acc, i = _multiply(ring, none, i, steps, HALF, SCALE, ASYMMETRIC, BM, STAGES)
             if phase == 1:
                 acc *= gl.expand_dims(inverse, 0)
-                # rows r and r + ROWS / 2 are in one thread
-                gate, up = gl.split(acc.to(gl.bfloat16).reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
+                # rows r and r + 64 are in one thread
+                gate, up = gl.split(acc.to(gl.bfloat16).reshape([2, 64, BM]).permute((1, 2, 0)))
                 silu = silu_times(gate, up, True).to(gl.float32)
-                _store_digits(silu, ACTIVE, ACTIVE_FACTS, block, blocks, BM)
+                _store_digits(silu, met, ACTIVE, ACTIVE_FACTS, block, blocks, HALF, BM)
             else:
-                row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+                row = block * 256 + HALF * 128 + gl.arange(0, 128, layout=gl.SliceLayout(1, SUMS))
                 at = gl.expand_dims((split * M + token) * n, 0) + gl.expand_dims(row, 1)
                 inside = gl.expand_dims(token < M, 0) & gl.expand_dims(row < n, 1)
                 gl.store(SHARES + at, acc, mask=inside)
@@ -227,13 +245,16 @@ def _work(
         if phase != 1:
             if phase != PHASES - 1 or PHASES == 4:
                 _await(ARRIVALS + meeting, True)
+            first = HALF * gl.num_programs(0) + gl.program_id(0)
             if phase == 3:
-                _sum(SHARES, SQUARES, OUT, splits, M, eps, N[PHASES - 1], HIDDEN, PARTS, BM, MOST_SHARES)
+                _sum(
+                    SHARES, SQUARES, OUT, first, splits, M, eps, N[PHASES - 1], HIDDEN, PARTS, BM, MOST_SHARES
+                )
             elif phase < PHASES - 1:
                 _norm(
-                    SHARES, RESIDUAL, MLP_NORM, NORM, NORMAL, NORMAL_FACTS, SQUARES, phase, splits, M, stride,
-                    HIDDEN, PARTS, BM, MOST_SHARES,
-                )
+                    SHARES, RESIDUAL, MLP_NORM, NORM, NORMAL, NORMAL_FACTS, SQUARES, phase, first, splits, M,
+                    stride, HIDDEN, PARTS, BM, MOST_SHARES,
+                )  # fmt: skip
                 _fence()
                 _arrive(ARRIVALS + meeting + 1)
 
@@ -256,16 +277,16 @@ def _arrive(arrivals):
 
 @gluon.jit
 def _await(arrivals, FIRST: gl.constexpr):
-    """Until all programs have arrived. FIRST: the warps hold the program's first thread, which asks alone:
-    more of them would hold up the arrivals."""
-    ONE: gl.constexpr = "mov.b32 t, %tid.x; setp.eq.b32 p, t, 0;"
+    """Until both warp groups of all programs have arrived. FIRST: of a warp group's own the first thread asks
+    alone: more of them would hold up the arrivals."""
+    ONE: gl.constexpr = "mov.b32 t, %tid.x; and.b32 t, t, 127; setp.eq.b32 p, t, 0;"
     ALL: gl.constexpr = "setp.eq.b32 p, 0, 0;"
     while (
         gl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 t; " + (ONE if FIRST else ALL)
             + " mov.b32 $0, 0x7fffffff; @p ld.acquire.gpu.global.b32 $0, [$1]; }",
             "=r,l", [arrivals], dtype=gl.int32, is_pure=False, pack=1,
-        ) < gl.num_programs(0)
+        ) < 2 * gl.num_programs(0)
     ):  # fmt: skip
         pass
     tl.debug_barrier()
@@ -281,31 +302,34 @@ def _fence():
 
 @gluon.jit
 def _multiply(
-    ring, none, i, steps, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr,
+    ring, none, i, steps, HALF: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The next tiles of the ring: their sum [ROWS, BM]."""
+    """The next tiles of the ring: a warp group's half of their sum, [128, BM]."""
     w, scales, zeros, x, facts, ready, empty = ring
-    WEIGHT: gl.constexpr = gl.DotOperandLayout(0, none.type.layout, 4)
-    INPUT: gl.constexpr = gl.DotOperandLayout(1, none.type.layout, 4)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, none.type.layout, 4)
     acc = _high_and_low(none.to(gl.float32))[0]
     ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     by_token = facts._reinterpret(gl.float32, [STAGES * 4, BM], _BY_COLUMN)
     for _ in range(steps):
         slot = i % STAGES
+        part = slot * 2 + HALF
         mbarrier.wait(ready.index(slot), i // STAGES & 1)
-        packed = w.index(slot).reshape([ROWS, 128]).load(WEIGHT)
-        scale = scales.index(slot).reshape([ROWS]).load(ROW)
-        zero = zeros.index(slot).reshape([ROWS]).load(ROW)
+        packed = w.index(part).reshape([128, 128]).load(OPERAND)
+        scale = scales.index(part).reshape([128]).load(ROW)
+        zero = zeros.index(part).reshape([128]).load(ROW)
+        x_scales = by_token.index(slot * 4).load(COLUMN), by_token.index(slot * 4 + 1).load(COLUMN)
+        x_sums = by_token.index(slot * 4 + 2).load(COLUMN), by_token.index(slot * 4 + 3).load(COLUMN)
         digits = x.index(slot).reshape([4 * BM, 128])
-        for run in gl.static_range(2):
-            x_scale = by_token.index(slot * 4 + run).load(COLUMN)
-            x_sum = by_token.index(slot * 4 + 2 + run).load(COLUMN)
-            x_digits = digits.slice(run * 2 * BM, 2 * BM).permute((1, 0)).load(INPUT)
-            sums = mma_v2(_codes(packed, run), x_digits, none)
-            acc += _scaled(sums, scale, zero, x_scale, x_sum, run, SCALE, ASYMMETRIC)
+        left, right = digits.slice(0, 2 * BM).permute((1, 0)), digits.slice(2 * BM, 2 * BM).permute((1, 0))
+        low = warpgroup_mma(_codes(packed, 0), left, none, use_acc=False, is_async=True)
+        high = warpgroup_mma(_codes(packed, 1), right, none, use_acc=False, is_async=True)
+        low = warpgroup_mma_wait(1, deps=[low])
+        acc += _scaled(low, scale, zero, x_scales[0], x_sums[0], 0, SCALE, ASYMMETRIC)
+        high = warpgroup_mma_wait(0, deps=[high])
         mbarrier.arrive(empty.index(slot), count=1)
+        acc += _scaled(high, scale, zero, x_scales[1], x_sums[1], 1, SCALE, ASYMMETRIC)
         i += 1
     return acc, i
 
@@ -364,17 +388,17 @@ def _shares_of(SHARES, token, k, splits, M, COUNT: gl.constexpr, MOST_SHARES: gl
 
 @gluon.jit
 def _norm(
-    SHARES, RESIDUAL, MLP_NORM, NORM, CODES, FACTS, SQUARES, phase, splits, M, stride, HIDDEN: gl.constexpr,
+    SHARES, RESIDUAL, MLP_NORM, NORM, CODES, FACTS, SQUARES, phase, first, splits, M, stride, HIDDEN: gl.constexpr,
     PARTS: gl.constexpr, BM: gl.constexpr, MOST_SHARES: gl.constexpr,
 ):  # fmt: skip
     """RESIDUAL += the sum of SHARES, rounded; that times the norm's weight as `Digits`, and its squares."""
     BY_LANE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     GROUPS: gl.constexpr = HIDDEN // 128
-    group = gl.arange(0, 8, layout=gl.SliceLayout(1, BY_LANE))
+    group = gl.arange(0, 4, layout=gl.SliceLayout(1, BY_LANE))
     lane = gl.arange(0, 128, layout=gl.SliceLayout(0, BY_LANE))
-    for item in range(gl.program_id(0), M * PARTS, gl.num_programs(0)):
+    for item in range(first, M * PARTS, 2 * gl.num_programs(0)):
         token, part = item // PARTS, item % PARTS
-        groups = part * 8 + group
+        groups = part * 4 + group
         k = gl.expand_dims(groups * 128, 1) + gl.expand_dims(lane % 2 * 64 + lane // 2, 0)
         real = k < HIDDEN
         at = RESIDUAL + token * stride + k
@@ -400,14 +424,14 @@ def _norm(
 
 @gluon.jit
 def _sum(
-    SHARES, SQUARES, OUT, splits, M, eps, COUNT: gl.constexpr, HIDDEN: gl.constexpr, PARTS: gl.constexpr,
+    SHARES, SQUARES, OUT, first, splits, M, eps, COUNT: gl.constexpr, HIDDEN: gl.constexpr, PARTS: gl.constexpr,
     BM: gl.constexpr, MOST_SHARES: gl.constexpr,
 ):  # fmt: skip
     """OUT [M, COUNT] = the sum of SHARES over the norm of its token."""
     EACH: gl.constexpr = 128 * gl.num_warps()
     PIECES: gl.constexpr = (COUNT + EACH - 1) // EACH
     k = gl.arange(0, EACH, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
-    for item in range(gl.program_id(0), M * PIECES, gl.num_programs(0)):
+    for item in range(first, M * PIECES, 2 * gl.num_programs(0)):
         token, at = item // PIECES, item % PIECES * EACH + k
         total = _shares_of(SHARES, token, at, splits, M, COUNT, MOST_SHARES)
         total *= _inverse(SQUARES, token, eps, HIDDEN, PARTS, BM)
@@ -415,16 +439,30 @@ def _sum(
 
 
 @gluon.jit
-def _store_digits(x, CODES, FACTS, group, groups, BM: gl.constexpr):
-    """x fp32 [128, BM], one group of `Digits` of BM tokens."""
-    lane = gl.arange(0, 128, layout=gl.SliceLayout(1, x.type.layout))
-    token = gl.arange(0, BM, layout=gl.SliceLayout(0, x.type.layout))
-    codes, scale = digits_of(x, gl.reduce(gl.abs(x), 0, larger), 0)
-    gl.store(FACTS + group * BM + token, scale)
-    gl.store(FACTS + (groups + group) * BM + token, gl.sum(codes, 0).to(gl.float32))
-    at = (group * 2 * BM + gl.expand_dims(token, 0)) * 128 + gl.expand_dims(lane % 64 * 2 + lane // 64, 1)
+def _store_digits(x, met, CODES, FACTS, group, groups, HALF: gl.constexpr, BM: gl.constexpr):
+    """x fp32 [64, BM], half of a group of `Digits` of BM tokens; the other warp group has the other."""
+    TOKEN: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, x.type.layout))
+    token = gl.arange(0, BM, layout=TOKEN)
+    largest = _meet_halves(met[0], gl.reduce(gl.abs(x), 0, larger), HALF)
+    codes, scale = digits_of(x, larger(largest[0], largest[1]), 0)
+    total = _meet_halves(met[1], gl.sum(codes, 0), HALF)
+    if HALF == 0:
+        gl.store(FACTS + group * BM + token, scale)
+        gl.store(FACTS + (groups + group) * BM + token, (total[0] + total[1]).to(gl.float32))
+    at = (group * 2 * BM + gl.expand_dims(token, 0)) * 128 + gl.expand_dims(row * 2 + HALF, 1)
     gl.store(CODES + at, ((codes + 128) >> 8).to(gl.int8))
     gl.store(CODES + BM * 128 + at, codes.to(gl.int8))
+
+
+@gluon.jit
+def _meet_halves(met, value, HALF: gl.constexpr):
+    """What both warp groups have, [BM] each."""
+    met.index(HALF).store(value)
+    gl.inline_asm_elementwise(
+        "bar.sync 15, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return met.index(0).load(value.type.layout), met.index(1).load(value.type.layout)
 
 
 @cache  # CUDA graphs hold its address
@@ -470,7 +508,7 @@ def few_tokens(
         meetings(device), tokens, residual.stride(0), eps,
         N=n, TILES=tiles, SHARE=share, PHASES=len(n), SCALE=DTYPES[products[0].scale.dtype],
         ASYMMETRIC=products[0].zero.numel() > 0, BM=room, ROWS=ROWS, PART=PART, MOST_SHARES=MOST_SHARES,
-        STAGES=STAGES, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
+        STAGES=STAGES, REGISTERS=REGISTERS, num_warps=WARPS, maxnreg=(2 * REGISTERS + 24) // 3, launch_pdl=True,
     )  # fmt: skip
     return out if len(n) == 4 else shares[: splits[2] * tokens * hidden].view(splits[2], tokens, hidden)
 
@@ -483,7 +521,7 @@ def _of_digits(x: Digits) -> tuple[Any, Any]:
 
 def _of_tiles(weight: TiledWeight, halves: int) -> tuple[Any, Any, Any]:
     """TMA descriptors of what a program reads of a tile at once: its bytes, its scales, its zeros."""
-    (count, tiles, rows, words), blocks = weight.packed.shape, ROWS // TILE_ROWS
+    (count, tiles, rows, words), blocks = weight.packed.shape, ROWS // TILE_ROWS // 2
     shape, block = (halves, count // halves, tiles * rows), (halves, blocks // halves, rows)
     packed = of_weight(weight.packed, (*shape, 2 * words), torch.int8, (*block, 2 * words), _SWIZZLED)
     scale = of_weight(weight.scale, shape, torch.int32, block, _FLAT)
