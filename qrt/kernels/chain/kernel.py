@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from qrt.kernels.chain import MOST_TOKENS
-from qrt.kernels.chain.few_tokens_kernel import MEETINGS, few_tokens, meetings
+from qrt.kernels.chain.digits_kernel import digits_product, digits_shares, gated_digits_product
 from qrt.kernels.chain.one_token_kernel import one_token
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
-from qrt.kernels.rmsnorm.kernel import add_rmsnorm
+from qrt.kernels.rmsnorm.kernel import add_rmsnorm, add_rmsnorm_digits
 from qrt.quant import digits
 from qrt.quant.device import GROUP, store_digits
 from qrt.quant.digits import Digits
@@ -24,14 +24,10 @@ _GROUPS = 4  # that one program makes digits of
 
 @triton.jit(do_not_specialize=["TOKENS"])
 def _make_digits(
-    X, CODES, FACTS, ARRIVALS, TOKENS, K, MEETINGS: tl.constexpr, ROOM: tl.constexpr, N: tl.constexpr,
-    launch_pdl: tl.constexpr,
+    X, CODES, FACTS, TOKENS, K, ROOM: tl.constexpr, N: tl.constexpr, launch_pdl: tl.constexpr
 ):  # fmt: skip
-    """Grid (TOKENS, cdiv(K, N)): X [TOKENS, K] as `Digits`; ARRIVALS [MEETINGS] = 0."""
+    """Grid (TOKENS, cdiv(K, N)): X [TOKENS, K] as `Digits`."""
     after_previous(launch_pdl)
-    if tl.program_id(0) + tl.program_id(1) == 0:
-        for m in tl.static_range(MEETINGS):
-            tl.store(ARRIVALS + m, 0)
     row, first = tl.program_id(0), tl.program_id(1) * N
     k = first + tl.arange(0, N)
     x = tl.load(X + row * K + k, mask=k < K, other=0.0).to(tl.float32)
@@ -44,8 +40,7 @@ def make_digits(x: Tensor, room: int) -> Digits:
     tokens, k = x.shape
     made, n = Digits.empty(tokens, k, room, x.device), _GROUPS * digits.GROUP
     _make_digits[(tokens, triton.cdiv(k, n))](
-        x, made.codes, made.facts, meetings(x.device), tokens, k, MEETINGS, room, n,
-        num_warps=1, launch_pdl=overlaps(x.device),
+        x, made.codes, made.facts, tokens, k, room, n, num_warps=1, launch_pdl=overlaps(x.device)
     )
     return made
 
@@ -66,6 +61,9 @@ def chain(
     if len(x) == 1:
         return one_token(x, residual, (o, gate_up, down, qkv), (mlp_norm, norm), eps, scheme)
     room = 8 if len(x) <= 8 else MOST_TOKENS
-    products = [TiledWeight(*weight) for weight in (o, gate_up, down, qkv) if weight]
-    y = few_tokens(make_digits(x.contiguous(), room), residual, products, (mlp_norm, norm), eps)
-    return y if qkv else add_rmsnorm(residual, y, norm, eps)
+    y = digits_shares(make_digits(x.contiguous(), room), TiledWeight(*o))
+    y = gated_digits_product(add_rmsnorm_digits(residual, y, mlp_norm, eps, room), TiledWeight(*gate_up))
+    y = digits_shares(y, TiledWeight(*down))
+    if not qkv:
+        return add_rmsnorm(residual, y, norm, eps)
+    return digits_product(add_rmsnorm_digits(residual, y, norm, eps, room), TiledWeight(*qkv), x.dtype)
