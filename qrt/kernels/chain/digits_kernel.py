@@ -1,13 +1,14 @@
 """int4 weights times a few tokens on Hopper, as an int8 product, in Gluon.
 
 In bf16 such a product is bound by what unpacks its weights: 7 instructions for 8 of them, most at half rate,
-and a wgmma takes as long for 8 columns as for 64. As int8 the low halves of a word's bytes are codes once
-they are shifted up, the high ones as they are (`tiles`), 3 instructions for 8 weights; and an activation is
+and a wgmma takes as long for 8 columns as for 64. As int8 the halves of a word's bytes are codes as
+they lie there (`tiles`), 2 instructions for 8 weights; and an activation is
 two int8 digits (`Digits`), two columns of one wgmma. Sums over a group are exact in int32; they meet the
 group's scales and zero points in fp32.
 
-A warp asks for weights (TMA), before the kernel before is done, and for digits after that; the others
-multiply.
+A warp asks for weights (TMA), before the kernel before is done, and for digits after that. Groups of 4 warps
+multiply; two of them have half of a program's rows each and do not wait for each other, so that one scales
+sums and unpacks while the tensor cores work for the other.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from qrt.kernels.linear.hopper_kernel import (
     of_tokens,
     of_weight,
     scale_of_run,
-    signals,
     store_block,
 )
 from qrt.kernels.silu_mul.kernel import silu_times
@@ -52,7 +52,8 @@ _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
 def _digits_product(
     x_desc, fact_desc, w_desc, scale_desc, zero_desc, Y, FACTS, M, N, tiles, share,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
-    HALVES: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    HALVES: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks / BLOCKS, S): Y [S, M, N], what `share` tiles of K each have of x [M, K] @ W.T.
 
@@ -60,69 +61,84 @@ def _digits_product(
     [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them.
     """
     gdc_launch_dependents()
-    ROWS: gl.constexpr = BLOCKS * 64
-    PER_HALF: gl.constexpr = BLOCKS // HALVES
-    block, first = gl.program_id(0) * PER_HALF, gl.program_id(1) * share
+    EACH: gl.constexpr = BLOCKS // HALVES
+    block, first = gl.program_id(0) * EACH, gl.program_id(1) * share
     steps = gl.minimum(share, tiles - first)
-    w = gl.allocate_shared_memory(gl.int8, [STAGES, HALVES, PER_HALF, 64, 128], w_desc.layout)
-    scales = gl.allocate_shared_memory(gl.int32, [STAGES, HALVES, PER_HALF, 64], scale_desc.layout)
+    w = gl.allocate_shared_memory(gl.int8, [STAGES * GROUPS, HALVES, EACH // GROUPS, 64, 128], w_desc.layout)
+    SCALES: gl.constexpr = [STAGES * GROUPS, HALVES, EACH // GROUPS, 64]
+    scales = gl.allocate_shared_memory(gl.int32, SCALES, scale_desc.layout)
     zeros = scales
     if ASYMMETRIC:
-        zeros = gl.allocate_shared_memory(gl.int32, [STAGES, HALVES, PER_HALF, 64], scale_desc.layout)
+        zeros = gl.allocate_shared_memory(gl.int32, SCALES, scale_desc.layout)
     x = gl.allocate_shared_memory(gl.int8, [STAGES, 2, 2, BM, 128], x_desc.layout)
     facts = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 2, BM], fact_desc.layout)
-    ready, empty = signals(STAGES)
+    largest = gl.allocate_shared_memory(gl.float32, [GROUPS, BM], _BY_COLUMN)
+    totals = gl.allocate_shared_memory(gl.int32, [GROUPS, BM], _BY_COLUMN)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(empty.index(s), count=GROUPS)
     fence_async_shared()
     ring = (w, scales, zeros, x, facts, ready, empty)
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                ring, Y, FACTS, block, steps, M, N, SCALE, ASYMMETRIC, BM, ROWS, HALVES, STAGES, num_warps,
-            )),
-            (_fetch, (
-                ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps, ASYMMETRIC, BM,
-                ROWS, STAGES,
-            )),
-        ],
-        [1], [24],
-    )  # fmt: skip
+    work = (ring, (largest, totals), Y, FACTS, block, steps, M, N)
+    fetch = (ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (work, 0, SCALE, ASYMMETRIC, BM, BLOCKS, GROUPS, HALVES, STAGES)),
+                (_multiply, (work, 1, SCALE, ASYMMETRIC, BM, BLOCKS, GROUPS, HALVES, STAGES)),
+                (_fetch, (fetch, ASYMMETRIC, BM, BLOCKS, GROUPS, STAGES)),
+            ],
+            [4, 1], [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (work, 0, SCALE, ASYMMETRIC, BM, BLOCKS, GROUPS, HALVES, STAGES)),
+                (_fetch, (fetch, ASYMMETRIC, BM, BLOCKS, GROUPS, STAGES)),
+            ],
+            [1], [24],
+        )
 
 
 @gluon.jit
 def _fetch(
-    ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps, ASYMMETRIC: gl.constexpr,
-    BM: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    fetch, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for `steps` tiles as long as there is room: of weights at once, of digits when they are written."""
-    weight, empty = (w_desc, scale_desc, zero_desc), ring[6]
+    """Ask for `steps` tiles as long as there is room: of weights at once, of digits when they are written.
+    Not all programs begin with the same one, whose digits would all be read at once."""
+    ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps = fetch
+    weight, empty, turn = (w_desc, scale_desc, zero_desc), ring[6], gl.program_id(0)
     for s in gl.static_range(STAGES):
-        _fetch_weights(ring, weight, s, block, first + s, s < steps, ASYMMETRIC, BM, ROWS)
+        tile = first + (turn + s) % steps
+        _fetch_weights(ring, weight, s, block, tile, s < steps, ASYMMETRIC, BM, BLOCKS, GROUPS)
     gdc_wait()
     for s in gl.static_range(STAGES):
-        _fetch_digits(ring, x_desc, fact_desc, s, first + s, s < steps)
+        _fetch_digits(ring, x_desc, fact_desc, s, first + (turn + s) % steps, s < steps)
     for i in range(STAGES, steps):
-        slot = i % STAGES
+        slot, tile = i % STAGES, first + (turn + i) % steps
         mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
-        _fetch_weights(ring, weight, slot, block, first + i, True, ASYMMETRIC, BM, ROWS)
-        _fetch_digits(ring, x_desc, fact_desc, slot, first + i, True)
+        _fetch_weights(ring, weight, slot, block, tile, True, ASYMMETRIC, BM, BLOCKS, GROUPS)
+        _fetch_digits(ring, x_desc, fact_desc, slot, tile, True)
 
 
 @gluon.jit
 def _fetch_weights(
-    ring, weight, slot, block, tile, wanted, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr
+    ring, weight, slot, block, tile, wanted, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of a tile into a slot, which is ready when its digits are there too."""
     w, scales, zeros, x, facts, ready, empty = ring
-    arrived = ready.index(slot)
-    mbarrier.expect(arrived, ROWS * (128 + 4 + 4 * ASYMMETRIC) + 4 * BM * (128 + 4), pred=wanted)
-    tma.async_copy_global_to_shared(weight[0], [0, block, tile * 64, 0], arrived, w.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(
-        weight[1], [0, block, tile * 64], arrived, scales.index(slot), pred=wanted
-    )
-    if ASYMMETRIC:
-        tma.async_copy_global_to_shared(
-            weight[2], [0, block, tile * 64], arrived, zeros.index(slot), pred=wanted
-        )
+    arrived, row = ready.index(slot), tile * 64
+    mbarrier.expect(arrived, BLOCKS * 64 * (128 + 4 + 4 * ASYMMETRIC) + 4 * BM * (128 + 4), pred=wanted)
+    for g in gl.static_range(GROUPS):
+        at, part = block + g * w.shape[2], slot * GROUPS + g
+        tma.async_copy_global_to_shared(weight[0], [0, at, row, 0], arrived, w.index(part), pred=wanted)
+        tma.async_copy_global_to_shared(weight[1], [0, at, row], arrived, scales.index(part), pred=wanted)
+        if ASYMMETRIC:
+            tma.async_copy_global_to_shared(weight[2], [0, at, row], arrived, zeros.index(part), pred=wanted)
 
 
 @gluon.jit
@@ -136,12 +152,14 @@ def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted):
 
 @gluon.jit
 def _multiply(
-    ring, Y, FACTS, block, steps, M, N, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr,
-    ROWS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    work, GROUP: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr,
+    BLOCKS: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles as they come and write the sum."""
+    """Multiply the tiles as they come and write the sum: a warp group's rows of it."""
+    ring, met, Y, FACTS, block, steps, M, N = work
     w, scales, zeros, x, facts, ready, empty = ring
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * BM, 32])
+    ROWS: gl.constexpr = BLOCKS * 64 // GROUPS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BM, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     none = gl.zeros([ROWS, 2 * BM], gl.int32, MMA)
     acc = _high_and_low(none.to(gl.float32))[0]
@@ -152,16 +170,17 @@ def _multiply(
     gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
     for i in range(steps):
         slot = i % STAGES
+        part = slot * GROUPS + GROUP
         mbarrier.wait(ready.index(slot), i // STAGES & 1)
-        packed = w.index(slot).reshape([ROWS, 128]).load(OPERAND)
-        scale = scales.index(slot).reshape([ROWS]).load(ROW)
-        zero = zeros.index(slot).reshape([ROWS]).load(ROW)
+        packed = w.index(part).reshape([ROWS, 128]).load(OPERAND)
+        scale = scales.index(part).reshape([ROWS]).load(ROW)
+        zero = zeros.index(part).reshape([ROWS]).load(ROW)
         x_scales = by_token.index(slot * 4).load(COLUMN), by_token.index(slot * 4 + 1).load(COLUMN)
         x_sums = by_token.index(slot * 4 + 2).load(COLUMN), by_token.index(slot * 4 + 3).load(COLUMN)
         digits = x.index(slot).reshape([4 * BM, 128])
         left, right = digits.slice(0, 2 * BM).permute((1, 0)), digits.slice(2 * BM, 2 * BM).permute((1, 0))
-        low = warpgroup_mma(_codes(packed, 4), left, none, use_acc=False, is_async=True)
-        high = warpgroup_mma(_codes(packed, 0), right, none, use_acc=False, is_async=True)
+        low = warpgroup_mma(_codes(packed, 0), left, none, use_acc=False, is_async=True)
+        high = warpgroup_mma(_codes(packed, 1), right, none, use_acc=False, is_async=True)
         low = warpgroup_mma_wait(1, deps=[low])
         acc += _scaled(low, scale, zero, x_scales[0], x_sums[0], 0, SCALE, ASYMMETRIC)
         high = warpgroup_mma_wait(0, deps=[high])
@@ -170,32 +189,47 @@ def _multiply(
 
     if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
         gate, up = gl.split(acc.to(gl.bfloat16).reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
-        _store_digits(silu_times(gate, up, True).to(gl.float32), Y, FACTS, block // 2, N // 256, BM)
+        silu = silu_times(gate, up, True).to(gl.float32)
+        _store_digits(silu, met, Y, FACTS, block // 2, N // 256, GROUP, BM)
     else:
         Y += gl.program_id(1).to(gl.int64) * M * N
-        store_block(Y, acc.to(Y.dtype.element_ty), block * 64, 0, M, N, num_warps)
+        store_block(Y, acc.to(Y.dtype.element_ty), block * 64, 0, M, N, 4)
 
 
 @gluon.jit
-def _store_digits(x, CODES, FACTS, group, groups, BM: gl.constexpr):
-    """x fp32 [128, BM], one group of `Digits` of BM tokens."""
-    lane = gl.arange(0, 128, layout=gl.SliceLayout(1, x.type.layout))
+def _store_digits(x, met, CODES, FACTS, group, groups, HALF: gl.constexpr, BM: gl.constexpr):
+    """x fp32 [64, BM], half of a group of `Digits` of BM tokens; the other warp group has the other."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, x.type.layout))
     token = gl.arange(0, BM, layout=gl.SliceLayout(0, x.type.layout))
-    codes, scale = digits_of(x, gl.reduce(gl.abs(x), 0, larger), 0)
-    gl.store(FACTS + group * BM + token, scale)
-    gl.store(FACTS + (groups + group) * BM + token, gl.sum(codes, 0).to(gl.float32))
-    at = (group * 2 * BM + gl.expand_dims(token, 0)) * 128 + gl.expand_dims(lane % 64 * 2 + lane // 64, 1)
+    largest = _meet(met[0], gl.reduce(gl.abs(x), 0, larger), HALF)
+    codes, scale = digits_of(x, larger(largest[0], largest[1]), 0)
+    total = _meet(met[1], gl.sum(codes, 0), HALF)
+    if HALF == 0:
+        gl.store(FACTS + group * BM + token, scale)
+        gl.store(FACTS + (groups + group) * BM + token, (total[0] + total[1]).to(gl.float32))
+    at = (group * 2 * BM + gl.expand_dims(token, 0)) * 128 + gl.expand_dims(row * 2 + HALF, 1)
     gl.store(CODES + at, ((codes + 128) >> 8).to(gl.int8))
     gl.store(CODES + BM * 128 + at, codes.to(gl.int8))
 
 
+@gluon.jit
+def _meet(met, value, HALF: gl.constexpr):
+    """What both warp groups have, [BM] each."""
+    met.index(HALF).store(value)
+    gl.inline_asm_elementwise(
+        "bar.sync 15, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return met.index(0).load(value.type.layout), met.index(1).load(value.type.layout)
+
+
 @triton.jit
-def _codes(packed, SHIFT: tl.constexpr):
-    """16 * (code - 8) int8 of each byte's low half, shifted up by 4, or of its high half."""
+def _codes(packed, RUN: tl.constexpr):
+    """Of each byte the code of its low half, or 16 * (code - 8) of its high one, int8."""
+    LOW: tl.constexpr = "and.b32 $0, $1, 0x0f0f0f0f;"
+    HIGH: tl.constexpr = "lop3.b32 $0, $1, 0xf0f0f0f0, 0x80808080, 0x6a;"
     return tl.inline_asm_elementwise(
-        f"{{ .reg .b32 t; shl.b32 t, $1, {SHIFT}; lop3.b32 $0, t, 0xf0f0f0f0, 0x80808080, 0x6a; }}",
-        "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4,
-    )  # fmt: skip
+        HIGH if RUN else LOW, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+    )
 
 
 @gluon.jit
@@ -209,13 +243,15 @@ def _high_and_low(sums):
 def _scaled(
     sums, scales, zeros, x_scale, x_sum, RUN: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr
 ):  # fmt: skip
-    """What a run of inputs adds to the product, fp32, from `sums` int32 of 16 * (code - 8) times digits."""
+    """What a run of inputs adds to the product, fp32, from `sums` int32 of `_codes` times digits."""
     high, low = _high_and_low(sums)
     value = (high * 256 + low).to(gl.float32)
-    if ASYMMETRIC:
-        above = ((zeros << (24 - 8 * RUN)) >> 24).to(gl.float32) * -16.0
+    if ASYMMETRIC or RUN == 0:
+        above = gl.full(scales.shape, 0.0 if RUN else -8.0, gl.float32, scales.type.layout)
+        if ASYMMETRIC:
+            above -= ((zeros << (24 - 8 * RUN)) >> 24).to(gl.float32) * (16.0 if RUN else 1.0)
         value += gl.expand_dims(above, 1) * gl.expand_dims(x_sum, 0)
-    scale = scale_of_run((scales,), RUN, SCALE).to(gl.float32) * 0.0625
+    scale = scale_of_run((scales,), RUN, SCALE).to(gl.float32) * (0.0625 if RUN else 1.0)
     return value * gl.expand_dims(x_scale, 0) * gl.expand_dims(scale, 1)
 
 
@@ -224,14 +260,14 @@ class _Plan(NamedTuple):
     tokens (qrt/kernels/NOTES.md)."""
 
     blocks: int  # row blocks a program
-    warps: int  # that multiply
+    groups: int  # of 4 warps that multiply
     stages: int  # tiles on their way or waiting
     registers: int  # of a thread, those that ask and wait counted in
 
 
-_PLAIN = _Plan(blocks=1, warps=4, stages=8, registers=64)
-_SHARES = _Plan(blocks=1, warps=4, stages=6, registers=64)  # two programs an SM
-_GATED = _Plan(blocks=4, warps=8, stages=5, registers=136)
+_PLAIN = _Plan(blocks=1, groups=1, stages=8, registers=64)
+_SHARES = _Plan(blocks=1, groups=1, stages=6, registers=64)  # two programs an SM
+_GATED = _Plan(blocks=4, groups=2, stages=5, registers=136)
 LEAST_SHARE = 8  # tiles
 
 
@@ -267,9 +303,10 @@ def _launch(
     halves = 1 if facts is None else 2
     _digits_product[(blocks // plan.blocks, triton.cdiv(tiles, share))](
         of_tokens(x.codes, (2, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
-        *_of_tiles(weight, plan.blocks, halves), y, facts, x.tokens, weight.out_features, tiles, share,
+        *_of_tiles(weight, plan.blocks // plan.groups, halves), y, facts, x.tokens, weight.out_features, tiles, share,
         SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, BM=room, BLOCKS=plan.blocks,
-        HALVES=halves, STAGES=plan.stages, num_warps=plan.warps, maxnreg=plan.registers, launch_pdl=True,
+        HALVES=halves, GROUPS=plan.groups, STAGES=plan.stages, REGISTERS=(plan.registers * 3 - 24) // 2 // 8 * 8,
+        num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 
 
