@@ -98,7 +98,8 @@ def _digits_product(
                 (_multiply, (work, 0, SCALE, ASYMMETRIC, BM, BLOCKS, GROUPS, HALVES, STAGES)),
                 (_fetch, (fetch, ASYMMETRIC, BM, BLOCKS, GROUPS, STAGES)),
             ],
-            [1], [24],
+            [1],
+            [24],
         )
 
 
@@ -265,7 +266,10 @@ class _Plan(NamedTuple):
     registers: int  # of a thread, those that ask and wait counted in
 
 
-_PLAIN = _Plan(blocks=1, groups=1, stages=8, registers=64)
+_PLAIN = {  # by room for tokens: with so many stages an SM takes one program, and qkv's spread over all
+    8: _Plan(blocks=1, groups=1, stages=10, registers=64),
+    16: _Plan(blocks=1, groups=1, stages=8, registers=64),
+}
 _SHARES = _Plan(blocks=1, groups=1, stages=6, registers=64)  # two programs an SM
 _GATED = _Plan(blocks=4, groups=2, stages=5, registers=136)
 LEAST_SHARE = 8  # tiles
@@ -274,7 +278,7 @@ LEAST_SHARE = 8  # tiles
 def digits_product(x: Digits, weight: TiledWeight, dtype: torch.dtype) -> Tensor:
     """x [T, K] @ W.T in dtype, [T, N]."""
     y = torch.empty(x.tokens, weight.out_features, dtype=dtype, device=x.codes.device)
-    _launch(x, weight, _PLAIN, weight.packed.shape[1], y)
+    _launch(x, weight, _PLAIN[x.codes.shape[2]], weight.packed.shape[1], y)
     return y
 
 
