@@ -307,10 +307,11 @@ def _launch(
     halves = 1 if facts is None else 2
     _digits_product[(blocks // plan.blocks, triton.cdiv(tiles, share))](
         of_tokens(x.codes, (2, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
-        *_of_tiles(weight, plan.blocks // plan.groups, halves), y, facts, x.tokens, weight.out_features, tiles, share,
-        SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, BM=room, BLOCKS=plan.blocks,
-        HALVES=halves, GROUPS=plan.groups, STAGES=plan.stages, REGISTERS=(plan.registers * 3 - 24) // 2 // 8 * 8,
-        num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+        *_of_tiles(weight, plan.blocks // plan.groups, halves), y, facts, x.tokens, weight.out_features,
+        tiles, share, SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, BM=room,
+        BLOCKS=plan.blocks, HALVES=halves, GROUPS=plan.groups, STAGES=plan.stages,
+        REGISTERS=(plan.registers * 3 - 24) // 2 // 8 * 8, num_warps=4, maxnreg=plan.registers,
+        launch_pdl=True,
     )  # fmt: skip
 
 
