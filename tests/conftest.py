@@ -1,4 +1,5 @@
-"""Shared test settings: Triton runs in its interpreter where there is no GPU; `gpu` tests skip there."""
+"""Shared test settings: where there is no GPU Triton runs in its interpreter, or with QRT_TEST_PTX=1 what it
+compiles is executed (tests/ptx). `gpu` tests skip there, with the latter but for those that are `ptx` too."""
 
 import logging
 import os
@@ -7,8 +8,13 @@ import hypothesis
 import pytest
 import torch
 
+from ptx import launch
+
 GPU = torch.cuda.is_available()
-if not GPU:
+PTX = not GPU and os.environ.get("QRT_TEST_PTX") == "1"
+if PTX:
+    launch.install()
+elif not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel module is imported
 hypothesis.settings.register_profile("thorough", max_examples=10_000)
 torch.set_num_threads(1)  # two pytest workers share two cores
@@ -16,7 +22,7 @@ torch.set_num_threads(1)  # two pytest workers share two cores
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.get_closest_marker("gpu") and not GPU:
+        if item.get_closest_marker("gpu") and not GPU and not (PTX and item.get_closest_marker("ptx")):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

@@ -26,36 +26,18 @@ def compiled(code: str, capability: int = 90) -> dict[str, int]:
 
 
 def _main(capability: int, code: str) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    class Driver:
-        """As much of a driver as the compiler asks for."""
-
-        def get_current_target(self):
-            return GPUTarget("cuda", capability, 32)
-
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device):
-            return 0
+    from ptx.launch import compile_only
 
     seen: dict[str, set] = {}
-    run = JITFunction.run
 
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    def compiled(function, kernel, grid, arguments):
         assert kernel.asm["cubin"]
         assert kernel.metadata.shared <= SHARED_BYTES[capability], (
-            f"{self.__name__}: {kernel.metadata.shared}"
+            f"{function.__name__}: {kernel.metadata.shared}"
         )
-        seen.setdefault(self.__name__, set()).add(kernel.hash)
+        seen.setdefault(function.__name__, set()).add(kernel.hash)
 
-    driver.set_active(Driver())
-    JITFunction.run = compile_only
+    compile_only(capability, compiled)
     exec(code, {})
     print(json.dumps({name: len(variants) for name, variants in seen.items()}))
 

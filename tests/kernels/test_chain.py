@@ -1,12 +1,14 @@
 """chain against its operators one by one, and both against fp64."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from offline_cuda import compiled
 from qrt.kernels import chain as package
-from qrt.kernels.chain import chain, fits, ref
+from qrt.kernels.chain import chain, fits, kernel, ref
 from qrt.kernels.chain.kernel import make_digits
 from qrt.kernels.rmsnorm import add_rmsnorm
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
@@ -20,8 +22,15 @@ SIZES = {
     "8b": (4096, 4096, 14336, 6144), "0.6b": (1024, 2048, 3072, 4096), "32b": (5120, 8192, 25600, 10240),
     "odd": (1040, 384, 1168, 592), "halves": (1152, 384, 1664, 1216),
 }  # fmt: skip
+# a few tiles; more of them than any product has on its way
+SMALL = {"small": (512, 256, 1024, 768), "long": (2816, 2048, 256, 128)}
 
 WHOLE = [name for name in SIZES if name != "odd"]  # of groups of 128 inputs and of tiles
+
+
+def also_compiled(*cases):
+    """Cases that are small enough to be executed without a GPU."""
+    return [pytest.param(*case, marks=pytest.mark.ptx) for case in cases]
 
 
 def four(sizes, bits, symmetric, device, group=128):
@@ -67,7 +76,7 @@ def check(sizes, bits, symmetric, device, tokens, spread=None):
     assert fits(x, residual, prepared, [None] * 4, scheme)
     want_residual, want = exact(x, residual, weights, norms)
     ours, theirs = residual.clone(), residual.clone()
-    got = chain(x, ours, *prepared, *norms, EPS, scheme)
+    got = kernel.chain(x, ours, *prepared, *norms, EPS, scheme)
     plain = ref.chain(x, theirs, *prepared, *norms, EPS, scheme)
     assert got.shape == want.shape and got.dtype == x.dtype
     assert relative(got, want) <= 1.05 * relative(plain, want) + 1e-4
@@ -77,19 +86,20 @@ def check(sizes, bits, symmetric, device, tokens, spread=None):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("bits, symmetric", [(4, False), (4, True), (8, False), (8, True)])
+@pytest.mark.parametrize("bits, symmetric, name", [
+    *product((4, 8), (False, True), SIZES), *also_compiled((4, False, "small"), (8, True, "small")),
+])  # fmt: skip
 def test_one_token_is_no_worse_than_the_operators(device, name, bits, symmetric):
-    check(SIZES[name], bits, symmetric, device, 1)
+    check((SIZES | SMALL)[name], bits, symmetric, device, 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("tokens", [2, 7, 8, 9, 16])
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("symmetric, name, tokens", [
+    *product((True, False), WHOLE, (2, 7, 8, 9, 16)), *also_compiled((False, "long", 8), (True, "long", 9)),
+])  # fmt: skip
 def test_few_tokens_are_no_worse_than_the_operators(device, name, symmetric, tokens):
-    check(SIZES[name], 4, symmetric, device, tokens)
+    check((SIZES | SMALL)[name], 4, symmetric, device, tokens)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,17 @@
+"""PTX of sm_90a on the CPU: what Triton and Gluon compile for a Hopper GPU, executed by its definition.
+
+Triton's interpreter knows neither Gluon nor anything asynchronous, and CI has no GPU. Here every thread of a
+grid has registers of its own (a numpy array each, a lane a thread) and warps take turns. The copy engine
+delivers as late as the program allows, shared memory begins as NaN, and a fault is raised where a GPU would
+hang or be wrong in silence: an access outside its tensor or not aligned, threads that wait for ever, more
+arrivals than an mbarrier counts, an operand of a tensor core that changes while it is read.
+
+    QRT_TEST_PTX=1 pytest -m ptx                    tests that CI runs this way too
+    QRT_TEST_PTX=1 pytest tests/kernels/test_x.py   every other one that its size allows
+
+text.py reads a kernel, grid.py runs one, launch.py puts that in place of a launch. control, memory,
+tensor_cores and arithmetic are the instructions. Not modelled: what is visible to whom without a fence,
+approximate functions (they are exact here), what ptxas makes of the text, time.
+
+Source: https://docs.nvidia.com/cuda/parallel-thread-execution (5.5 tensors and swizzles, 9.7 instructions).
+"""

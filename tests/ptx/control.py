@@ -1,0 +1,168 @@
+"""Instructions between threads: jumps, barriers, mbarriers, what the threads of a warp say to each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptx.memory import Barrier, signal
+from ptx.text import Instruction
+from ptx.values import LANE, Fault, Lanes, Work, whole_warps
+
+if TYPE_CHECKING:
+    from ptx.grid import Grid
+
+
+def _nothing(grid: Grid, i: Instruction) -> Work:
+    return lambda lanes: None
+
+
+def _jump(grid: Grid, i: Instruction) -> Work:
+    def jump(lanes: Lanes) -> None:
+        grid.pc[lanes] = grid.code.labels[i.operands[0]]
+
+    return jump
+
+
+def _jump_by_table(grid: Grid, i: Instruction) -> Work:
+    read = grid.reader(i.operands[0], "u32")
+
+    def jump(lanes: Lanes) -> None:
+        places = [grid.code.labels[label] for label in grid.code.tables[i.operands[1]]]
+        grid.pc[lanes] = np.array(places)[read(lanes)]
+
+    return jump
+
+
+def _end(grid: Grid, i: Instruction) -> Work:
+    def end(lanes: Lanes) -> None:
+        grid.done[whole_warps(lanes)[::32] // 32] = True
+
+    return end
+
+
+def _barrier(grid: Grid, i: Instruction) -> Work:
+    if i.opcode[1] == "warp":
+        return lambda lanes: whole_warps(lanes) is None
+    if i.opcode[1] not in ("sync", "arrive"):
+        raise NotImplementedError(i.text)
+    number, count = grid.reader(i.operands[0], "u32"), None
+    if len(i.operands) > 1:
+        count = grid.reader(i.operands[1], "u32")
+
+    def meet(lanes: Lanes) -> None:
+        first = whole_warps(lanes)[::32]
+        wanted = count(first) if count else np.full(len(first), grid.threads)
+        for lane, which, threads in zip(first, number(first), wanted, strict=True):
+            key = int(grid.program[lane]), int(which)
+            here = grid.met.get(key, 0) + 32
+            if here > threads:
+                raise Fault(f"{here} threads at barrier {which} of {threads}")
+            grid.met[key] = here % int(threads)
+            if here == threads:
+                grid.wake(("barrier", *key))
+            elif i.opcode[1] == "sync":
+                grid.wait(("barrier", *key), int(lane) // 32)
+
+    return meet
+
+
+def _mbarrier(grid: Grid, i: Instruction) -> Work:
+    name = i.opcode[1]
+    if name == "try_wait":
+        return _try_wait(grid, i)
+    if name not in ("init", "inval", "arrive"):
+        raise NotImplementedError(i.text)
+    operands = i.operands if i.operands[0].startswith("[") else i.operands[1:]
+    address = grid.addresses(operands[0])
+    number = grid.reader(operands[1] if len(operands) > 1 else "1", "u32")
+
+    def act(lanes: Lanes) -> None:
+        for lane, at, amount in zip(lanes, address(lanes), number(lanes), strict=True):
+            key, amount = (int(grid.program[lane]), int(at)), int(amount)
+            if name == "init":
+                grid.barriers[key] = Barrier(amount, amount)
+            elif name == "inval":
+                grid.barriers.pop(key)
+            elif "expect_tx" in i.opcode:
+                signal(grid, key, arrivals=1, asked_bytes=amount)
+            else:
+                signal(grid, key, arrivals=amount)
+
+    return act
+
+
+def _try_wait(grid: Grid, i: Instruction) -> Work:
+    """Threads wait here until the phase of this parity is over, so it never says no."""
+    write, address = grid.writer(i.operands[0]), grid.addresses(i.operands[1])
+    parity = grid.reader(i.operands[2], "u32")
+
+    def wait(lanes: Lanes) -> None:
+        at, wanted = address(lanes), parity(lanes)
+        for warp in np.unique(lanes // 32):
+            own = np.flatnonzero(lanes // 32 == warp)
+            key = int(grid.program[warp * 32]), int(at[own[0]])
+            if key not in grid.barriers:
+                raise Fault(f"no mbarrier at {key[1]}")
+            if (at[own] != key[1]).any() or (wanted[own] != wanted[own[0]]).any():
+                raise Fault("threads of a warp wait for different mbarriers")
+            if grid.barriers[key].phase & 1 != wanted[own[0]]:
+                write(lanes[own], np.ones(len(own), bool))
+            else:
+                grid.pc[lanes[own]] -= 1
+                grid.wait(("mbarrier", *key), int(warp))
+
+    return wait
+
+
+def _elect(grid: Grid, i: Instruction) -> Work:
+    write = grid.writer(i.operands[0].split("|")[1])
+    return lambda lanes: write(whole_warps(lanes), lanes % 32 == 0)
+
+
+def _shuffle(grid: Grid, i: Instruction) -> Work:
+    mode, write = i.opcode[2], grid.writer(i.operands[0].split("|")[0])
+    value, other, clamp = (grid.reader(operand, "u32") for operand in i.operands[1:4])
+
+    def shuffle(lanes: Lanes) -> None:
+        lane = whole_warps(lanes) % 32
+        b, c = other(lanes).astype(np.int64) & 31, clamp(lanes).astype(np.int64)
+        segment = (c >> 8) & 31
+        last, first = (lane & segment) | (c & 31 & ~segment), lane & segment
+        source = {"bfly": lane ^ b, "idx": first | (b & ~segment), "down": lane + b, "up": lane - b}[mode]
+        source = np.where(source >= last if mode == "up" else source <= last, source, lane)
+        write(lanes, value(lanes)[np.arange(len(lanes)) - lane + source])
+
+    return shuffle
+
+
+def _vote(grid: Grid, i: Instruction) -> Work:
+    mode, write, read = i.opcode[2], grid.writer(i.operands[0]), grid.reader(i.operands[1], "pred")
+
+    def vote(lanes: Lanes) -> None:
+        flags = read(whole_warps(lanes)).reshape(-1, 32)
+        words = {"ballot": lambda: (flags.astype(np.uint32) << LANE.astype(np.uint32)).sum(1, np.uint32),
+                 "any": lambda: flags.any(1), "all": lambda: flags.all(1)}[mode]()  # fmt: skip
+        write(lanes, words.repeat(32))
+
+    return vote
+
+
+def _reduce(grid: Grid, i: Instruction) -> Work:
+    write, read = grid.writer(i.operands[0]), grid.reader(i.operands[1], i.opcode[-1])
+    function = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[i.opcode[2]]
+
+    def reduce(lanes: Lanes) -> None:
+        values = read(whole_warps(lanes)).reshape(-1, 32)
+        write(lanes, function.reduce(values, 1, dtype=values.dtype).repeat(32))
+
+    return reduce
+
+
+OPERATIONS = {
+    "bra": _jump, "brx": _jump_by_table, "ret": _end, "exit": _end, "bar": _barrier, "barrier": _barrier,
+    "mbarrier": _mbarrier, "elect": _elect, "shfl": _shuffle, "vote": _vote, "redux": _reduce,
+    "griddepcontrol": _nothing, "setmaxnreg": _nothing, "prefetch": _nothing, "createpolicy": _nothing,
+    "fence": _nothing, "membar": _nothing,
+}  # fmt: skip

@@ -1,0 +1,216 @@
+"""A launch: its threads, their registers, and whose turn it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from ptx import arithmetic, control, memory, tensor_cores
+from ptx.deferred import Deferred
+from ptx.memory import Barrier, Descriptor, Tensors
+from ptx.text import Code, Instruction
+from ptx.values import LANE, REGISTERS, UNSIGNED, Fault, Lanes, Read, Work, bits_of, dtype_of
+
+SHARED_BASE = 1024  # where a program's shared memory begins
+PARAMETERS, PARAMETER = (
+    1 << 46,
+    256,
+)  # where parameters that have an address begin, and how far apart they are
+_IDLE_TURNS = 256  # of programs that ask again and again, until a copy arrives
+_OPERATIONS = control.OPERATIONS | memory.OPERATIONS | tensor_cores.OPERATIONS
+_ENDS = ("bra", "brx", "ret", "exit", "bar", "barrier")  # of a turn
+
+
+class Grid:
+    """All programs of a launch, side by side, as if there were room for all at once.
+
+    parameters   what the kernel is given: int, float or Descriptor each
+    shared       bytes of a program's shared memory
+    seed         warps take turns at random and copies arrive at random; without one, warps that are at the
+                 same place go on together, and copies arrive when nothing else can go on
+    """
+
+    def __init__(
+        self, code: Code, shape: Sequence[int], parameters: Sequence[int | float | Descriptor],
+        tensors: Tensors, shared: int, seed: int | None = None,
+    ) -> None:  # fmt: skip
+        self.code, self.tensors, self.shape = code, tensors, (*shape, 1, 1)[:3]
+        self.threads, programs = code.threads, int(np.prod(shape))
+        self.lanes = programs * self.threads
+        self.program = np.arange(self.lanes) // self.threads
+        self.parameters = dict(zip(code.parameters, parameters, strict=True))
+        self.shared_bytes = SHARED_BASE + shared
+        self.shared = np.full(programs * self.shared_bytes, 0xFF, np.uint8)
+        self.registers: dict[str, np.ndarray] = {}
+        self.pc, warps = np.zeros(self.lanes, np.int32), self.lanes // 32
+        self.done, self.blocked = np.zeros(warps, bool), np.zeros(warps, bool)
+        self.barriers: dict[tuple[int, int], Barrier] = {}  # mbarriers by program and address
+        self.met: dict[tuple[int, int], int] = {}  # threads by program and number of a barrier
+        self.copies: list[tuple[Descriptor, list[int], int, int, int]] = []
+        self.products, self.fetches = Deferred(self.lanes), Deferred(self.lanes)
+        self.random = None if seed is None else np.random.default_rng(seed)
+        self._waiting: dict[tuple, list[int]] = {}  # warps by what they wait for
+        self._last_turn, self._turns = np.zeros(warps, np.int64), 0
+        self._steps = [self._compile(i) for i in code.instructions]
+        self._stops = np.zeros(len(self._steps) + 1, bool)
+        self._stops[list(code.labels.values())] = True
+        for at, i in enumerate(code.instructions):
+            waits = "try_wait" in i.opcode
+            self._stops[at] |= waits
+            self._stops[at + 1] |= waits or i.opcode[0] in _ENDS
+
+    def run(self) -> None:
+        """Until every thread is done; Fault names the instruction."""
+        with np.errstate(all="ignore"):
+            while not self.done.all():
+                ready = np.flatnonzero(~self.done & ~self.blocked)
+                self._turns += 1
+                if self.copies and (len(ready) == 0 or self._copy_is_due()):
+                    which = 0 if self.random is None else int(self.random.integers(len(self.copies)))
+                    memory.arrive(self, *self.copies.pop(which))
+                elif len(ready):
+                    self._turn(ready)
+                else:
+                    self._deadlock()
+
+    def _copy_is_due(self) -> bool:
+        if self.random is None:
+            return self._turns % _IDLE_TURNS == 0
+        return self.random.random() < 0.3
+
+    def _turn(self, ready: np.ndarray) -> None:
+        """Some warps, up to where others may join them or they may have to wait."""
+        lowest = self.pc.reshape(-1, 32)[ready].min(1)  # threads behind the others of their warp go first
+        pick = self._last_turn[ready].argmin() if self.random is None else self.random.integers(len(ready))
+        pc = int(lowest[pick])
+        warps = ready[lowest == pc] if self.random is None else ready[pick : pick + 1]
+        self._last_turn[warps] = self._turns
+        lanes = (warps[:, None] * 32 + LANE).reshape(-1)
+        lanes = lanes[self.pc[lanes] == pc]
+        while True:
+            self.pc[lanes] = pc + 1
+            try:
+                self._steps[pc](lanes)
+            except Exception as error:
+                error.add_note(self.code.instructions[pc].text)
+                raise
+            pc += 1
+            if self._stops[pc]:
+                return
+
+    def wait(self, key: tuple, warp: int) -> None:
+        """The warp goes on when somebody wakes `key`."""
+        self.blocked[warp] = True
+        self._waiting.setdefault(key, []).append(warp)
+
+    def wake(self, key: tuple) -> None:
+        """Who waits for it goes on."""
+        self.blocked[self._waiting.pop(key, [])] = False
+
+    def _deadlock(self) -> None:
+        waits = [f"{len(warps)} warps for {' '.join(map(str, key))}" for key, warps in self._waiting.items()]
+        raise Fault("nobody can go on: " + ", ".join(waits))
+
+    # operands: read and written by lanes
+
+    def register(self, name: str) -> np.ndarray:
+        """Its values, a lane each."""
+        if name not in self.registers:
+            letters = re.match(r"%([a-z]+)(?=[\d@])", name).group(1)
+            self.registers[name] = np.zeros(self.lanes, REGISTERS[letters])
+        return self.registers[name]
+
+    def reader(self, operand: str, kind: str) -> Read:
+        """lanes -> what the operand says, as `kind`."""
+        dtype = dtype_of(kind)
+        if operand.startswith("!"):
+            inner = self.reader(operand[1:], kind)
+            return lambda lanes: ~inner(lanes)
+        if special := re.fullmatch(r"%(tid|ctaid|nctaid|laneid)(?:\.([xyz]))?", operand):
+            return self._special(*special.groups(), dtype)
+        if operand.startswith("%"):
+            array = self.register(operand)
+            if array.dtype.itemsize == dtype.itemsize:
+                return lambda lanes: array[lanes].view(dtype)
+            bits = UNSIGNED[8 * min(dtype.itemsize, array.dtype.itemsize)]
+            return lambda lanes: array[lanes].astype(bits).astype(UNSIGNED[8 * dtype.itemsize]).view(dtype)
+        value = self.constant(operand)
+        bits = (
+            bool(value) if kind == "pred" else np.array(value % (1 << bits_of(kind)), UNSIGNED[bits_of(kind)])
+        )
+        constant = np.asarray(bits).view(dtype)
+        return lambda lanes: np.full(len(lanes), constant, dtype)
+
+    def _special(self, name: str, axis: str | None, dtype: np.dtype) -> Read:
+        if name == "laneid":
+            return lambda lanes: (lanes % 32).astype(dtype)
+        d = "xyz".index(axis)
+        if name == "nctaid":
+            return lambda lanes: np.full(len(lanes), self.shape[d], dtype)
+        if name == "ctaid":
+            below = int(np.prod(self.shape[:d]))
+            return lambda lanes: (self.program[lanes] // below % self.shape[d]).astype(dtype)
+        return lambda lanes: (lanes % self.threads if d == 0 else np.zeros(len(lanes))).astype(dtype)
+
+    def constant(self, operand: str) -> int:
+        """Bits of a number, an address of shared memory or of a parameter."""
+        if operand[:2] in ("0f", "0d"):
+            return int(operand[2:], 16)
+        name, _, offset = operand.partition("+")
+        if name == "global_smem":
+            return SHARED_BASE + int(offset or 0)
+        if name in self.parameters:
+            return PARAMETERS + PARAMETER * self.code.parameters.index(name) + int(offset or 0)
+        return int(operand.rstrip("U"), 0)
+
+    def parameter(self, address: int) -> int | float | Descriptor:
+        """The one that is at this address."""
+        return self.parameters[self.code.parameters[(address - PARAMETERS) // PARAMETER]]
+
+    def writer(self, operand: str):
+        """(lanes, values) -> None. Values narrower than the register are extended by their sign, if any."""
+        if operand == "_":
+            return lambda lanes, values: None
+        array = self.register(operand)
+
+        def write(lanes: Lanes, values: np.ndarray) -> None:
+            if values.dtype.itemsize != array.dtype.itemsize:
+                values = values.astype(array.dtype)
+            array[lanes] = values.view(array.dtype)
+
+        return write
+
+    def addresses(self, operand: str) -> Read:
+        """lanes -> int64, of [register + offset] or [symbol + offset]."""
+        base, offset = re.fullmatch(r"\[\s*([^+\s\]]+?)\s*(?:\+\s*(-?\d+))?\s*\]", operand).groups()
+        if base.startswith("%"):
+            read = self.reader(base, "s64" if base.startswith("%rd") else "u32")
+            return lambda lanes: read(lanes).astype(np.int64) + int(offset or 0)
+        constant = self.constant(base) + int(offset or 0)
+        return lambda lanes: np.full(len(lanes), constant, np.int64)
+
+    def _compile(self, i: Instruction) -> Work:
+        name = i.opcode[0]
+        if name in _OPERATIONS:
+            work = _OPERATIONS[name](self, i)
+        elif name in arithmetic.OPERATIONS:
+            compute, kinds = arithmetic.OPERATIONS[name](i.opcode)
+            write = self.writer(i.operands[0].split("|")[0])
+            reads = [self.reader(o, k) for o, k in zip(i.operands[1:], kinds, strict=True)]
+
+            def work(lanes: Lanes) -> None:
+                write(lanes, compute(*[read(lanes) for read in reads]))
+        else:
+            raise NotImplementedError(i.text)
+        if i.guard is None:
+            return work
+        flag, wanted = self.register(i.guard[0]), i.guard[1]
+
+        def guarded(lanes: Lanes) -> None:
+            chosen = lanes[flag[lanes] == wanted]
+            if len(chosen):
+                work(chosen)
+
+        return guarded

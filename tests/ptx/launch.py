@@ -1,0 +1,95 @@
+"""Kernels that are launched on CPU tensors are compiled for a Hopper GPU and executed by `Grid`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ptx.grid import Grid
+from ptx.memory import Descriptor, Tensors
+from ptx.text import Code, parse
+
+SMS = 4  # of the GPU that is not there
+_codes: dict[str, Code] = {}  # by a kernel's hash
+seed: int | None = None  # of every launch, see Grid
+
+
+class Driver:
+    """As much of one as the compiler asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(capability: int, compiled: Any) -> None:
+    """From here on a launch compiles its kernel and calls `compiled`: function, kernel, grid, arguments."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        compiled(self, kernel, grid, (args, options))
+        return kernel
+
+    driver.set_active(Driver(capability))
+    JITFunction.run = launch
+
+
+def install() -> None:
+    """From here on launches are executed; the device that launchers ask about is a Hopper GPU."""
+    from qrt.kernels import gpu
+
+    gpu.is_hopper = gpu.overlaps = lambda device: True
+    gpu.multiprocessors = lambda device: SMS
+    compile_only(90, _execute)
+
+
+def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
+    args, options = arguments
+    *_, bind = function.device_caches[0]
+    bound = bind(*args, **{"debug": False, **options})[0]
+    parameters: list[Any] = []
+    tensors = Tensors()
+    for name, kind in kernel.src.signature.items():
+        _add(kind, bound[name], name, parameters, tensors)
+    code = _codes.setdefault(kernel.hash, None) or parse(kernel.asm["ptx"])
+    _codes[kernel.hash] = code
+    shape = shape(bound) if callable(shape) else shape
+    scratch = [0] * (len(code.parameters) - len(parameters))  # two pointers, which nobody follows
+    Grid(code, shape, parameters + scratch, tensors, kernel.metadata.shared, seed).run()
+
+
+def _add(kind: Any, value: Any, name: str, parameters: list[Any], tensors: Tensors) -> None:
+    """What an argument of this kind is to the compiled kernel."""
+    if isinstance(kind, tuple):
+        for part, (of_part, inner) in enumerate(zip(kind, value, strict=True)):
+            _add(of_part, inner, f"{name}[{part}]", parameters, tensors)
+    elif kind.startswith("tensordesc"):
+        parameters += [_descriptor(value), *value.shape, *value.strides]
+    elif kind.startswith("*"):
+        storage = value.untyped_storage()
+        tensors.add(storage.data_ptr(), storage.nbytes(), name)
+        parameters.append(value.data_ptr())
+    elif kind != "constexpr":
+        parameters.append(value)
+
+
+def _descriptor(tensor: Any) -> Descriptor:
+    size = tensor.base.dtype.itemsize
+    return Descriptor(
+        tensor.base.data_ptr(), list(tensor.shape), [stride * size for stride in tensor.strides],
+        list(tensor.block_shape), size, tensor.layout.swizzle_byte_width,
+    )  # fmt: skip

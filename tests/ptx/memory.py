@@ -1,0 +1,314 @@
+"""Memory: tensors, shared memory, and the instructions that move data between them and registers."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptx.text import Instruction, names_of
+from ptx.values import UNSIGNED, Fault, Lanes, Work, bits_of, dense, dtype_of, whole_warps
+
+if TYPE_CHECKING:
+    from ptx.grid import Grid
+
+
+def _bytes_at(address: int, count: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
+
+
+class Tensors:
+    """What a kernel may touch: tensors that it is given, by address."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[str, np.ndarray]] = {}
+
+    def add(self, address: int, count: int, name: str) -> None:
+        """`count` bytes."""
+        if count:
+            self._known.setdefault((address, address + count), (name, _bytes_at(address, count)))
+
+    def find(self, address: np.ndarray, count: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Which of the addresses are in one tensor, its bytes, and where in it they are."""
+        left = np.ones(len(address), bool)
+        for (begin, end), (_, data) in self._known.items():
+            here = left & (address >= begin) & (address + count <= end)
+            if here.any():
+                left &= ~here
+                yield np.flatnonzero(here), data, (address[here] - begin)[:, None] + np.arange(count)
+        if left.any():
+            known = ", ".join(f"{name} {a:#x} to {b:#x}" for (a, b), (name, _) in self._known.items())
+            raise Fault(f"{count} bytes at {int(address[left][0]):#x}, in none of {known}")
+
+
+@dataclass
+class Descriptor:
+    """A tensor that the copy engine reads: strides and swizzle in bytes, the innermost dimension last."""
+
+    address: int
+    shape: list[int]
+    strides: list[int]
+    box: list[int]
+    item_bytes: int
+    swizzle: int
+
+    def read(self, first: list[int]) -> np.ndarray:
+        """The box at `first`, uint8, zero outside the tensor."""
+        extent = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.item_bytes
+        inside, offset = np.True_, np.int64(0)
+        for d, (n, stride, box) in enumerate(zip(self.shape, self.strides, self.box, strict=True)):
+            at = (first[d] + np.arange(box)).reshape([-1] + [1] * (len(self.box) - 1 - d))
+            inside = inside & (at >= 0) & (at < n)
+            offset = offset + at * stride
+        offset = np.where(inside, offset, 0).reshape(-1, 1) + np.arange(self.item_bytes)
+        return np.where(inside.reshape(-1, 1), _bytes_at(self.address, extent)[offset], 0).reshape(-1)
+
+
+def swizzled(address: np.ndarray, width: int) -> np.ndarray:
+    """Where the byte of this address of shared memory is: bits 4.. are turned by bits 7.. of it."""
+    return address ^ (((address >> 7) & {0: 0, 32: 1, 64: 3, 128: 7}[width]) << 4)
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: arrivals of a phase, arrivals and bytes that are missing, phases that are over."""
+
+    count: int
+    pending: int
+    missing_bytes: int = 0
+    phase: int = 0
+
+
+def signal(
+    grid: Grid, key: tuple[int, int], arrivals: int = 0, asked_bytes: int = 0, come_bytes: int = 0
+) -> None:
+    """At the mbarrier of a program and an address: arrivals, bytes to wait for, bytes that have come."""
+    if key not in grid.barriers:
+        raise Fault(f"no mbarrier at {key[1]}")
+    barrier = grid.barriers[key]
+    barrier.pending -= arrivals
+    barrier.missing_bytes += asked_bytes - come_bytes
+    if barrier.pending < 0:
+        raise Fault(f"more arrivals than the {barrier.count} of the mbarrier at {key[1]}")
+    if barrier.pending == 0 and barrier.missing_bytes == 0:
+        barrier.pending, barrier.phase = barrier.count, barrier.phase + 1
+        grid.wake(("mbarrier", *key))
+
+
+def in_shared(grid: Grid, lanes: Lanes, address: np.ndarray, count: int) -> np.ndarray:
+    """Where in `grid.shared` the `count` bytes of each lane's address are, [lanes, count]."""
+    if (address < 1024).any() or (address + count > grid.shared_bytes).any():
+        raise Fault(f"{count} bytes at {address.min()} to {address.max()} of {grid.shared_bytes} shared ones")
+    return (grid.program[lanes] * grid.shared_bytes + address)[:, None] + np.arange(count)
+
+
+def _check_aligned(address: np.ndarray, count: int) -> None:
+    if (address % count).any():
+        raise Fault(f"{count} bytes at {int(address[address % count != 0][0]):#x}")
+
+
+def _read(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, count: int) -> np.ndarray:
+    _check_aligned(address, count)
+    if space.startswith("shared"):
+        return grid.shared[in_shared(grid, lanes, address, count)]
+    data = np.empty((len(lanes), count), np.uint8)
+    for which, tensor, place in grid.tensors.find(address, count):
+        data[which] = tensor[place]
+    return data
+
+
+def _write(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, data: np.ndarray) -> None:
+    count = data.shape[1]
+    _check_aligned(address, count)
+    if space.startswith("shared"):
+        grid.shared[in_shared(grid, lanes, address, count)] = data
+        return
+    for which, tensor, place in grid.tensors.find(address, count):
+        tensor[place] = data[which]
+
+
+def _move(grid: Grid, i: Instruction) -> Work:
+    kind, (to, of) = i.opcode[-1], map(names_of, i.operands)
+    if kind == "pred" or len(to) == len(of):
+        read, write = grid.reader(of[0], kind), grid.writer(to[0])
+        return lambda lanes: write(lanes, read(lanes))
+    bits = bits_of(kind)
+    if len(of) > 1:
+        reads, write = [grid.reader(name, f"b{bits // len(of)}") for name in of], grid.writer(to[0])
+        return lambda lanes: write(
+            lanes, np.stack([read(lanes) for read in reads], 1).view(UNSIGNED[bits])[:, 0]
+        )
+    read, writes = grid.reader(of[0], kind), [grid.writer(name) for name in to]
+
+    def unpack(lanes: Lanes) -> None:
+        parts = dense(read(lanes)).view(UNSIGNED[bits // len(to)]).reshape(-1, len(to))
+        for part, write in zip(parts.T, writes, strict=True):
+            write(lanes, dense(part))
+
+    return unpack
+
+
+def _address_of(grid: Grid, i: Instruction) -> Work:
+    read, write = grid.reader(i.operands[1], "b64"), grid.writer(i.operands[0])
+    return lambda lanes: write(lanes, read(lanes))
+
+
+def _load(grid: Grid, i: Instruction) -> Work:
+    space, dtype = i.opcode[1], dtype_of(i.opcode[-1])
+    if space == "param":
+        return _load_parameter(grid, i)
+    writes, address = [grid.writer(name) for name in names_of(i.operands[0])], grid.addresses(i.operands[1])
+
+    def load(lanes: Lanes) -> None:
+        data = _read(grid, space, lanes, address(lanes), dtype.itemsize * len(writes)).view(dtype)
+        for part, write in zip(data.T, writes, strict=True):
+            write(lanes, dense(part))
+
+    return load
+
+
+def _load_parameter(grid: Grid, i: Instruction) -> Work:
+    write, bits, address = grid.writer(i.operands[0]), bits_of(i.opcode[-1]), grid.addresses(i.operands[1])
+
+    def load(lanes: Lanes) -> None:
+        places, which = np.unique(address(lanes), return_inverse=True)
+        values = np.empty(len(places), UNSIGNED[bits])
+        for k, place in enumerate(places.tolist()):
+            value = grid.parameter(place)
+            if isinstance(value, float):
+                value = int(np.float32(value).view(np.uint32))
+            values[k] = value % (1 << bits)
+        write(lanes, values[which])
+
+    return load
+
+
+def _store(grid: Grid, i: Instruction) -> Work:
+    space, address = i.opcode[1], grid.addresses(i.operands[0])
+    reads = [grid.reader(name, i.opcode[-1]) for name in names_of(i.operands[1])]
+
+    def store(lanes: Lanes) -> None:
+        values = np.stack([read(lanes) for read in reads], 1)
+        _write(grid, space, lanes, address(lanes), dense(values).view(np.uint8))
+
+    return store
+
+
+def _atomic(grid: Grid, i: Instruction) -> Work:
+    functions = {"add": np.add, "max": np.maximum, "min": np.minimum, "exch": lambda old, new: new}
+    function = next(functions[part] for part in i.opcode if part in functions)
+    write, address = grid.writer(i.operands[0]), grid.addresses(i.operands[1])
+    read, dtype = grid.reader(i.operands[2], i.opcode[-1]), dtype_of(i.opcode[-1])
+
+    def atomic(lanes: Lanes) -> None:
+        for lane in lanes[:, None]:
+            old = _read(grid, "global", lane, address(lane), dtype.itemsize).view(dtype)[:, 0]
+            new = dense(function(old, read(lane)))
+            _write(grid, "global", lane, address(lane), new.view(np.uint8)[None])
+            write(lane, old)
+
+    return atomic
+
+
+def _copy(grid: Grid, i: Instruction) -> Work:
+    if i.opcode[1:4] == ["async", "bulk", "tensor"]:
+        return _copy_box(grid, i)
+    if i.opcode[:2] != ["cp", "async"]:
+        raise NotImplementedError(i.text)
+    if i.opcode[2] == "commit_group":
+        return grid.fetches.commit
+    if i.opcode[2] == "wait_group":
+        left = int(i.operands[0], 0)
+        return lambda lanes: grid.fetches.finish(lanes, left)
+    if i.opcode[2] not in ("ca", "cg"):
+        raise NotImplementedError(i.text)
+    to, of, count = grid.addresses(i.operands[0]), grid.addresses(i.operands[1]), int(i.operands[2], 0)
+    wanted = grid.reader(i.operands[3] if len(i.operands) > 3 else i.operands[2], "u32")
+
+    def copy(lanes: Lanes) -> None:
+        place, source, some = to(lanes), of(lanes), wanted(lanes) > 0  # all or nothing, which is zeros
+        data = np.zeros((len(lanes), count), np.uint8)
+        if some.any():
+            data[some] = _read(grid, "global", lanes[some], source[some], count)
+        at = dict(zip(lanes.tolist(), range(len(lanes)), strict=True))
+
+        def deliver(due: Lanes) -> None:
+            which = [at[lane] for lane in due.tolist()]
+            _write(grid, "shared", due, place[which], data[which])
+
+        grid.fetches.add(lanes, deliver)
+
+    return copy
+
+
+def _copy_box(grid: Grid, i: Instruction) -> Work:
+    to, barrier = grid.addresses(i.operands[0]), grid.addresses(i.operands[2])
+    name, places = re.fullmatch(r"\[\s*(\S+?)\s*,\s*\{(.*)\}\s*\]", i.operands[1]).groups()
+    tensor, places = grid.reader(name, "u64"), [grid.reader(place, "s32") for place in names_of(places)]
+
+    def copy(lanes: Lanes) -> None:
+        for lane in lanes[:, None]:
+            first = [int(place(lane)[0]) for place in reversed(places)]
+            box, program = grid.parameter(int(tensor(lane)[0])), int(grid.program[lane[0]])
+            grid.copies.append((box, first, program, int(to(lane)[0]), int(barrier(lane)[0])))
+
+    return copy
+
+
+def arrive(grid: Grid, tensor: Descriptor, first: list[int], program: int, to: int, barrier: int) -> None:
+    """What a copy was asked for, with all that it signals."""
+    data = tensor.read(first)
+    if to % (8 * tensor.swizzle or 128) or to + len(data) > grid.shared_bytes:
+        raise Fault(f"a copy of {len(data)} bytes to {to}, swizzled by {tensor.swizzle}")
+    place = swizzled(to + np.arange(len(data)), tensor.swizzle)
+    grid.shared[program * grid.shared_bytes + place] = data
+    signal(grid, (program, barrier), come_bytes=len(data))
+
+
+def _matrices(grid: Grid, lanes: Lanes, address: np.ndarray, count: int) -> np.ndarray:
+    """Where rows of `count` 8 x 8 matrices of 16 bits are, [warps, count, 8, bytes]: lane 8 m + r has the
+    address of row r of matrix m."""
+    _check_aligned(address, 16)
+    first, rows = whole_warps(lanes)[::32], address.reshape(-1, 32)[:, : 8 * count].reshape(-1)
+    return in_shared(grid, first.repeat(8 * count), rows, 16).reshape(len(first), count, 8, 16)
+
+
+def _load_matrices(grid: Grid, i: Instruction) -> Work:
+    writes, address = [grid.writer(name) for name in names_of(i.operands[0])], grid.addresses(i.operands[1])
+
+    def load(lanes: Lanes) -> None:
+        data = grid.shared[_matrices(grid, lanes, address(lanes), len(writes))].view(np.uint16)
+        if "trans" in i.opcode:
+            data = data.swapaxes(2, 3)
+        words = dense(data).view(np.uint32).reshape(len(data), len(writes), 32)
+        for k, write in enumerate(writes):
+            write(lanes, words[:, k].reshape(-1))
+
+    return load
+
+
+def _store_matrices(grid: Grid, i: Instruction) -> Work:
+    reads, address = (
+        [grid.reader(name, "b32") for name in names_of(i.operands[1])],
+        grid.addresses(i.operands[0]),
+    )
+
+    def store(lanes: Lanes) -> None:
+        place = _matrices(grid, lanes, address(lanes), len(reads))
+        words = np.stack([read(lanes).reshape(-1, 32) for read in reads], 1)
+        data = words.view(np.uint16).reshape(*words.shape[:2], 8, 8)
+        if "trans" in i.opcode:
+            data = data.swapaxes(2, 3)
+        grid.shared[place] = dense(data).view(np.uint8)
+
+    return store
+
+
+OPERATIONS = {
+    "mov": _move, "cvta": _address_of, "ld": _load, "st": _store, "atom": _atomic, "cp": _copy,
+    "ldmatrix": _load_matrices, "stmatrix": _store_matrices,
+}  # fmt: skip

@@ -1,0 +1,137 @@
+"""Products of small matrices by a warp (mma) or by four (wgmma)."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptx.memory import swizzled
+from ptx.text import Instruction, names_of
+from ptx.values import Fault, Lanes, Work, bits_of, elements, whole_warps
+
+if TYPE_CHECKING:
+    from ptx.grid import Grid
+
+_WIDTHS = {1: 128, 2: 64, 3: 32}  # of a swizzle, by the two last bits of a descriptor
+
+
+def _rows_of(grid: Grid, operands: list[str], kind: str):
+    """lanes -> [warps, 16, k]: of 32 bits each, rows 0..7 and 8..15 in turn; lane 4 r + j has the words j and
+    (the second pair of operands) 4 + j of a row."""
+    reads = [grid.reader(name, "b32") for name in operands]
+
+    def rows(lanes: Lanes) -> np.ndarray:
+        words = [read(lanes).reshape(-1, 8, 4) for read in reads]
+        upper, lower = np.concatenate(words[0::2], 2), np.concatenate(words[1::2], 2)
+        return elements(np.concatenate([upper, lower], 1), kind)
+
+    return rows
+
+
+def _sums(grid: Grid, to: list[str], of: list[str], out: str):
+    """(lanes, A [warps, 16, k], B [warps, n, k]) -> to = A B^T + of. Columns 2 j and 2 j + 1 of a row are in
+    lane 4 r + j, rows 8..15 in the next two operands, the next 8 columns in the next four."""
+    writes, reads = [grid.writer(name) for name in to], [grid.reader(name, out) for name in of]
+    wide, narrow = (np.float64, np.float32) if out == "f32" else (np.int64, np.int32)
+
+    def add(lanes: Lanes, left: np.ndarray, right: np.ndarray) -> None:
+        total = left.astype(wide) @ right.astype(wide).swapaxes(1, 2)
+        warps, _, n = total.shape
+        parts = total.reshape(warps, 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, -1)
+        for k, write in enumerate(writes):
+            value = parts[k] + reads[k](lanes) if reads else parts[k]
+            write(lanes, value.astype(narrow))
+
+    return add
+
+
+def _multiply(grid: Grid, i: Instruction) -> Work:
+    *_, out, kind, _, _ = i.opcode
+    to, a, b, c = map(names_of, i.operands)
+    rows, add = _rows_of(grid, a, kind), _sums(grid, to, c, out)
+    columns = [grid.reader(name, "b32") for name in b]
+
+    def multiply(lanes: Lanes) -> None:
+        words = [read(whole_warps(lanes)).reshape(-1, 8, 4) for read in columns]
+        add(lanes, rows(lanes), elements(np.concatenate(words, 2), kind))
+
+    return multiply
+
+
+def _group_multiply(grid: Grid, i: Instruction) -> Work:
+    if i.opcode[1] == "fence":
+        return lambda lanes: None
+    if i.opcode[1] == "commit_group":
+        return grid.products.commit
+    if i.opcode[1] == "wait_group":
+        left = int(i.operands[0])
+        return lambda lanes: grid.products.finish(whole_warps(lanes), left)
+    n, k = map(int, re.match(r"m64n(\d+)k(\d+)", i.opcode[4]).groups())
+    out, kind = i.opcode[5:7]
+    to, descriptor, adds = names_of(i.operands[0]), grid.reader(i.operands[2], "u64"), i.operands[3]
+    more, first, adds = _sums(grid, to, to, out), _sums(grid, to, [], out), grid.reader(adds, "pred")
+    signs, turned = i.operands[4:6], [flag == "1" for flag in i.operands[6:]] or [False]
+    if signs not in ([], ["1", "1"]):
+        raise NotImplementedError(i.text)
+    if i.operands[1].startswith("{"):
+        rows = _rows_of(grid, names_of(i.operands[1]), kind)
+    else:
+        left = grid.reader(i.operands[1], "u64")
+
+        def rows(lanes: Lanes) -> np.ndarray:
+            warps = lanes[::32]
+            place = _place(grid, warps, left(warps), (16, k), kind, turned[0], warps // 32 % 4)
+            return elements(_watched(grid, lanes, place), kind)
+
+    def multiply(lanes: Lanes) -> None:
+        warps = whole_warps(lanes)[::32]
+        if adds(lanes).any() != adds(lanes).all():
+            raise Fault("threads differ in whether they add")
+        right = _watched(grid, lanes, _place(grid, warps, descriptor(warps), (n, k), kind, turned[-1]))
+        (more if adds(lanes).all() else first)(lanes, rows(lanes), elements(right, kind))
+
+    return multiply
+
+
+def _place(
+    grid: Grid, warps: Lanes, descriptor: np.ndarray, shape: tuple[int, int], kind: str, turned: bool,
+    band: np.ndarray | int = 0,
+) -> np.ndarray:  # fmt: skip
+    """Where an operand of [rows, k] is in shared memory, from row shape[0] * band on: [warps, rows, bytes].
+
+    Its lines of 128, 64 or 32 bytes, as it is swizzled, are along k, or along the rows if it lies turned.
+    """
+    start, leading, stride = ((descriptor >> np.uint64(at)) & np.uint64(0x3FFF) for at in (0, 16, 32))
+    start, leading, stride = (
+        field.astype(np.int64)[:, None, None] << 4 for field in (start, leading, stride)
+    )
+    width, size = _WIDTHS[int(descriptor[0] >> np.uint64(62))], bits_of(kind) // 8
+    row = np.arange(shape[0])[None, :, None] + shape[0] * np.broadcast_to(band, len(warps))[:, None, None]
+    k, line = np.arange(shape[1]), width // size
+    if turned:
+        at = row % line * size + row // line * leading + k % 8 * width + k // 8 * stride
+    else:
+        at = row % 8 * width + row // 8 * stride + k * size
+    place = swizzled((start + at)[..., None] + np.arange(size), width)
+    if place.max() >= grid.shared_bytes:
+        raise Fault("an operand beyond shared memory")
+    return (grid.program[warps][:, None, None, None] * grid.shared_bytes + place).reshape(*at.shape[:2], -1)
+
+
+def _watched(grid: Grid, lanes: Lanes, place: np.ndarray) -> np.ndarray:
+    """Words at `place`, which must be the same when these threads have waited for the product."""
+    data = grid.shared[place]
+    index = {int(lane): k for k, lane in enumerate(lanes[::32])}
+
+    def check(due: Lanes) -> None:
+        which = [index[int(lane)] for lane in due[::32]]
+        if (grid.shared[place[which]] != data[which]).any():
+            raise Fault("an operand of a product has changed before it was waited for")
+
+    grid.products.add(lanes, check)
+    return data.view(np.uint32)
+
+
+OPERATIONS = {"mma": _multiply, "wgmma": _group_multiply}

@@ -1,0 +1,188 @@
+"""The machine that executes PTX: what instructions are defined to do, and that it sees what is wrong."""
+
+import numpy as np
+import pytest
+import torch
+
+from ptx.grid import Grid
+from ptx.memory import Descriptor, Tensors, swizzled
+from ptx.text import parse
+from ptx.values import Fault
+
+KERNEL = """
+.visible .entry kernel(.param .u64 kernel_param_0, .param .align 64 .b8 kernel_param_1[128])
+.reqntid %d
+{
+    .reg .pred %%p<20>; .reg .b16 %%rs<20>; .reg .b32 %%r<40>; .reg .b64 %%rd<20>;
+    ld.param.b64 %%rd1, [kernel_param_0];
+    mov.u32 %%r1, %%tid.x;
+    mov.u32 %%r2, %%ctaid.x;
+    mov.b64 %%rd2, kernel_param_1;
+    mad.wide.s32 %%rd3, %%r1, 4, %%rd1;
+    %s
+    ret;
+}
+"""
+STORE = "st.global.b32 [%rd3], %r9;"
+SWIZZLED = 64  # bytes of a line of `source`
+
+
+def run(body, out, threads=32, programs=1, source=None, seed=None):
+    """`body`, with the address of out in %rd1, of the thread's word of it in %rd3, the thread in %r1, the
+    program in %r2, the descriptor of boxes of 8 x 32 of `source` in %rd2."""
+    tensors = Tensors()
+    tensors.add(out.data_ptr(), out.nbytes, "out")
+    box = None
+    if source is not None:
+        rows, columns = source.shape
+        box = Descriptor(source.data_ptr(), [rows, columns], [columns * 2, 2], [8, 32], 2, SWIZZLED)
+    Grid(parse(KERNEL % (threads, body)), (programs,), [out.data_ptr(), box], tensors, 4096, seed).run()
+    return out
+
+
+@pytest.mark.parametrize("instruction, a, b, c, want", [
+    ("prmt.b32 %r9, %r3, %r4, %r5", 0x44332211, 0x88776655, 0x0F74, 0x11FF8855),
+    ("lop3.b32 %r9, %r3, %r4, %r5, 0x6a", 0xFF00FF00, 0x0F0F0F0F, 0x80808080, 0x8F808F80),
+    ("bfe.u32 %r9, %r3, 4, 8", 0x12345678, 0, 0, 0x67),
+    ("bfe.s32 %r9, %r3, 4, 8", 0x00000F80, 0, 0, 0xFFFFFFF8),
+    ("bfi.b32 %r9, %r3, %r4, 8, 8", 0xAB, 0x11223344, 0, 0x1122AB44),
+    ("shf.l.wrap.b32 %r9, %r3, %r4, 8", 0x11223344, 0x55667788, 0, 0x66778811),
+    ("shr.s32 %r9, %r3, 40", 0x80000000, 0, 0, 0xFFFFFFFF),
+    ("shl.b32 %r9, %r3, 32", 1, 0, 0, 0),
+    ("mul.hi.u32 %r9, %r3, %r4", 0x80000000, 6, 0, 3),
+    ("rem.s32 %r9, %r3, %r4", -7, 3, 0, -1),
+    ("min.s32 %r9, %r3, %r4", -1, 1, 0, -1),
+    ("min.u32 %r9, %r3, %r4", -1, 1, 0, 1),
+    ("add.rn.f32 %r9, %r3, %r4", 0x3F800000, 0x33800000, 0, 0x3F800000),  # 1 + 2^-24: ties to even
+    ("add.rp.f32 %r9, %r3, %r4", 0x3F800000, 0x33000000, 0, 0x3F800001),
+    ("add.rm.f32 %r9, %r3, %r4", 0xBF800000, 0xB3000000, 0, 0xBF800001),
+    ("fma.rn.f32 %r9, %r3, %r3, %r4", 0x3F800001, 0xBF800002, 0, 0x28800000),  # (1 + e)^2 - (1 + 2 e) = e^2
+    ("max.f32 %r9, %r3, %r4", 0x7FC00000, 0x3F800000, 0, 0x3F800000),
+    ("max.NaN.f32 %r9, %r3, %r4", 0x7FC00000, 0x3F800000, 0, 0x7FC00000),
+    ("cvt.rn.bf16x2.f32 %r9, %r3, %r4", 0x3F808000, 0x3F818000, 0, 0x3F803F82),  # both ties
+    ("cvt.rzi.s32.f32 %r9, %r3", 0xC0200000, 0, 0, -2),
+    ("cvt.rni.s32.f32 %r9, %r3", 0x40200000, 0, 0, 2),
+    ("mul.bf16x2 %r9, %r3, %r4", 0x40003F80, 0x40403FC0, 0, 0x40C03FC0),  # 2 * 3, 1 * 1.5
+    ("add.s16x2 %r9, %r3, %r4", 0x7FFF0001, 0x0001FFFF, 0, 0x80000000),
+    ("add.f16x2 %r9, %r3, %r4", 0x3C003C00, 0x3C004000, 0, 0x40004200),  # 1 + 1, 1 + 2
+])  # fmt: skip
+def test_arithmetic(instruction, a, b, c, want):
+    inputs = "".join(f"mov.b32 %r{r}, {value};" for r, value in zip((3, 4, 5), (a, b, c), strict=True))
+    out = run(f"{inputs} {instruction}; {STORE}", torch.zeros(32, dtype=torch.int32))
+    assert {int(word) for word in out.numpy().view(np.uint32)} == {want & 0xFFFFFFFF}
+
+
+def test_threads_of_a_warp():
+    """A tree of sums; a branch that half of the threads take; a predicate of one of them."""
+    body = """
+    shfl.sync.bfly.b32 %r3, %r1, 16, 31, -1; add.s32 %r9, %r1, %r3;
+    setp.lt.s32 %p1, %r1, 16; @%p1 bra $low;
+    add.s32 %r9, %r9, 100;
+    $low:
+    elect.sync %r4|%p2, -1; @%p2 add.s32 %r9, %r9, 1000;
+    """
+    out = run(body + STORE, torch.zeros(32, dtype=torch.int32)).tolist()
+    assert out == [t + (t ^ 16) + 100 * (t >= 16) + 1000 * (t == 0) for t in range(32)]
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_programs_and_barriers(seed):
+    """A word goes round four warps through shared memory; two programs count in one place."""
+    body = """
+    mov.b32 %r3, global_smem; mad.lo.s32 %r4, %r1, 4, %r3; st.shared.b32 [%r4], %r1;
+    bar.sync 0;
+    xor.b32 %r5, %r1, 127; mad.lo.s32 %r4, %r5, 4, %r3; ld.shared.b32 %r9, [%r4];
+    mad.lo.s32 %r5, %r2, 128, %r1; mad.wide.s32 %rd3, %r5, 4, %rd1;
+    st.global.b32 [%rd3], %r9;
+    atom.global.gpu.acq_rel.add.u32 %r6, [%rd1+1024], 1;
+    """
+    out = run(body, torch.zeros(257, dtype=torch.int32), 128, 2, seed=seed).tolist()
+    assert out == [*range(127, -1, -1)] * 2 + [256]
+
+
+FETCH = """
+    mov.b32 %r3, global_smem; add.s32 %r4, %r3, 2048;
+    setp.eq.s32 %p1, %r1, 0;
+    @%p1 mbarrier.init.shared::cta.b64 [%r4], 1;
+    bar.sync 0;
+    @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r4], BYTES;
+    mov.b32 %r5, 0; mov.b32 %r6, FIRST;
+    @%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes
+        [%r3], [%rd2, {%r5, %r6}], [%r4];
+"""
+WAIT = """
+    { .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%r4], PARITY;
+      @!done bra again; }
+"""
+
+
+def fetching(asked=512, parity=0, first=0):
+    return FETCH.replace("BYTES", str(asked)).replace("FIRST", str(first)) + WAIT.replace(
+        "PARITY", str(parity)
+    )
+
+
+def fetched(body, seed=None):
+    source = torch.arange(1, 16 * 32 + 1, dtype=torch.int16).view(16, 32)
+    body += "mad.lo.s32 %r7, %r1, 4, %r3; ld.shared.b32 %r9, [%r7];" + STORE
+    out = run(body, torch.zeros(128, dtype=torch.int32), 128, source=source, seed=seed)
+    return out.numpy().view(np.int16), source.numpy()
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_boxes_come_swizzled_and_zero_beyond_the_tensor(seed):
+    got, source = fetched(fetching(first=12), seed)
+    want = np.zeros((8, 32), np.int16)
+    want[:4] = source[12:]
+    place = swizzled(np.arange(0, 512, 2), SWIZZLED)
+    assert (got[place // 2] == want.reshape(-1)).all()
+    assert sorted(place) == [*range(0, 512, 2)] and (place[32 * 2 : 32 * 3] != np.arange(128, 192, 2)).any()
+
+
+def test_what_is_not_waited_for_is_not_there():
+    got, _ = fetched(fetching(parity=1))  # of the phase before
+    assert (got == -1).all()  # how shared memory begins
+
+
+def product(wait, change):
+    """64 x 32 ones times what is in shared memory; a thread changes that before or after the wait."""
+    store = "mov.b32 %r8, 0x02020202; st.shared.b32 [%r7], %r8;"
+    return f"""
+    mov.b32 %r3, global_smem; mad.lo.s32 %r7, %r1, 4, %r3; mov.b32 %r8, 0x01010101; st.shared.b32 [%r7], %r8;
+    bar.sync 0;
+    bfe.u32 %r6, %r3, 4, 14; cvt.u64.u32 %rd4, %r6; or.b64 %rd4, %rd4, 0xC000001000000000;
+    wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8
+        {{%r10, %r11, %r12, %r13}}, {{%r8, %r8, %r8, %r8}}, %rd4, 0;
+    wgmma.commit_group.sync.aligned;
+    {store if change else ""}
+    wgmma.wait_group.sync.aligned {wait};
+    {store if not change else ""}
+    mov.b32 %r9, %r13; {STORE}
+    """
+
+
+def test_a_product_of_a_warp_group():
+    assert (run(product(0, False), torch.zeros(128, dtype=torch.int32), 128) == 32).all()
+
+
+@pytest.mark.parametrize("body, threads, why", [
+    ("ld.global.b32 %r9, [%rd3+128];" + STORE, 32, "in none of out"),
+    ("ld.global.v2.b32 {%r9, %r10}, [%rd3];" + STORE, 32, "8 bytes at"),
+    ("mov.b32 %r3, 8192; ld.shared.b32 %r9, [%r3];" + STORE, 32, "shared"),
+    ("bar.sync 0, 64;", 32, "1 warps for barrier 0 0"),
+    ("bar.sync 0, 32;", 64, None),
+    ("setp.eq.s32 %p1, %r1, 0; @%p1 bar.sync 0;", 32, "not all threads of a warp"),
+    ("setp.lt.s32 %p1, %r1, 32; @%p1 ret; bar.sync 0, 64;", 64, "nobody can go on"),
+    (product(0, True), 128, "changed before it was waited for"),
+    (fetching(516, 0), 128, "for mbarrier 0"),
+    (fetching(512, 1), 128, None),
+    (fetching(512, 0) + "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r4], 2;", 128, "more arrivals"),
+])  # fmt: skip
+def test_faults(body, threads, why):
+    source, out = torch.ones(8, 32, dtype=torch.int16), torch.zeros(threads, dtype=torch.int32)
+    if why is None:
+        run(body, out, threads, source=source)
+        return
+    with pytest.raises(Fault, match=why):
+        run(body, out, threads, source=source)
