@@ -1,5 +1,5 @@
-"""Shared test settings: where there is no GPU Triton runs in its interpreter, or with QRT_TEST_PTX=1 what it
-compiles is executed (tests/ptx). `gpu` tests skip there, with the latter but for those that are `ptx` too."""
+"""Shared test settings. Where there is no GPU `gpu` tests skip, and Triton runs in its interpreter, or with
+QRT_TEST_PTX what it compiles is executed (tests/ptx): `some` tests, those marked `ptx`, or `all`."""
 
 import logging
 import os
@@ -8,10 +8,9 @@ import hypothesis
 import pytest
 import torch
 
+from backends import GPU, PTX
 from ptx import launch
 
-GPU = torch.cuda.is_available()
-PTX = not GPU and os.environ.get("QRT_TEST_PTX") == "1"
 if PTX:
     launch.install()
 elif not GPU:
@@ -20,10 +19,23 @@ hypothesis.settings.register_profile("thorough", max_examples=10_000)
 torch.set_num_threads(1)  # two pytest workers share two cores
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if os.environ.get("QRT_TEST_PTX") == "some":
+        small = [item for item in items if _is_small(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in small])
+        items[:] = small
     for item in items:
-        if item.get_closest_marker("gpu") and not GPU and not (PTX and item.get_closest_marker("ptx")):
+        if item.get_closest_marker("gpu") and not GPU and not (PTX and _is_small(item)):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _is_small(item):
+    """Whether a `ptx` mark of the test names these of its parameters, name=[values], or none at all."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return any(
+        all(parameters[name] in values for name, values in mark.kwargs.items())
+        for mark in item.iter_markers("ptx")
+    )
 
 
 @pytest.fixture(autouse=True)

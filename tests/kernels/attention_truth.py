@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backends import COMPILED
 from qrt.quant import rotation
 from qrt.quant.kv import KV_FORMATS
 
-GPU = torch.cuda.is_available()
 # the interpreter has no bf16 dot
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * COMPILED
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -2,13 +2,13 @@
 
 import torch
 
+from backends import COMPILED
 from qrt.kernels.linear import kernel
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
-GPU = torch.cuda.is_available()
 HALF = [torch.float16, torch.bfloat16]
 # largest relative error of one rounding; the interpreter truncates to bf16 instead of rounding
-UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8 if GPU else 2**-7}
+UNIT = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8 if COMPILED else 2**-7}
 
 
 def triton_linear(x, weight: WeightData, bias=None, scheme: str | None = None):

@@ -1,11 +1,10 @@
 """chain against its operators one by one, and both against fp64."""
 
-from itertools import product
-
 import pytest
 import torch
 from torch.nn import functional as F
 
+from backends import COMPILED
 from offline_cuda import compiled
 from qrt.kernels import chain as package
 from qrt.kernels.chain import chain, fits, kernel, ref
@@ -15,22 +14,16 @@ from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight, reference, relative
 
-GPU = torch.cuda.is_available()
 EPS = 1e-5
-# hidden, heads * head_dim, inner, q and k and v; odd: of units and of tiles, halves: half of a tile more
+# hidden, heads * head_dim, inner, q and k and v; odd: of units and of tiles, halves: half of a tile more,
+# small: a few tiles, long: more of them than any product has on its way
 SIZES = {
     "8b": (4096, 4096, 14336, 6144), "0.6b": (1024, 2048, 3072, 4096), "32b": (5120, 8192, 25600, 10240),
-    "odd": (1040, 384, 1168, 592), "halves": (1152, 384, 1664, 1216),
+    "odd": (1040, 384, 1168, 592), "halves": (1152, 384, 1664, 1216), "small": (512, 256, 1024, 768),
+    "long": (2816, 2048, 256, 128),
 }  # fmt: skip
-# a few tiles; more of them than any product has on its way
-SMALL = {"small": (512, 256, 1024, 768), "long": (2816, 2048, 256, 128)}
 
 WHOLE = [name for name in SIZES if name != "odd"]  # of groups of 128 inputs and of tiles
-
-
-def also_compiled(*cases):
-    """Cases that are small enough to be executed without a GPU."""
-    return [pytest.param(*case, marks=pytest.mark.ptx) for case in cases]
 
 
 def four(sizes, bits, symmetric, device, group=128):
@@ -86,20 +79,22 @@ def check(sizes, bits, symmetric, device, tokens, spread=None):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bits, symmetric, name", [
-    *product((4, 8), (False, True), SIZES), *also_compiled((4, False, "small"), (8, True, "small")),
-])  # fmt: skip
+@pytest.mark.ptx(name=["small"])
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("bits, symmetric", [(4, False), (4, True), (8, False), (8, True)])
 def test_one_token_is_no_worse_than_the_operators(device, name, bits, symmetric):
-    check((SIZES | SMALL)[name], bits, symmetric, device, 1)
+    check(SIZES[name], bits, symmetric, device, 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("symmetric, name, tokens", [
-    *product((True, False), WHOLE, (2, 7, 8, 9, 16)), *also_compiled((False, "long", 8), (True, "long", 9)),
-])  # fmt: skip
+@pytest.mark.ptx(name=["long"], tokens=[7], symmetric=[True])
+@pytest.mark.ptx(name=["long"], tokens=[16], symmetric=[False])
+@pytest.mark.parametrize("tokens", [2, 7, 8, 9, 16])
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("symmetric", [True, False])
 def test_few_tokens_are_no_worse_than_the_operators(device, name, symmetric, tokens):
-    check((SIZES | SMALL)[name], 4, symmetric, device, tokens)
+    check(SIZES[name], 4, symmetric, device, tokens)
 
 
 @pytest.mark.gpu
@@ -126,6 +121,7 @@ def test_what_is_not_finite_stays_so_and_with_its_token(device, value):
 
 
 @pytest.mark.gpu
+@pytest.mark.ptx(name=["small"])
 @pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize("name", WHOLE)
 def test_behind_the_last_layer(device, name, tokens):
@@ -183,7 +179,7 @@ def spread(tokens, inputs, device):
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(3))
     x *= 10 ** torch.empty(tokens, inputs // 128, 1).uniform_(-6, 4).expand(-1, -1, 128).flatten(1)
     x[0, :128] = 0
-    return x.to(device, torch.bfloat16 if GPU else torch.float32)
+    return x.to(device, torch.bfloat16 if COMPILED else torch.float32)
 
 
 @pytest.mark.parametrize("tokens, inputs, room", [(1, 128, 8), (3, 640, 8), (16, 1152, 16)])
@@ -207,6 +203,7 @@ def test_digits_of_what_is_not_finite(device, value):
     assert scale.isfinite().sum() == 5
 
 
+@pytest.mark.ptx
 @pytest.mark.parametrize("shares", [0, 3])
 def test_norms_leave_as_digits(device, shares):
     """Of the sum that the plain norm rounds, in a residual that is the same."""

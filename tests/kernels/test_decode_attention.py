@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_truth import DTYPES, GPU, Cache, attend, bound, cache, error, far_slot, from_basis, queries
+from attention_truth import DTYPES, Cache, attend, bound, cache, error, far_slot, from_basis, queries
 from torch.nn import functional as F
 
+from backends import GPU
 from qrt.kernels.decode_attention import decode_attention, kernel, plan, ref
 from qrt.kernels.decode_attention.plan import cut, max_cuts, max_parts, plan_parts
 from qrt.quant.kv import KV_FORMATS
@@ -40,6 +41,7 @@ def truth(q, held: Cache, attend=attend) -> torch.Tensor:
     ])  # fmt: skip
 
 
+@pytest.mark.ptx(dtype=[torch.bfloat16], attention=[kernel.decode_attention])
 @BOTH
 @FORMATS
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -54,6 +54,7 @@ class Step:
         return [to_basis(self.name, y) for y in (q, k, v)]
 
 
+@pytest.mark.ptx(dtype=[torch.bfloat16], write=[kernel.kv_write], D=[64, 80])
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KV_FORMATS)

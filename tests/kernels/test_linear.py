@@ -4,10 +4,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from linear_truth import GPU, HALF, UNIT, assert_rounded_once, triton_linear
+from linear_truth import HALF, UNIT, assert_rounded_once, triton_linear
 from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from backends import COMPILED, GPU
 from qrt.kernels.linear import hopper_kernel, kernel, linear, linear_silu, stream_kernel
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
@@ -181,6 +182,7 @@ def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
 
 
 @pytest.mark.gpu
+@pytest.mark.ptx(tokens=[65], dtype=HALF[1:], scales=HALF[1:])
 @pytest.mark.parametrize("n, k, group, tokens, plan", [
     (200, 960, None, 33, (64, 1, 3, 2, 3, 3)), (130, 960, 32, 65, (64, 2, 2, 2, 2, 3)),
     (70, 1152, 64, 200, (128, 2, 1, 1, 3, 3)), (64, 768, 256, 513, (256, 1, 2, 1, 4, 3)),
@@ -188,9 +190,8 @@ def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
 @pytest.mark.parametrize("scales", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("bits, symmetric", [(4, True), (4, False), (8, True), (8, False)])
-def test_wide_kernel(bits, symmetric, dtype, scales, n, k, group, tokens, plan):
+def test_wide_kernel(device, bits, symmetric, dtype, scales, n, k, group, tokens, plan):
     """Ragged in every direction, every layout of tiles and scales, and twice the same bits."""
-    device = torch.device("cuda")
     weight = random_weight(n, k, bits, group, symmetric=symmetric, dtype=scales, device=device)
     tiled = TiledWeight(*WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, device, dtype))
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
@@ -205,6 +206,7 @@ def test_wide_kernel(bits, symmetric, dtype, scales, n, k, group, tokens, plan):
 
 
 @pytest.mark.gpu
+@pytest.mark.ptx(tokens=[33], dtype=HALF[1:])
 @pytest.mark.parametrize("n, k, group, tokens, plan", [
     (200, 960, None, 1, (2, 3, 8, 80, 2)), (70, 960, 32, 33, (1, 2, 4, 80, 2)),
     (17000, 64, 64, 64, (2, 4, 8, 128, 1)), (700, 4096, 128, 29, (1, 4, 4, 128, 1)),
@@ -212,9 +214,8 @@ def test_wide_kernel(bits, symmetric, dtype, scales, n, k, group, tokens, plan):
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype, scales", [(*HALF,), (HALF[1], HALF[1]), (HALF[0], torch.float32)], ids=str)
 @pytest.mark.parametrize("bits, symmetric", [(4, True), (4, False), (8, True), (8, False)])
-def test_stream_kernel(bits, symmetric, dtype, scales, n, k, group, tokens, plan):
+def test_stream_kernel(device, bits, symmetric, dtype, scales, n, k, group, tokens, plan):
     """More and fewer units than programs, row blocks of one and of many, launches that overlap."""
-    device = torch.device("cuda")
     weight = random_weight(n, k, bits, group, symmetric=symmetric, dtype=scales, device=device)
     tiled = TiledWeight(*WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, device, dtype))
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
@@ -228,7 +229,7 @@ def test_stream_kernel(bits, symmetric, dtype, scales, n, k, group, tokens, plan
 
 
 @pytest.mark.parametrize("tokens", [7, 65, 257])
-@pytest.mark.parametrize("dtype", HALF if GPU else HALF[:1])
+@pytest.mark.parametrize("dtype", HALF if COMPILED else HALF[:1])
 @pytest.mark.parametrize("scheme, bits, group", [("w4a16", 4, 128), ("w8a16", 8, 128), ("w8a8", 8, None)])
 def test_no_worse_than_torch_in_16_bits(device, scheme, bits, group, dtype, tokens):
     """torch multiplies operands dequantized to the dtype; ours may lose a tenth more."""
@@ -257,6 +258,7 @@ def _unpack(
         tl.store(OUT + p * 65536 + i, UNPACK(words, zero, p, DTYPE, ASM).to(tl.float32))
 
 
+@pytest.mark.ptx(dtype=[tl.float16, tl.bfloat16])
 @pytest.mark.parametrize("dtype", [tl.float32, tl.float16, tl.bfloat16], ids=str)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -267,7 +269,7 @@ def test_every_word_unpacks_exactly(device, bits, symmetric, dtype):
     out = torch.empty(16 // bits, 65536, device=device)
     unpacker = WEIGHT_SCHEMES[f"w{bits}a16"].unpacker()
     given = None if symmetric else zeros
-    _unpack[(16,)](words.to(torch.int16), given, out, 16 // bits, unpacker, GPU, dtype)
+    _unpack[(16,)](words.to(torch.int16), given, out, 16 // bits, unpacker, COMPILED, dtype)
     less = 0 if symmetric else zeros.repeat_interleave(64)
     for place, plane in zip(PLACES[bits], out, strict=True):
         assert torch.equal(plane, ((words >> place) % 2**bits - 2 ** (bits - 1) - less).float())

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from linear_truth import GPU, HALF, UNIT, assert_rounded_once, triton_linear
+from linear_truth import HALF, UNIT, assert_rounded_once, triton_linear
 
+from backends import COMPILED, GPU
 from qrt.kernels.linear import int8_kernel, kernel, linear_int8, linear_int8_shares, linear_silu_int8, ref
 from qrt.kernels.linear.int8_kernel import quantize_tokens
 from qrt.kernels.silu_mul.kernel import silu_mul_int8
@@ -20,6 +21,7 @@ def named(plan):
     return ["hopper" if len(plan) == 4 else "block", *plan]
 
 
+@pytest.mark.ptx(tokens=[70, 131, 16])
 @pytest.mark.parametrize("tokens, plan", [
     (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (101, (64, 64, 128, 4, 4, 4)),
     (131, (128, 64, 128, 2, 4, 4)), (259, (128, 128, 128, 1, 8, 3)), (131, (128, 256, 1, 4)),
@@ -37,6 +39,7 @@ def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
     assert_rounded_once(triton_linear(x, weight, scheme="w8a8"), exact, exact.abs())
 
 
+@pytest.mark.ptx(tokens=[60])
 @pytest.mark.parametrize("tokens, plan", [
     (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (64, (64, 64, 128, 1, 4, 4)),
     (64, (64, 64, 2, 8)), (50, (64, 128, 4, 4)), (60, (64, 64, 1, 12)), (13, (16, 64, 2, 8)), (0, None),
@@ -46,8 +49,8 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
     n, k = 150, 1104
     key = int8_kernel.tuning_key(k, n, int8_kernel.width_of(tokens))
     monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: named(plan)} if plan else {})
-    if plan and len(plan) == 4 and not GPU:
-        pytest.skip("wgmma needs a GPU")
+    if plan and len(plan) == 4 and not COMPILED:
+        pytest.skip("the interpreter has no wgmma")
     weight = random_weight(n, k, 8, device=device)
     tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, torch.float16))
     x = torch.randn(tokens, k, device=device)
@@ -69,6 +72,7 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
         torch.library.opcheck(linear_int8_shares, (codes, scale, tensors, "w8a8"), test_utils=checks)
 
 
+@pytest.mark.ptx(tokens=[7, 129], dtype=HALF[1:], width=[300])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("tokens, plan", [
     (0, (128, 256, 1, 4)), (1, None), (7, (16, 256, 1, 4)), (128, (128, 256, 1, 4)), (129, (128, 256, 1, 4)),
@@ -78,7 +82,9 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
 @pytest.mark.parametrize("width", [64, 300])
 def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dtype):
     """Bit for bit the operators one by one, whether the plan holds both halves of a block or not."""
-    if not GPU and tokens > (25 if dtype in HALF else 129):  # what fp32 gives is held to the reference too
+    if not COMPILED and tokens > (
+        25 if dtype in HALF else 129
+    ):  # what fp32 gives is held to the reference too
         pytest.skip("the interpreter takes the operators one by one")
     k, key = 272, int8_kernel.tuning_key(272, 2 * width, int8_kernel.width_of(tokens))
     monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: named(plan)} if plan else {})
@@ -90,7 +96,7 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dty
     got, want = kernel.linear_silu_int8(*arguments), silu_mul_int8(kernel.linear_int8(*arguments))
     assert got[0].shape == (tokens, width) and got[0].dtype == torch.int8
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    if dtype == torch.float32 and not GPU:  # where nothing is rounded between the operators
+    if dtype == torch.float32 and not COMPILED:  # where nothing is rounded between the operators
         near = ref.linear_silu_int8(*arguments)
         assert (got[0].int() - near[0].int()).abs().le(1).all()
         torch.testing.assert_close(got[1], near[1], rtol=1e-5, atol=0)

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_truth import DTYPES, GPU, Cache, attend, bound, cache, error, far_slot, from_basis, queries
+from attention_truth import DTYPES, Cache, attend, bound, cache, error, far_slot, from_basis, queries
 from torch.nn import functional as F
 
+from backends import GPU
 from qrt.kernels.prefill_attention import kernel, prefill_attention, ref
 from qrt.quant.kv import KV_FORMATS
 
@@ -63,6 +64,7 @@ def chunks(name, lens, own, Hq, Hkv, D, dtype, device, **settings) -> Chunks:
     return Chunks(cache(name, lens, Hkv, D, dtype, device, **settings), own, Hq)
 
 
+@pytest.mark.ptx(dtype=[torch.bfloat16], attention=[kernel.prefill_attention], attend_cache=[False])
 @BOTH
 @CACHED
 @FORMATS

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
+from backends import GPU
 from offline_cuda import compiled
 from qrt.kernels.sample import SCORE_ERROR, SHARE_ERROR, kernel, ref, sample
 
-GPU = torch.cuda.is_available()
 INF = float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BOTH = pytest.mark.parametrize("implementation", [ref.sample, kernel.sample], ids=["ref", "triton"])
@@ -61,6 +61,7 @@ def check(tokens, logits, *tables):
     assert (share > 0).all() and (u < end + SHARE_ERROR).all() and (u > end - share - SHARE_ERROR).all()
 
 
+@pytest.mark.ptx(dtype=[torch.bfloat16], implementation=[kernel.sample])
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, vocab", [(1, 1), (2, 1000), (3, 257), (0, 50), (1, 2600)])

@@ -6,8 +6,8 @@ delivers as late as the program allows, shared memory begins as NaN, and a fault
 hang or be wrong in silence: an access outside its tensor or not aligned, threads that wait for ever, more
 arrivals than an mbarrier counts, an operand of a tensor core that changes while it is read.
 
-    QRT_TEST_PTX=1 pytest -m ptx                    tests that CI runs this way too
-    QRT_TEST_PTX=1 pytest tests/kernels/test_x.py   every other one that its size allows
+    QRT_TEST_PTX=some pytest tests/kernels            those that CI runs this way too: marked `ptx`
+    QRT_TEST_PTX=all pytest tests/kernels/test_x.py   all that need no GPU otherwise
 
 text.py reads a kernel, grid.py runs one, launch.py puts that in place of a launch. control, memory,
 tensor_cores and arithmetic are the instructions. Not modelled: what is visible to whom without a fence,

@@ -1,0 +1,9 @@
+"""How kernels run in tests: on a GPU, compiled and executed on the CPU (ptx), or by Triton's interpreter."""
+
+import os
+
+import torch
+
+GPU = torch.cuda.is_available()
+PTX = not GPU and bool(os.environ.get("QRT_TEST_PTX"))
+COMPILED = GPU or PTX  # what only the interpreter lacks is there: bf16, inline assembly, Gluon
