@@ -27,7 +27,7 @@ STORE = "st.global.b32 [%rd3], %r9;"
 SWIZZLED = 64  # bytes of a line of `source`
 
 
-def run(body, out, threads=32, programs=1, source=None, seed=None):
+def run(body, out, threads=32, programs=1, source=None, **options):
     """`body`, with the address of out in %rd1, of the thread's word of it in %rd3, the thread in %r1, the
     program in %r2, the descriptor of boxes of 8 x 32 of `source` in %rd2."""
     tensors = Tensors()
@@ -36,7 +36,7 @@ def run(body, out, threads=32, programs=1, source=None, seed=None):
     if source is not None:
         rows, columns = source.shape
         box = Descriptor(source.data_ptr(), [rows, columns], [columns * 2, 2], [8, 32], 2, SWIZZLED)
-    Grid(parse(KERNEL % (threads, body)), (programs,), [out.data_ptr(), box], tensors, 4096, seed).run()
+    Grid(parse(KERNEL % (threads, body)), (programs,), [out.data_ptr(), box], tensors, 4096, **options).run()
     return out
 
 
@@ -122,16 +122,16 @@ def fetching(asked=512, parity=0, first=0):
     )
 
 
-def fetched(body, seed=None):
+def fetched(body, **options):
     source = torch.arange(1, 16 * 32 + 1, dtype=torch.int16).view(16, 32)
     body += "mad.lo.s32 %r7, %r1, 4, %r3; ld.shared.b32 %r9, [%r7];" + STORE
-    out = run(body, torch.zeros(128, dtype=torch.int32), 128, source=source, seed=seed)
+    out = run(body, torch.zeros(128, dtype=torch.int32), 128, source=source, **options)
     return out.numpy().view(np.int16), source.numpy()
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_boxes_come_swizzled_and_zero_beyond_the_tensor(seed):
-    got, source = fetched(fetching(first=12), seed)
+@pytest.mark.parametrize("options", [{}, {"copies": "early"}, {"seed": 3}])
+def test_boxes_come_swizzled_and_zero_beyond_the_tensor(options):
+    got, source = fetched(fetching(first=12), **options)
     want = np.zeros((8, 32), np.int16)
     want[:4] = source[12:]
     place = swizzled(np.arange(0, 512, 2), SWIZZLED)
@@ -144,8 +144,8 @@ def test_what_is_not_waited_for_is_not_there():
     assert (got == -1).all()  # how shared memory begins
 
 
-def product(wait, change):
-    """64 x 32 ones times what is in shared memory; a thread changes that before or after the wait."""
+def product(wait, early):
+    """64 x 32 ones times what is in shared memory; threads change that after the wait, or early."""
     store = "mov.b32 %r8, 0x02020202; st.shared.b32 [%r7], %r8;"
     return f"""
     mov.b32 %r3, global_smem; mad.lo.s32 %r7, %r1, 4, %r3; mov.b32 %r8, 0x01010101; st.shared.b32 [%r7], %r8;
@@ -155,9 +155,10 @@ def product(wait, change):
     wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8
         {{%r10, %r11, %r12, %r13}}, {{%r8, %r8, %r8, %r8}}, %rd4, 0;
     wgmma.commit_group.sync.aligned;
-    {store if change else ""}
+    {store if early else ""}
     wgmma.wait_group.sync.aligned {wait};
-    {store if not change else ""}
+    bar.sync 0;
+    {store}
     mov.b32 %r9, %r13; {STORE}
     """
 
@@ -174,7 +175,9 @@ def test_a_product_of_a_warp_group():
     ("bar.sync 0, 32;", 64, None),
     ("setp.eq.s32 %p1, %r1, 0; @%p1 bar.sync 0;", 32, "not all threads of a warp"),
     ("setp.lt.s32 %p1, %r1, 32; @%p1 ret; bar.sync 0, 64;", 64, "nobody can go on"),
-    (product(0, True), 128, "changed before it was waited for"),
+    (product(0, True), 128, "written that another warp has read"),
+    ("mov.b32 %r3, global_smem; mad.lo.s32 %r3, %r1, 4, %r3; st.shared.b32 [%r3], %r1; xor.b32 %r3, %r3, 128;"
+     "ld.shared.b32 %r9, [%r3];", 64, "read that another warp has written"),
     (fetching(516, 0), 128, "for mbarrier 0"),
     (fetching(512, 1), 128, None),
     (fetching(512, 0) + "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r4], 2;", 128, "more arrivals"),

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from backends import PTX
+from ptx import launch
+
 
 @pytest.fixture
 def poisoned_memory():
@@ -11,3 +14,10 @@ def poisoned_memory():
     assert torch.empty(8).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["late", "early"] if PTX else ["as they come"])
+def copies(request, monkeypatch):
+    """When the copy engine that is not there delivers: late shows what is not waited for, early what is
+    overwritten while it is read."""
+    monkeypatch.setattr(launch, "settings", {"copies": request.param})

@@ -80,6 +80,7 @@ def check(sizes, bits, symmetric, device, tokens, spread=None):
 
 @pytest.mark.gpu
 @pytest.mark.ptx(name=["small"])
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("bits, symmetric", [(4, False), (4, True), (8, False), (8, True)])
 def test_one_token_is_no_worse_than_the_operators(device, name, bits, symmetric):
@@ -87,7 +88,7 @@ def test_one_token_is_no_worse_than_the_operators(device, name, bits, symmetric)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.usefixtures("poisoned_memory", "copies")
 @pytest.mark.ptx(name=["long"], tokens=[7], symmetric=[True])
 @pytest.mark.ptx(name=["long"], tokens=[16], symmetric=[False])
 @pytest.mark.parametrize("tokens", [2, 7, 8, 9, 16])

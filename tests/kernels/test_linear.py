@@ -183,6 +183,7 @@ def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
 
 @pytest.mark.gpu
 @pytest.mark.ptx(tokens=[65], dtype=HALF[1:], scales=HALF[1:])
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("n, k, group, tokens, plan", [
     (200, 960, None, 33, (64, 1, 3, 2, 3, 3)), (130, 960, 32, 65, (64, 2, 2, 2, 2, 3)),
     (70, 1152, 64, 200, (128, 2, 1, 1, 3, 3)), (64, 768, 256, 513, (256, 1, 2, 1, 4, 3)),
@@ -207,6 +208,7 @@ def test_wide_kernel(device, bits, symmetric, dtype, scales, n, k, group, tokens
 
 @pytest.mark.gpu
 @pytest.mark.ptx(tokens=[33], dtype=HALF[1:])
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("n, k, group, tokens, plan", [
     (200, 960, None, 1, (2, 3, 8, 80, 2)), (70, 960, 32, 33, (1, 2, 4, 80, 2)),
     (17000, 64, 64, 64, (2, 4, 8, 128, 1)), (700, 4096, 128, 29, (1, 4, 4, 128, 1)),

@@ -22,6 +22,7 @@ def named(plan):
 
 
 @pytest.mark.ptx(tokens=[70, 131, 16])
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("tokens, plan", [
     (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (101, (64, 64, 128, 4, 4, 4)),
     (131, (128, 64, 128, 2, 4, 4)), (259, (128, 128, 128, 1, 8, 3)), (131, (128, 256, 1, 4)),

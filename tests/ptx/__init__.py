@@ -2,9 +2,9 @@
 
 Triton's interpreter knows neither Gluon nor anything asynchronous, and CI has no GPU. Here every thread of a
 grid has registers of its own (a numpy array each, a lane a thread) and warps take turns. The copy engine
-delivers as late as the program allows, shared memory begins as NaN, and a fault is raised where a GPU would
-hang or be wrong in silence: an access outside its tensor or not aligned, threads that wait for ever, more
-arrivals than an mbarrier counts, an operand of a tensor core that changes while it is read.
+delivers as late as the program allows, or as early, and shared memory begins as NaN. A fault is raised where
+a GPU would hang or be wrong in silence: an access outside its tensor or not aligned, threads that wait for
+ever, more arrivals than an mbarrier counts, an operand of a tensor core that changes while it is read.
 
     QRT_TEST_PTX=some pytest tests/kernels            those that CI runs this way too: marked `ptx`
     QRT_TEST_PTX=all pytest tests/kernels/test_x.py   all that need no GPU otherwise

@@ -56,14 +56,16 @@ def _barrier(grid: Grid, i: Instruction) -> Work:
         wanted = count(first) if count else np.full(len(first), grid.threads)
         for lane, which, threads in zip(first, number(first), wanted, strict=True):
             key = int(grid.program[lane]), int(which)
-            here = grid.met.get(key, 0) + 32
-            if here > threads:
-                raise Fault(f"{here} threads at barrier {which} of {threads}")
-            grid.met[key] = here % int(threads)
-            if here == threads:
-                grid.wake(("barrier", *key))
-            elif i.opcode[1] == "sync":
-                grid.wait(("barrier", *key), int(lane) // 32)
+            met = grid.met.setdefault(key, [])
+            met.append(int(lane) // 32)
+            if 32 * len(met) > threads:
+                raise Fault(f"{32 * len(met)} threads at barrier {which} of {threads}")
+            if i.opcode[1] == "sync":
+                grid.wait(("barrier", *key), met[-1])
+            if 32 * len(met) == threads:
+                known = grid.races.knows[grid.met.pop(key)].max(0)
+                grid.races.go_on(np.array(met))
+                grid.races.meet(grid.wake(("barrier", *key)), known)
 
     return meet
 
@@ -82,13 +84,13 @@ def _mbarrier(grid: Grid, i: Instruction) -> Work:
         for lane, at, amount in zip(lanes, address(lanes), number(lanes), strict=True):
             key, amount = (int(grid.program[lane]), int(at)), int(amount)
             if name == "init":
-                grid.barriers[key] = Barrier(amount, amount)
+                grid.barriers[key] = Barrier(amount, amount, np.zeros_like(grid.races.knows[0]))
             elif name == "inval":
                 grid.barriers.pop(key)
             elif "expect_tx" in i.opcode:
-                signal(grid, key, arrivals=1, asked_bytes=amount)
+                signal(grid, key, arrivals=1, asked_bytes=amount, warp=int(lane) // 32)
             else:
-                signal(grid, key, arrivals=amount)
+                signal(grid, key, arrivals=amount, warp=int(lane) // 32)
 
     return act
 
@@ -109,6 +111,7 @@ def _try_wait(grid: Grid, i: Instruction) -> Work:
                 raise Fault("threads of a warp wait for different mbarriers")
             if grid.barriers[key].phase & 1 != wanted[own[0]]:
                 write(lanes[own], np.ones(len(own), bool))
+                grid.races.meet([int(warp)], grid.barriers[key].known)
             else:
                 grid.pc[lanes[own]] -= 1
                 grid.wait(("mbarrier", *key), int(warp))

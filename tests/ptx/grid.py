@@ -10,6 +10,7 @@ import numpy as np
 from ptx import arithmetic, control, memory, tensor_cores
 from ptx.deferred import Deferred
 from ptx.memory import Barrier, Descriptor, Tensors
+from ptx.races import Races
 from ptx.text import Code, Instruction
 from ptx.values import LANE, REGISTERS, UNSIGNED, Fault, Lanes, Read, Work, bits_of, dtype_of
 
@@ -20,7 +21,7 @@ PARAMETERS, PARAMETER = (
 )  # where parameters that have an address begin, and how far apart they are
 _IDLE_TURNS = 256  # of programs that ask again and again, until a copy arrives
 _OPERATIONS = control.OPERATIONS | memory.OPERATIONS | tensor_cores.OPERATIONS
-_ENDS = ("bra", "brx", "ret", "exit", "bar", "barrier")  # of a turn
+_ENDS = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier", "cp")  # of a turn
 
 
 class Grid:
@@ -28,13 +29,15 @@ class Grid:
 
     parameters   what the kernel is given: int, float or Descriptor each
     shared       bytes of a program's shared memory
+    copies       arrive "late", when nothing else can go on, or "early", when they are asked for, and who has
+                 asked for some goes before all others
     seed         warps take turns at random and copies arrive at random; without one, warps that are at the
-                 same place go on together, and copies arrive when nothing else can go on
+                 same place go on together
     """
 
     def __init__(
         self, code: Code, shape: Sequence[int], parameters: Sequence[int | float | Descriptor],
-        tensors: Tensors, shared: int, seed: int | None = None,
+        tensors: Tensors, shared: int, copies: str = "late", seed: int | None = None,
     ) -> None:  # fmt: skip
         self.code, self.tensors, self.shape = code, tensors, (*shape, 1, 1)[:3]
         self.threads, programs = code.threads, int(np.prod(shape))
@@ -43,12 +46,17 @@ class Grid:
         self.parameters = dict(zip(code.parameters, parameters, strict=True))
         self.shared_bytes = SHARED_BASE + shared
         self.shared = np.full(programs * self.shared_bytes, 0xFF, np.uint8)
+        self.races = Races(programs, self.threads // 32, self.shared_bytes)
         self.registers: dict[str, np.ndarray] = {}
         self.pc, warps = np.zeros(self.lanes, np.int32), self.lanes // 32
         self.done, self.blocked = np.zeros(warps, bool), np.zeros(warps, bool)
         self.barriers: dict[tuple[int, int], Barrier] = {}  # mbarriers by program and address
-        self.met: dict[tuple[int, int], int] = {}  # threads by program and number of a barrier
-        self.copies: list[tuple[Descriptor, list[int], int, int, int]] = []
+        self.met: dict[tuple[int, int], list[int]] = {}  # warps by program and number of a barrier
+        self.copies: list[tuple] = []
+        self.fetchers, self._early = (
+            np.zeros(self.lanes // 32, bool),
+            copies == "early",
+        )  # who asked for copies
         self.products, self.fetches = Deferred(self.lanes), Deferred(self.lanes)
         self.random = None if seed is None else np.random.default_rng(seed)
         self._waiting: dict[tuple, list[int]] = {}  # warps by what they wait for
@@ -57,9 +65,8 @@ class Grid:
         self._stops = np.zeros(len(self._steps) + 1, bool)
         self._stops[list(code.labels.values())] = True
         for at, i in enumerate(code.instructions):
-            waits = "try_wait" in i.opcode
-            self._stops[at] |= waits
-            self._stops[at + 1] |= waits or i.opcode[0] in _ENDS
+            self._stops[at] |= "try_wait" in i.opcode
+            self._stops[at + 1] |= i.opcode[0] in _ENDS
 
     def run(self) -> None:
         """Until every thread is done; Fault names the instruction."""
@@ -71,13 +78,14 @@ class Grid:
                     which = 0 if self.random is None else int(self.random.integers(len(self.copies)))
                     memory.arrive(self, *self.copies.pop(which))
                 elif len(ready):
-                    self._turn(ready)
+                    first = ready[self.fetchers[ready]] if self._early else ready
+                    self._turn(first if len(first) else ready)
                 else:
                     self._deadlock()
 
     def _copy_is_due(self) -> bool:
         if self.random is None:
-            return self._turns % _IDLE_TURNS == 0
+            return self._early or self._turns % _IDLE_TURNS == 0
         return self.random.random() < 0.3
 
     def _turn(self, ready: np.ndarray) -> None:
@@ -105,9 +113,11 @@ class Grid:
         self.blocked[warp] = True
         self._waiting.setdefault(key, []).append(warp)
 
-    def wake(self, key: tuple) -> None:
-        """Who waits for it goes on."""
-        self.blocked[self._waiting.pop(key, [])] = False
+    def wake(self, key: tuple) -> list[int]:
+        """Who waits for it goes on: these."""
+        warps = self._waiting.pop(key, [])
+        self.blocked[warps] = False
+        return warps
 
     def _deadlock(self) -> None:
         waits = [f"{len(warps)} warps for {' '.join(map(str, key))}" for key, warps in self._waiting.items()]

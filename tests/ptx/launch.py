@@ -10,7 +10,7 @@ from ptx.text import Code, parse
 
 SMS = 4  # of the GPU that is not there
 _codes: dict[str, Code] = {}  # by a kernel's hash
-seed: int | None = None  # of every launch, see Grid
+settings: dict[str, Any] = {}  # of every Grid from here on: copies, seed
 
 
 class Driver:
@@ -69,7 +69,7 @@ def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
     _codes[kernel.hash] = code
     shape = shape(bound) if callable(shape) else shape
     scratch = [0] * (len(code.parameters) - len(parameters))  # two pointers, which nobody follows
-    Grid(code, shape, parameters + scratch, tensors, kernel.metadata.shared, seed).run()
+    Grid(code, shape, parameters + scratch, tensors, kernel.metadata.shared, **settings).run()
 
 
 def _add(kind: Any, value: Any, name: str, parameters: list[Any], tensors: Tensors) -> None:

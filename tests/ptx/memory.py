@@ -75,21 +75,27 @@ def swizzled(address: np.ndarray, width: int) -> np.ndarray:
 
 @dataclass
 class Barrier:
-    """An mbarrier: arrivals of a phase, arrivals and bytes that are missing, phases that are over."""
+    """An mbarrier: arrivals of a phase, those that are missing; what those who have arrived knew (`Races`);
+    bytes that are missing, phases that are over."""
 
     count: int
     pending: int
+    known: np.ndarray
     missing_bytes: int = 0
     phase: int = 0
 
 
 def signal(
-    grid: Grid, key: tuple[int, int], arrivals: int = 0, asked_bytes: int = 0, come_bytes: int = 0
-) -> None:
+    grid: Grid, key: tuple[int, int], arrivals: int = 0, asked_bytes: int = 0, come_bytes: int = 0,
+    warp: int | None = None,
+) -> None:  # fmt: skip
     """At the mbarrier of a program and an address: arrivals, bytes to wait for, bytes that have come."""
     if key not in grid.barriers:
         raise Fault(f"no mbarrier at {key[1]}")
     barrier = grid.barriers[key]
+    if warp is not None:
+        barrier.known = np.maximum(barrier.known, grid.races.knows[warp])
+        grid.races.go_on(warp)
     barrier.pending -= arrivals
     barrier.missing_bytes += asked_bytes - come_bytes
     if barrier.pending < 0:
@@ -114,7 +120,9 @@ def _check_aligned(address: np.ndarray, count: int) -> None:
 def _read(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, count: int) -> np.ndarray:
     _check_aligned(address, count)
     if space.startswith("shared"):
-        return grid.shared[in_shared(grid, lanes, address, count)]
+        place = in_shared(grid, lanes, address, count)
+        grid.races.read(lanes, place)
+        return grid.shared[place]
     data = np.empty((len(lanes), count), np.uint8)
     for which, tensor, place in grid.tensors.find(address, count):
         data[which] = tensor[place]
@@ -125,7 +133,9 @@ def _write(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, data: np.n
     count = data.shape[1]
     _check_aligned(address, count)
     if space.startswith("shared"):
-        grid.shared[in_shared(grid, lanes, address, count)] = data
+        place = in_shared(grid, lanes, address, count)
+        grid.races.write(lanes, place)
+        grid.shared[place] = data
         return
     for which, tensor, place in grid.tensors.find(address, count):
         tensor[place] = data[which]
@@ -235,10 +245,14 @@ def _copy(grid: Grid, i: Instruction) -> Work:
         if some.any():
             data[some] = _read(grid, "global", lanes[some], source[some], count)
         at = dict(zip(lanes.tolist(), range(len(lanes)), strict=True))
+        knew = grid.races.knows[lanes // 32]
+        _check_aligned(place, count)
 
         def deliver(due: Lanes) -> None:
             which = [at[lane] for lane in due.tolist()]
-            _write(grid, "shared", due, place[which], data[which])
+            where = in_shared(grid, due, place[which], count)
+            grid.races.write(due, where, knew[which])
+            grid.shared[where] = data[which]
 
         grid.fetches.add(lanes, deliver)
 
@@ -253,19 +267,25 @@ def _copy_box(grid: Grid, i: Instruction) -> Work:
     def copy(lanes: Lanes) -> None:
         for lane in lanes[:, None]:
             first = [int(place(lane)[0]) for place in reversed(places)]
+            grid.fetchers[lane // 32] = True
             box, program = grid.parameter(int(tensor(lane)[0])), int(grid.program[lane[0]])
-            grid.copies.append((box, first, program, int(to(lane)[0]), int(barrier(lane)[0])))
+            knew = grid.races.knows[lane[0] // 32].copy()
+            grid.copies.append((box, first, program, int(to(lane)[0]), int(barrier(lane)[0]), knew))
 
     return copy
 
 
-def arrive(grid: Grid, tensor: Descriptor, first: list[int], program: int, to: int, barrier: int) -> None:
-    """What a copy was asked for, with all that it signals."""
+def arrive(
+    grid: Grid, tensor: Descriptor, first: list[int], program: int, to: int, barrier: int, knew: np.ndarray
+) -> None:  # fmt: skip
+    """What a copy was asked for, by a warp that knew so much (`Races`), with all that it signals."""
     data = tensor.read(first)
     if to % (8 * tensor.swizzle or 128) or to + len(data) > grid.shared_bytes:
         raise Fault(f"a copy of {len(data)} bytes to {to}, swizzled by {tensor.swizzle}")
-    place = swizzled(to + np.arange(len(data)), tensor.swizzle)
-    grid.shared[program * grid.shared_bytes + place] = data
+    place = program * grid.shared_bytes + swizzled(to + np.arange(len(data)), tensor.swizzle)
+    known = grid.barriers[program, barrier].known
+    known[-1] = max(known[-1], grid.races.copy(place, knew))
+    grid.shared[place] = data
     signal(grid, (program, barrier), come_bytes=len(data))
 
 
@@ -281,7 +301,9 @@ def _load_matrices(grid: Grid, i: Instruction) -> Work:
     writes, address = [grid.writer(name) for name in names_of(i.operands[0])], grid.addresses(i.operands[1])
 
     def load(lanes: Lanes) -> None:
-        data = grid.shared[_matrices(grid, lanes, address(lanes), len(writes))].view(np.uint16)
+        place = _matrices(grid, lanes, address(lanes), len(writes))
+        grid.races.read(lanes[::32], place.reshape(len(place), -1))
+        data = grid.shared[place].view(np.uint16)
         if "trans" in i.opcode:
             data = data.swapaxes(2, 3)
         words = dense(data).view(np.uint32).reshape(len(data), len(writes), 32)
@@ -303,6 +325,7 @@ def _store_matrices(grid: Grid, i: Instruction) -> Work:
         data = words.view(np.uint16).reshape(*words.shape[:2], 8, 8)
         if "trans" in i.opcode:
             data = data.swapaxes(2, 3)
+        grid.races.write(lanes[::32], place.reshape(len(place), -1))
         grid.shared[place] = dense(data).view(np.uint8)
 
     return store

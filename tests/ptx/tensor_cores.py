@@ -122,11 +122,13 @@ def _place(
 
 def _watched(grid: Grid, lanes: Lanes, place: np.ndarray) -> np.ndarray:
     """Words at `place`, which must be the same when these threads have waited for the product."""
-    data = grid.shared[place]
+    data, flat = grid.shared[place], place.reshape(len(place), -1)
+    grid.races.read(lanes[::32], flat)
     index = {int(lane): k for k, lane in enumerate(lanes[::32])}
 
     def check(due: Lanes) -> None:
         which = [index[int(lane)] for lane in due[::32]]
+        grid.races.read(due[::32], flat[which])
         if (grid.shared[place[which]] != data[which]).any():
             raise Fault("an operand of a product has changed before it was waited for")
 

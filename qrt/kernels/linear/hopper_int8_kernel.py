@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -81,6 +82,7 @@ def _hopper_int8(
         _fetch_weights(a_desc, b_desc, b_smem, ready, ahead % STAGES, output, (first + ahead) * BK, wanted)
         _fetch_tokens(a_desc, a_smem, ready, ahead % STAGES, token, (first + ahead) * BK, wanted)
     acc = warpgroup_mma_wait(0, deps=[acc])
+    tl.debug_barrier()  # what follows may use the operands' memory, which other warps' products still read
 
     last = True
     if SHARES:
