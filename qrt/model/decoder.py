@@ -47,7 +47,7 @@ class DecoderLayer:
         if len(y) <= MOST_TOKENS and self.mlp_norm.eps == norm.eps and _fits(y, linears, residual):
             tensors = [x.tensors for x in linears] + ([] if reader else [[]])
             norms = self.mlp_norm.weight, norm.weight, norm.eps
-            return chain(y, residual, *tensors, *norms, self.mlp.down.scheme)
+            return chain(y, residual, *tensors, reader.bias if reader else None, *norms, self.mlp.down.scheme)
         y = self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o.shares(y)))
         return reader(norm.add_for(reader, residual, y)) if reader else norm.add(residual, y)
 

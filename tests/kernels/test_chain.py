@@ -59,18 +59,20 @@ def exact(x, residual, weights, norms):
     return residual, reference(normal(residual, norms[1]), qkv)
 
 
-def check(sizes, bits, symmetric, device, tokens, spread=None):
-    """No worse than the operators one by one; `spread` multiplies inputs of x."""
+def check(sizes, bits, symmetric, device, tokens, spread=None, biased=False):
+    """No worse than the operators one by one; `spread` multiplies inputs of x; `biased`: q, k and v."""
     scheme = f"w{bits}a16"
     weights = four(sizes, bits, symmetric, device)
     x, residual, prepared, norms = operands(sizes, weights, scheme, device, tokens=tokens)
     if spread is not None:
         x *= spread
-    assert fits(x, residual, prepared, [None] * 4, scheme)
+    bias = torch.randn(sizes[3], device=device).to(x.dtype) if biased else None
+    assert fits(x, residual, prepared, [None, None, None, bias], scheme)
     want_residual, want = exact(x, residual, weights, norms)
+    want += 0 if bias is None else bias.double()
     ours, theirs = residual.clone(), residual.clone()
-    got = kernel.chain(x, ours, *prepared, *norms, EPS, scheme)
-    plain = ref.chain(x, theirs, *prepared, *norms, EPS, scheme)
+    got = kernel.chain(x, ours, *prepared, bias, *norms, EPS, scheme)
+    plain = ref.chain(x, theirs, *prepared, bias, *norms, EPS, scheme)
     assert got.shape == want.shape and got.dtype == x.dtype
     assert relative(got, want) <= 1.05 * relative(plain, want) + 1e-4
     assert relative(ours, want_residual) <= 1.05 * relative(theirs, want_residual) + 1e-5
@@ -99,6 +101,14 @@ def test_few_tokens_are_no_worse_than_the_operators(device, name, symmetric, tok
 
 
 @pytest.mark.gpu
+@pytest.mark.ptx(name=["small"])
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize("name", ["small", "halves", "0.6b"])
+def test_bias_of_q_k_and_v(device, name, tokens):
+    check(SIZES[name], 4, False, device, tokens, biased=True)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("inputs, times", [((5, None, 1024), 1e3), ((0, 128), 1e3), ((128, 384), 0.0)])
 def test_inputs_far_apart(device, inputs, times):
     """One input in a thousand or a group of them huge, as down has them; groups of zeros."""
@@ -113,9 +123,9 @@ def test_inputs_far_apart(device, inputs, times):
 def test_what_is_not_finite_stays_so_and_with_its_token(device, value):
     sizes = SIZES["0.6b"]
     x, residual, prepared, norms = operands(sizes, four(sizes, 4, False, device), "w4a16", device, tokens=9)
-    want = chain(x, residual.clone(), *prepared, *norms, EPS, "w4a16")
+    want = chain(x, residual.clone(), *prepared, None, *norms, EPS, "w4a16")
     x[3, 200] = value
-    got = chain(x, residual, *prepared, *norms, EPS, "w4a16")
+    got = chain(x, residual, *prepared, None, *norms, EPS, "w4a16")
     assert not got[3].isfinite().any()
     others = [t for t in range(9) if t != 3]
     assert torch.equal(got[others], want[others])
@@ -131,8 +141,8 @@ def test_behind_the_last_layer(device, name, tokens):
     x, residual, (*prepared, qkv), norms = operands(SIZES[name], weights, "w4a16", device, tokens=tokens)
     assert fits(x, residual, prepared, [None] * 3, "w4a16")
     ours, theirs = residual.clone(), residual.clone()
-    got = chain(x, ours, *prepared, [], *norms, EPS, "w4a16")
-    chain(x, theirs, *prepared, qkv, *norms, EPS, "w4a16")
+    got = chain(x, ours, *prepared, [], None, *norms, EPS, "w4a16")
+    chain(x, theirs, *prepared, qkv, None, *norms, EPS, "w4a16")
     assert torch.equal(ours, theirs)
     want = ours.double()
     want = want / (want.square().mean(-1, keepdim=True) + EPS).sqrt() * norms[1].double()
@@ -151,7 +161,7 @@ def test_layers_in_a_graph_give_the_same_bits_every_time(device, tokens):
     def layers(stream, count):
         y = x
         for _ in range(count):
-            y = chain(y[:, : x.shape[1]], stream, *prepared, *norms, EPS, scheme)
+            y = chain(y[:, : x.shape[1]], stream, *prepared, None, *norms, EPS, scheme)
         return y
 
     alone = residual.clone()
@@ -227,7 +237,8 @@ def test_what_fits(device, monkeypatch):
     assert fits(x, residual, prepared, none, "w4a16")
     assert not fits(x.repeat(2, 1), residual.repeat(2, 1), prepared, none, "w4a16")
     assert not fits(x, residual.half(), prepared, none, "w4a16")
-    assert not fits(x, residual, prepared, [None, None, None, residual[0]], "w4a16")
+    assert fits(x, residual, prepared, [None, None, None, residual[0]], "w4a16")
+    assert not fits(x, residual, prepared, [residual[0], None, None, None], "w4a16")
     for group, perm, dtype in (
         (32, False, torch.bfloat16),
         (128, True, torch.bfloat16),
@@ -263,14 +274,15 @@ def test_operator():
     ]
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
     want_residual, want = exact(x, residual, weights, norms)
-    args = (x, residual, *prepared, *norms, EPS, "w4a16")
+    args = (x, residual, *prepared, None, *norms, EPS, "w4a16")
     names = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.qrt.chain.default, args, test_utils=names)
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
-    got = ref.chain(x, residual, *prepared, *norms, EPS, "w4a16")
-    assert relative(got, want) < 1e-5 and relative(residual, want_residual) < 1e-5
+    bias = torch.randn(96)
+    got = ref.chain(x, residual, *prepared, bias, *norms, EPS, "w4a16")
+    assert relative(got, want + bias) < 1e-5 and relative(residual, want_residual) < 1e-5
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
-    args = (x, residual, *prepared[:3], [], *norms, EPS, "w4a16")
+    args = (x, residual, *prepared[:3], [], None, *norms, EPS, "w4a16")
     torch.library.opcheck(torch.ops.qrt.chain.default, args, test_utils=names)
     got = ref.chain(*args)
     want = residual.double()
@@ -296,7 +308,7 @@ for bits, symmetric in ((4, False), (4, True), (8, True)):
     for tokens in (1, 8, 16) if bits == 4 else (1,):
         x, residual = torch.empty(tokens, 256, dtype=BF16), norm.repeat(tokens, 1)
         for qkv in weights[3], []:
-            kernel.chain(x, residual, *weights[:3], qkv, norm, norm, 1e-5, scheme)
+            kernel.chain(x, residual, *weights[:3], qkv, None, norm, norm, 1e-5, scheme)
 """
 
 

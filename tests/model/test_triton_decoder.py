@@ -10,6 +10,8 @@ import torch
 from hand_steps import Requests
 from truth import prompt, relative
 
+from qrt.kernels.chain import ref
+from qrt.model import decoder
 from qrt.model.loader import load_model
 from qrt.quant.spec import Granularity, QuantSpec
 from tiny_models import quantize_checkpoint, random_checkpoint
@@ -72,3 +74,23 @@ def test_logits_are_those_of_the_references(scheme, kv, tmp_path, device, reques
     if kv == "int4":  # some of what int4 itself costs here
         bound = 0.4 * relative(run(reference, "fp16"), truth)
     assert relative(logits, truth) < bound
+
+
+@pytest.mark.parametrize("architecture, biased", [("Qwen2ForCausalLM", True), ("LlamaForCausalLM", False)])
+def test_layers_by_chain_are_the_same(architecture, biased, tmp_path, monkeypatch):
+    """From one layer's attention to the next one's, whose q, k and v may have a bias, and behind the last."""
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 128}
+    plain = random_checkpoint(tmp_path / "plain", architecture, **sizes)
+    folder = tmp_path / "quantized"
+    quantize_checkpoint(plain, folder, "w4a16", GRIDS["w4a16"])
+    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    want, asked = run(model, "fp16"), []
+
+    def fits(x, linears, residual):
+        asked.append(any(own.bias is not None for own in linears))
+        return True
+
+    monkeypatch.setattr(decoder, "_fits", fits)
+    monkeypatch.setattr(decoder, "chain", ref.chain)
+    assert relative(run(model, "fp16"), want) < 1e-5
+    assert asked == [biased, False] * 3

@@ -1,11 +1,12 @@
 """chain: what lies between one layer's attention and the next one's, for a few tokens.
 
 chain(x [T, Hq*D], residual [T, H], o, gate_up, down, qkv: run-time tensors of weight-only schemes,
-      mlp_norm [H], norm [H], eps, scheme) -> the next layer's q, k and v [T, (Hq + 2*Hkv)*D]
+      bias [(Hq + 2*Hkv)*D] or None, mlp_norm [H], norm [H], eps, scheme) -> the next layer's q, k and v,
+      [T, (Hq + 2*Hkv)*D]
 
     residual += o(x)
     residual += down(silu(gate) * up) of gate_up(RMSNorm(residual, mlp_norm))
-    return qkv(RMSNorm(residual, norm))
+    return qkv(RMSNorm(residual, norm)) + bias
 
 Behind the last layer there is no qkv (an empty list): the norm [T, H] is returned.
 residual is added to in place; everything is rounded to its dtype where the operators one by one would, so
@@ -40,12 +41,12 @@ def fits(
     scheme: str,
 ) -> bool:
     """Whether the kernels take these products, those of o, gate_up and down first: bf16 on a Hopper GPU,
-    weight-only integers with 16-bit scales of 64 inputs or more, neither reordered nor biased; more tokens
-    than one with 4 bits and whole groups of 128 inputs only."""
+    weight-only integers with 16-bit scales of 64 inputs or more, not reordered, none biased but qkv; more
+    tokens than one with 4 bits and whole groups of 128 inputs only."""
     kind, tokens = WEIGHT_SCHEMES[scheme], residual.shape[0]
     if not 1 <= tokens <= MOST_TOKENS or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):
         return False
-    if not isinstance(kind, TiledScheme) or any(bias is not None for bias in biases):
+    if not isinstance(kind, TiledScheme) or any(bias is not None for bias in biases[:3]):
         return False
     tiled = [TiledWeight(*tensors) for tensors in weights]
     if not all(_takes(weight, tiled[0]) for weight in tiled):
@@ -77,6 +78,7 @@ def _fake(
     gate_up: Sequence[Tensor],
     down: Sequence[Tensor],
     qkv: Sequence[Tensor],
+    bias: Tensor | None,
     mlp_norm: Tensor,
     norm: Tensor,
     eps: float,
@@ -87,7 +89,7 @@ def _fake(
 
 chain = define(
     "chain(Tensor x, Tensor(a!) residual, Tensor[] o, Tensor[] gate_up, Tensor[] down, Tensor[] qkv, "
-    "Tensor mlp_norm, Tensor norm, float eps, str scheme) -> Tensor",
+    "Tensor? bias, Tensor mlp_norm, Tensor norm, float eps, str scheme) -> Tensor",
     ref=ref.chain,
     triton="qrt.kernels.chain.kernel:chain",
     fake=_fake,

@@ -50,12 +50,13 @@ _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
 @gluon.jit(do_not_specialize=["M", "tiles", "share"])
 def _digits_product(
-    x_desc, fact_desc, w_desc, scale_desc, zero_desc, Y, FACTS, M, N, tiles, share,
+    x_desc, fact_desc, w_desc, scale_desc, zero_desc, BIAS, Y, FACTS, M, N, tiles, share,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
     HALVES: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks / BLOCKS, S): Y [S, M, N], what `share` tiles of K each have of x [M, K] @ W.T.
+    """Grid (row blocks / BLOCKS, S): Y [S, M, N], what `share` tiles of K each have of x [M, K] @ W.T, with
+    BIAS [N], if any.
 
     With two HALVES half of the blocks are the gate, half the up of the same columns, and silu(gate) * up
     [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them.
@@ -81,7 +82,7 @@ def _digits_product(
         mbarrier.init(empty.index(s), count=GROUPS)
     fence_async_shared()
     ring = (w, scales, zeros, x, facts, ready, empty)
-    work = (ring, (largest, totals), Y, FACTS, block, steps, M, N)
+    work = (ring, (largest, totals), BIAS, Y, FACTS, block, steps, M, N)
     fetch = (ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps)
     if GROUPS == 2:
         gl.warp_specialize(
@@ -157,7 +158,7 @@ def _multiply(
     BLOCKS: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles as they come and write the sum: a warp group's rows of it."""
-    ring, met, Y, FACTS, block, steps, M, N = work
+    ring, met, BIAS, Y, FACTS, block, steps, M, N = work
     w, scales, zeros, x, facts, ready, empty = ring
     ROWS: gl.constexpr = BLOCKS * 64 // GROUPS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BM, 32])
@@ -193,6 +194,9 @@ def _multiply(
         silu = silu_times(gate, up, True).to(gl.float32)
         _store_digits(silu, met, Y, FACTS, block // 2, N // 256, GROUP, BM)
     else:
+        if BIAS is not None:
+            bias = gl.load(BIAS + block * 64 + gl.arange(0, ROWS, layout=ROW))
+            acc += gl.expand_dims(bias.to(gl.float32), 1)
         Y += gl.program_id(1).to(gl.int64) * M * N
         store_block(Y, acc.to(Y.dtype.element_ty), block * 64, 0, M, N, 4)
 
@@ -275,10 +279,10 @@ _GATED = _Plan(blocks=4, groups=2, stages=5, registers=136)
 LEAST_SHARE = 8  # tiles
 
 
-def digits_product(x: Digits, weight: TiledWeight, dtype: torch.dtype) -> Tensor:
-    """x [T, K] @ W.T in dtype, [T, N]."""
+def digits_product(x: Digits, weight: TiledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [T, K] @ W.T + bias in dtype, [T, N]."""
     y = torch.empty(x.tokens, weight.out_features, dtype=dtype, device=x.codes.device)
-    _launch(x, weight, _PLAIN[x.codes.shape[2]], weight.packed.shape[1], y)
+    _launch(x, weight, _PLAIN[x.codes.shape[2]], weight.packed.shape[1], y, bias=bias)
     return y
 
 
@@ -300,14 +304,15 @@ def gated_digits_product(x: Digits, weight: TiledWeight) -> Digits:
 
 
 def _launch(
-    x: Digits, weight: TiledWeight, plan: _Plan, share: int, y: Tensor, facts: Tensor | None = None
-) -> None:
+    x: Digits, weight: TiledWeight, plan: _Plan, share: int, y: Tensor, facts: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:  # fmt: skip
     """`share` tiles of K a program. y [T, N] or [S, T, N], or with facts the codes of Digits."""
     (blocks, tiles), room = weight.packed.shape[:2], x.codes.shape[2]
     halves = 1 if facts is None else 2
     _digits_product[(blocks // plan.blocks, triton.cdiv(tiles, share))](
         of_tokens(x.codes, (2, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
-        *_of_tiles(weight, plan.blocks // plan.groups, halves), y, facts, x.tokens, weight.out_features,
+        *_of_tiles(weight, plan.blocks // plan.groups, halves), bias, y, facts, x.tokens, weight.out_features,
         tiles, share, SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, BM=room,
         BLOCKS=plan.blocks, HALVES=halves, GROUPS=plan.groups, STAGES=plan.stages,
         REGISTERS=(plan.registers * 3 - 24) // 2 // 8 * 8, num_warps=4, maxnreg=plan.registers,

@@ -52,6 +52,7 @@ def chain(
     gate_up: Sequence[Tensor],
     down: Sequence[Tensor],
     qkv: Sequence[Tensor],
+    bias: Tensor | None,
     mlp_norm: Tensor,
     norm: Tensor,
     eps: float,
@@ -59,11 +60,11 @@ def chain(
 ) -> Tensor:
     """See the package's docstring."""
     if len(x) == 1:
-        return one_token(x, residual, (o, gate_up, down, qkv), (mlp_norm, norm), eps, scheme)
+        return one_token(x, residual, (o, gate_up, down, qkv), bias, (mlp_norm, norm), eps, scheme)
     room = 8 if len(x) <= 8 else MOST_TOKENS
     y = digits_shares(make_digits(x.contiguous(), room), TiledWeight(*o))
     y = gated_digits_product(add_rmsnorm_digits(residual, y, mlp_norm, eps, room), TiledWeight(*gate_up))
     y = digits_shares(y, TiledWeight(*down))
     if not qkv:
         return add_rmsnorm(residual, y, norm, eps)
-    return digits_product(add_rmsnorm_digits(residual, y, norm, eps, room), TiledWeight(*qkv), x.dtype)
+    return digits_product(add_rmsnorm_digits(residual, y, norm, eps, room), TiledWeight(*qkv), bias, x.dtype)

@@ -49,7 +49,7 @@ _CUBE = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
 @gluon.jit
 def _one_token(
     o, o_scale, o_zero, gate_up, gate_up_scale, gate_up_zero, down, down_scale, down_zero, qkv, qkv_scale,
-    qkv_zero, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
+    qkv_zero, BIAS, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
     HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr, WIDTH: gl.constexpr,
     LONGEST: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, OFFSET: gl.constexpr,
@@ -66,7 +66,7 @@ def _one_token(
     gl.warp_specialize(
         [
             (_work, (
-                ring, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
+                ring, BIAS, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
                 HIDDEN, ATTENDED, INNER, WIDTH, LONGEST, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET,
                 DOT, WARPS, STAGES,
             )),
@@ -126,7 +126,7 @@ def _fetch_unit(
 
 @gluon.jit
 def _work(
-    ring, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
+    ring, BIAS, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
     HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr, WIDTH: gl.constexpr,
     LONGEST: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, OFFSET: gl.constexpr,
@@ -141,8 +141,8 @@ def _work(
     i = 0
     gdc_wait()
     _take(x, totals, X, ATTENDED, RUNS)
-    i = _product(O_OUT, ring, operands, i, HIDDEN, ATTENDED, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW,
-                 OFFSET, DOT, WARPS, STAGES)  # fmt: skip
+    i = _product(O_OUT, None, ring, operands, i, HIDDEN, ATTENDED, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC,
+                 RAW, OFFSET, DOT, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 0)
     _give(x, totals, _add_norm(x, RESIDUAL, O_OUT, MLP_NORM, MIDDLE, eps, HIDDEN), RUNS)
     CHUNKS: gl.constexpr = (HIDDEN + SPAN - 1) // SPAN
@@ -157,18 +157,18 @@ def _work(
         row += 1
     gate, up = _rows(sums, 0, UNITS).to(DOT).to(gl.float32), _rows(sums, UNITS, UNITS).to(DOT).to(gl.float32)
     silu = (gate / (1.0 + gl.exp(-gate))).to(DOT).to(gl.float32)
-    _store_rows(ACTIVE, silu * up, INNER)
+    _store_rows(ACTIVE, None, silu * up, INNER)
     _meet(ARRIVALS, 1)
     _take(x, totals, ACTIVE, INNER, RUNS)
-    i = _product(DOWN_OUT, ring, operands, i, HIDDEN, INNER, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW,
-                 OFFSET, DOT, WARPS, STAGES)  # fmt: skip
+    i = _product(DOWN_OUT, None, ring, operands, i, HIDDEN, INNER, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC,
+                 RAW, OFFSET, DOT, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 2)
     normal = _add_norm(x, MIDDLE, DOWN_OUT, NORM, RESIDUAL, eps, HIDDEN)
     gdc_launch_dependents()
     if WIDTH:
         _give(x, totals, normal, RUNS)
-        _product(OUT, ring, operands, i, WIDTH, HIDDEN, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET,
-                 DOT, WARPS, STAGES)  # fmt: skip
+        _product(OUT, BIAS, ring, operands, i, WIDTH, HIDDEN, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW,
+                 OFFSET, DOT, WARPS, STAGES)  # fmt: skip
     else:
         k = _inputs(HIDDEN, x)
         gl.store(OUT + k, normal, mask=(k < HIDDEN) & (gl.program_id(0) == 0))
@@ -242,11 +242,11 @@ def _add_norm(x, RESIDUAL, Y, WEIGHT, SUM, eps, COUNT: gl.constexpr):
 
 @gluon.jit
 def _product(
-    OUT, ring, operands, i, N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr,
+    OUT, BIAS, ring, operands, i, N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr,
     RUNS: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr,
     OFFSET: gl.constexpr, DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """OUT [N] = W [N, K] x: this program's units of it."""
+    """OUT [N] = W [N, K] x + BIAS, if any: this program's units of it."""
     x, totals, sums = operands
     CHUNKS: gl.constexpr = (K + PLANES * 64 * WARPS - 1) // (PLANES * 64 * WARPS)
     row = 0
@@ -255,7 +255,7 @@ def _product(
                         STAGES)  # fmt: skip
         sums.index(row).store(unit)
         row += 1
-    _store_rows(OUT, _rows(sums, 0, UNITS), N)
+    _store_rows(OUT, BIAS, _rows(sums, 0, UNITS), N)
     return i
 
 
@@ -309,13 +309,15 @@ def _rows(sums, FIRST: gl.constexpr, UNITS: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(OUT, values, N: gl.constexpr):
-    """This program's units of OUT [N] from values [units, 16]."""
+def _store_rows(OUT, BIAS, values, N: gl.constexpr):
+    """This program's units of OUT [N] from values [units, 16], with those of BIAS, if any."""
     LAYOUT: gl.constexpr = values.type.layout
     unit = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
     first = (gl.program_id(0) + gl.num_programs(0) * unit) * 16
     at = gl.expand_dims(first, 1) + gl.expand_dims(row, 0)
+    if BIAS is not None:
+        values += gl.load(BIAS + at, mask=at < N, other=0.0).to(gl.float32)
     gl.store(OUT + at, values.to(OUT.dtype.element_ty), mask=at < N)
 
 
@@ -336,8 +338,8 @@ def _descriptors(weight: TiledWeight) -> tuple[Any, Any, Any]:
 
 
 def one_token(
-    x: Tensor, residual: Tensor, products: Sequence[Sequence[Tensor]], norms: tuple[Tensor, Tensor],
-    eps: float, scheme: str,
+    x: Tensor, residual: Tensor, products: Sequence[Sequence[Tensor]], bias: Tensor | None,
+    norms: tuple[Tensor, Tensor], eps: float, scheme: str,
 ) -> Tensor:  # fmt: skip
     """See the package's docstring; products: o, gate_up, down and qkv or nothing."""
     kind = WEIGHT_SCHEMES[scheme]
@@ -353,8 +355,8 @@ def one_token(
     middle, o_out, down_out = (torch.empty_like(residual) for _ in range(3))
     active, out = x.new_empty(1, inner), x.new_empty(1, width or hidden)
     _one_token[(programs,)](
-        *chain.from_iterable(map(_descriptors, weights)), x, residual, middle, mlp_norm, norm, o_out, active,
-        down_out, out, _arrivals(x.device), eps,
+        *chain.from_iterable(map(_descriptors, weights)), bias, x, residual, middle, mlp_norm, norm, o_out,
+        active, down_out, out, _arrivals(x.device), eps,
         HIDDEN=hidden, ATTENDED=x.shape[1], INNER=inner, WIDTH=width, LONGEST=longest, UNITS=units,
         PLANES=planes, RUNS=weights[0].runs, SCALE=DTYPES[weights[0].scale.dtype],
         ASYMMETRIC=weights[0].zero.numel() > 0, RAW=raw, OFFSET=offset, DOT=DTYPES[x.dtype], WARPS=WARPS,

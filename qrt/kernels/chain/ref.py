@@ -18,6 +18,7 @@ def chain(
     gate_up: Sequence[Tensor],
     down: Sequence[Tensor],
     qkv: Sequence[Tensor],
+    bias: Tensor | None,
     mlp_norm: Tensor,
     norm: Tensor,
     eps: float,
@@ -27,4 +28,4 @@ def chain(
     y = add_rmsnorm(residual, linear(x, o, None, scheme), mlp_norm, eps)
     y = linear(silu_mul(linear(y, gate_up, None, scheme)), down, None, scheme)
     y = add_rmsnorm(residual, y, norm, eps)
-    return linear(y, qkv, None, scheme) if qkv else y
+    return linear(y, qkv, bias, scheme) if qkv else y
