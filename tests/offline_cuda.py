@@ -9,8 +9,6 @@ import os
 import subprocess
 import sys
 
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # most that a program may have
-
 
 def compiled(code: str, capability: int = 90) -> dict[str, int]:
     """Run `code` (which calls launchers) for sm_`capability`; kernel name -> how many variants compiled.
@@ -32,9 +30,6 @@ def _main(capability: int, code: str) -> None:
 
     def compiled(function, kernel, grid, arguments):
         assert kernel.asm["cubin"]
-        assert kernel.metadata.shared <= SHARED_BYTES[capability], (
-            f"{function.__name__}: {kernel.metadata.shared}"
-        )
         seen.setdefault(function.__name__, set()).add(kernel.hash)
 
     compile_only(capability, compiled)

@@ -8,6 +8,7 @@ from ptx.grid import Grid
 from ptx.memory import Descriptor, Tensors
 from ptx.text import Code, parse
 
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # most that a program may have, by capability
 SMS = 4  # of the GPU that is not there
 _codes: dict[str, Code] = {}  # by a kernel's hash
 settings: dict[str, Any] = {}  # of every Grid from here on: copies, seed
@@ -41,6 +42,8 @@ def compile_only(capability: int, compiled: Any) -> None:
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        shared = kernel.metadata.shared
+        assert shared <= SHARED_BYTES[capability], f"{self.__name__}: {shared} bytes of shared memory"
         compiled(self, kernel, grid, (args, options))
         return kernel
 
