@@ -12,7 +12,7 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
-	QRT_TEST_PTX=some $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels
+	QRT_TEST_PTX=some $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels tests/model
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

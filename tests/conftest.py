@@ -50,8 +50,10 @@ def root_logger():
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Every test draws the same numbers, whichever tests its process has run before."""
+    """Every test draws the same numbers, whichever tests its process has run before, and launches its own
+    kernels only."""
     torch.manual_seed(0)
+    launch.written.clear()
 
 
 @pytest.fixture

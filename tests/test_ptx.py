@@ -27,10 +27,10 @@ STORE = "st.global.b32 [%rd3], %r9;"
 SWIZZLED = 64  # bytes of a line of `source`
 
 
-def run(body, out, threads=32, programs=1, source=None, **options):
+def run(body, out, threads=32, programs=1, source=None, written=(), **options):
     """`body`, with the address of out in %rd1, of the thread's word of it in %rd3, the thread in %r1, the
-    program in %r2, the descriptor of boxes of 8 x 32 of `source` in %rd2."""
-    tensors = Tensors()
+    program in %r2, the descriptor of boxes of 8 x 32 of `source` in %rd2. written: by the kernel before."""
+    tensors = Tensors({(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in written})
     tensors.add(out.data_ptr(), out.nbytes, "out")
     box = None
     if source is not None:
@@ -189,3 +189,28 @@ def test_faults(body, threads, why):
         return
     with pytest.raises(Fault, match=why):
         run(body, out, threads, source=source)
+
+
+WAITS, FIRST_WARP = "griddepcontrol.wait;", "setp.lt.s32 %p1, %r1, 32;"
+
+
+@pytest.mark.parametrize("body, why", [
+    ("mov.b32 %r9, 1;" + WAITS + STORE, None),
+    ("mov.b32 %r9, 1;" + STORE + WAITS, "written before the kernel before is waited for"),
+    ("ld.global.b32 %r9, [%rd3];" + WAITS, "is read before"),
+    (FIRST_WARP + "@%p1 griddepcontrol.wait; bar.sync 0; ld.global.b32 %r9, [%rd3];" + STORE, None),
+    (FIRST_WARP + "bar.sync 0; @%p1 griddepcontrol.wait; ld.global.b32 %r9, [%rd3];", "is read"),
+    ("mov.b32 %r9, 1;", "no thread waits for the kernel before"),
+    (fetching(), "is copied before"),
+    (WAITS + fetching(), None),
+])  # fmt: skip
+def test_kernels_that_start_early(body, why):
+    """Before the one before is done, which they have to wait for."""
+    source, out = torch.ones(8, 32, dtype=torch.int16), torch.zeros(64, dtype=torch.int32)
+    settings = {"threads": 64, "source": source, "written": (source, out)}
+    run(body, out, **settings)
+    if why is None:
+        run(body, out, early=True, **settings)
+    else:
+        with pytest.raises(Fault, match=why):
+            run(body, out, early=True, **settings)

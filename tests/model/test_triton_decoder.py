@@ -21,6 +21,7 @@ CALLED = {
     "qrt.layers.linear": ("linear", "linear_int8", "linear_silu_int8"),
     "qrt.layers.mlp": ("silu_mul", "silu_mul_int8"),
     "qrt.layers.norm": ("rmsnorm", "add_rmsnorm", "add_rmsnorm_int8"),
+    "qrt.model.decoder": ("chain",),
 }
 GRIDS = {
     "w4a16": QuantSpec(4, False, Granularity.GROUP, 128),
@@ -31,7 +32,8 @@ GRIDS = {
 
 @pytest.fixture
 def triton_in_layers(monkeypatch):
-    """Replace every operator in the layers by its launcher."""
+    """Replace every operator in the layers by its launcher, and load weights as it wants them."""
+    monkeypatch.setattr("qrt.kernels.linear._PACKED_ON_CPU", False)
     for layer, operators in CALLED.items():
         for name in operators:
             folder = name.removeprefix("add_").removesuffix("_int8").removesuffix("_silu")
@@ -94,3 +96,31 @@ def test_layers_by_chain_are_the_same(architecture, biased, tmp_path, monkeypatc
     monkeypatch.setattr(decoder, "chain", ref.chain)
     assert relative(run(model, "fp16"), want) < 1e-5
     assert asked == [biased, False] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx(decodes=[1, 9])
+@pytest.mark.parametrize(("kv", "decodes"), [("int8", 1), ("int4", 3), ("k8v4", 9)])
+def test_decodes_by_chain(kv, decodes, tmp_path, device, monkeypatch, request):
+    """In bf16: one token by one kernel a layer, a few by seven; kernels start before the one before ends."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+    plain = random_checkpoint(tmp_path / "plain", "Qwen2ForCausalLM", dtype=torch.bfloat16, **sizes)
+    folder = tmp_path / "quantized"
+    quantize_checkpoint(plain, folder, "w4a16", GRIDS["w4a16"])
+
+    def steps(model):
+        """Logits of the last of some steps in which all decode."""
+        requests, tokens = Requests(model, kv, num=decodes, max_len=16), range(decodes)
+        requests.run([(i, prompt(5, seed=i)) for i in tokens])
+        for seed in (50, 70):
+            logits = requests.run([(i, prompt(1, seed=seed + i)) for i in tokens])
+        return torch.cat(logits).cpu()
+
+    want = steps(load_model(folder, device=torch.device("cpu"), dtype=torch.float32))
+    if device.type == "cpu":
+        request.getfixturevalue("triton_in_layers")
+    called, launch = [], decoder.chain
+    monkeypatch.setattr(decoder, "chain", lambda *args: called.append(len(args[0])) or launch(*args))
+    got = steps(load_model(folder, device=device, dtype=torch.bfloat16))
+    assert relative(got, want) < (0.2 if "4" in kv else 0.05)
+    assert called[-4:] == [decodes] * 4

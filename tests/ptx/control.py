@@ -18,6 +18,13 @@ def _nothing(grid: Grid, i: Instruction) -> Work:
     return lambda lanes: None
 
 
+def _kernel_before(grid: Grid, i: Instruction) -> Work:
+    def wait(lanes: Lanes) -> None:
+        grid.races.knows[lanes // 32, -1] = 1
+
+    return wait if i.opcode[1] == "wait" else _nothing(grid, i)
+
+
 def _jump(grid: Grid, i: Instruction) -> Work:
     def jump(lanes: Lanes) -> None:
         grid.pc[lanes] = grid.code.labels[i.operands[0]]
@@ -166,6 +173,6 @@ def _reduce(grid: Grid, i: Instruction) -> Work:
 OPERATIONS = {
     "bra": _jump, "brx": _jump_by_table, "ret": _end, "exit": _end, "bar": _barrier, "barrier": _barrier,
     "mbarrier": _mbarrier, "elect": _elect, "shfl": _shuffle, "vote": _vote, "redux": _reduce,
-    "griddepcontrol": _nothing, "setmaxnreg": _nothing, "prefetch": _nothing, "createpolicy": _nothing,
+    "griddepcontrol": _kernel_before, "setmaxnreg": _nothing, "prefetch": _nothing, "createpolicy": _nothing,
     "fence": _nothing, "membar": _nothing,
 }  # fmt: skip

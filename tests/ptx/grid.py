@@ -31,13 +31,14 @@ class Grid:
     shared       bytes of a program's shared memory
     copies       arrive "late", when nothing else can go on, or "early", when they are asked for, and who has
                  asked for some goes before all others
+    early        starts before the kernel before is done, and has to wait for it itself
     seed         warps take turns at random and copies arrive at random; without one, warps that are at the
                  same place go on together
     """
 
     def __init__(
         self, code: Code, shape: Sequence[int], parameters: Sequence[int | float | Descriptor],
-        tensors: Tensors, shared: int, copies: str = "late", seed: int | None = None,
+        tensors: Tensors, shared: int, copies: str = "late", early: bool = False, seed: int | None = None,
     ) -> None:  # fmt: skip
         self.code, self.tensors, self.shape = code, tensors, (*shape, 1, 1)[:3]
         self.threads, programs = code.threads, int(np.prod(shape))
@@ -47,6 +48,7 @@ class Grid:
         self.shared_bytes = SHARED_BASE + shared
         self.shared = np.full(programs * self.shared_bytes, 0xFF, np.uint8)
         self.races = Races(programs, self.threads // 32, self.shared_bytes)
+        self.races.knows[:, -1] = not early
         self.registers: dict[str, np.ndarray] = {}
         self.pc, warps = np.zeros(self.lanes, np.int32), self.lanes // 32
         self.done, self.blocked = np.zeros(warps, bool), np.zeros(warps, bool)
@@ -69,7 +71,7 @@ class Grid:
             self._stops[at + 1] |= i.opcode[0] in _ENDS
 
     def run(self) -> None:
-        """Until every thread is done; Fault names the instruction."""
+        """Until every thread is done. A note of the exception has the instruction that failed."""
         with np.errstate(all="ignore"):
             while not self.done.all():
                 ready = np.flatnonzero(~self.done & ~self.blocked)
@@ -82,6 +84,8 @@ class Grid:
                     self._turn(first if len(first) else ready)
                 else:
                     self._deadlock()
+        if not self.races.knows[:, -1].any():
+            raise Fault("no thread waits for the kernel before, so who waits for this one does not either")
 
     def _copy_is_due(self) -> bool:
         if self.random is None:

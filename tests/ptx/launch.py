@@ -12,6 +12,7 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # most that a progr
 SMS = 4  # of the GPU that is not there
 _codes: dict[str, Code] = {}  # by a kernel's hash
 settings: dict[str, Any] = {}  # of every Grid from here on: copies, seed
+written: set[tuple[int, int]] = set()  # where the launch before has
 
 
 class Driver:
@@ -65,14 +66,17 @@ def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
     *_, bind = function.device_caches[0]
     bound = bind(*args, **{"debug": False, **options})[0]
     parameters: list[Any] = []
-    tensors = Tensors()
+    tensors = Tensors(set(written))
     for name, kind in kernel.src.signature.items():
         _add(kind, bound[name], name, parameters, tensors)
     code = _codes.setdefault(kernel.hash, None) or parse(kernel.asm["ptx"])
     _codes[kernel.hash] = code
     shape = shape(bound) if callable(shape) else shape
     scratch = [0] * (len(code.parameters) - len(parameters))  # two pointers, which nobody follows
-    Grid(code, shape, parameters + scratch, tensors, kernel.metadata.shared, **settings).run()
+    early = kernel.metadata.launch_pdl
+    Grid(code, shape, parameters + scratch, tensors, kernel.metadata.shared, early=early, **settings).run()
+    written.clear()
+    written.update(tensors.written)
 
 
 def _add(kind: Any, value: Any, name: str, parameters: list[Any], tensors: Tensors) -> None:

@@ -22,23 +22,32 @@ def _bytes_at(address: int, count: int) -> np.ndarray:
 
 
 class Tensors:
-    """What a kernel may touch: tensors that it is given, by address."""
+    """What a kernel may touch: tensors that it is given, by address.
 
-    def __init__(self) -> None:
+    before    where the kernel before has written, which may not be done
+    written   where this one has
+    """
+
+    def __init__(self, before: set[tuple[int, int]] | None = None) -> None:
         self._known: dict[tuple[int, int], tuple[str, np.ndarray]] = {}
+        self.before, self.written = before or set(), set()
 
     def add(self, address: int, count: int, name: str) -> None:
         """`count` bytes."""
         if count:
             self._known.setdefault((address, address + count), (name, _bytes_at(address, count)))
 
-    def find(self, address: np.ndarray, count: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def find(
+        self, address: np.ndarray, count: int, write: bool = False
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Which of the addresses are in one tensor, its bytes, and where in it they are."""
         left = np.ones(len(address), bool)
         for (begin, end), (_, data) in self._known.items():
             here = left & (address >= begin) & (address + count <= end)
             if here.any():
                 left &= ~here
+                if write:
+                    self.written.add((begin, end))
                 yield np.flatnonzero(here), data, (address[here] - begin)[:, None] + np.arange(count)
         if left.any():
             known = ", ".join(f"{name} {a:#x} to {b:#x}" for (a, b), (name, _) in self._known.items())
@@ -123,10 +132,17 @@ def _read(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, count: int)
         place = in_shared(grid, lanes, address, count)
         grid.races.read(lanes, place)
         return grid.shared[place]
-    data = np.empty((len(lanes), count), np.uint8)
+    data, early = np.empty((len(lanes), count), np.uint8), address[~_is_alone(grid, lanes)]
+    if any(((early >= begin) & (early < end)).any() for begin, end in grid.tensors.before):
+        raise Fault("what the kernel before may still write is read before that is waited for")
     for which, tensor, place in grid.tensors.find(address, count):
         data[which] = tensor[place]
     return data
+
+
+def _is_alone(grid: Grid, lanes: Lanes) -> np.ndarray:
+    """Whether these threads know that the kernel before is done."""
+    return grid.races.knows[lanes // 32, -1] > 0
 
 
 def _write(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, data: np.ndarray) -> None:
@@ -137,7 +153,9 @@ def _write(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, data: np.n
         grid.races.write(lanes, place)
         grid.shared[place] = data
         return
-    for which, tensor, place in grid.tensors.find(address, count):
+    if not _is_alone(grid, lanes).all():
+        raise Fault("a tensor is written before the kernel before is waited for")
+    for which, tensor, place in grid.tensors.find(address, count, write=True):
         tensor[place] = data[which]
 
 
@@ -270,6 +288,8 @@ def _copy_box(grid: Grid, i: Instruction) -> Work:
             grid.fetchers[lane // 32] = True
             box, program = grid.parameter(int(tensor(lane)[0])), int(grid.program[lane[0]])
             knew = grid.races.knows[lane[0] // 32].copy()
+            if not knew[-1] and any(begin <= box.address < end for begin, end in grid.tensors.before):
+                raise Fault("what the kernel before may still write is copied before that is waited for")
             grid.copies.append((box, first, program, int(to(lane)[0]), int(barrier(lane)[0]), knew))
 
     return copy
@@ -283,8 +303,7 @@ def arrive(
     if to % (8 * tensor.swizzle or 128) or to + len(data) > grid.shared_bytes:
         raise Fault(f"a copy of {len(data)} bytes to {to}, swizzled by {tensor.swizzle}")
     place = program * grid.shared_bytes + swizzled(to + np.arange(len(data)), tensor.swizzle)
-    known = grid.barriers[program, barrier].known
-    known[-1] = max(known[-1], grid.races.copy(place, knew))
+    grid.races.copy(place, knew, grid.barriers[program, barrier].known)
     grid.shared[place] = data
     signal(grid, (program, barrier), come_bytes=len(data))
 

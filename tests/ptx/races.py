@@ -11,13 +11,13 @@ from ptx.values import Fault, Lanes
 class Races:
     """What each warp knows of the others, and of every byte who wrote it, who has read it and when.
 
-    A warp's time goes on where it signals. Threads of a warp are taken as one; the copy engine of a program
-    comes after its warps.
+    A warp's time goes on where it signals. Threads of a warp are taken as one. After the warps of a program
+    come its copy engine, and the kernel before: 1 for who knows that it is done.
     """
 
     def __init__(self, programs: int, warps: int, shared_bytes: int) -> None:
         self._warps, self._bytes = warps, programs * shared_bytes
-        self.knows = np.zeros((programs * warps, warps + 1), np.int32)  # by warp of the grid: others' times
+        self.knows = np.zeros((programs * warps, warps + 2), np.int32)  # by warp of the grid: others' times
         self._own = np.arange(programs * warps) % warps
         self.knows[np.arange(programs * warps), self._own] = 1
         self._engine_time = 0
@@ -40,18 +40,19 @@ class Races:
         self._read[place, self._own[warps]] = self.knows[warps, self._own[warps]]
 
     def write(self, lanes: Lanes, place: np.ndarray, knew: np.ndarray | None = None) -> None:
-        """knew: what the warps of the lanes knew when they asked for it, [lanes, warps + 1]."""
+        """knew: what the warps of the lanes knew when they asked for it, [lanes, warps + 2]."""
         warps = (lanes // 32)[:, None]
         knew = self.knows[lanes // 32] if knew is None else knew
         self._check_write(place, knew)
         self._writer[place], self._written[place] = self._own[warps], self.knows[warps, self._own[warps]]
 
-    def copy(self, place: np.ndarray, knew: np.ndarray) -> int:
-        """The engine writes what a warp asked for that knew so much. When."""
+    def copy(self, place: np.ndarray, knew: np.ndarray, known: np.ndarray) -> None:
+        """The engine writes what a warp asked for that knew so much; who waits for it will know that."""
         self._check_write(place[None], knew[None])
         self._engine_time += 1
         self._writer[place], self._written[place] = self._warps, self._engine_time
-        return self._engine_time
+        np.maximum(known, knew, out=known)
+        known[self._warps] = max(known[self._warps], self._engine_time)
 
     def _check_write(self, place: np.ndarray, knew: np.ndarray) -> None:
         writes = np.take_along_axis(knew, self._writer[place].astype(np.int64), 1) < self._written[place]
