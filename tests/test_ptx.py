@@ -210,7 +210,7 @@ def test_kernels_that_start_early(body, why):
     settings = {"threads": 64, "source": source, "written": (source, out)}
     run(body, out, **settings)
     if why is None:
-        run(body, out, early=True, **settings)
+        run(body, out, overlaps=True, **settings)
     else:
         with pytest.raises(Fault, match=why):
-            run(body, out, early=True, **settings)
+            run(body, out, overlaps=True, **settings)

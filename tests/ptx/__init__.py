@@ -1,4 +1,4 @@
-"""PTX of sm_90a on the CPU: what Triton and Gluon compile for a Hopper GPU, executed by its definition.
+"""PTX on the CPU: what Triton and Gluon compile for a GPU, a Hopper one first, executed by its definition.
 
 Triton's interpreter knows neither Gluon nor anything asynchronous, and CI has no GPU. Here every thread of a
 grid has registers of its own (a numpy array each, a lane a thread) and warps take turns. The copy engine
@@ -9,6 +9,7 @@ before may still write.
 
     QRT_TEST_PTX=some pytest tests/kernels            those that CI runs this way too: marked `ptx`
     QRT_TEST_PTX=all pytest tests/kernels/test_x.py   all that need no GPU otherwise
+    QRT_TEST_PTX_SM=80                                for that GPU, or 86, instead of Hopper's 90
 
 text.py reads a kernel, grid.py runs one, races.py knows what is ordered, launch.py puts all that in place of
 a launch. control, memory, tensor_cores and arithmetic are the instructions. Not modelled: fences between what

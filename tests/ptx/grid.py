@@ -12,13 +12,9 @@ from ptx.deferred import Deferred
 from ptx.memory import Barrier, Descriptor, Tensors
 from ptx.races import Races
 from ptx.text import Code, Instruction
-from ptx.values import LANE, REGISTERS, UNSIGNED, Fault, Lanes, Read, Work, bits_of, dtype_of
+from ptx.values import LANE, REGISTERS, SHARED_BASE, UNSIGNED, Fault, Lanes, Read, Work, bits_of, dtype_of
 
-SHARED_BASE = 1024  # where a program's shared memory begins
-PARAMETERS, PARAMETER = (
-    1 << 46,
-    256,
-)  # where parameters that have an address begin, and how far apart they are
+PARAMETERS, PARAMETER = 1 << 46, 256  # where parameters that have an address are, and how far apart
 _IDLE_TURNS = 256  # of programs that ask again and again, until a copy arrives
 _OPERATIONS = control.OPERATIONS | memory.OPERATIONS | tensor_cores.OPERATIONS
 _ENDS = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier", "cp")  # of a turn
@@ -31,14 +27,14 @@ class Grid:
     shared       bytes of a program's shared memory
     copies       arrive "late", when nothing else can go on, or "early", when they are asked for, and who has
                  asked for some goes before all others
-    early        starts before the kernel before is done, and has to wait for it itself
+    overlaps     starts before the kernel before is done, and has to wait for that itself
     seed         warps take turns at random and copies arrive at random; without one, warps that are at the
                  same place go on together
     """
 
     def __init__(
         self, code: Code, shape: Sequence[int], parameters: Sequence[int | float | Descriptor],
-        tensors: Tensors, shared: int, copies: str = "late", early: bool = False, seed: int | None = None,
+        tensors: Tensors, shared: int, copies: str = "late", overlaps: bool = False, seed: int | None = None,
     ) -> None:  # fmt: skip
         self.code, self.tensors, self.shape = code, tensors, (*shape, 1, 1)[:3]
         self.threads, programs = code.threads, int(np.prod(shape))
@@ -48,17 +44,15 @@ class Grid:
         self.shared_bytes = SHARED_BASE + shared
         self.shared = np.full(programs * self.shared_bytes, 0xFF, np.uint8)
         self.races = Races(programs, self.threads // 32, self.shared_bytes)
-        self.races.knows[:, -1] = not early
+        self.races.knows[:, -1] = not overlaps
         self.registers: dict[str, np.ndarray] = {}
         self.pc, warps = np.zeros(self.lanes, np.int32), self.lanes // 32
         self.done, self.blocked = np.zeros(warps, bool), np.zeros(warps, bool)
         self.barriers: dict[tuple[int, int], Barrier] = {}  # mbarriers by program and address
         self.met: dict[tuple[int, int], list[int]] = {}  # warps by program and number of a barrier
         self.copies: list[tuple] = []
-        self.fetchers, self._early = (
-            np.zeros(self.lanes // 32, bool),
-            copies == "early",
-        )  # who asked for copies
+        self.fetchers = np.zeros(warps, bool)  # who has asked for copies
+        self._early = copies == "early"
         self.products, self.fetches = Deferred(self.lanes), Deferred(self.lanes)
         self.random = None if seed is None else np.random.default_rng(seed)
         self._waiting: dict[tuple, list[int]] = {}  # warps by what they wait for

@@ -1,4 +1,4 @@
-"""Kernels that are launched on CPU tensors are compiled for a Hopper GPU and executed by `Grid`."""
+"""Kernels that are launched on CPU tensors are compiled for a GPU and executed by `Grid`."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ def compile_only(capability: int, compiled: Any) -> None:
     JITFunction.run = launch
 
 
-def install() -> None:
-    """From here on launches are executed; the device that launchers ask about is a Hopper GPU."""
+def install(capability: int) -> None:
+    """From here on launches are executed; the device that launchers ask about is a GPU of this capability."""
     from qrt.kernels import gpu
 
-    gpu.is_hopper = gpu.overlaps = lambda device: True
+    gpu.is_hopper = gpu.overlaps = lambda device: capability == 90
     gpu.multiprocessors = lambda device: SMS
-    compile_only(90, _execute)
+    gpu.shared_bytes = lambda device: SHARED_BYTES[capability]
+    compile_only(capability, _execute)
 
 
 def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
@@ -69,12 +70,12 @@ def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
     tensors = Tensors(set(written))
     for name, kind in kernel.src.signature.items():
         _add(kind, bound[name], name, parameters, tensors)
-    code = _codes.setdefault(kernel.hash, None) or parse(kernel.asm["ptx"])
-    _codes[kernel.hash] = code
-    shape = shape(bound) if callable(shape) else shape
-    scratch = [0] * (len(code.parameters) - len(parameters))  # two pointers, which nobody follows
-    early = kernel.metadata.launch_pdl
-    Grid(code, shape, parameters + scratch, tensors, kernel.metadata.shared, early=early, **settings).run()
+    if kernel.hash not in _codes:
+        _codes[kernel.hash] = parse(kernel.asm["ptx"])
+    code, shape = _codes[kernel.hash], shape(bound) if callable(shape) else shape
+    parameters += [0] * (len(code.parameters) - len(parameters))  # two pointers, which nobody follows
+    about = kernel.metadata
+    Grid(code, shape, parameters, tensors, about.shared, overlaps=about.launch_pdl, **settings).run()
     written.clear()
     written.update(tensors.written)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptx.text import Instruction, names_of
-from ptx.values import UNSIGNED, Fault, Lanes, Work, bits_of, dense, dtype_of, whole_warps
+from ptx.values import SHARED_BASE, UNSIGNED, Fault, Lanes, Work, bits_of, dense, dtype_of, whole_warps
 
 if TYPE_CHECKING:
     from ptx.grid import Grid
@@ -116,7 +116,7 @@ def signal(
 
 def in_shared(grid: Grid, lanes: Lanes, address: np.ndarray, count: int) -> np.ndarray:
     """Where in `grid.shared` the `count` bytes of each lane's address are, [lanes, count]."""
-    if (address < 1024).any() or (address + count > grid.shared_bytes).any():
+    if (address < SHARED_BASE).any() or (address + count > grid.shared_bytes).any():
         raise Fault(f"{count} bytes at {address.min()} to {address.max()} of {grid.shared_bytes} shared ones")
     return (grid.program[lanes] * grid.shared_bytes + address)[:, None] + np.arange(count)
 

@@ -11,6 +11,7 @@ UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 REGISTERS = {"p": bool, "rs": np.uint16, "r": np.uint32, "rd": np.uint64}  # by a name's letters
 LANE = np.arange(32)
+SHARED_BASE = 1024  # where a program's shared memory begins
 Lanes = np.ndarray  # int64: which threads of the grid
 Work = Callable[[Lanes], None]
 Read = Callable[[Lanes], np.ndarray]
