@@ -24,6 +24,7 @@ KERNEL = """
 }
 """
 STORE = "st.global.b32 [%rd3], %r9;"
+FIRST_WARP = "setp.lt.s32 %p1, %r1, 32;"
 SWIZZLED = 64  # bytes of a line of `source`
 
 
@@ -176,6 +177,10 @@ def test_a_product_of_a_warp_group():
     ("setp.eq.s32 %p1, %r1, 0; @%p1 bar.sync 0;", 32, "not all threads of a warp"),
     ("setp.lt.s32 %p1, %r1, 32; @%p1 ret; bar.sync 0, 64;", 64, "nobody can go on"),
     (product(0, True), 128, "written that another warp has read"),
+    ("st.shared.b32 [global_smem], %r1;", 64, "two warps write different values"),
+    ("mov.b32 %r3, 7; st.shared.b32 [global_smem], %r3;", 64, None),
+    ("shr.u32 %r3, %r1, 5; add.s32 %r3, %r3, 8;" + FIRST_WARP + "@%p1 st.shared.b32 [global_smem], %r3;"
+     "@!%p1 st.shared.b32 [global_smem], %r3;", 64, "written that another warp has written"),
     ("mov.b32 %r3, global_smem; mad.lo.s32 %r3, %r1, 4, %r3; st.shared.b32 [%r3], %r1; xor.b32 %r3, %r3, 128;"
      "ld.shared.b32 %r9, [%r3];", 64, "read that another warp has written"),
     (fetching(516, 0), 128, "for mbarrier 0"),
@@ -191,7 +196,7 @@ def test_faults(body, threads, why):
         run(body, out, threads, source=source)
 
 
-WAITS, FIRST_WARP = "griddepcontrol.wait;", "setp.lt.s32 %p1, %r1, 32;"
+WAITS = "griddepcontrol.wait;"
 
 
 @pytest.mark.parametrize("body, why", [

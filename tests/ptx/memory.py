@@ -140,6 +140,15 @@ def _read(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, count: int)
     return data
 
 
+def _write_shared(
+    grid: Grid, lanes: Lanes, place: np.ndarray, data: np.ndarray, knew: np.ndarray | None = None
+) -> None:
+    grid.races.write(lanes, place, grid.shared[place] != data, knew)
+    grid.shared[place] = data
+    if ((grid.shared[place] != data) & grid.races.by_others(lanes, place)).any():
+        raise Fault("two warps write different values to one place at once")
+
+
 def _is_alone(grid: Grid, lanes: Lanes) -> np.ndarray:
     """Whether these threads know that the kernel before is done."""
     return grid.races.knows[lanes // 32, -1] > 0
@@ -149,9 +158,7 @@ def _write(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, data: np.n
     count = data.shape[1]
     _check_aligned(address, count)
     if space.startswith("shared"):
-        place = in_shared(grid, lanes, address, count)
-        grid.races.write(lanes, place)
-        grid.shared[place] = data
+        _write_shared(grid, lanes, in_shared(grid, lanes, address, count), data)
         return
     if not _is_alone(grid, lanes).all():
         raise Fault("a tensor is written before the kernel before is waited for")
@@ -268,9 +275,7 @@ def _copy(grid: Grid, i: Instruction) -> Work:
 
         def deliver(due: Lanes) -> None:
             which = [at[lane] for lane in due.tolist()]
-            where = in_shared(grid, due, place[which], count)
-            grid.races.write(due, where, knew[which])
-            grid.shared[where] = data[which]
+            _write_shared(grid, due, in_shared(grid, due, place[which], count), data[which], knew[which])
 
         grid.fetches.add(lanes, deliver)
 
@@ -344,8 +349,8 @@ def _store_matrices(grid: Grid, i: Instruction) -> Work:
         data = words.view(np.uint16).reshape(*words.shape[:2], 8, 8)
         if "trans" in i.opcode:
             data = data.swapaxes(2, 3)
-        grid.races.write(lanes[::32], place.reshape(len(place), -1))
-        grid.shared[place] = dense(data).view(np.uint8)
+        flat = place.reshape(len(place), -1)
+        _write_shared(grid, lanes[::32], flat, dense(data).view(np.uint8).reshape(flat.shape))
 
     return store
 

@@ -39,24 +39,31 @@ class Races:
         self._check(place, self.knows[warps, self._writer[place]] < self._written[place], "read", "written")
         self._read[place, self._own[warps]] = self.knows[warps, self._own[warps]]
 
-    def write(self, lanes: Lanes, place: np.ndarray, knew: np.ndarray | None = None) -> None:
-        """knew: what the warps of the lanes knew when they asked for it, [lanes, warps + 2]."""
+    def write(
+        self, lanes: Lanes, place: np.ndarray, changes: np.ndarray, knew: np.ndarray | None = None
+    ) -> None:
+        """changes: where another value is there until now: others may write the same one. knew: what the warps
+        of the lanes knew when they asked for it, [lanes, warps + 2]."""
         warps = (lanes // 32)[:, None]
         knew = self.knows[lanes // 32] if knew is None else knew
-        self._check_write(place, knew)
+        self._check_write(place, knew, changes)
         self._writer[place], self._written[place] = self._own[warps], self.knows[warps, self._own[warps]]
+
+    def by_others(self, lanes: Lanes, place: np.ndarray) -> np.ndarray:
+        """Where another warp was the last to write."""
+        return self._writer[place] != self._own[lanes // 32][:, None]
 
     def copy(self, place: np.ndarray, knew: np.ndarray, known: np.ndarray) -> None:
         """The engine writes what a warp asked for that knew so much; who waits for it will know that."""
-        self._check_write(place[None], knew[None])
+        self._check_write(place[None], knew[None], np.True_)
         self._engine_time += 1
         self._writer[place], self._written[place] = self._warps, self._engine_time
         np.maximum(known, knew, out=known)
         known[self._warps] = max(known[self._warps], self._engine_time)
 
-    def _check_write(self, place: np.ndarray, knew: np.ndarray) -> None:
+    def _check_write(self, place: np.ndarray, knew: np.ndarray, changes: np.ndarray) -> None:
         writes = np.take_along_axis(knew, self._writer[place].astype(np.int64), 1) < self._written[place]
-        self._check(place, writes, "written", "written")
+        self._check(place, writes & changes, "written", "written")
         reads = (self._read[place] > knew[:, None, : self._warps]).any(2)
         self._check(place, reads, "written", "read")
 
