@@ -42,8 +42,8 @@ class Races:
     def write(
         self, lanes: Lanes, place: np.ndarray, changes: np.ndarray, knew: np.ndarray | None = None
     ) -> None:
-        """changes: where another value is there until now: others may write the same one. knew: what the warps
-        of the lanes knew when they asked for it, [lanes, warps + 2]."""
+        """changes: where another value is there until now: others may write the same one. knew: what warps of
+        the lanes knew when they asked for it, [lanes, warps + 2]."""
         warps = (lanes // 32)[:, None]
         knew = self.knows[lanes // 32] if knew is None else knew
         self._check_write(place, knew, changes)
