@@ -7,4 +7,5 @@ import torch
 GPU = torch.cuda.is_available()
 PTX = not GPU and bool(os.environ.get("QRT_TEST_PTX"))
 PTX_SM = int(os.environ.get("QRT_TEST_PTX_SM", "90"))
+PTX_SEED = os.environ.get("QRT_TEST_PTX_SEED")
 COMPILED = GPU or PTX  # what only the interpreter lacks is there: bf16, inline assembly, Gluon

@@ -8,11 +8,12 @@ import hypothesis
 import pytest
 import torch
 
-from backends import GPU, PTX, PTX_SM
+from backends import GPU, PTX, PTX_SEED, PTX_SM
 from ptx import launch
 
 if PTX:
     launch.install(PTX_SM)
+    launch.settings.update({"seed": int(PTX_SEED)} if PTX_SEED else {})
 elif not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel module is imported
 hypothesis.settings.register_profile("thorough", max_examples=10_000)

@@ -20,4 +20,4 @@ def poisoned_memory():
 def copies(request, monkeypatch):
     """When the copy engine that is not there delivers: late shows what is not waited for, early what is
     overwritten while it is read."""
-    monkeypatch.setattr(launch, "settings", {"copies": request.param})
+    monkeypatch.setitem(launch.settings, "copies", request.param)

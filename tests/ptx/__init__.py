@@ -10,6 +10,7 @@ before may still write.
     QRT_TEST_PTX=some pytest tests/kernels            those that CI runs this way too: marked `ptx`
     QRT_TEST_PTX=all pytest tests/kernels/test_x.py   all that need no GPU otherwise
     QRT_TEST_PTX_SM=80                                for that GPU, or 86, instead of Hopper's 90
+    QRT_TEST_PTX_SEED=1                               warps take turns and copies arrive at random
 
 text.py reads a kernel, grid.py runs one, races.py knows what is ordered, launch.py puts all that in place of
 a launch. control, memory, tensor_cores and arithmetic are the instructions. Not modelled: fences between what
