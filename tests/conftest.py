@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 
-from backends import GPU, PTX, PTX_SEED, PTX_SM
+from backends import GPU, PTX, PTX_SEED, PTX_SM, PTX_TESTS
 from ptx import launch
 
 if PTX:
@@ -21,7 +21,7 @@ torch.set_num_threads(1)  # two pytest workers share two cores
 
 
 def pytest_collection_modifyitems(config, items):
-    if os.environ.get("QRT_TEST_PTX") == "some":
+    if PTX_TESTS == "some":
         small = [item for item in items if _is_small(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in small])
         items[:] = small

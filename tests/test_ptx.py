@@ -118,9 +118,8 @@ WAIT = """
 
 
 def fetching(asked=512, parity=0, first=0):
-    return FETCH.replace("BYTES", str(asked)).replace("FIRST", str(first)) + WAIT.replace(
-        "PARITY", str(parity)
-    )
+    fetch = FETCH.replace("BYTES", str(asked)).replace("FIRST", str(first))
+    return fetch + WAIT.replace("PARITY", str(parity))
 
 
 def fetched(body, **options):

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from backends import COMPILED
+from offline_cuda import compiled
 from qrt.kernels import chain as package
 from qrt.kernels.chain import chain, fits, kernel, ref
 from qrt.kernels.chain.kernel import make_digits
@@ -287,3 +288,32 @@ def test_operator():
     want = residual.double()
     want = want / (want.square().mean() + EPS).sqrt() * norms[1].double()
     assert relative(got, want) < 1e-5 and relative(residual, want_residual) < 1e-5
+
+
+CODE = """
+import torch
+from qrt.kernels.chain import digits_kernel, kernel, one_token_kernel
+from qrt.quant.weight import WEIGHT_SCHEMES
+from random_weights import random_weight
+
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+one_token_kernel.multiprocessors = digits_kernel.multiprocessors = lambda device: 132
+for bits, symmetric in ((4, False), (4, True), (8, True)):
+    scheme = f"w{bits}a16"
+    weights = []
+    for n, k in ((512, 256), (2048, 512), (512, 1024), (768, 512)):
+        weight = random_weight(n, k, bits, 128, symmetric=symmetric, dtype=BF16)
+        weights.append(WEIGHT_SCHEMES[scheme].prepare(weight, CPU, BF16))
+    norm = torch.empty(512, dtype=BF16)
+    for tokens in (1, 8, 16) if bits == 4 else (1,):
+        x, residual = torch.empty(tokens, 256, dtype=BF16), norm.repeat(tokens, 1)
+        for qkv in weights[3], []:
+            kernel.chain(x, residual, *weights[:3], qkv, None, norm, norm, 1e-5, scheme)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
+def test_kernel_compiles():
+    products = 2 * 2 * 3  # zero points or none; 8 or 16 tokens; plain, shares, gated
+    assert compiled(CODE) == {"_one_token": 6, "_make_digits": 2, "_digits_product": products, "_rmsnorm": 3}

@@ -25,9 +25,8 @@ def _of_numbers(function: Callable[..., np.ndarray], count: int) -> Callable[[li
             return dense(to_half(kind, function(*wide))).view(operands[0].dtype)
 
         def pairs(*operands: np.ndarray) -> np.ndarray:
-            return function(*(dense(o).view(f"{kind[0].replace('s', 'i')}2") for o in operands)).view(
-                np.uint32
-            )
+            halves = np.int16 if kind[0] == "s" else np.uint16
+            return function(*(dense(o).view(halves) for o in operands)).view(np.uint32)
 
         def floats(*operands: np.ndarray) -> np.ndarray:
             return _rounded(function(*(o.astype(np.float64) for o in operands)), operands[0].dtype, opcode)
@@ -210,11 +209,8 @@ def _convert(opcode: list[str]) -> Arithmetic:
             a = rounding(a)
         if target.kind in "iu" and (a.dtype.kind == "f" or "sat" in opcode):  # to the nearest that there is
             least, most = np.iinfo(target).min, np.iinfo(target).max
-            a = (
-                np.where(np.isnan(a), 0, a)
-                .clip(least, most)
-                .astype(np.float64 if a.dtype.kind == "f" else a.dtype)
-            )
+            wide = np.float64 if a.dtype.kind == "f" else a.dtype
+            a = np.where(np.isnan(a), 0, a).clip(least, most).astype(wide)
         return a.astype(target)
 
     return converted, [f"b{bits_of(of)}" if is_half(of) else of]

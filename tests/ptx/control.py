@@ -52,7 +52,7 @@ def _end(grid: Grid, i: Instruction) -> Work:
 def _barrier(grid: Grid, i: Instruction) -> Work:
     if i.opcode[1] == "warp":
         return lambda lanes: whole_warps(lanes) is None
-    if i.opcode[1] not in ("sync", "arrive"):
+    if i.opcode[1] != "sync":
         raise NotImplementedError(i.text)
     number, count = grid.reader(i.operands[0], "u32"), None
     if len(i.operands) > 1:
@@ -67,8 +67,7 @@ def _barrier(grid: Grid, i: Instruction) -> Work:
             met.append(int(lane) // 32)
             if 32 * len(met) > threads:
                 raise Fault(f"{32 * len(met)} threads at barrier {which} of {threads}")
-            if i.opcode[1] == "sync":
-                grid.wait(("barrier", *key), met[-1])
+            grid.wait(("barrier", *key), met[-1])
             if 32 * len(met) == threads:
                 known = grid.races.knows[grid.met.pop(key)].max(0)
                 grid.races.go_on(np.array(met))

@@ -12,7 +12,7 @@ from ptx.deferred import Deferred
 from ptx.memory import Barrier, Descriptor, Tensors
 from ptx.races import Races
 from ptx.text import Code, Instruction
-from ptx.values import LANE, REGISTERS, SHARED_BASE, UNSIGNED, Fault, Lanes, Read, Work, bits_of, dtype_of
+from ptx.values import LANE, REGISTERS, SHARED_BASE, UNSIGNED, Fault, Lanes, Read, Work, dtype_of
 
 PARAMETERS, PARAMETER = 1 << 46, 256  # where parameters that have an address are, and how far apart
 _IDLE_TURNS = 256  # of programs that ask again and again, until a copy arrives
@@ -144,11 +144,10 @@ class Grid:
                 return lambda lanes: array[lanes].view(dtype)
             bits = UNSIGNED[8 * min(dtype.itemsize, array.dtype.itemsize)]
             return lambda lanes: array[lanes].astype(bits).astype(UNSIGNED[8 * dtype.itemsize]).view(dtype)
-        value = self.constant(operand)
-        bits = (
-            bool(value) if kind == "pred" else np.array(value % (1 << bits_of(kind)), UNSIGNED[bits_of(kind)])
-        )
-        constant = np.asarray(bits).view(dtype)
+        value, width = self.constant(operand), 8 * dtype.itemsize
+        constant = np.array(value % (1 << width), UNSIGNED[width]).view(dtype)
+        if kind == "pred":
+            constant = np.array(value != 0)
         return lambda lanes: np.full(len(lanes), constant, dtype)
 
     def _special(self, name: str, axis: str | None, dtype: np.dtype) -> Read:

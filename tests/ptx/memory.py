@@ -338,10 +338,8 @@ def _load_matrices(grid: Grid, i: Instruction) -> Work:
 
 
 def _store_matrices(grid: Grid, i: Instruction) -> Work:
-    reads, address = (
-        [grid.reader(name, "b32") for name in names_of(i.operands[1])],
-        grid.addresses(i.operands[0]),
-    )
+    reads = [grid.reader(name, "b32") for name in names_of(i.operands[1])]
+    address = grid.addresses(i.operands[0])
 
     def store(lanes: Lanes) -> None:
         place = _matrices(grid, lanes, address(lanes), len(reads))

@@ -16,14 +16,14 @@ class Races:
     """
 
     def __init__(self, programs: int, warps: int, shared_bytes: int) -> None:
-        self._warps, self._bytes = warps, programs * shared_bytes
+        self._warps, count = warps, programs * shared_bytes
         self.knows = np.zeros((programs * warps, warps + 2), np.int32)  # by warp of the grid: others' times
         self._own = np.arange(programs * warps) % warps
         self.knows[np.arange(programs * warps), self._own] = 1
         self._engine_time = 0
-        self._writer = np.zeros(self._bytes, np.int16)
-        self._written = np.zeros(self._bytes, np.int32)  # 0: never
-        self._read = np.zeros((self._bytes, warps), np.int32)
+        self._writer = np.zeros(count, np.int16)
+        self._written = np.zeros(count, np.int32)  # 0: never
+        self._read = np.zeros((count, warps), np.int32)
 
     def go_on(self, warp: int | np.ndarray) -> None:
         """What these do from here on is not what others know by now."""

@@ -60,9 +60,8 @@ def parse(text: str) -> Code:
 def _read_statement(code: Code, scopes: list[dict[str, str]], text: str) -> None:
     if text.startswith(".branchtargets"):
         code.tables[list(code.tables)[-1]] = [name.strip() for name in text.split(" ", 1)[1].split(",")]
-    elif (
-        text.startswith(".reg") and "<" not in text
-    ):  # of inline assembly: named like the others from here on
+    elif text.startswith(".reg") and "<" not in text:
+        # of inline assembly: named like the others from here on
         _, kind, names = text.split(" ", 2)
         prefix = "p" if kind == ".pred" else {"16": "rs", "64": "rd"}.get(kind[2:], "r")
         for name in names.split(","):

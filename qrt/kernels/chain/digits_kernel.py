@@ -36,6 +36,7 @@ from qrt.kernels.linear.hopper_kernel import (
     of_tokens,
     of_weight,
     scale_of_run,
+    signals,
     store_block,
 )
 from qrt.kernels.silu_mul.kernel import silu_times
@@ -75,11 +76,7 @@ def _digits_product(
     facts = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 2, BM], fact_desc.layout)
     largest = gl.allocate_shared_memory(gl.float32, [GROUPS, BM], _BY_COLUMN)
     totals = gl.allocate_shared_memory(gl.int32, [GROUPS, BM], _BY_COLUMN)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(empty.index(s), count=GROUPS)
+    ready, empty = signals(STAGES, GROUPS)
     fence_async_shared()
     ring = (w, scales, zeros, x, facts, ready, empty)
     work = (ring, (largest, totals), BIAS, Y, FACTS, block, steps, M, N)

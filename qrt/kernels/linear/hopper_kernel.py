@@ -180,13 +180,13 @@ def _wide(
 
 
 @gluon.jit
-def signals(STAGES: gl.constexpr):
-    """What says of each stage that it is there, and that it may be overwritten."""
+def signals(STAGES: gl.constexpr, READERS: gl.constexpr = 1):
+    """What says of each stage that it is there, and that all READERS let it be overwritten."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+        mbarrier.init(empty.index(s), count=READERS)
     return ready, empty
 
 
