@@ -6,9 +6,9 @@ they lie there (`tiles`), 2 instructions for 8 weights; and an activation is
 two int8 digits (`Digits`), two columns of one wgmma. Sums over a group are exact in int32; they meet the
 group's scales and zero points in fp32.
 
-A warp asks for weights (TMA), before the kernel before is done, and for digits after that. Groups of 4 warps
-multiply; two of them have half of a program's rows each and do not wait for each other, so that one scales
-sums and unpacks while the tensor cores work for the other.
+A warp asks for weights (TMA), before the kernel before is done, and for digits after that. Two groups of 4
+warps multiply and do not wait for each other, so that one scales sums and unpacks while the tensor cores work
+for the other: each has half of a gated program's rows, or every other tile of K.
 """
 
 from __future__ import annotations
@@ -47,63 +47,58 @@ from qrt.quant.weight.tiles import TiledWeight
 _SWIZZLED = gl.NVMMASharedLayout(128, 8, 4)
 _FLAT = gl.NVMMASharedLayout(0, 32, 3)
 _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
+_BY_ROW = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
 
 @gluon.jit(do_not_specialize=["M", "tiles", "share"])
 def _digits_product(
     x_desc, fact_desc, w_desc, scale_desc, zero_desc, BIAS, Y, FACTS, M, N, tiles, share,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
-    HALVES: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    num_warps: gl.constexpr,
+    HALVES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks / BLOCKS, S): Y [S, M, N], what `share` tiles of K each have of x [M, K] @ W.T, with
     BIAS [N], if any.
 
     With two HALVES half of the blocks are the gate, half the up of the same columns, and silu(gate) * up
-    [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them.
+    [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them. Each half of its columns is a
+    warp group's, with gate and up.
     """
     gdc_launch_dependents()
     EACH: gl.constexpr = BLOCKS // HALVES
     block, first = gl.program_id(0) * EACH, gl.program_id(1) * share
     steps = gl.minimum(share, tiles - first)
-    w = gl.allocate_shared_memory(gl.int8, [STAGES * GROUPS, HALVES, EACH // GROUPS, 64, 128], w_desc.layout)
-    SCALES: gl.constexpr = [STAGES * GROUPS, HALVES, EACH // GROUPS, 64]
+    w = gl.allocate_shared_memory(gl.int8, [STAGES * HALVES, HALVES, EACH // HALVES, 64, 128], w_desc.layout)
+    SCALES: gl.constexpr = [STAGES * HALVES, HALVES, EACH // HALVES, 64]
     scales = gl.allocate_shared_memory(gl.int32, SCALES, scale_desc.layout)
     zeros = scales
     if ASYMMETRIC:
         zeros = gl.allocate_shared_memory(gl.int32, SCALES, scale_desc.layout)
     x = gl.allocate_shared_memory(gl.int8, [STAGES, 2, 2, BM, 128], x_desc.layout)
     facts = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 2, BM], fact_desc.layout)
-    largest = gl.allocate_shared_memory(gl.float32, [GROUPS, BM], _BY_COLUMN)
-    totals = gl.allocate_shared_memory(gl.int32, [GROUPS, BM], _BY_COLUMN)
-    ready, empty = signals(STAGES, GROUPS)
+    if HALVES == 2:
+        largest = gl.allocate_shared_memory(gl.float32, [2, BM], _BY_COLUMN)
+        met = largest, gl.allocate_shared_memory(gl.int32, [2, BM], _BY_COLUMN)
+    else:
+        met = gl.allocate_shared_memory(gl.float32, [BLOCKS * 64, BM], _BY_ROW)
+    ready, empty = signals(STAGES, HALVES)
     fence_async_shared()
     ring = (w, scales, zeros, x, facts, ready, empty)
-    work = (ring, (largest, totals), BIAS, Y, FACTS, block, steps, M, N)
+    work = (ring, met, BIAS, Y, FACTS, block, steps, M, N)
     fetch = (ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps)
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_multiply, (work, 0, SCALE, ASYMMETRIC, BM, BLOCKS, GROUPS, HALVES, STAGES)),
-                (_multiply, (work, 1, SCALE, ASYMMETRIC, BM, BLOCKS, GROUPS, HALVES, STAGES)),
-                (_fetch, (fetch, ASYMMETRIC, BM, BLOCKS, GROUPS, STAGES)),
-            ],
-            [4, 1], [REGISTERS, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (work, 0, SCALE, ASYMMETRIC, BM, BLOCKS, GROUPS, HALVES, STAGES)),
-                (_fetch, (fetch, ASYMMETRIC, BM, BLOCKS, GROUPS, STAGES)),
-            ],
-            [1],
-            [24],
-        )
+    gl.warp_specialize(
+        [
+            (_multiply, (work, 0, SCALE, ASYMMETRIC, BM, BLOCKS, HALVES, STAGES)),
+            (_multiply, (work, 1, SCALE, ASYMMETRIC, BM, BLOCKS, HALVES, STAGES)),
+            (_fetch, (fetch, ASYMMETRIC, BM, BLOCKS, HALVES, STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
 
 
 @gluon.jit
 def _fetch(
-    fetch, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr,
+    fetch, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Ask for `steps` tiles as long as there is room: of weights at once, of digits when they are written.
@@ -112,28 +107,28 @@ def _fetch(
     weight, empty, turn = (w_desc, scale_desc, zero_desc), ring[6], gl.program_id(0)
     for s in gl.static_range(STAGES):
         tile = first + (turn + s) % steps
-        _fetch_weights(ring, weight, s, block, tile, s < steps, ASYMMETRIC, BM, BLOCKS, GROUPS)
+        _fetch_weights(ring, weight, s, block, tile, s < steps, ASYMMETRIC, BM, BLOCKS, HALVES)
     gdc_wait()
     for s in gl.static_range(STAGES):
         _fetch_digits(ring, x_desc, fact_desc, s, first + (turn + s) % steps, s < steps)
     for i in range(STAGES, steps):
         slot, tile = i % STAGES, first + (turn + i) % steps
         mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
-        _fetch_weights(ring, weight, slot, block, tile, True, ASYMMETRIC, BM, BLOCKS, GROUPS)
+        _fetch_weights(ring, weight, slot, block, tile, True, ASYMMETRIC, BM, BLOCKS, HALVES)
         _fetch_digits(ring, x_desc, fact_desc, slot, tile, True)
 
 
 @gluon.jit
 def _fetch_weights(
     ring, weight, slot, block, tile, wanted, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
-    GROUPS: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of a tile into a slot, which is ready when its digits are there too."""
     w, scales, zeros, x, facts, ready, empty = ring
     arrived, row = ready.index(slot), tile * 64
     mbarrier.expect(arrived, BLOCKS * 64 * (128 + 4 + 4 * ASYMMETRIC) + 4 * BM * (128 + 4), pred=wanted)
-    for g in gl.static_range(GROUPS):
-        at, part = block + g * w.shape[2], slot * GROUPS + g
+    for g in gl.static_range(HALVES):
+        at, part = block + g * w.shape[2], slot * HALVES + g
         tma.async_copy_global_to_shared(weight[0], [0, at, row, 0], arrived, w.index(part), pred=wanted)
         tma.async_copy_global_to_shared(weight[1], [0, at, row], arrived, scales.index(part), pred=wanted)
         if ASYMMETRIC:
@@ -152,12 +147,13 @@ def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted):
 @gluon.jit
 def _multiply(
     work, GROUP: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr,
-    BLOCKS: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles as they come and write the sum: a warp group's rows of it."""
+    """Multiply the tiles as they come and write the sum: a warp group's rows of all of them, or all rows of
+    every other one."""
     ring, met, BIAS, Y, FACTS, block, steps, M, N = work
     w, scales, zeros, x, facts, ready, empty = ring
-    ROWS: gl.constexpr = BLOCKS * 64 // GROUPS
+    ROWS: gl.constexpr = BLOCKS * 64 // HALVES
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BM, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     none = gl.zeros([ROWS, 2 * BM], gl.int32, MMA)
@@ -167,9 +163,10 @@ def _multiply(
     COLUMN: gl.constexpr = gl.SliceLayout(0, SUMS)
     by_token = facts._reinterpret(gl.float32, [STAGES * 4, BM], _BY_COLUMN)
     gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
-    for i in range(steps):
+    FIRST: gl.constexpr = 0 if HALVES == 2 else GROUP
+    for i in range(FIRST, steps, 3 - HALVES):
         slot = i % STAGES
-        part = slot * GROUPS + GROUP
+        part = slot * HALVES + GROUP - FIRST
         mbarrier.wait(ready.index(slot), i // STAGES & 1)
         packed = w.index(part).reshape([ROWS, 128]).load(OPERAND)
         scale = scales.index(part).reshape([ROWS]).load(ROW)
@@ -190,10 +187,15 @@ def _multiply(
         gate, up = gl.split(acc.to(gl.bfloat16).reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
         silu = silu_times(gate, up, True).to(gl.float32)
         _store_digits(silu, met, Y, FACTS, block // 2, N // 256, GROUP, BM)
+    elif GROUP == 1:
+        met.store(acc)
+        _both_are_here()
     else:
         if BIAS is not None:
             bias = gl.load(BIAS + block * 64 + gl.arange(0, ROWS, layout=ROW))
             acc += gl.expand_dims(bias.to(gl.float32), 1)
+        _both_are_here()
+        acc += met.load(SUMS)
         Y += gl.program_id(1).to(gl.int64) * M * N
         store_block(Y, acc.to(Y.dtype.element_ty), block * 64, 0, M, N, 4)
 
@@ -218,10 +220,16 @@ def _store_digits(x, met, CODES, FACTS, group, groups, HALF: gl.constexpr, BM: g
 def _meet(met, value, HALF: gl.constexpr):
     """What both warp groups have, [BM] each."""
     met.index(HALF).store(value)
+    _both_are_here()
+    return met.index(0).load(value.type.layout), met.index(1).load(value.type.layout)
+
+
+@gluon.jit
+def _both_are_here():
+    """A barrier of the two warp groups."""
     gl.inline_asm_elementwise(
         "bar.sync 15, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
-    return met.index(0).load(value.type.layout), met.index(1).load(value.type.layout)
 
 
 @triton.jit
@@ -262,7 +270,6 @@ class _Plan(NamedTuple):
     tokens (qrt/kernels/NOTES.md)."""
 
     blocks: int  # row blocks a program
-    groups: int  # of 4 warps that multiply
     stages: int  # tiles on their way or waiting
     registers: int  # of a thread, those that ask and wait counted in
 
@@ -274,11 +281,11 @@ class _Plan(NamedTuple):
 
 
 _PLAIN = {  # by room for tokens: with so many stages an SM takes one program, and qkv's spread over all
-    8: _Plan(blocks=1, groups=1, stages=10, registers=64),
-    16: _Plan(blocks=1, groups=1, stages=8, registers=64),
+    8: _Plan(blocks=1, stages=10, registers=80),
+    16: _Plan(blocks=1, stages=8, registers=80),
 }
-_SHARES = _Plan(blocks=1, groups=1, stages=6, registers=64)  # two programs an SM
-_GATED = _Plan(blocks=4, groups=2, stages=5, registers=136)
+_SHARES = _Plan(blocks=1, stages=6, registers=80)  # two programs an SM
+_GATED = _Plan(blocks=4, stages=5, registers=136)
 LEAST_SHARE = 8  # tiles
 
 
@@ -315,10 +322,10 @@ def _launch(
     halves = 1 if facts is None else 2
     _digits_product[(blocks // plan.blocks, triton.cdiv(tiles, share))](
         of_tokens(x.codes, (2, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
-        *_of_tiles(weight, plan.blocks // plan.groups, halves), bias, y, facts, x.tokens, weight.out_features,
+        *_of_tiles(weight, plan.blocks // halves, halves), bias, y, facts, x.tokens, weight.out_features,
         tiles, share, SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, BM=room,
-        BLOCKS=plan.blocks, HALVES=halves, GROUPS=plan.groups, STAGES=plan.stages,
-        REGISTERS=plan.of_second, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+        BLOCKS=plan.blocks, HALVES=halves, STAGES=plan.stages, REGISTERS=plan.of_second, num_warps=4,
+        maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 
 
