@@ -8,9 +8,10 @@ import torch
 from attention_truth import DTYPES, Cache, attend, bound, cache, error, far_slot, from_basis, queries
 from torch.nn import functional as F
 
-from backends import GPU
+from backends import COMPILED, GPU
 from qrt.kernels.decode_attention import decode_attention, kernel, plan, ref
 from qrt.kernels.decode_attention.plan import cut, max_cuts, max_parts, plan_parts
+from qrt.kernels.kv_write.kernel import kv_write
 from qrt.quant.kv import KV_FORMATS
 
 BOTH = pytest.mark.parametrize("attention", [ref.decode_attention, kernel.decode_attention],
@@ -52,6 +53,22 @@ def test_lengths_around_a_tile(device, attention, name, dtype):
     out = run(attention, q, held, [1, 2, 1, 2, 3])
     assert out.dtype == dtype and out.is_contiguous()
     assert error(out, truth(q, held)) < bound(name, dtype)
+
+
+@pytest.mark.ptx
+@FORMATS
+@pytest.mark.parametrize("requests", [1, 5])
+def test_right_after_its_last_token_is_written(device, name, requests):
+    """What is loaded before kv_write is done must be older than what that one writes."""
+    dtype = torch.bfloat16 if COMPILED else torch.float16
+    tile = kernel.block_of(KV_FORMATS[name].block(requests, 4, 2), 64, dtype).tokens
+    held = cache(name, [n * tile + 1 for n in range(5)][-requests:], 2, 64, dtype, device)
+    fused = torch.randn(requests, 8 * 64, generator=torch.Generator().manual_seed(requests))
+    q, k, v = fused.to(device, dtype).unflatten(1, (8, 64)).split((4, 2, 2), 1)
+    angles = torch.full((1, 32), 0.6, device=device)
+    slots = held.slot_table[held.rows, held.kv_lens - 1]
+    kv_write(q, k, v, angles.cos(), angles.sin(), torch.zeros_like(slots), slots, held.buffers, None, name)
+    assert error(run(kernel.decode_attention, q, held), truth(q, held)) < bound(name, dtype)
 
 
 @FORMATS

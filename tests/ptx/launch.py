@@ -12,7 +12,7 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # most that a progr
 SMS = 4  # of the GPU that is not there
 _codes: dict[str, Code] = {}  # by a kernel's hash
 settings: dict[str, Any] = {}  # of every Grid from here on: copies, seed
-written: set[tuple[int, int]] = set()  # where the launch before has
+written: dict[tuple[int, int], Any] = {}  # which bytes of which tensors the launch before has
 
 
 class Driver:
@@ -67,7 +67,7 @@ def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
     *_, bind = function.device_caches[0]
     bound = bind(*args, **{"debug": False, **options})[0]
     parameters: list[Any] = []
-    tensors = Tensors(set(written))
+    tensors = Tensors(dict(written))
     for name, kind in kernel.src.signature.items():
         _add(kind, bound[name], name, parameters, tensors)
     if kernel.hash not in _codes:

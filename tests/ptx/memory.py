@@ -24,13 +24,13 @@ def _bytes_at(address: int, count: int) -> np.ndarray:
 class Tensors:
     """What a kernel may touch: tensors that it is given, by address.
 
-    before    where the kernel before has written, which may not be done
-    written   where this one has
+    before    which bytes of a tensor (its begin and end) the kernel before has written, which may not be done
+    written   which ones this one has
     """
 
-    def __init__(self, before: set[tuple[int, int]] | None = None) -> None:
+    def __init__(self, before: dict[tuple[int, int], np.ndarray] | None = None) -> None:
         self._known: dict[tuple[int, int], tuple[str, np.ndarray]] = {}
-        self.before, self.written = before or set(), set()
+        self.before, self.written = before or {}, {}
 
     def add(self, address: int, count: int, name: str) -> None:
         """`count` bytes."""
@@ -46,9 +46,10 @@ class Tensors:
             here = left & (address >= begin) & (address + count <= end)
             if here.any():
                 left &= ~here
+                place = (address[here] - begin)[:, None] + np.arange(count)
                 if write:
-                    self.written.add((begin, end))
-                yield np.flatnonzero(here), data, (address[here] - begin)[:, None] + np.arange(count)
+                    self.written.setdefault((begin, end), np.zeros(end - begin, bool))[place] = True
+                yield np.flatnonzero(here), data, place
         if left.any():
             known = ", ".join(f"{name} {a:#x} to {b:#x}" for (a, b), (name, _) in self._known.items())
             raise Fault(f"{count} bytes at {int(address[left][0]):#x}, in none of {known}")
@@ -133,8 +134,10 @@ def _read(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, count: int)
         grid.races.read(lanes, place)
         return grid.shared[place]
     data, early = np.empty((len(lanes), count), np.uint8), address[~_is_alone(grid, lanes)]
-    if any(((early >= begin) & (early < end)).any() for begin, end in grid.tensors.before):
-        raise Fault("what the kernel before may still write is read before that is waited for")
+    for (begin, end), there in grid.tensors.before.items():
+        place = early[(early >= begin) & (early < end)] - begin
+        if there[place[:, None] + np.arange(count)].any():
+            raise Fault("what the kernel before may still write is read before that is waited for")
     for which, tensor, place in grid.tensors.find(address, count):
         data[which] = tensor[place]
     return data

@@ -5,7 +5,8 @@ are read side by side. The last of up to `FAN_IN` parts to arrive merges them by
 last of the groups so merged merges those, and whoever holds the whole leaves the basis of the cache
 (research/kv.md section 2.5). Parts are added in their order, so results do not depend on timing.
 
-Until the kernel before it is done, a program asks for what it attends first to be brought into the L2 cache.
+Where requests are few, programs load what they attend first, slots, K and V, while the kernel before works;
+only then they wait for it, for its query (`DecodeBlock.ahead`).
 """
 
 import math
@@ -32,7 +33,7 @@ from qrt.kernels.device import (
 from qrt.kernels.gpu import overlaps
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.base import DOT_COLUMNS, DecodeBlock
-from qrt.quant.kv.device import ASM, KVDevice, all_tokens, no_sums, part_columns
+from qrt.quant.kv.device import KVDevice, all_tokens, no_sums, part_columns
 
 FAN_IN = 16  # parts that one program merges, and groups of parts; where there are more parts, half of them
 MERGED_ROWS = 16  # heads times parts that a warp reads at a time while merging
@@ -122,26 +123,11 @@ def _merge(
 
 
 @triton.jit
-def _bring(
-    buffers, slots, valid, head, HEADS: tl.constexpr, BYTES: tl.constexpr, TOGETHER: tl.constexpr
-):  # fmt: skip
-    """Ask for K and V of `slots` [N] and TOGETHER heads, BYTES of each in each buffer, to come into the L2
-    cache."""
-    for i in tl.static_range(len(BYTES)):
-        start = buffers[i].to(tl.int64, bitcast=True) + (slots * HEADS + head) * BYTES[i]
-        for line in tl.static_range((TOGETHER * BYTES[i] + 127) // 128):
-            tl.inline_asm_elementwise(
-                "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-                "=r,l,r", [start + line * 128, valid.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-
-
-@triton.jit
 def _attend_kernel(
     q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
-    MERGED: tl.constexpr, FAN: tl.constexpr, BYTES: tl.constexpr, TOGETHER: tl.constexpr,
+    MERGED: tl.constexpr, FAN: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
     launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """grid (Hkv / TOGETHER, P). partial [P, Hq, D] and lse [P, Hq] take normalized parts."""
@@ -152,13 +138,10 @@ def _attend_kernel(
     index, count = tl.load(part + 4), tl.load(part + 5)
     if request < 0:
         return
+    if launch_pdl:  # the kernel before writes the query and the last token, which is not loaded ahead
+        if (AHEAD == 0) | ((index == count - 1) & (end - start <= AHEAD * TILE)):
+            gdc_wait()
     table = slot_table + table_row * stride_table + start + tl.arange(0, TILE)
-    if launch_pdl:
-        if ASM:
-            early = start + tl.arange(0, TILE) < end
-            first_slots = tl.load(table, mask=early, other=0).to(tl.int64)
-            _bring(buffers, first_slots, early, kv_head, HKV, BYTES, TOGETHER)
-        gdc_wait()
     row = tl.arange(0, M)
     SHARE: tl.constexpr = M // TOGETHER  # of the rows, of each KV head
     live, head = row % SHARE < G, (kv_head + row // SHARE) * G + row % SHARE
@@ -168,8 +151,13 @@ def _attend_kernel(
         nothing = tl.zeros([M, H], tl.float32)
         store_halves(result, nothing, nothing, live, dims, real, D)
         return
-    lo, hi = load_halves(q + request.to(tl.int64) * stride_q + head * D, live, dims, real, D)
-    query = FMT.query(lo, hi, scale, TOGETHER)
+    queries = q + request.to(tl.int64) * stride_q + head * D
+    if AHEAD == 0:
+        lo, hi = load_halves(queries, live, dims, real, D)
+        query = FMT.query(lo, hi, scale, 1, TOGETHER)
+    else:
+        nothing = tl.zeros([M, H], q.dtype.element_ty)
+        query = FMT.query(nothing, nothing, scale, TILE, TOGETHER)
     # what a last tile reads beyond the end: of one slot for all programs the memory would be a bottleneck
     beyond = tl.load(slot_table + table_row * stride_table + start)
     m, l = tl.full([M], -float("inf"), tl.float32), no_sums(M, TILE)
@@ -179,6 +167,12 @@ def _attend_kernel(
         slots = tl.load(table, mask=valid, other=beyond).to(tl.int64)
         table += TILE
         tile = FMT.load(buffers, slots, valid, kv_head, HKV, D, H, TOGETHER)
+        if AHEAD > 0:
+            if first == start:  # here, behind what the compiler loads before the loop
+                if launch_pdl:
+                    gdc_wait()
+                lo, hi = load_halves(queries, live, dims, real, D)
+                query = FMT.query(lo, hi, scale, TILE, TOGETHER)
         m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
     if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
         gdc_launch_dependents()
@@ -231,7 +225,7 @@ def decode_attention(
         G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts), M=heads, TILE=block.tokens, FMT=device,
         STAGES=block.stages, FIELDS=FIELDS, FAN=FAN_IN,
         MERGED=min(FAN_IN, max(1, MERGED_ROWS * block.warps // heads)),
-        BYTES=tuple(x.stride(1) * x.itemsize for x in kv), TOGETHER=block.heads, num_warps=block.warps,
+        TOGETHER=block.heads, AHEAD=block.stages // 2 if block.ahead else 0, num_warps=block.warps,
         maxnreg=block.registers, launch_pdl=overlaps(q.device),
     )  # fmt: skip
     return out

@@ -24,8 +24,8 @@ class KVDevice(NamedTuple):
                 vectors of K (which 0) or V (which 1)
     load        (buffers, slots [N] int64, live [N], head, HEADS, D, H, TOGETHER) -> tile of N tokens
     decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H] of one head, in fp32 or the model's dtype
-    query       (lo, hi [M, H], scale, TOGETHER) -> the right operand of `scores`; scale turns logits into
-                base 2
+    query       (lo, hi [M, H], scale, N, TOGETHER) -> what `scores` needs of it, in N rows: 1, or a tile's, so
+                that nothing moves in a loop that cannot know it beforehand; scale turns logits into base 2
     scores      (query, tile) -> [N, M] fp32, base-2 logits
     weight      (tile, M) -> bits [N, M] or [N, 1] to add to logits where their largest is sought, or 0; p,
                 which is relative to that, then suits `accumulate`
@@ -149,6 +149,16 @@ def together(x, TOGETHER: tl.constexpr):
         M: tl.constexpr = x.shape[0]
         wide = tl.reshape(x, (M, TOGETHER, x.shape[1] // TOGETHER))
         return tl.sum(tl.where(own_columns(M, TOGETHER), wide, 0.0), 1)
+
+
+@triton.jit
+def sums_of(x, N: tl.constexpr):
+    """The sums of the columns of x fp16 [C, M], fp32, in each row of [N, M]. Where there are many they come
+    from a dot, which leaves them where the dots of `scores` begin."""
+    if N == 1:
+        return tl.sum(x.to(tl.float32), 0)[None, :]
+    else:
+        return tl.dot(tl.full([N, x.shape[0]], 1.0, tl.float16), x)
 
 
 @triton.jit

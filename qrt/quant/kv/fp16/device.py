@@ -29,7 +29,7 @@ def _decode(tile):
 
 
 @triton.jit
-def _query(lo, hi, scale, TOGETHER: tl.constexpr):
+def _query(lo, hi, scale, N: tl.constexpr, TOGETHER: tl.constexpr):
     return tl.trans(lo), tl.trans(hi), scale
 
 

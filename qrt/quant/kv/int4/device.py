@@ -25,6 +25,7 @@ from qrt.quant.kv.device import (
     store_scale,
     store_words,
     stored_scale,
+    sums_of,
     together,
     with_tokens,
     words_weight,
@@ -126,16 +127,16 @@ def _decode(tile):
 
 
 @triton.jit
-def _half_query(half, scale, TOGETHER: tl.constexpr):
+def _half_query(half, scale, N: tl.constexpr, TOGETHER: tl.constexpr):
     a, b = _parts(half.to(tl.float32) * scale)
     a, b = a.to(tl.float16), (b * 0.0625).to(tl.float16)
-    less = tl.sum(a.to(tl.float32), 1) * -LOW_BIAS - tl.sum(b.to(tl.float32), 1) * HIGH_BIAS
-    return tl.trans(apart(a, TOGETHER)), tl.trans(apart(b, TOGETHER)), less
+    a, b = tl.trans(apart(a, TOGETHER)), tl.trans(apart(b, TOGETHER))
+    return a, b, sums_of(a, N) * -LOW_BIAS - sums_of(b, N) * HIGH_BIAS
 
 
 @triton.jit
-def _query(lo, hi, scale, TOGETHER: tl.constexpr):
-    return _half_query(lo, scale, TOGETHER) + _half_query(hi, scale, TOGETHER)
+def _query(lo, hi, scale, N: tl.constexpr, TOGETHER: tl.constexpr):
+    return _half_query(lo, scale, N, TOGETHER) + _half_query(hi, scale, N, TOGETHER)
 
 
 @triton.jit
@@ -144,8 +145,8 @@ def _scores(query, tile):
     k_a, k_b, k_c, k_d = _biased(tile[0])
     M: tl.constexpr = q_a.shape[1]
     shape: tl.constexpr = (k_a.shape[0], M)
-    lo = tl.dot(k_a, q_a, tl.broadcast_to(less_lo[None, :], shape))  # what a bias costs, from the start
-    hi = tl.dot(k_c, q_c, tl.broadcast_to(less_hi[None, :], shape))
+    lo = tl.dot(k_a, q_a, tl.broadcast_to(less_lo, shape))  # what a bias costs, from the start
+    hi = tl.dot(k_c, q_c, tl.broadcast_to(less_hi, shape))
     lo, hi = tl.dot(k_b, q_b, lo), tl.dot(k_d, q_d, hi)
     return lo * per_row(scale_of(tile[2], 0), M) + hi * per_row(scale_of(tile[2], 1), M)
 

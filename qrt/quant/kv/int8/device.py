@@ -19,6 +19,7 @@ from qrt.quant.kv.device import (
     store_scale,
     store_words,
     stored_scale,
+    sums_of,
     together,
     words_weight,
 )
@@ -77,10 +78,10 @@ def _decode(tile):
 
 
 @triton.jit
-def _query(lo, hi, scale, TOGETHER: tl.constexpr):
+def _query(lo, hi, scale, N: tl.constexpr, TOGETHER: tl.constexpr):
     lo, hi = (lo.to(tl.float32) * scale).to(tl.float16), (hi.to(tl.float32) * scale).to(tl.float16)
-    less_lo, less_hi = tl.sum(lo.to(tl.float32), 1) * -K_BIAS, tl.sum(hi.to(tl.float32), 1) * -K_BIAS
-    return tl.trans(apart(lo, TOGETHER)), tl.trans(apart(hi, TOGETHER)), less_lo, less_hi
+    lo, hi = tl.trans(apart(lo, TOGETHER)), tl.trans(apart(hi, TOGETHER))
+    return lo, hi, sums_of(lo, N) * -K_BIAS, sums_of(hi, N) * -K_BIAS
 
 
 @triton.jit
@@ -89,8 +90,8 @@ def _scores(query, tile):
     k_lo, k_hi = _biased(tile[0])
     M: tl.constexpr = q_lo.shape[1]
     shape: tl.constexpr = (k_lo.shape[0], M)
-    lo = tl.dot(k_lo, q_lo, tl.broadcast_to(less_lo[None, :], shape))  # what a bias costs, from the start
-    hi = tl.dot(k_hi, q_hi, tl.broadcast_to(less_hi[None, :], shape))
+    lo = tl.dot(k_lo, q_lo, tl.broadcast_to(less_lo, shape))  # what a bias costs, from the start
+    hi = tl.dot(k_hi, q_hi, tl.broadcast_to(less_hi, shape))
     return lo * per_row(scale_of(tile[2], 0), M) + hi * per_row(scale_of(tile[2], 1), M)
 
 
