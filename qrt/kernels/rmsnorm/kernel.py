@@ -80,7 +80,7 @@ def _launch(
         x, ids, residual, weight, y, scale, rows, heads, x.stride(0), x.stride(1),
         0 if residual is None else residual.stride(0), eps,
         K=k, SHARES=shares, INT8=scale is not None, ROOM=room, ASM=not triton.knobs.runtime.interpret,
-        BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=min(16, max(1, block_rows * block_k // 256)),
+        BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=min(32, max(1, block_rows * block_k // 128)),
         launch_pdl=overlaps(x.device),
     )  # fmt: skip
 
