@@ -60,8 +60,8 @@ def _digits_product(
     BIAS [N], if any.
 
     With two HALVES half of the blocks are the gate, half the up of the same columns, and silu(gate) * up
-    [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them. Each half of its columns is a
-    warp group's, with gate and up.
+    [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them. A warp group has gate and up
+    of half of its columns.
     """
     gdc_launch_dependents()
     EACH: gl.constexpr = BLOCKS // HALVES

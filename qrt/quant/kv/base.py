@@ -19,7 +19,7 @@ DOT_COLUMNS = 8  # of a tensor core's, at least; heads that do not fill them cos
 
 class DecodeBlock(NamedTuple):
     """How decode attention goes through a format: tokens of a tile, tiles in flight, warps, registers of a
-    thread, KV heads of a program, and whether the first tiles are loaded before the query is there. The fastest
+    thread, KV heads of a program, and whether it loads the first tiles before the query is there. The fastest
     of some on an H200 at 32 query and 8 KV heads of 128 (qrt/kernels/NOTES.md)."""
 
     tokens: int

@@ -24,8 +24,9 @@ class KVDevice(NamedTuple):
                 vectors of K (which 0) or V (which 1)
     load        (buffers, slots [N] int64, live [N], head, HEADS, D, H, TOGETHER) -> tile of N tokens
     decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H] of one head, in fp32 or the model's dtype
-    query       (lo, hi [M, H], scale, N, TOGETHER) -> what `scores` needs of it, in N rows: 1, or a tile's, so
-                that nothing moves in a loop that cannot know it beforehand; scale turns logits into base 2
+    query       (lo, hi [M, H], scale, N, TOGETHER) -> what `scores` needs of it, sums in N rows: 1, or a
+                tile's, which need not be moved in a loop that first learns them; scale turns logits into
+                base 2
     scores      (query, tile) -> [N, M] fp32, base-2 logits
     weight      (tile, M) -> bits [N, M] or [N, 1] to add to logits where their largest is sought, or 0; p,
                 which is relative to that, then suits `accumulate`
