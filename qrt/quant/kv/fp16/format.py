@@ -17,7 +17,10 @@ class Fp16Format(KVFormat):
     name = "fp16"
     bits = 16
     rotated = False
-    decode_blocks = {1: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True)}
+    decode_blocks = {
+        1: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True),
+        128: DecodeBlock(tokens=64, stages=2, warps=2, registers=255),
+    }
 
     def buffers(
         self, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype

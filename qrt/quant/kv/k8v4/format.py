@@ -15,7 +15,10 @@ class K8V4Format(PlaneFormat):
     bits = 6
     k = INT8.k
     v = INT4.v
-    decode_blocks = {1: DecodeBlock(tokens=64, stages=3, warps=2, registers=128)}
+    decode_blocks = {
+        1: DecodeBlock(tokens=64, stages=3, warps=2, registers=128, ahead=True),
+        48: DecodeBlock(tokens=64, stages=3, warps=2, registers=128),
+    }
     pair_blocks = {
         8: {
             1: decode_blocks[1],
@@ -25,7 +28,7 @@ class K8V4Format(PlaneFormat):
         16: {
             1: decode_blocks[1],
             2: DecodeBlock(tokens=64, stages=3, warps=2, registers=255, heads=2),
-            192: decode_blocks[1],
+            192: decode_blocks[48],
         },
     }
 
