@@ -31,7 +31,8 @@ SWIZZLED = 64  # bytes of a line of `source`
 def run(body, out, threads=32, programs=1, source=None, written=(), **options):
     """`body`, with the address of out in %rd1, of the thread's word of it in %rd3, the thread in %r1, the
     program in %r2, the descriptor of boxes of 8 x 32 of `source` in %rd2. written: by the kernel before."""
-    tensors = Tensors({(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in written})
+    before = {(x.data_ptr(), x.data_ptr() + x.nbytes): np.ones(x.nbytes, bool) for x in written}
+    tensors = Tensors(before)
     tensors.add(out.data_ptr(), out.nbytes, "out")
     box = None
     if source is not None:
@@ -218,3 +219,21 @@ def test_kernels_that_start_early(body, why):
     else:
         with pytest.raises(Fault, match=why):
             run(body, out, overlaps=True, **settings)
+
+
+def test_what_the_kernel_before_does_not_write_may_be_read_early():
+    body = FIRST_WARP + "@%p1 ld.global.b32 %r9, [%rd3];" + WAITS + STORE
+    out = torch.zeros(64, dtype=torch.int32)
+    run(body, out, threads=64, written=(out[32:],), overlaps=True)
+    with pytest.raises(Fault, match="is read before"):
+        run(body, out, threads=64, written=(out[31:],), overlaps=True)
+
+
+def test_which_bytes_a_kernel_writes_is_known():
+    out = torch.zeros(8, dtype=torch.int32)
+    tensors = Tensors()
+    tensors.add(out.data_ptr(), out.nbytes, "out")
+    for _, data, place in tensors.find(np.array([out[2].data_ptr()]), 4, write=True):
+        data[place] = 1
+    (there,) = tensors.written.values()
+    assert there.nonzero()[0].tolist() == [8, 9, 10, 11]

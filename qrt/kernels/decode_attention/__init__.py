@@ -6,6 +6,9 @@ rows, kv_lens int32 [B]: row of the table, tokens to attend; parts int32 [P, 8]:
 Query head h reads KV head h // (Hq/Hkv). Returns softmax(scale * q K^T) V, [B, Hq, D] in q's dtype and the
 model's basis; zeros where kv_lens is 0.
 
+On a GPU whose kernels overlap the one launched before may write q and each request's last token. All else
+must be there before that one starts, as what a step begins with (`token_inputs`, torch's operators) sees to.
+
 The grid depends on shapes only and parts are read on the device, so a CUDA graph captured once serves
 every context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
