@@ -235,5 +235,15 @@ def test_which_bytes_a_kernel_writes_is_known():
     tensors.add(out.data_ptr(), out.nbytes, "out")
     for _, data, place in tensors.find(np.array([out[2].data_ptr()]), 4, write=True):
         data[place] = 1
-    (there,) = tensors.written.values()
+    written = tensors.left()
+    ((there, _),) = written.values()
     assert there.nonzero()[0].tolist() == [8, 9, 10, 11]
+
+    following = Tensors()
+    following.add(out[2:].data_ptr(), out[2:].nbytes, "some of it")
+    following.follow(written)
+    assert [bytes.nonzero()[0].tolist() for bytes in following.before.values()] == [[0, 1, 2, 3]]
+    out[2] = 5  # by torch
+    following.before.clear()
+    following.follow(written)
+    assert not following.before

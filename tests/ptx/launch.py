@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ptx.grid import Grid
 from ptx.memory import Descriptor, Tensors
 from ptx.text import Code, parse
@@ -12,7 +14,7 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # most that a progr
 SMS = 4  # of the GPU that is not there
 _codes: dict[str, Code] = {}  # by a kernel's hash
 settings: dict[str, Any] = {}  # of every Grid from here on: copies, seed
-written: dict[tuple[int, int], Any] = {}  # which bytes of which tensors the launch before has
+written: dict[tuple[int, int], Any] = {}  # `Tensors.left` of the launch before
 
 
 class Driver:
@@ -67,9 +69,10 @@ def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
     *_, bind = function.device_caches[0]
     bound = bind(*args, **{"debug": False, **options})[0]
     parameters: list[Any] = []
-    tensors = Tensors(dict(written))
+    tensors = Tensors()
     for name, kind in kernel.src.signature.items():
         _add(kind, bound[name], name, parameters, tensors)
+    tensors.follow(written)
     if kernel.hash not in _codes:
         _codes[kernel.hash] = parse(kernel.asm["ptx"])
     code, shape = _codes[kernel.hash], shape(bound) if callable(shape) else shape
@@ -77,7 +80,7 @@ def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
     about = kernel.metadata
     Grid(code, shape, parameters, tensors, about.shared, overlaps=about.launch_pdl, **settings).run()
     written.clear()
-    written.update(tensors.written)
+    written.update(tensors.left())
 
 
 def _add(kind: Any, value: Any, name: str, parameters: list[Any], tensors: Tensors) -> None:
@@ -87,6 +90,9 @@ def _add(kind: Any, value: Any, name: str, parameters: list[Any], tensors: Tenso
             _add(of_part, inner, f"{name}[{part}]", parameters, tensors)
     elif kind.startswith("tensordesc"):
         parameters += [_descriptor(value), *value.shape, *value.strides]
+        if isinstance(value.base, torch.Tensor):  # a weight is not, nor is it written by kernels
+            storage = value.base.untyped_storage()
+            tensors.add_place(storage.data_ptr(), storage.nbytes())
     elif kind.startswith("*"):
         storage = value.untyped_storage()
         tensors.add(storage.data_ptr(), storage.nbytes(), name)

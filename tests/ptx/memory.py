@@ -30,12 +30,33 @@ class Tensors:
 
     def __init__(self, before: dict[tuple[int, int], np.ndarray] | None = None) -> None:
         self._known: dict[tuple[int, int], tuple[str, np.ndarray]] = {}
+        self._places: list[tuple[int, int]] = []
         self.before, self.written = before or {}, {}
 
     def add(self, address: int, count: int, name: str) -> None:
         """`count` bytes."""
         if count:
+            self.add_place(address, count)
             self._known.setdefault((address, address + count), (name, _bytes_at(address, count)))
+
+    def add_place(self, address: int, count: int) -> None:
+        """`count` bytes that only the copy engine reads."""
+        self._places.append((address, address + count))
+
+    def follow(self, written: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]) -> None:
+        """The kernel before has left this (`left`). Where it is something else now an operator of torch has
+        written, behind which nothing starts early."""
+        for (first, last), (there, data) in written.items():
+            for begin, end in self._places:
+                begin, end = max(begin, first), min(end, last)
+                part = slice(begin - first, max(end, begin) - first)
+                mine = there[part]
+                if mine.any() and (_bytes_at(begin, len(mine))[mine] == data[part][mine]).all():
+                    self.before[begin, end] = mine
+
+    def left(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+        """Which bytes of which tensors are written, and their tensors' as they are now."""
+        return {place: (there, self._known[place][1].copy()) for place, there in self.written.items()}
 
     def find(
         self, address: np.ndarray, count: int, write: bool = False
