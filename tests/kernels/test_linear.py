@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends import COMPILED, GPU
-from qrt.kernels.linear import descriptors, hopper_kernel, kernel, linear, linear_silu, stream_kernel
+from qrt.kernels.linear import device as shared
+from qrt.kernels.linear import hopper_kernel, kernel, linear, linear_silu, stream_kernel
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
@@ -167,18 +168,18 @@ def test_gate_and_up_of_other_schemes(device, scheme):
 
 
 def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
-    layout, kept = descriptors.SWIZZLED[64], len(descriptors._kept)
+    layout, kept = shared.SWIZZLED[64], len(shared._kept)
     weight = torch.zeros(4, 3, 64, 64, dtype=torch.int16)
     place = (4, 192, 64), torch.int16, (2, 64, 64), layout
-    made = descriptors.of_weight(weight, *place)
+    made = shared.of_weight(weight, *place)
     want = TensorDescriptor.from_tensor(weight.view(4, 192, 64), [2, 64, 64], layout)
-    assert made is descriptors.of_weight(weight, *place)
+    assert made is shared.of_weight(weight, *place)
     assert (made.base.data_ptr(), made.base.dtype) == (want.base.data_ptr(), want.base.dtype)
     assert (made.shape, made.strides) == (list(want.shape), list(want.strides))
     assert (made.block_shape, made.layout, made.padding) == (want.block_shape, want.layout, want.padding)
-    assert len(descriptors._kept) == kept + 1
+    assert len(shared._kept) == kept + 1
     del weight, want
-    assert len(descriptors._kept) == kept
+    assert len(shared._kept) == kept
 
 
 @pytest.mark.gpu

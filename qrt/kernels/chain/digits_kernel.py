@@ -31,8 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import multiprocessors
-from qrt.kernels.linear.descriptors import of_tokens, of_weight
-from qrt.kernels.linear.hopper_kernel import DTYPES, scale_of_run, signals, store_block
+from qrt.kernels.linear.device import DTYPES, of_tokens, of_weight, scale_of_run, signals, store_block
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.device import digits_of, larger
 from qrt.quant.digits import GROUP, Digits

@@ -31,8 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.chain import UNIT
 from qrt.kernels.gpu import multiprocessors
-from qrt.kernels.linear.descriptors import of_weight
-from qrt.kernels.linear.hopper_kernel import DTYPES, signals
+from qrt.kernels.linear.device import DTYPES, of_weight, signals
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
 

@@ -25,8 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import is_hopper
-from qrt.kernels.linear.descriptors import aligned, of_tokens, of_weight
-from qrt.kernels.linear.hopper_kernel import store_block, sum_splits
+from qrt.kernels.linear.device import aligned, of_tokens, of_weight, store_block, sum_splits
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.tokens import QuantizedTokens
 

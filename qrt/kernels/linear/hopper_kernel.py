@@ -29,10 +29,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import is_hopper
-from qrt.kernels.linear.descriptors import of_planes, of_tiles
+from qrt.kernels.linear.device import (
+    DTYPES,
+    of_planes,
+    of_tiles,
+    scale_of_run,
+    signals,
+    store_block,
+    sum_splits,
+)
 from qrt.quant.weight.tiles import TiledWeight
-
-DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @triton.jit
@@ -58,15 +64,6 @@ def exact_plane(
         return UNPACK(words, gl.expand_dims((zeros << (24 - 8 * RUN)) >> 24, 1), PLANE, DOT, True)
     else:
         return UNPACK(words, 0, PLANE, DOT, True)
-
-
-@gluon.jit
-def scale_of_run(scales, RUN: gl.constexpr, SCALE: gl.constexpr):
-    """The scale, SCALE [ROWS], of run RUN from words: a tuple of int32 [ROWS]."""
-    if SCALE == gl.float32:
-        return scales[RUN].to(gl.float32, bitcast=True)
-    else:
-        return ((scales[RUN // 2] >> (RUN % 2 * 16)) & 0xFFFF).to(gl.int16).to(SCALE, bitcast=True)
 
 
 @gluon.jit
@@ -175,17 +172,6 @@ def _wide(
 
 
 @gluon.jit
-def signals(STAGES: gl.constexpr, READERS: gl.constexpr = 1):
-    """What says of each stage that it is there, and that all READERS let it be overwritten."""
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(empty.index(s), count=READERS)
-    return ready, empty
-
-
-@gluon.jit
 def _multiply(
     x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty, BIAS, Y, PARTS, ARRIVALS,
     block, token, steps, M, N, J: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
@@ -239,17 +225,6 @@ def _multiply(
 
 
 @gluon.jit
-def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
-    """Y [M, N] = block.T at outputs `first`.. and tokens `token`.., in pieces of 8 outputs."""
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
-    n = first + gl.arange(0, block.shape[0], layout=gl.SliceLayout(1, OUT))
-    m = token + gl.arange(0, block.shape[1], layout=gl.SliceLayout(0, OUT))
-    at = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
-    inside = gl.expand_dims(n < N, 1) & gl.expand_dims(m < M, 0)
-    gl.store(Y + at, gl.convert_layout(block, OUT), mask=inside)
-
-
-@gluon.jit
 def _fetch_x(
     desc, smem, ready, empty, plane, token, stages, J: gl.constexpr, BM: gl.constexpr, XP: gl.constexpr,
     XS: gl.constexpr,
@@ -276,28 +251,6 @@ def _fetch_w(
             w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready.index(slot), slot, block,
             tile, BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC), WORDS, ASYMMETRIC,
         )  # fmt: skip
-
-
-@gluon.jit
-def sum_splits(acc, PARTS, ARRIVALS, MMA: gl.constexpr):
-    """As in `split_kernel`, for whole blocks: PARTS [output blocks, splits, *acc.shape]."""
-    ROWS: gl.constexpr = acc.shape[0]
-    COLUMNS: gl.constexpr = acc.shape[1]
-    splits = gl.num_programs(1)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
-    at = gl.expand_dims(row * COLUMNS, 1) + gl.expand_dims(column, 0)
-    parts = PARTS + gl.program_id(0).to(gl.int64) * splits * (ROWS * COLUMNS)
-    gl.store(parts + gl.program_id(1) * (ROWS * COLUMNS) + at, acc)
-    tl.debug_barrier()  # every share is stored before this program counts as arrived
-    arrivals = ARRIVALS + gl.program_id(0)
-    last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
-    if last:
-        acc = gl.load(parts + at, cache_modifier=".cg")
-        for s in range(1, splits):
-            acc += gl.load(parts + s * (ROWS * COLUMNS) + at, cache_modifier=".cg")
-        gl.store(arrivals, 0)
-    return acc, last
 
 
 class WidePlan(NamedTuple):

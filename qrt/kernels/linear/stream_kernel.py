@@ -30,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import multiprocessors
-from qrt.kernels.linear.descriptors import of_planes, of_tiles
-from qrt.kernels.linear.hopper_kernel import DTYPES, fetch_tile, signals, store_block, tile_of, weights_of
+from qrt.kernels.linear.device import DTYPES, of_planes, of_tiles, signals, store_block
+from qrt.kernels.linear.hopper_kernel import fetch_tile, tile_of, weights_of
 from qrt.quant.weight.tiles import TiledWeight
 
 

@@ -1,0 +1,132 @@
+"""What the Gluon kernels share: signals of stages, stores, sums of splits, and the TMA descriptors of weights
+and activations, which say what the bulk copy engine brings and how it lies in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from qrt.quant.weight.tiles import TiledWeight
+
+SWIZZLED = {words: gl.NVMMASharedLayout(words * 2, 16, 3) for words in (32, 64)}  # by words of a tile's row
+FLAT = gl.NVMMASharedLayout(0, 32, 2)
+_kept = WeakTensorKeyDictionary()  # weight -> block -> descriptor: making one costs the host 20 us
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+@gluon.jit
+def signals(STAGES: gl.constexpr, READERS: gl.constexpr = 1):
+    """What says of each stage that it is there, and that all READERS let it be overwritten."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(empty.index(s), count=READERS)
+    return ready, empty
+
+
+@gluon.jit
+def scale_of_run(scales, RUN: gl.constexpr, SCALE: gl.constexpr):
+    """The scale, SCALE [ROWS], of run RUN from words: a tuple of int32 [ROWS]."""
+    if SCALE == gl.float32:
+        return scales[RUN].to(gl.float32, bitcast=True)
+    else:
+        return ((scales[RUN // 2] >> (RUN % 2 * 16)) & 0xFFFF).to(gl.int16).to(SCALE, bitcast=True)
+
+
+@gluon.jit
+def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
+    """Y [M, N] = block.T at outputs `first`.. and tokens `token`.., in pieces of 8 outputs."""
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
+    n = first + gl.arange(0, block.shape[0], layout=gl.SliceLayout(1, OUT))
+    m = token + gl.arange(0, block.shape[1], layout=gl.SliceLayout(0, OUT))
+    at = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
+    inside = gl.expand_dims(n < N, 1) & gl.expand_dims(m < M, 0)
+    gl.store(Y + at, gl.convert_layout(block, OUT), mask=inside)
+
+
+@gluon.jit
+def sum_splits(acc, PARTS, ARRIVALS, MMA: gl.constexpr):
+    """As in `split_kernel`, for whole blocks: PARTS [output blocks, splits, *acc.shape]."""
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    splits = gl.num_programs(1)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
+    at = gl.expand_dims(row * COLUMNS, 1) + gl.expand_dims(column, 0)
+    parts = PARTS + gl.program_id(0).to(gl.int64) * splits * (ROWS * COLUMNS)
+    gl.store(parts + gl.program_id(1) * (ROWS * COLUMNS) + at, acc)
+    tl.debug_barrier()  # every share is stored before this program counts as arrived
+    arrivals = ARRIVALS + gl.program_id(0)
+    last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
+    if last:
+        acc = gl.load(parts + at, cache_modifier=".cg")
+        for s in range(1, splits):
+            acc += gl.load(parts + s * (ROWS * COLUMNS) + at, cache_modifier=".cg")
+        gl.store(arrivals, 0)
+    return acc, last
+
+
+class _Place(NamedTuple):
+    """As much of a tensor as Triton asks a descriptor's for, without keeping its memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def of_weight(
+    weight: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    block: Sequence[int],
+    layout: gl.NVMMASharedLayout,
+) -> Any:
+    """TMA descriptor: blocks `block` of a contiguous weight seen as `shape` of `dtype`. Kept like it."""
+    known = _kept.setdefault(weight, {})
+    if (found := known.get(tuple(block))) is None:
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        place = _Place(weight.data_ptr(), dtype)
+        found = known[tuple(block)] = TensorDescriptor(place, list(shape), strides, list(block), layout)
+    return found
+
+
+def of_tiles(weight: TiledWeight, blocks: int) -> tuple[Any, Any, Any]:
+    """TMA descriptors of a tile of so many row blocks: its words, its scales and its zeros."""
+    count, tiles, rows, words = weight.packed.shape
+    packed = weight.packed, (count, tiles * rows, words), torch.int16, (blocks, rows, words)
+    by_row, runs = (blocks, rows), weight.scale.nbytes // count // 4
+    scale = of_weight(weight.scale, (count, runs), torch.int32, by_row, FLAT)
+    zero = scale
+    if weight.zero.numel():
+        zero = of_weight(weight.zero, (count, tiles * rows), torch.int32, by_row, FLAT)
+    return of_weight(*packed, SWIZZLED[words]), scale, zero
+
+
+def of_planes(x: Tensor, planes: int, tokens: int, words: int) -> Any:
+    """TMA descriptor of x [T, K] by planes of `words` inputs: so many of them of so many tokens."""
+    by_plane = aligned(x).unflatten(1, (-1, words)).transpose(0, 1)
+    return of_tokens(by_plane, (planes, tokens, words), SWIZZLED[words])
+
+
+def of_tokens(x: Tensor, block: Sequence[int], layout: gl.NVMMASharedLayout) -> Any:
+    """TMA descriptor of activations."""
+    return TensorDescriptor.from_tensor(x, list(block), layout)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it if it does not begin where the copy engine can read."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
