@@ -242,7 +242,7 @@ def test_which_bytes_a_kernel_writes_is_known():
     following = Tensors()
     following.add(out[2:].data_ptr(), out[2:].nbytes, "some of it")
     following.follow(written)
-    assert [bytes.nonzero()[0].tolist() for bytes in following.before.values()] == [[0, 1, 2, 3]]
+    assert [there.nonzero()[0].tolist() for there in following.before.values()] == [[0, 1, 2, 3]]
     out[2] = 5  # by torch
     following.before.clear()
     following.follow(written)

@@ -157,7 +157,7 @@ def _read(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, count: int)
     data, early = np.empty((len(lanes), count), np.uint8), address[~_is_alone(grid, lanes)]
     for (begin, end), there in grid.tensors.before.items():
         place = early[(early >= begin) & (early < end)] - begin
-        if there[place[:, None] + np.arange(count)].any():
+        if there[np.minimum(place[:, None] + np.arange(count), end - begin - 1)].any():
             raise Fault("what the kernel before may still write is read before that is waited for")
     for which, tensor, place in grid.tensors.find(address, count):
         data[which] = tensor[place]

@@ -76,11 +76,12 @@ def _launch(
         return
     block_k = triton.next_power_of_2(k)
     block_rows = max(1, min(_BLOCK_ELEMENTS // block_k, triton.next_power_of_2(rows)))
+    warps = 32 if block_k > _BLOCK_ELEMENTS else max(1, block_rows * block_k // 256)
     _rmsnorm[(triton.cdiv(rows, block_rows),)](
         x, ids, residual, weight, y, scale, rows, heads, x.stride(0), x.stride(1),
         0 if residual is None else residual.stride(0), eps,
         K=k, SHARES=shares, INT8=scale is not None, ROOM=room, ASM=not triton.knobs.runtime.interpret,
-        BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=min(32, max(1, block_rows * block_k // 128)),
+        BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=warps,
         launch_pdl=overlaps(x.device),
     )  # fmt: skip
 

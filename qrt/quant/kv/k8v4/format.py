@@ -17,7 +17,7 @@ class K8V4Format(PlaneFormat):
     v = INT4.v
     decode_blocks = {
         1: DecodeBlock(tokens=64, stages=3, warps=2, registers=128, ahead=True),
-        48: DecodeBlock(tokens=64, stages=3, warps=2, registers=128),
+        2: DecodeBlock(tokens=64, stages=3, warps=2, registers=128),
     }
     pair_blocks = {
         8: {
@@ -28,7 +28,7 @@ class K8V4Format(PlaneFormat):
         16: {
             1: decode_blocks[1],
             2: DecodeBlock(tokens=64, stages=3, warps=2, registers=255, heads=2),
-            192: decode_blocks[48],
+            192: decode_blocks[2],
         },
     }
 
