@@ -75,7 +75,7 @@ def build(
         tokens.append(table.last_token[decoding])
         positions.append(kv_lens - 1)
         parts = plan_parts(decoding, kv_lens, num_kv_heads, heads_per_sm)
-        decode = DecodeMeta(decoding, kv_lens, parts)
+        decode = DecodeMeta(decoding, kv_lens, parts, newest=True)
     if plan.chunks:
         table.length[sent["chunk_rows"]] = sent["chunk_ends"]
         rows.append(sent["token_rows"])

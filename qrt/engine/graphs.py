@@ -207,16 +207,16 @@ class TokenSteps:
         self._sent = None
 
     def _forward(self, size: int) -> Tensor:
-        return self._hidden[:size].copy_(self._decode(size))
+        return self._hidden[:size].copy_(self._decode(size, newest=False))
 
     def _step(self, size: int) -> Tensor:
-        return self._sample(self._decode(size), size)
+        return self._sample(self._decode(size, newest=True), size)
 
     def _draw(self, size: int) -> Tensor:
         return self._sample(self._hidden[self._draws[0, :size]], size)
 
-    def _decode(self, size: int) -> Tensor:
-        """Hidden states [size, H]; each token attends on its own."""
+    def _decode(self, size: int, *, newest: bool) -> Tensor:
+        """Hidden states [size, H]; each token attends on its own. `newest` as in `DecodeMeta`."""
         table, rows = self._table, self._tokens[0, :size]
         ids, positions, slots, kv_lens, parts = token_inputs(
             *self._tokens[:, :size],
@@ -226,7 +226,7 @@ class TokenSteps:
             self._model.config.num_kv_heads,
             self._kv.heads_per_sm(size, self._model.config.num_heads),
         )
-        decode = DecodeMeta(rows, kv_lens, parts)
+        decode = DecodeMeta(rows, kv_lens, parts, newest)
         step = StepMeta(ids, positions, slots, table.slot_table, decode, None)
         return self._model.hidden(step, self._kv)
 

@@ -131,6 +131,21 @@ def out_of_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
 
 
 @triton.jit
+def rope(lo, hi, cos, sin):
+    """Halves of vectors turned by their angles, all [M, H] fp32. What is fused is said, so that all kernels
+    have the same bits."""
+    return tl.fma(lo, cos, -(hi * sin)), tl.fma(hi, cos, lo * sin)
+
+
+@triton.jit
+def enter_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
+    """`into_basis` of vectors [M, H] fp32, M at least 8, to 16 bits: by dots, as `leave_basis`."""
+    lo, hi = cross(lo, hi, D)
+    matrix = load_signs(rotation[0], dims, real, D, True)
+    return _turned(matrix, lo, True) * rotation[1], _turned(matrix, hi, True) * rotation[1]
+
+
+@triton.jit
 def leave_basis(lo, hi, rotation, dims, real, D: tl.constexpr, COLUMNS: tl.constexpr):
     """`out_of_basis` of vectors [M, H] fp32, to 16 bits: by dots, which take fewer instructions. The vectors
     are the columns of these, and M is at least 8, or with COLUMNS False the rows, and M at least 16."""

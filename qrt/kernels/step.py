@@ -18,11 +18,13 @@ class DecodeMeta:
     rows     [Bd] int32     each request's row of the slot table
     kv_lens  [Bd] int32     tokens to attend, the new one included (0: a padding row, output unspecified)
     parts    [P, 8] int32   what the KV is cut into, from `decode_attention.plan`, once per step
+    newest   each is its request's newest token and the only one of it in the step
     """
 
     rows: Tensor
     kv_lens: Tensor
     parts: Tensor
+    newest: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from qrt.arch import ModelConfig
-from qrt.kernels.chain import MOST_TOKENS, chain, fits
+from qrt.kernels.chain import MOST_TOKENS, chain, fits, room_for
 from qrt.kernels.step import StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
@@ -18,6 +18,7 @@ from qrt.layers.mlp import MLP
 from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVLayer, KVStorage
+from qrt.quant.digits import Digits
 
 
 class DecoderLayer:
@@ -39,26 +40,36 @@ class DecoderLayer:
         Returns `norm`, the one that follows, of it [T, H], or what `reader`, the one Linear that reads that,
         makes of it.
         """
-        return self.after_attention(self.attention(qkv, step, kv, rope), norm, reader, residual)
+        tokens = len(residual)
+        room = room_for(tokens) if tokens > 1 and self._chained(norm, reader, residual) else 0
+        y = self.attention(qkv, step, kv, rope, room)
+        return self.after_attention(y, norm, reader, residual)
 
-    def after_attention(self, y: Tensor, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> Tensor:
-        """The rest of a call, from what the heads attended, y [T, Hq*D]."""
-        linears = [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
-        if len(y) <= MOST_TOKENS and self.mlp_norm.eps == norm.eps and _fits(y, linears, residual):
-            tensors = [x.tensors for x in linears] + ([] if reader else [[]])
+    def after_attention(
+        self, y: Tensor | Digits, norm: RMSNorm, reader: Linear | None, residual: Tensor
+    ) -> Tensor:
+        """The rest of a call, from what the heads attended, y [T, Hq*D], as Digits only where `_chained`."""
+        if isinstance(y, Digits) or self._chained(norm, reader, residual):
+            tensors = [x.tensors for x in self._linears(reader)] + ([] if reader else [[]])
+            x = [y] if isinstance(y, Tensor) else [y.codes, y.facts]
             norms = self.mlp_norm.weight, norm.weight, norm.eps
-            return chain(y, residual, *tensors, reader.bias if reader else None, *norms, self.mlp.down.scheme)
+            return chain(x, residual, *tensors, reader.bias if reader else None, *norms, self.mlp.down.scheme)
         y = self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o.shares(y)))
         return reader(norm.add_for(reader, residual, y)) if reader else norm.add(residual, y)
 
+    def _linears(self, reader: Linear | None) -> list[Linear]:
+        """Those behind attention, up to the one that reads the next norm."""
+        return [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
 
-def _fits(x: Tensor, linears: Sequence[Linear], residual: Tensor) -> bool:
-    """Whether `chain` takes what is between the attention of two layers."""
-    if len({own.scheme for own in linears}) > 1:
-        return False
-    return fits(
-        x, residual, [own.tensors for own in linears], [own.bias for own in linears], linears[0].scheme
-    )
+    def _chained(self, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> bool:
+        """Whether `chain` takes what is between the attention of two layers."""
+        linears = self._linears(reader)
+        if len(residual) > MOST_TOKENS or self.mlp_norm.eps != norm.eps:
+            return False
+        if len({own.scheme for own in linears}) > 1:
+            return False
+        tensors, biases = [own.tensors for own in linears], [own.bias for own in linears]
+        return fits(self.attention.width, residual, tensors, biases, linears[0].scheme)
 
 
 class Decoder:

@@ -63,17 +63,39 @@ def store_digits(x, codes, facts, row, group, ROWS, GROUPS, ROOM: tl.constexpr):
     N: tl.constexpr = x.shape[1] // GROUP
     x = tl.reshape(x, (M, N, GROUP))
     x, scale = digits_of(x, tl.reduce(tl.abs(x), 2, larger), 2)
+    first, second = tl.split(tl.permute(tl.reshape(x, (M, N, 2, GROUP // 2)), (0, 1, 3, 2)))
     inside = (row < ROWS)[:, None] & (group < GROUPS)[None, :]
     place = group[None, :] * ROOM + row[:, None]
+    _store_groups(first, second, scale, tl.sum(x, 2), codes, facts, place, inside, GROUPS * ROOM, ROOM)
+
+
+@triton.jit
+def store_digits_of_halves(first, second, codes, facts, row, group, inside, GROUPS, ROOM: tl.constexpr):
+    """Write groups, rows `row` [M] and groups `group` [M] of GROUPS, whose halves are first and second fp32
+    [M, 64], where `inside` [M], as `Digits` with room for ROOM tokens."""
+    largest = larger(tl.reduce(tl.abs(first), 1, larger), tl.reduce(tl.abs(second), 1, larger))
+    first, scale = digits_of(first, largest, 1)
+    second, scale = digits_of(second, largest, 1)
+    total = tl.sum(first, 1) + tl.sum(second, 1)
+    place = group * ROOM + row
+    _store_groups(first, second, scale, total, codes, facts, place, inside, GROUPS * ROOM, ROOM)
+
+
+@triton.jit
+def _store_groups(first, second, scale, total, codes, facts, place, inside, rows, ROOM: tl.constexpr):
+    """Write digits of groups [..] at `place` [..] of `rows` groups and tokens: of their halves first and
+    second int32 [.., 64]."""
+    AXIS: tl.constexpr = len(first.shape) - 1
+    HALF: tl.constexpr = GROUP // 2
     tl.store(facts + place, scale, mask=inside)
-    tl.store(facts + GROUPS * ROOM + place, tl.sum(x, 2).to(tl.float32), mask=inside)
-    first, second = tl.split(tl.permute(tl.reshape(x, (M, N, 2, GROUP // 2)), (0, 1, 3, 2)))
-    word = (group[None, :] * (2 * ROOM) + row[:, None])[:, :, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)
-    words = codes.to(tl.pointer_type(tl.int16)) + word  # of two lanes
+    tl.store(facts + rows + place, total.to(tl.float32), mask=inside)
+    word = place + place // ROOM * ROOM  # of a token's high digits: a group's low ones are behind all of them
+    words = codes.to(tl.pointer_type(tl.int16)) + tl.expand_dims(word * HALF, AXIS) + tl.arange(0, HALF)
     high = ((first + 128) >> 8) & 0xFF | (((second + 128) >> 8) << 8)
     low = first & 0xFF | (second << 8)
-    tl.store(words, high.to(tl.int16), mask=inside[:, :, None])
-    tl.store(words + ROOM * (GROUP // 2), low.to(tl.int16), mask=inside[:, :, None])
+    mask = tl.expand_dims(inside, AXIS)
+    tl.store(words, high.to(tl.int16), mask=mask)  # two lanes
+    tl.store(words + ROOM * HALF, low.to(tl.int16), mask=mask)
 
 
 @triton.jit

@@ -33,3 +33,19 @@ class Digits(NamedTuple):
         groups = inputs // GROUP
         codes = torch.empty(groups, 2, room, GROUP, dtype=torch.int8, device=device)
         return cls(codes, torch.empty(2, groups, room, device=device), tokens)
+
+    def write(self, x: Tensor) -> None:
+        """Hold x [T, K]; what is not finite makes its group's scale so."""
+        groups = x.float().unflatten(1, (-1, GROUP)).transpose(0, 1)  # [K / 128, T, 128]
+        scale = groups.abs().amax(-1).clamp(min=1e-30) / STEPS
+        steps = (groups / scale[..., None]).nan_to_num().round().int()
+        lanes = steps.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        high = (lanes + 128) >> 8
+        self.codes[:, :, : self.tokens] = torch.stack((high, lanes - 256 * high), 1).to(torch.int8)
+        self.facts[:, :, : self.tokens] = torch.stack((scale, steps.sum(-1).float()))
+
+    def read(self) -> Tensor:
+        """x fp32 [T, K]."""
+        high, low = self.codes[:, :, : self.tokens].int().unbind(1)
+        steps = (256 * high + low).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return (steps * self.facts[0, :, : self.tokens, None]).transpose(0, 1).flatten(1)

@@ -11,6 +11,7 @@ from qrt.kernels.chain import chain, fits, kernel, ref
 from qrt.kernels.chain.kernel import make_digits
 from qrt.kernels.rmsnorm import add_rmsnorm
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
+from qrt.quant.digits import Digits
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight, reference, relative
 
@@ -67,12 +68,12 @@ def check(sizes, bits, symmetric, device, tokens, spread=None, biased=False):
     if spread is not None:
         x *= spread
     bias = torch.randn(sizes[3], device=device).to(x.dtype) if biased else None
-    assert fits(x, residual, prepared, [None, None, None, bias], scheme)
+    assert fits(x.shape[1], residual, prepared, [None, None, None, bias], scheme)
     want_residual, want = exact(x, residual, weights, norms)
     want += 0 if bias is None else bias.double()
     ours, theirs = residual.clone(), residual.clone()
-    got = kernel.chain(x, ours, *prepared, bias, *norms, EPS, scheme)
-    plain = ref.chain(x, theirs, *prepared, bias, *norms, EPS, scheme)
+    got = kernel.chain([x], ours, *prepared, bias, *norms, EPS, scheme)
+    plain = ref.chain([x], theirs, *prepared, bias, *norms, EPS, scheme)
     assert got.shape == want.shape and got.dtype == x.dtype
     assert relative(got, want) <= 1.05 * relative(plain, want) + 1e-4
     assert relative(ours, want_residual) <= 1.05 * relative(theirs, want_residual) + 1e-5
@@ -109,6 +110,24 @@ def test_bias_of_q_k_and_v(device, name, tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.ptx(tokens=[3])
+@pytest.mark.parametrize("tokens", [3, 16])
+def test_what_comes_as_digits(device, tokens):
+    """Is what they are made of, bit for bit."""
+    sizes = SIZES["small"]
+    x, residual, prepared, norms = operands(
+        sizes, four(sizes, 4, False, device), "w4a16", device, tokens=tokens
+    )
+    ours, theirs = residual.clone(), residual.clone()
+    codes, facts, _ = make_digits(x, package.room_for(tokens))
+    got = kernel.chain([codes, facts], ours, *prepared, None, *norms, EPS, "w4a16")
+    assert torch.equal(got, kernel.chain([x], theirs, *prepared, None, *norms, EPS, "w4a16"))
+    assert torch.equal(ours, theirs)
+    plain = ref.chain([codes, facts], residual, *prepared, None, *norms, EPS, "w4a16")
+    assert relative(plain, got) < 2**-7
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("inputs, times", [((5, None, 1024), 1e3), ((0, 128), 1e3), ((128, 384), 0.0)])
 def test_inputs_far_apart(device, inputs, times):
     """One input in a thousand or a group of them huge, as down has them; groups of zeros."""
@@ -123,9 +142,9 @@ def test_inputs_far_apart(device, inputs, times):
 def test_what_is_not_finite_stays_so_and_with_its_token(device, value):
     sizes = SIZES["0.6b"]
     x, residual, prepared, norms = operands(sizes, four(sizes, 4, False, device), "w4a16", device, tokens=9)
-    want = chain(x, residual.clone(), *prepared, None, *norms, EPS, "w4a16")
+    want = chain([x], residual.clone(), *prepared, None, *norms, EPS, "w4a16")
     x[3, 200] = value
-    got = chain(x, residual, *prepared, None, *norms, EPS, "w4a16")
+    got = chain([x], residual, *prepared, None, *norms, EPS, "w4a16")
     assert not got[3].isfinite().any()
     others = [t for t in range(9) if t != 3]
     assert torch.equal(got[others], want[others])
@@ -139,10 +158,10 @@ def test_behind_the_last_layer(device, name, tokens):
     """Without qkv: the norm, and the residual is the same bit for bit."""
     weights = four(SIZES[name], 4, False, device)
     x, residual, (*prepared, qkv), norms = operands(SIZES[name], weights, "w4a16", device, tokens=tokens)
-    assert fits(x, residual, prepared, [None] * 3, "w4a16")
+    assert fits(x.shape[1], residual, prepared, [None] * 3, "w4a16")
     ours, theirs = residual.clone(), residual.clone()
-    got = chain(x, ours, *prepared, [], None, *norms, EPS, "w4a16")
-    chain(x, theirs, *prepared, qkv, None, *norms, EPS, "w4a16")
+    got = chain([x], ours, *prepared, [], None, *norms, EPS, "w4a16")
+    chain([x], theirs, *prepared, qkv, None, *norms, EPS, "w4a16")
     assert torch.equal(ours, theirs)
     want = ours.double()
     want = want / (want.square().mean(-1, keepdim=True) + EPS).sqrt() * norms[1].double()
@@ -161,7 +180,7 @@ def test_layers_in_a_graph_give_the_same_bits_every_time(device, tokens):
     def layers(stream, count):
         y = x
         for _ in range(count):
-            y = chain(y[:, : x.shape[1]], stream, *prepared, None, *norms, EPS, scheme)
+            y = chain([y[:, : x.shape[1]]], stream, *prepared, None, *norms, EPS, scheme)
         return y
 
     alone = residual.clone()
@@ -193,23 +212,36 @@ def spread(tokens, inputs, device):
     return x.to(device, torch.bfloat16 if COMPILED else torch.float32)
 
 
+def written(x, room):
+    """`Digits` by torch."""
+    digits = Digits.empty(*x.shape, room, x.device)
+    digits.write(x)
+    return digits
+
+
+MAKERS = pytest.mark.parametrize("make", [make_digits, written])
+
+
+@MAKERS
 @pytest.mark.parametrize("tokens, inputs, room", [(1, 128, 8), (3, 640, 8), (16, 1152, 16)])
-def test_digits_hold_sixteen_bits_of_a_group(device, tokens, inputs, room):
+def test_digits_hold_sixteen_bits_of_a_group(device, make, tokens, inputs, room):
     x = spread(tokens, inputs, device)
-    digits = make_digits(x, room)
+    digits = make(x, room)
     got, half = decoded(digits)
+    assert relative(digits.read(), got) < 1e-6
     assert digits.codes.shape == (inputs // 128, 2, room, 128)
     assert ((got - x.double()).abs() <= 1.01 * half).all()
     largest = x.double().view(tokens, -1, 128).abs().amax(-1).repeat_interleave(128, 1)
     assert (half * 65024 <= 1.001 * largest.clamp(min=1e-30)).all()
 
 
+@MAKERS
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_digits_of_what_is_not_finite(device, value):
+def test_digits_of_what_is_not_finite(device, make, value):
     x = spread(2, 384, device)
     x[1, 130] = value
-    scale = make_digits(x, 8).facts[0, :, :2]
+    scale = make(x, 8).facts[0, :, :2]
     assert not scale[1, 1].isfinite()
     assert scale.isfinite().sum() == 5
 
@@ -234,11 +266,11 @@ def test_what_fits(device, monkeypatch):
     weights = four(SIZES["odd"], 4, False, device)
     x, residual, prepared, _ = operands(SIZES["odd"], weights, "w4a16", device)
     none = [None] * 4
-    assert fits(x, residual, prepared, none, "w4a16")
-    assert not fits(x.repeat(2, 1), residual.repeat(2, 1), prepared, none, "w4a16")
-    assert not fits(x, residual.half(), prepared, none, "w4a16")
-    assert fits(x, residual, prepared, [None, None, None, residual[0]], "w4a16")
-    assert not fits(x, residual, prepared, [residual[0], None, None, None], "w4a16")
+    assert fits(x.shape[1], residual, prepared, none, "w4a16")
+    assert not fits(x.shape[1], residual.repeat(2, 1), prepared, none, "w4a16")
+    assert not fits(x.shape[1], residual.half(), prepared, none, "w4a16")
+    assert fits(x.shape[1], residual, prepared, [None, None, None, residual[0]], "w4a16")
+    assert not fits(x.shape[1], residual, prepared, [residual[0], None, None, None], "w4a16")
     for group, perm, dtype in (
         (32, False, torch.bfloat16),
         (128, True, torch.bfloat16),
@@ -246,7 +278,7 @@ def test_what_fits(device, monkeypatch):
     ):
         other = random_weight(592, 1024, 4, group, symmetric=False, dtype=dtype, perm=perm, device=device)
         tensors = WEIGHT_SCHEMES["w4a16"].prepare(other, torch.device(device), torch.bfloat16)
-        assert not fits(x, residual, [*prepared[:3], tensors], none, "w4a16")
+        assert not fits(x.shape[1], residual, [*prepared[:3], tensors], none, "w4a16")
     whole, most = SIZES["halves"], package.MOST_TOKENS
     for bits, tokens, sizes, want in (
         (4, 2, whole, True),
@@ -261,9 +293,9 @@ def test_what_fits(device, monkeypatch):
     ):
         weights, scheme = four(sizes, bits, False, device), f"w{bits}a16"
         few, stream, tensors, _ = operands(sizes, weights, scheme, device, tokens=tokens)
-        assert fits(few, stream, tensors, none, scheme) == want, (bits, tokens, sizes)
+        assert fits(few.shape[1], stream, tensors, none, scheme) == want, (bits, tokens, sizes)
     monkeypatch.setattr(package, "is_hopper", lambda device: False)
-    assert not fits(x, residual, prepared, none, "w4a16")
+    assert not fits(x.shape[1], residual, prepared, none, "w4a16")
 
 
 def test_operator():
@@ -274,15 +306,15 @@ def test_operator():
     ]
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
     want_residual, want = exact(x, residual, weights, norms)
-    args = (x, residual, *prepared, None, *norms, EPS, "w4a16")
+    args = ([x], residual, *prepared, None, *norms, EPS, "w4a16")
     names = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.qrt.chain.default, args, test_utils=names)
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
     bias = torch.randn(96)
-    got = ref.chain(x, residual, *prepared, bias, *norms, EPS, "w4a16")
+    got = ref.chain([x], residual, *prepared, bias, *norms, EPS, "w4a16")
     assert relative(got, want + bias) < 1e-5 and relative(residual, want_residual) < 1e-5
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
-    args = (x, residual, *prepared[:3], [], None, *norms, EPS, "w4a16")
+    args = ([x], residual, *prepared[:3], [], None, *norms, EPS, "w4a16")
     torch.library.opcheck(torch.ops.qrt.chain.default, args, test_utils=names)
     got = ref.chain(*args)
     want = residual.double()
@@ -293,6 +325,7 @@ def test_operator():
 CODE = """
 import torch
 from qrt.kernels.chain import digits_kernel, kernel, one_token_kernel
+from qrt.quant.digits import Digits
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight
 
@@ -308,7 +341,7 @@ for bits, symmetric in ((4, False), (4, True), (8, True)):
     for tokens in (1, 8, 16) if bits == 4 else (1,):
         x, residual = torch.empty(tokens, 256, dtype=BF16), norm.repeat(tokens, 1)
         for qkv in weights[3], []:
-            kernel.chain(x, residual, *weights[:3], qkv, None, norm, norm, 1e-5, scheme)
+            kernel.chain([x], residual, *weights[:3], qkv, None, norm, norm, 1e-5, scheme)
 """
 
 

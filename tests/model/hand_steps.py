@@ -76,7 +76,8 @@ class Requests:
         kv_lens = self._ints([self.lengths[row] for row in rows])
         at = self._ints(rows)
         heads_per_sm = self.storage.heads_per_sm(len(rows), self.model.config.num_heads)
-        return DecodeMeta(at, kv_lens, plan_parts(at, kv_lens, self.model.config.num_kv_heads, heads_per_sm))
+        parts = plan_parts(at, kv_lens, self.model.config.num_kv_heads, heads_per_sm)
+        return DecodeMeta(at, kv_lens, parts, newest=True)
 
     def _prefill(self, decodes: int, chunks: list[tuple[int, int]]) -> PrefillMeta:
         own = [length for _, length in chunks]

@@ -17,7 +17,7 @@ from qrt.quant.spec import Granularity, QuantSpec
 from tiny_models import quantize_checkpoint, random_checkpoint
 
 CALLED = {
-    "qrt.layers.attention": ("kv_write", "decode_attention", "prefill_attention"),
+    "qrt.layers.attention": ("kv_write", "decode_attention", "append_attention", "prefill_attention"),
     "qrt.layers.linear": ("linear", "linear_int8", "linear_silu_int8"),
     "qrt.layers.mlp": ("silu_mul", "silu_mul_int8"),
     "qrt.layers.norm": ("rmsnorm", "add_rmsnorm", "add_rmsnorm_int8"),
@@ -37,6 +37,7 @@ def triton_in_layers(monkeypatch):
     for layer, operators in CALLED.items():
         for name in operators:
             folder = name.removeprefix("add_").removesuffix("_int8").removesuffix("_silu")
+            folder = folder.replace("append", "decode")
             launcher = getattr(importlib.import_module(f"qrt.kernels.{folder}.kernel"), name)
             monkeypatch.setattr(f"{layer}.{name}", launcher)
 
@@ -88,22 +89,27 @@ def test_layers_by_chain_are_the_same(architecture, biased, tmp_path, monkeypatc
     model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     want, asked = run(model, "fp16"), []
 
-    def fits(x, linears, residual):
-        asked.append(any(own.bias is not None for own in linears))
+    def fits(attended, residual, weights, biases, scheme):
+        asked.append(any(bias is not None for bias in biases))
         return True
 
-    monkeypatch.setattr(decoder, "_fits", fits)
+    monkeypatch.setattr(decoder, "fits", fits)
     monkeypatch.setattr(decoder, "chain", ref.chain)
     assert relative(run(model, "fp16"), want) < 1e-5
     assert asked == [biased, False] * 3
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx(decodes=[1, 9])
-@pytest.mark.parametrize(("kv", "decodes"), [("int8", 1), ("int4", 3), ("k8v4", 9)])
-def test_decodes_by_chain(kv, decodes, tmp_path, device, monkeypatch, request):
-    """In bf16: one token by one kernel a layer, a few by seven; kernels start before the one before ends."""
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+@pytest.mark.ptx(decodes=[1, 2, 9])
+@pytest.mark.parametrize(
+    ("kv", "decodes", "heads"),
+    [("int8", 1, 4), ("int8", 2, 4), ("fp16", 9, 2), ("int4", 3, 4), ("k8v4", 9, 4)],
+)
+def test_decodes_by_chain(kv, decodes, heads, tmp_path, device, monkeypatch, request):
+    """In bf16: one token by one kernel a layer, a few by six or seven, in which attention stores K and V and
+    leaves digits where a head is a group of them; kernels start before the one before ends."""
+    sizes = {"hidden_size": 256, "num_attention_heads": heads, "intermediate_size": 256}
+    sizes["num_key_value_heads"] = heads // 2
     plain = random_checkpoint(tmp_path / "plain", "Qwen2ForCausalLM", dtype=torch.bfloat16, **sizes)
     folder = tmp_path / "quantized"
     quantize_checkpoint(plain, folder, "w4a16", GRIDS["w4a16"])
@@ -120,7 +126,7 @@ def test_decodes_by_chain(kv, decodes, tmp_path, device, monkeypatch, request):
     if device.type == "cpu":
         request.getfixturevalue("triton_in_layers")
     called, launch = [], decoder.chain
-    monkeypatch.setattr(decoder, "chain", lambda *args: called.append(len(args[0])) or launch(*args))
+    monkeypatch.setattr(decoder, "chain", lambda *args: called.append(len(args[1])) or launch(*args))
     got = steps(load_model(folder, device=device, dtype=torch.bfloat16))
     assert relative(got, want) < (0.2 if "4" in kv else 0.05)
     assert called[-4:] == [decodes] * 4

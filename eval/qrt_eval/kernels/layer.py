@@ -114,7 +114,7 @@ def decode_step(model: Decoder, kv: str, batch: int, context: int) -> tuple[Step
         positions=lens - 1,
         slots=table[:, -1].contiguous(),
         slot_table=table,
-        decode=DecodeMeta(index, lens, parts),
+        decode=DecodeMeta(index, lens, parts, newest=True),
         prefill=None,
     )
     return step, storage

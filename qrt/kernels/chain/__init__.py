@@ -1,8 +1,10 @@
 """chain: what lies between one layer's attention and the next one's, for a few tokens.
 
-chain(x [T, Hq*D], residual [T, H], o, gate_up, down, qkv: run-time tensors of weight-only schemes,
+chain(x, residual [T, H], o, gate_up, down, qkv: run-time tensors of weight-only schemes,
       bias [(Hq + 2*Hkv)*D] or None, mlp_norm [H], norm [H], eps, scheme) -> the next layer's q, k and v,
       [T, (Hq + 2*Hkv)*D]
+
+x is [what was attended, [T, Hq*D]], or of several tokens [codes, facts] of it as `Digits`.
 
     residual += o(x)
     residual += down(silu(gate) * up) of gate_up(RMSNorm(residual, mlp_norm))
@@ -33,16 +35,21 @@ MOST_INPUTS = 1 << 15  # of a product of one token: its input lies in shared mem
 UNIT = 16  # rows of a product that one program multiplies at a time for one token
 
 
+def room_for(tokens: int) -> int:
+    """Of the `Digits` of so many tokens."""
+    return 8 if tokens <= 8 else MOST_TOKENS
+
+
 def fits(
-    x: Tensor,
+    attended: int,
     residual: Tensor,
     weights: Sequence[Sequence[Tensor]],
     biases: Sequence[Tensor | None],
     scheme: str,
 ) -> bool:
-    """Whether the kernels take these products, those of o, gate_up and down first: bf16 on a Hopper GPU,
-    weight-only integers with 16-bit scales of 64 inputs or more, not reordered, none biased but qkv; more
-    tokens than one with 4 bits and whole groups of 128 inputs only."""
+    """Whether the kernels take these products, those of o, which reads `attended` inputs, gate_up and down
+    first: bf16 on a Hopper GPU, weight-only integers with 16-bit scales of 64 inputs or more, not reordered,
+    none biased but qkv; more tokens than one with 4 bits and whole groups of 128 inputs only."""
     kind, tokens = WEIGHT_SCHEMES[scheme], residual.shape[0]
     if not 1 <= tokens <= MOST_TOKENS or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):
         return False
@@ -53,7 +60,7 @@ def fits(
         return False
     halves = tiled[1].out_features
     if tokens > 1:
-        whole = all(inputs % GROUP == 0 for inputs in (x.shape[1], residual.shape[1], halves // 2))
+        whole = all(inputs % GROUP == 0 for inputs in (attended, residual.shape[1], halves // 2))
         return kind.bits == 4 and whole and all(w.out_features % TILE_ROWS == 0 for w in tiled)
     inputs = max(w.packed.shape[1] * (16 // kind.bits) * w.packed.shape[3] for w in tiled)
     return halves % (2 * UNIT) == 0 and inputs <= MOST_INPUTS  # gate and up of a unit each
@@ -72,7 +79,7 @@ def _takes(weight: TiledWeight, first: TiledWeight) -> bool:
 
 
 def _fake(
-    x: Tensor,
+    x: Sequence[Tensor],
     residual: Tensor,
     o: Sequence[Tensor],
     gate_up: Sequence[Tensor],
@@ -84,11 +91,12 @@ def _fake(
     eps: float,
     scheme: str,
 ) -> Tensor:
-    return x.new_empty(x.shape[0], WEIGHT_SCHEMES[scheme].out_features(qkv) if qkv else residual.shape[1])
+    width = WEIGHT_SCHEMES[scheme].out_features(qkv) if qkv else residual.shape[1]
+    return residual.new_empty(residual.shape[0], width)
 
 
 chain = define(
-    "chain(Tensor x, Tensor(a!) residual, Tensor[] o, Tensor[] gate_up, Tensor[] down, Tensor[] qkv, "
+    "chain(Tensor[] x, Tensor(a!) residual, Tensor[] o, Tensor[] gate_up, Tensor[] down, Tensor[] qkv, "
     "Tensor? bias, Tensor mlp_norm, Tensor norm, float eps, str scheme) -> Tensor",
     ref=ref.chain,
     triton="qrt.kernels.chain.kernel:chain",

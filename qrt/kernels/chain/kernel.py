@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qrt.kernels.chain import MOST_TOKENS
+from qrt.kernels.chain import room_for
 from qrt.kernels.chain.digits_kernel import digits_product, digits_shares, gated_digits_product
 from qrt.kernels.chain.one_token_kernel import one_token
 from qrt.kernels.device import after_previous
@@ -46,7 +46,7 @@ def make_digits(x: Tensor, room: int) -> Digits:
 
 
 def chain(
-    x: Tensor,
+    x: Sequence[Tensor],
     residual: Tensor,
     o: Sequence[Tensor],
     gate_up: Sequence[Tensor],
@@ -59,12 +59,15 @@ def chain(
     scheme: str,
 ) -> Tensor:
     """See the package's docstring."""
-    if len(x) == 1:
-        return one_token(x, residual, (o, gate_up, down, qkv), bias, (mlp_norm, norm), eps, scheme)
-    room = 8 if len(x) <= 8 else MOST_TOKENS
-    y = digits_shares(make_digits(x.contiguous(), room), TiledWeight(*o))
+    tokens = len(residual)
+    if tokens == 1 and len(x) == 1:
+        return one_token(x[0], residual, (o, gate_up, down, qkv), bias, (mlp_norm, norm), eps, scheme)
+    attended = make_digits(x[0].contiguous(), room_for(tokens)) if len(x) == 1 else Digits(x[0], x[1], tokens)
+    room = attended.codes.shape[2]
+    y = digits_shares(attended, TiledWeight(*o))
     y = gated_digits_product(add_rmsnorm_digits(residual, y, mlp_norm, eps, room), TiledWeight(*gate_up))
     y = digits_shares(y, TiledWeight(*down))
     if not qkv:
         return add_rmsnorm(residual, y, norm, eps)
-    return digits_product(add_rmsnorm_digits(residual, y, norm, eps, room), TiledWeight(*qkv), bias, x.dtype)
+    normal = add_rmsnorm_digits(residual, y, norm, eps, room)
+    return digits_product(normal, TiledWeight(*qkv), bias, residual.dtype)

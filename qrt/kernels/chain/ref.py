@@ -9,10 +9,11 @@ from torch import Tensor
 from qrt.kernels.linear import linear
 from qrt.kernels.rmsnorm import add_rmsnorm
 from qrt.kernels.silu_mul import silu_mul
+from qrt.quant.digits import Digits
 
 
 def chain(
-    x: Tensor,
+    x: Sequence[Tensor],
     residual: Tensor,
     o: Sequence[Tensor],
     gate_up: Sequence[Tensor],
@@ -25,7 +26,8 @@ def chain(
     scheme: str,
 ) -> Tensor:
     """See the package's docstring."""
-    y = add_rmsnorm(residual, linear(x, o, None, scheme), mlp_norm, eps)
+    attended = x[0] if len(x) == 1 else Digits(x[0], x[1], len(residual)).read().to(residual.dtype)
+    y = add_rmsnorm(residual, linear(attended, o, None, scheme), mlp_norm, eps)
     y = linear(silu_mul(linear(y, gate_up, None, scheme)), down, None, scheme)
     y = add_rmsnorm(residual, y, norm, eps)
     return linear(y, qkv, bias, scheme) if qkv else y

@@ -1,4 +1,6 @@
-"""decode_attention: one query token per request against the cached tokens of that request.
+"""One query token per request against the cached tokens of that request.
+
+decode_attention(q, kv, slot_table, rows, kv_lens, parts, format, scale) -> [B, Hq, D]
 
 q [B, Hq, D] (heads contiguous, any token stride), in the basis of the cache; kv: the layer's buffers in the
 order of `KVFormat.buffers`; slot_table int32 [R, L]: row r, column p holds the slot of position p;
@@ -6,8 +8,15 @@ rows, kv_lens int32 [B]: row of the table, tokens to attend; parts int32 [P, 8]:
 Query head h reads KV head h // (Hq/Hkv). Returns softmax(scale * q K^T) V, [B, Hq, D] in q's dtype and the
 model's basis; zeros where kv_lens is 0.
 
-On a GPU whose kernels overlap the one launched before may write q and each request's last token. All else
-must be there before that one starts, as what a step begins with (`token_inputs`, torch's operators) sees to.
+append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, parts, out, format, scale)
+
+`kv_write` of the newest token of each request, whose q [B, Hq, D] and k, v [B, Hkv, D] are given before RoPE,
+at position kv_lens - 1 and the slot of that, and decode_attention of it, in one launch. q, k and v stay as
+they are. No request may come twice. out: [as above], or [codes, facts] of it as `Digits`, D = 128.
+
+On a GPU whose kernels overlap the one launched before may write q, k, v and each request's last token. All
+else must be there before that one starts, as what a step begins with (`token_inputs`, torch's operators)
+sees to.
 
 The grid depends on shapes only and parts are read on the device, so a CUDA graph captured once serves
 every context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
@@ -16,6 +25,7 @@ every context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashd
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -42,4 +52,18 @@ decode_attention = define(
     ref=ref.decode_attention,
     triton="qrt.kernels.decode_attention.kernel:decode_attention",
     fake=_fake,
+)
+
+
+def _fake_append(*args: Any) -> None:
+    return None
+
+
+append_attention = define(
+    "append_attention(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!)[] kv, "
+    "Tensor? smoothing, Tensor slot_table, Tensor rows, Tensor kv_lens, Tensor parts, Tensor(b!)[] out, "
+    "str format, float scale) -> ()",
+    ref=ref.append_attention,
+    triton="qrt.kernels.decode_attention.kernel:append_attention",
+    fake=_fake_append,
 )

@@ -6,12 +6,14 @@ last of the groups so merged merges those, and whoever holds the whole leaves th
 (research/kv.md section 2.5). Parts are added in their order, so results do not depend on timing.
 
 Where requests are few, programs load what they attend first, slots, K and V, while the kernel before works;
-only then they wait for it, for its query (`DecodeBlock.ahead`).
+only then they wait for it, for its query (`DecodeBlock.ahead`). `append_attention` saves a launch: each
+program turns its query, and the one with a request's last part stores the newest K and V before it loads any.
 """
 
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -20,19 +22,23 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.checks import expect
-from qrt.kernels.decode_attention.plan import FIELDS
+from qrt.kernels.decode_attention.plan import FIELDS, block_of
 from qrt.kernels.device import (
+    enter_basis,
     half_width,
+    into_basis,
     leave_basis,
     load_halves,
     online_softmax,
+    rope,
     signs,
     store_halves,
     token_stride,
 )
 from qrt.kernels.gpu import overlaps
+from qrt.quant.device import store_digits_of_halves
 from qrt.quant.kv import KV_FORMATS
-from qrt.quant.kv.base import DOT_COLUMNS, DecodeBlock
+from qrt.quant.kv.base import DOT_COLUMNS
 from qrt.quant.kv.device import KVDevice, all_tokens, no_sums, part_columns
 
 FAN_IN = 16  # parts that one program merges, and groups of parts; where there are more parts, half of them
@@ -44,13 +50,6 @@ LEAST = tl.constexpr(-1e30)  # below every log-sum-exp, and finite
 def _arrivals(counters: int, device: torch.device) -> Tensor:
     """Zero between launches, so that launches that follow each other may share it."""
     return torch.zeros(counters, dtype=torch.int32, device=device)
-
-
-def block_of(measured: DecodeBlock, head_dim: int, dtype: torch.dtype) -> DecodeBlock:
-    """The format's block, measured for heads of 64 and 128 in 16 bits, or one that any head fits."""
-    if dtype is torch.float32:  # exact dots run outside the tensor cores
-        return DecodeBlock(tokens=32, stages=3, warps=4, registers=255)
-    return measured if head_dim <= 128 else DecodeBlock(tokens=32, stages=3, warps=2, registers=255)
 
 
 @triton.jit
@@ -123,14 +122,90 @@ def _merge(
 
 
 @triton.jit
+def _angles(new, position, dims, real, M: tl.constexpr, D: tl.constexpr):
+    """cos and sin [M, H] of a position."""
+    at = position.to(tl.int64) * (D // 2) + dims[None, :] + tl.zeros([M, 1], tl.int32)
+    mask = real[None, :]
+    return tl.load(new[2] + at, mask=mask, other=0.0), tl.load(new[3] + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_new(
+    new, smoothing, position, request, slot, kv_head, buffers, rotation, dims, real,
+    HKV: tl.constexpr, D: tl.constexpr, FMT: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Store the newest token's K and V of the KV heads, the rows of a tile, as `kv_write` does."""
+    row = tl.arange(0, 2 * TOGETHER)
+    which, head, every = row // TOGETHER, kv_head + row % TOGETHER, row >= 0
+    is_k = (which == 0)[:, None]
+    rows = tl.where(which == 0, new[0] + request * new[4], new[1] + request * new[5]) + head * D
+    cos, sin = _angles(new, position, dims, real, 2 * TOGETHER, D)
+    lo, hi = load_halves(rows, every, dims, real, D)
+    lo, hi = lo.to(tl.float32), hi.to(tl.float32)
+    k_lo, k_hi = rope(lo, hi, cos, sin)
+    if smoothing is not None:
+        gains = smoothing + (HKV + head) * D
+        g_lo, g_hi = load_halves(gains, every, dims, real, D)
+        s_lo, s_hi = load_halves(gains + HKV * D, every, dims, real, D)
+        k_lo, k_hi = tl.fma(k_lo, g_lo, -s_lo), tl.fma(k_hi, g_hi, -s_hi)
+    lo, hi = tl.where(is_k, k_lo, lo), tl.where(is_k, k_hi, hi)
+    if rotation is not None:
+        lo, hi = into_basis(lo, hi, rotation, dims, real, D)
+    FMT.encode(lo, hi, buffers, slot.to(tl.int64) + 0 * row, head, every, which, HKV, D)
+    tl.debug_barrier()  # stored before any thread loads it
+
+
+@triton.jit
+def _query(
+    queries, new, smoothing, position, kv_head, live, dims, real, rotation, scale,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, FMT: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """What the kernel before left at `queries` [M], as the format wants it; of `new` tokens also turned, as
+    `kv_write` does it, but for the basis, which is entered in 16 bits."""
+    lo, hi = load_halves(queries, live, dims, real, D)
+    if new is not None:
+        dtype: tl.constexpr = lo.dtype
+        cos, sin = _angles(new, position, dims, real, M, D)
+        lo, hi = rope(lo.to(tl.float32), hi.to(tl.float32), cos, sin)
+        if smoothing is not None:
+            gains = smoothing + (kv_head + tl.arange(0, M) // (M // TOGETHER)) * D
+            g_lo, g_hi = load_halves(gains, live, dims, real, D)
+            lo, hi = lo * g_lo, hi * g_hi
+        if rotation is not None:
+            lo, hi = enter_basis(lo, hi, rotation, dims, real, D)
+        lo, hi = lo.to(dtype), hi.to(dtype)
+    return FMT.query(lo, hi, scale, N, TOGETHER)
+
+
+@triton.jit
+def _store_result(
+    lo, hi, out, facts, request, head, live, dims, real, HQ: tl.constexpr, D: tl.constexpr,
+    ROOM: tl.constexpr,
+):  # fmt: skip
+    """What the heads [M] of a request attended, fp32 [M, H] twice; with ROOM as `Digits` of what is rounded
+    to bf16, a group a head."""
+    if ROOM > 0:
+        lo, hi = lo.to(tl.bfloat16).to(tl.float32), hi.to(tl.bfloat16).to(tl.float32)
+        store_digits_of_halves(lo, hi, out, facts, request + 0 * head, head, live, HQ, ROOM)
+    else:
+        store_halves(out + (request.to(tl.int64) * HQ + head) * D, lo, hi, live, dims, real, D)
+
+
+@triton.jit
 def _attend_kernel(
-    q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
+    q, new, smoothing, buffers, slot_table, parts, kv_lens, partial, lse, arrivals, rotation, out, facts,
+    scale, stride_q, stride_table,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
     MERGED: tl.constexpr, FAN: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
-    launch_pdl: tl.constexpr,
+    ROOM: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """grid (Hkv / TOGETHER, P). partial [P, Hq, D] and lse [P, Hq] take normalized parts."""
+    """grid (Hkv / TOGETHER, P). partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new`: k, v, cos,
+    sin and the strides of k and v, or None where the cache has the last token. ROOM, unless 0: out and facts
+    are those of `Digits`."""
+    EARLY: tl.constexpr = launch_pdl and ROOM > 0
+    if EARLY:  # what reads Digits asks for its weights before it waits
+        gdc_launch_dependents()
     kv_head, entry = tl.program_id(0) * TOGETHER, tl.program_id(1)
     part = parts + entry * FIELDS  # of the step, not of the kernel before
     request, table_row = tl.load(part), tl.load(part + 1).to(tl.int64)
@@ -138,23 +213,32 @@ def _attend_kernel(
     index, count = tl.load(part + 4), tl.load(part + 5)
     if request < 0:
         return
+    is_last, position = index == count - 1, tl.load(kv_lens + request) - 1
     if launch_pdl:  # the kernel before writes the query and the last token, which is not loaded ahead
-        if (AHEAD == 0) | ((index == count - 1) & (end - start <= AHEAD * TILE)):
+        if (AHEAD == 0) | (is_last & ((new is not None) | (end - start <= AHEAD * TILE))):
             gdc_wait()
     table = slot_table + table_row * stride_table + start + tl.arange(0, TILE)
     row = tl.arange(0, M)
     SHARE: tl.constexpr = M // TOGETHER  # of the rows, of each KV head
     live, head = row % SHARE < G, (kv_head + row // SHARE) * G + row % SHARE
     dims, real = part_columns(D, FMT.parts, H)
-    result = out + (request.to(tl.int64) * (HKV * G) + head) * D
     if start >= end:
         nothing = tl.zeros([M, H], tl.float32)
-        store_halves(result, nothing, nothing, live, dims, real, D)
+        _store_result(nothing, nothing, out, facts, request, head, live, dims, real, HKV * G, D, ROOM)
         return
+    if new is not None:
+        if is_last:
+            slot = tl.load(slot_table + table_row * stride_table + position)
+            _store_new(
+                new, smoothing, position, request.to(tl.int64), slot, kv_head, buffers, rotation, dims, real,
+                HKV, D, FMT, TOGETHER,
+            )  # fmt: skip
     queries = q + request.to(tl.int64) * stride_q + head * D
     if AHEAD == 0:
-        lo, hi = load_halves(queries, live, dims, real, D)
-        query = FMT.query(lo, hi, scale, 1, TOGETHER)
+        query = _query(
+            queries, new, smoothing, position, kv_head, live, dims, real, rotation, scale, D, M, 1, FMT,
+            TOGETHER,
+        )  # fmt: skip
     else:
         nothing = tl.zeros([M, H], q.dtype.element_ty)
         query = FMT.query(nothing, nothing, scale, TILE, TOGETHER)
@@ -171,10 +255,12 @@ def _attend_kernel(
             if first == start:  # here, behind what the compiler loads before the loop
                 if launch_pdl:
                     gdc_wait()
-                lo, hi = load_halves(queries, live, dims, real, D)
-                query = FMT.query(lo, hi, scale, TILE, TOGETHER)
+                query = _query(
+                    queries, new, smoothing, position, kv_head, live, dims, real, rotation, scale, D, M, TILE,
+                    FMT, TOGETHER,
+                )  # fmt: skip
         m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
-    if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
+    if launch_pdl and not EARLY:  # in the loop the next kernel's programs take the places of this one's
         gdc_launch_dependents()
     lo, hi = FMT.finish(acc, TOGETHER)
     sums = all_tokens(l)
@@ -190,7 +276,7 @@ def _attend_kernel(
     if whole:
         if rotation is not None:
             lo, hi = leave_basis(lo, hi, rotation, dims, real, D, True)
-        store_halves(result, lo, hi, live, dims, real, D)
+        _store_result(lo, hi, out, facts, request, head, live, dims, real, HKV * G, D, ROOM)
 
 
 def decode_attention(
@@ -204,28 +290,73 @@ def decode_attention(
     scale: float,
 ) -> Tensor:
     """See the package's docstring."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _launch(q, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, scale)
+    return out
+
+
+def append_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Sequence[Tensor],
+    smoothing: Tensor | None,
+    slot_table: Tensor,
+    rows: Tensor,
+    kv_lens: Tensor,
+    parts: Tensor,
+    out: Sequence[Tensor],
+    format: str,
+    scale: float,
+) -> None:
+    """See the package's docstring."""
+    B, _, D = q.shape
+    Hkv = expect(k, "B Hkv D", q.dtype, "k", B=B, D=D)["Hkv"]
+    expect(v, "B Hkv D", q.dtype, "v", B=B, Hkv=Hkv, D=D)
+    if smoothing is not None:
+        expect(smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
+    new = k, v, cos, sin, token_stride(k, "k"), token_stride(v, "v")
+    _launch(q, new, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, scale)
+
+
+def _launch(
+    q: Tensor,
+    new: tuple[Any, ...] | None,
+    smoothing: Tensor | None,
+    kv: Sequence[Tensor],
+    slot_table: Tensor,
+    rows: Tensor,
+    kv_lens: Tensor,
+    parts: Tensor,
+    out: Sequence[Tensor],
+    format: str,
+    scale: float,
+) -> None:
+    """`new` as the kernel wants it; out [B, Hq, D], or the codes and facts of Digits."""
     B, Hq, D = expect(q, "B Hq D", name="q").values()
     Hkv = kv[0].shape[1]
     for name, lens in {"rows": rows, "kv_lens": kv_lens}.items():
         expect(lens, "B", torch.int32, name, B=B)
     P = expect(parts, f"P {FIELDS}", torch.int32, "parts")["P"]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if B == 0:
-        return out
+        return
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device
     block = block_of(fmt.block(B, Hq, Hkv), D, q.dtype)
     partial = torch.empty(P, Hq, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(P, Hq, dtype=torch.float32, device=q.device)
     heads = max(DOT_COLUMNS, block.heads * triton.next_power_of_2(Hq // Hkv))
+    result, facts = out if len(out) == 2 else (out[0], None)
     _attend_kernel[(Hkv // block.heads, P)](
-        q, tuple(kv), slot_table, parts, partial, lse, _arrivals(triton.next_power_of_2(P * Hkv), q.device),
-        signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e),
-        token_stride(q, "q"), slot_table.stride(0),
+        q, new, smoothing, tuple(kv), slot_table, parts, kv_lens, partial, lse,
+        _arrivals(triton.next_power_of_2(P * Hkv), q.device), signs(D, q.device) if fmt.rotated else None,
+        result, facts, scale * math.log2(math.e), token_stride(q, "q"), slot_table.stride(0),
         G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts), M=heads, TILE=block.tokens, FMT=device,
         STAGES=block.stages, FIELDS=FIELDS, FAN=FAN_IN,
         MERGED=min(FAN_IN, max(1, MERGED_ROWS * block.warps // heads)),
-        TOGETHER=block.heads, AHEAD=block.stages // 2 if block.ahead else 0, num_warps=block.warps,
+        TOGETHER=block.heads, AHEAD=block.stages // 2 if block.ahead else 0,
+        ROOM=0 if facts is None else facts.shape[2], num_warps=block.warps,
         maxnreg=block.registers, launch_pdl=overlaps(q.device),
     )  # fmt: skip
-    return out

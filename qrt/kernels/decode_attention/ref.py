@@ -1,4 +1,4 @@
-"""decode_attention from its definition, in fp32."""
+"""decode_attention from its definition, in fp32, and append_attention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qrt.kernels.kv_write.ref import kv_write
+from qrt.quant.digits import Digits
 from qrt.quant.kv import KV_FORMATS
 
 GATHER_TOKENS = 1 << 13  # decoded at a time: bounds the fp32 copy of K and V and keeps it in cache
@@ -48,3 +50,34 @@ def _attend(
     scores = (queries @ k.mT * scale).masked_fill(~live[:, None, None], -torch.inf)
     values = fmt.from_basis((torch.softmax(scores, -1) @ v).flatten(1, 2))
     return values.masked_fill(~live.any(1)[:, None, None], 0.0)
+
+
+def append_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Sequence[Tensor],
+    smoothing: Tensor | None,
+    slot_table: Tensor,
+    rows: Tensor,
+    kv_lens: Tensor,
+    parts: Tensor,
+    out: Sequence[Tensor],
+    format: str,
+    scale: float,
+) -> None:
+    """See the package's docstring."""
+    live = kv_lens > 0
+    positions = kv_lens[live].long() - 1
+    slots = slot_table[rows[live].long(), positions].long()
+    queries = q[live]
+    kv_write(queries, k[live], v[live], cos, sin, positions, slots, kv, smoothing, format)
+    turned = q.clone()
+    turned[live] = queries
+    attended = decode_attention(turned, kv, slot_table, rows, kv_lens, parts, format, scale)
+    if len(out) == 1:
+        out[0].copy_(attended)
+    else:
+        Digits(out[0], out[1], len(q)).write(attended.flatten(1))

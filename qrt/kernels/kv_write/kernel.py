@@ -17,6 +17,7 @@ from qrt.kernels.device import (
     half_width,
     into_basis,
     load_halves,
+    rope,
     signs,
     store_halves,
     token_stride,
@@ -34,9 +35,10 @@ DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n chann
 
 @triton.jit
 def _pair(lo, hi, wanted, dims, real, D: tl.constexpr):
-    """The half vectors fp32 [M, H] at the pointers lo and hi [M], if they are `wanted`."""
+    """The half vectors fp32 [M, H] at the pointers lo and hi [M]; zero where they are not `wanted`."""
     mask = wanted[:, None] & real[None, :] if dims.shape[0] != D // 2 else wanted[:, None]
-    return tl.load(lo[:, None] + dims[None, :], mask=mask), tl.load(hi[:, None] + dims[None, :], mask=mask)
+    lo, hi = lo[:, None] + dims[None, :], hi[:, None] + dims[None, :]
+    return tl.load(lo, mask=mask, other=0.0), tl.load(hi, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -72,11 +74,9 @@ def _kv_write_kernel(
 
     lo, hi = lo.to(tl.float32), hi.to(tl.float32)
     if is_v == 0:
-        lo, hi = lo * c - hi * s, hi * c + lo * s
+        lo, hi = rope(lo, hi, c, s)
         if smoothing is not None:
-            lo, hi = lo * g_lo, hi * g_hi
-            if is_q == 0:
-                lo, hi = lo - s_lo, hi - s_hi
+            lo, hi = tl.fma(lo, g_lo, -s_lo), tl.fma(hi, g_hi, -s_hi)
     if rotation is not None:
         lo, hi = into_basis(lo, hi, rotation, dims, real, D)
     store_halves(rows, lo, hi, live, dims, real, D)

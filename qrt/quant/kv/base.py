@@ -19,8 +19,9 @@ DOT_COLUMNS = 8  # of a tensor core's, at least; heads that do not fill them cos
 
 class DecodeBlock(NamedTuple):
     """How decode attention goes through a format: tokens of a tile, tiles in flight, warps, registers of a
-    thread, KV heads of a program, and whether it loads the first tiles before the query is there. The fastest
-    of some on an H200 at 32 query and 8 KV heads of 128 (qrt/kernels/NOTES.md)."""
+    thread, KV heads of a program, whether it loads the first tiles before the query is there, and whether it
+    stores the newest tokens (`append_attention`). The fastest of some on an H200 at 32 query and 8 KV heads
+    of 128 (qrt/kernels/NOTES.md)."""
 
     tokens: int
     stages: int
@@ -28,6 +29,7 @@ class DecodeBlock(NamedTuple):
     registers: int
     heads: int = 1
     ahead: bool = False
+    appends: bool = False
 
     @property
     def heads_per_sm(self) -> int:

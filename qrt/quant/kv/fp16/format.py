@@ -19,6 +19,8 @@ class Fp16Format(KVFormat):
     rotated = False
     decode_blocks = {
         1: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True),
+        2: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True, appends=True),
+        48: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True),
         128: DecodeBlock(tokens=64, stages=2, warps=2, registers=255),
     }
 

@@ -1,0 +1,178 @@
+"""append_attention against kv_write, byte for byte, and fp64 attention on what the cache then holds."""
+
+import pytest
+import torch
+from attention_truth import DTYPES, attend, bound, cache, error, from_basis, rope, to_basis
+
+from backends import COMPILED
+from qrt.kernels.decode_attention import append_attention, kernel, ref
+from qrt.kernels.decode_attention.plan import block_of, cut
+from qrt.kernels.kv_write import kernel as write_kernel
+from qrt.kernels.kv_write import ref as write_ref
+from qrt.quant.digits import GROUP, Digits
+from qrt.quant.kv import KV_FORMATS
+
+REF = ref.append_attention, write_ref.kv_write
+TRITON = kernel.append_attention, write_kernel.kv_write
+BOTH = pytest.mark.parametrize("append, write", [REF, TRITON], ids=["ref", "triton"])
+FORMATS = pytest.mark.parametrize("name", KV_FORMATS)
+SIXTEEN = torch.bfloat16 if COMPILED else torch.float16
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+class Step:
+    """The newest token of each request: q, k and v of it before RoPE, its slot poisoned."""
+
+    def __init__(self, name, lens, Hq, Hkv, D, dtype, device, *, smooth=False, normed=False):
+        gen = torch.Generator().manual_seed(sum(lens) + D)
+        self.held = held = cache(name, lens, Hkv, D, dtype, device)
+        self.slots = held.slot_table[held.rows.long(), held.kv_lens.long() - 1]
+        for buffer in held.buffers:
+            buffer[self.slots.long()] = torch.nan if buffer.is_floating_point() else -1
+        fused = torch.randn(len(lens), (Hq + 2 * Hkv) * D, generator=gen).to(device, dtype) * 1.5
+        self.parts = fused.unflatten(1, (-1, D)).split((Hq, Hkv, Hkv), 1)
+        if normed:  # q and k of their own, as behind norms of heads
+            self.parts = self.parts[0].contiguous(), self.parts[1].contiguous(), self.parts[2]
+        angles = torch.arange(max(lens))[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
+        self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
+        self.smoothing = None
+        if smooth and KV_FORMATS[name].rotated:
+            self.smoothing = (torch.randn(3, Hkv, D, generator=gen) / 4).to(device)
+            self.smoothing[:2].exp_()  # gains
+
+    def written(self, write):
+        """The buffers as `kv_write` leaves them."""
+        held, buffers = self.held, [x.clone() for x in self.held.buffers]
+        parts = [x.clone() for x in self.parts]
+        write(*parts, self.cos, self.sin, held.kv_lens - 1, self.slots, buffers, self.smoothing, held.name)
+        return buffers
+
+    def run(self, append, cuts, digits=None):
+        """What was attended, each request cut into so many parts."""
+        held, q = self.held, self.parts[0]
+        cuts = torch.tensor(cuts, device=q.device).expand(len(q))
+        parts = cut(held.rows, held.kv_lens, -(-held.kv_lens // cuts), int(cuts.sum()) + 2)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        append(
+            *self.parts, self.cos, self.sin, held.buffers, self.smoothing, held.slot_table, held.rows,
+            held.kv_lens, parts, [out] if digits is None else [digits.codes, digits.facts], held.name,
+            q.shape[-1] ** -0.5,
+        )  # fmt: skip
+        return out if digits is None else digits
+
+    def truth(self):
+        """In fp64, from the cache's own K and V."""
+        held, q = self.held, self.parts[0]
+        at = held.kv_lens.long() - 1
+        q = rope(q, self.cos[at], self.sin[at])
+        if self.smoothing is not None:
+            gain = self.smoothing[0].double()
+            q = (q.unflatten(1, (len(gain), -1)) * gain[:, None]).flatten(1, 2)
+        q = to_basis(held.name, q)
+        each = [attend(q[i : i + 1], *held.decoded(i), q.shape[-1] ** -0.5) for i in range(len(q))]
+        return from_basis(held.name, torch.cat(each))
+
+
+def bits(buffers):
+    return [buffer.view(torch.uint8) for buffer in buffers]
+
+
+def check(step, append, write, cuts):
+    """The cache is what `kv_write` makes of it, and so is what was attended; q, k and v are left alone."""
+    before, wanted = [x.clone() for x in step.parts], step.written(write)
+    out = step.run(append, cuts)
+    assert all(map(torch.equal, bits(step.held.buffers), bits(wanted)))
+    assert all(map(torch.equal, step.parts, before))
+    # q is rounded to its dtype behind RoPE and rotation, as kv_write rounds it
+    assert error(out, step.truth()) < 1.5 * bound(step.held.name, out.dtype)
+
+
+@pytest.mark.ptx(dtype=[torch.bfloat16], append=[kernel.append_attention])
+@BOTH
+@FORMATS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lengths_around_a_tile(device, append, write, name, dtype):
+    tile = block_of(KV_FORMATS[name].block(6, 4, 2), 64, dtype).tokens
+    lens = [1, tile - 1, tile, tile + 1, 2 * tile + 1, 3 * tile + 5]
+    step = Step(name, lens, 4, 2, 64, dtype, device, smooth=True)
+    check(step, append, write, [1, 2, 1, 2, 2, 3])
+
+
+@FORMATS
+@pytest.mark.parametrize("Hq, Hkv, D", [
+    (3, 1, 80), (16, 1, 64), (7, 7, 96), (14, 2, 128), (4, 2, 256), (6, 2, 80), (8, 2, 128),
+])  # fmt: skip
+def test_heads_and_head_dims(device, name, Hq, Hkv, D):
+    step = Step(name, [40, 7], Hq, Hkv, D, torch.float16, device, smooth=True, normed=True)
+    check(step, *TRITON, 2)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 47, 48, 200])
+@FORMATS
+def test_every_block(device, name, requests):
+    """Also those for which nobody calls it."""
+    step = Step(name, [1 + i % 90 for i in range(requests)], 8, 2, 64, torch.float16, device)
+    check(step, *TRITON, 1)
+
+
+@pytest.mark.ptx(append=[kernel.append_attention])
+@BOTH
+@pytest.mark.parametrize("name", ["fp16", "int8"])
+def test_as_digits(device, append, write, name):
+    """Of what is rounded to bf16, and zeros of a request without tokens."""
+    lens, heads = [70, 3, 130], 8
+    step = Step(name, lens, heads, 2, GROUP, SIXTEEN, device)
+    wanted = step.written(write)
+    out = step.run(append, [2, 1, 3]).bfloat16().float().flatten(1)
+    digits = step.run(append, [2, 1, 3], Digits.empty(3, heads * GROUP, 8, device))
+    assert all(map(torch.equal, bits(step.held.buffers), bits(wanted)))
+    half = digits.facts[0, :, :3].T.repeat_interleave(GROUP, 1) / 2
+    rounded = 0 if COMPILED else 2**-7 * out.abs()  # by way of fp16; the interpreter cuts bf16 off
+    assert ((digits.read() - out).abs() <= 1.01 * half + rounded).all()
+    step.held.kv_lens[1] = 0
+    again = step.run(append, [2, 1, 3], Digits.empty(3, heads * GROUP, 8, device)).read()
+    assert not again[1].any() and torch.equal(again[[0, 2]], digits.read()[[0, 2]])
+
+
+@BOTH
+@FORMATS
+def test_rows_without_tokens_store_nothing(device, append, write, name):
+    step = Step(name, [33, 5, 8], 4, 2, 64, torch.float32, device)
+    wanted = step.written(write)
+    for written, buffer in zip(wanted, step.held.buffers, strict=True):
+        written[step.slots[1].long()] = buffer[step.slots[1].long()]
+    step.held.kv_lens[1] = 0
+    step.held.slot_table[step.held.rows[1]] = 2**30
+    out = step.run(append, [2, 1, 1])
+    assert all(map(torch.equal, bits(step.held.buffers), bits(wanted)))
+    assert not out[1].any() and out.isfinite().all()
+
+
+def test_smoothing_of_another_model_is_refused(device):
+    step = Step("int8", [9], 4, 2, 64, torch.float32, device, smooth=True)
+    step.smoothing = step.smoothing[:, :1]
+    with pytest.raises(ValueError, match="smoothing"):
+        step.run(kernel.append_attention, 1)
+
+
+def test_operator(device):
+    step = Step("int8", [20, 3], 4, 2, 64, torch.float32, device)
+    check(step, append_attention, (REF if device.type == "cpu" else TRITON)[1], 1)
+    held, out = step.held, torch.empty_like(step.parts[0])
+    parts = cut(held.rows, held.kv_lens, held.kv_lens, 2)
+    args = (
+        *step.parts, step.cos, step.sin, held.buffers, None, held.slot_table, held.rows, held.kv_lens, parts,
+        [out], "int8", 0.125,
+    )  # fmt: skip
+    torch.library.opcheck(append_attention, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, dtype", [("fp16", torch.bfloat16), ("int8", torch.bfloat16)])
+@pytest.mark.parametrize("lens, Hq, Hkv, D", [
+    ([1100] * 16, 32, 8, 128), ([1, 4096, 64, 65, 1280] * 3, 32, 8, 128),
+    ([1 + 97 * i for i in range(47)], 28, 4, 128), ([300] * 9, 20, 20, 80), ([2048] * 5, 16, 2, 256),
+])  # fmt: skip
+def test_sizes_of_users(device, name, dtype, lens, Hq, Hkv, D):
+    step = Step(name, lens, Hq, Hkv, D, dtype, device)
+    check(step, *TRITON, 4)
