@@ -92,10 +92,10 @@ def check(step, append, write, cuts):
 @FORMATS
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lengths_around_a_tile(device, append, write, name, dtype):
-    tile = block_of(KV_FORMATS[name].block(6, 4, 2), 64, dtype).tokens
-    lens = [1, tile - 1, tile, tile + 1, 2 * tile + 1, 3 * tile + 5]
+    tile = block_of(KV_FORMATS[name].block(7, 4, 2), 64, dtype).tokens
+    lens = [1, tile - 1, tile, tile + 1, 2 * tile + 1, 3 * tile + 5, 4 * tile + 3]
     step = Step(name, lens, 4, 2, 64, dtype, device, smooth=True)
-    check(step, append, write, [1, 2, 1, 2, 2, 3])
+    check(step, append, write, [1, 2, 1, 2, 1, 3, 1])
 
 
 @FORMATS

@@ -19,9 +19,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import multiprocessors, overlaps, shared_bytes
+from qrt.kernels.linear import hopper_16bit_kernel
 from qrt.kernels.linear.hopper_kernel import WidePlan, fits, wide_gemm, wide_plan
 from qrt.kernels.linear.int8_kernel import gated_int8_gemm, gated_plan, int8_gemm, quantize_tokens
 from qrt.kernels.linear.split_kernel import sum_splits
@@ -305,9 +307,15 @@ def _stages(device: torch.device, stage_bytes: int, most: int) -> int:
     return max(1, min(most, (shared_bytes(device) - SMALL_BYTES) // stage_bytes))
 
 
-GEMMS = Gemms(tile_gemm, int8_gemm)
-GATED = Gemms(gated_tile_gemm, gated_int8_gemm)
-SHARED = Gemms(tile_gemm, partial(int8_gemm, shares=True))
+def plain_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] @ weight.T + bias of one dtype."""
+    few = hopper_16bit_kernel.fits(x, weight)
+    return hopper_16bit_kernel.hopper_16bit_gemm(x, weight, bias) if few else F.linear(x, weight, bias)
+
+
+GEMMS = Gemms(tile_gemm, int8_gemm, plain_gemm)
+GATED = Gemms(gated_tile_gemm, gated_int8_gemm, plain_gemm)
+SHARED = Gemms(tile_gemm, partial(int8_gemm, shares=True), plain_gemm)
 
 
 def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:

@@ -92,10 +92,12 @@ class Gemms(NamedTuple):
     tiles   (x, TiledWeight, bias, bits, unpack) -> [T, N]
     int8    (x, codes int8 [N, K], scale fp32 [N], arrivals int32 [N], bias) -> [T, N]; x is quantized per
             token unless it comes so
+    plain   (x, weight [N, K] of x's dtype, bias) -> [T, N]
     """
 
     tiles: Callable[[Tensor, Any, Tensor | None, int, Any], Tensor]
     int8: Callable[[Tensor | QuantizedTokens, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    plain: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class WeightScheme(ABC):
