@@ -40,20 +40,21 @@ class DecoderLayer:
         Returns `norm`, the one that follows, of it [T, H], or what `reader`, the one Linear that reads that,
         makes of it.
         """
-        tokens = len(residual)
-        room = room_for(tokens) if tokens > 1 and self._chained(norm, reader, residual) else 0
-        y = self.attention(qkv, step, kv, rope, room)
-        return self.after_attention(y, norm, reader, residual)
+        chained, tokens = self.chained(norm, reader, residual), len(residual)
+        y = self.attention(qkv, step, kv, rope, room_for(tokens) if chained and tokens > 1 else 0)
+        return self.after_attention(y, norm, reader, residual, chained)
 
     def after_attention(
-        self, y: Tensor | Digits, norm: RMSNorm, reader: Linear | None, residual: Tensor
+        self, y: Tensor | Digits, norm: RMSNorm, reader: Linear | None, residual: Tensor, chained: bool
     ) -> Tensor:
-        """The rest of a call, from what the heads attended, y [T, Hq*D], as Digits only where `_chained`."""
-        if isinstance(y, Digits) or self._chained(norm, reader, residual):
+        """The rest of a call, from what the heads attended, y [T, Hq*D], by `chain` if `chained`, which takes
+        Digits too."""
+        if chained:
             tensors = [x.tensors for x in self._linears(reader)] + ([] if reader else [[]])
             x = [y] if isinstance(y, Tensor) else [y.codes, y.facts]
             norms = self.mlp_norm.weight, norm.weight, norm.eps
             return chain(x, residual, *tensors, reader.bias if reader else None, *norms, self.mlp.down.scheme)
+        assert isinstance(y, Tensor)
         y = self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o.shares(y)))
         return reader(norm.add_for(reader, residual, y)) if reader else norm.add(residual, y)
 
@@ -61,7 +62,7 @@ class DecoderLayer:
         """Those behind attention, up to the one that reads the next norm."""
         return [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
 
-    def _chained(self, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> bool:
+    def chained(self, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> bool:
         """Whether `chain` takes what is between the attention of two layers."""
         linears = self._linears(reader)
         if len(residual) > MOST_TOKENS or self.mlp_norm.eps != norm.eps:

@@ -65,7 +65,11 @@ def chain_rows(
             widths = config.num_heads * config.head_dim, config.hidden_size
             y, residual = (torch.randn(m, width, device=device, dtype=model.dtype) for width in widths)
             us = microseconds(
-                DecoderLayer.after_attention, [(layer, y, *others, residual) for layer, *others in blocks]
+                DecoderLayer.after_attention,
+                [
+                    (layer, y, norm, reader, residual, layer.chained(norm, reader, residual))
+                    for layer, norm, reader in blocks
+                ],
             )
             flops, num_bytes = m * _flops_per_token(model, 0), _weight_bytes(model)
             what = _plain(device) if scheme == "fp16" else scheme

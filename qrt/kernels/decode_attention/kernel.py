@@ -122,16 +122,22 @@ def _merge(
 
 
 @triton.jit
-def _angles(new, position, dims, real, M: tl.constexpr, D: tl.constexpr):
-    """cos and sin [M, H] of a position."""
-    at = position.to(tl.int64) * (D // 2) + dims[None, :] + tl.zeros([M, 1], tl.int32)
-    mask = real[None, :]
-    return tl.load(new[2] + at, mask=mask, other=0.0), tl.load(new[3] + at, mask=mask, other=0.0)
+def _angles(new, position, dims, real, D: tl.constexpr):
+    """cos and sin [1, H] of a position."""
+    at = position.to(tl.int64) * (D // 2) + dims
+    cos, sin = tl.load(new[2] + at, mask=real, other=0.0), tl.load(new[3] + at, mask=real, other=0.0)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def _turned(lo, hi, angles):
+    """`rope` of vectors [M, H] of one position."""
+    return rope(lo, hi, tl.broadcast_to(angles[0], lo.shape), tl.broadcast_to(angles[1], lo.shape))
 
 
 @triton.jit
 def _store_new(
-    new, smoothing, position, request, slot, kv_head, buffers, rotation, dims, real,
+    new, smoothing, angles, request, slot, kv_head, buffers, rotation, dims, real,
     HKV: tl.constexpr, D: tl.constexpr, FMT: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Store the newest token's K and V of the KV heads, the rows of a tile, as `kv_write` does."""
@@ -139,10 +145,9 @@ def _store_new(
     which, head, every = row // TOGETHER, kv_head + row % TOGETHER, row >= 0
     is_k = (which == 0)[:, None]
     rows = tl.where(which == 0, new[0] + request * new[4], new[1] + request * new[5]) + head * D
-    cos, sin = _angles(new, position, dims, real, 2 * TOGETHER, D)
     lo, hi = load_halves(rows, every, dims, real, D)
     lo, hi = lo.to(tl.float32), hi.to(tl.float32)
-    k_lo, k_hi = rope(lo, hi, cos, sin)
+    k_lo, k_hi = _turned(lo, hi, angles)
     if smoothing is not None:
         gains = smoothing + (HKV + head) * D
         g_lo, g_hi = load_halves(gains, every, dims, real, D)
@@ -157,16 +162,15 @@ def _store_new(
 
 @triton.jit
 def _query(
-    queries, new, smoothing, position, kv_head, live, dims, real, rotation, scale,
+    queries, angles, smoothing, kv_head, live, dims, real, rotation, scale,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, FMT: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """What the kernel before left at `queries` [M], as the format wants it; of `new` tokens also turned, as
+    """What the kernel before left at `queries` [M], as the format wants it; with angles turned by them, as
     `kv_write` does it, but for the basis, which is entered in 16 bits."""
     lo, hi = load_halves(queries, live, dims, real, D)
-    if new is not None:
+    if angles is not None:
         dtype: tl.constexpr = lo.dtype
-        cos, sin = _angles(new, position, dims, real, M, D)
-        lo, hi = rope(lo.to(tl.float32), hi.to(tl.float32), cos, sin)
+        lo, hi = _turned(lo.to(tl.float32), hi.to(tl.float32), angles)
         if smoothing is not None:
             gains = smoothing + (kv_head + tl.arange(0, M) // (M // TOGETHER)) * D
             g_lo, g_hi = load_halves(gains, live, dims, real, D)
@@ -179,22 +183,22 @@ def _query(
 
 @triton.jit
 def _store_result(
-    lo, hi, out, facts, request, head, live, dims, real, HQ: tl.constexpr, D: tl.constexpr,
+    lo, hi, result, facts, request, head, live, dims, real, HQ: tl.constexpr, D: tl.constexpr,
     ROOM: tl.constexpr,
 ):  # fmt: skip
-    """What the heads [M] of a request attended, fp32 [M, H] twice; with ROOM as `Digits` of what is rounded
-    to bf16, a group a head."""
+    """What the heads [M] of a request attended, fp32 [M, H] twice, to `result` [M]; with ROOM as `Digits` of
+    what is rounded to bf16, a group a head: their codes and facts."""
     if ROOM > 0:
         lo, hi = lo.to(tl.bfloat16).to(tl.float32), hi.to(tl.bfloat16).to(tl.float32)
-        store_digits_of_halves(lo, hi, out, facts, request + 0 * head, head, live, HQ, ROOM)
+        store_digits_of_halves(lo, hi, result, facts, request + 0 * head, head, live, HQ, ROOM)
     else:
-        store_halves(out + (request.to(tl.int64) * HQ + head) * D, lo, hi, live, dims, real, D)
+        store_halves(result, lo, hi, live, dims, real, D)
 
 
 @triton.jit
 def _attend_kernel(
-    q, new, smoothing, buffers, slot_table, parts, kv_lens, partial, lse, arrivals, rotation, out, facts,
-    scale, stride_q, stride_table,
+    q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
+    new, smoothing, kv_lens, facts,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
     MERGED: tl.constexpr, FAN: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
@@ -213,7 +217,11 @@ def _attend_kernel(
     index, count = tl.load(part + 4), tl.load(part + 5)
     if request < 0:
         return
-    is_last, position = index == count - 1, tl.load(kv_lens + request) - 1
+    is_last, angles = index == count - 1, None
+    dims, real = part_columns(D, FMT.parts, H)
+    if new is not None:
+        position = tl.maximum(tl.load(kv_lens + request) - 1, 0)
+        angles = _angles(new, position, dims, real, D)
     if launch_pdl:  # the kernel before writes the query and the last token, which is not loaded ahead
         if (AHEAD == 0) | (is_last & ((new is not None) | (end - start <= AHEAD * TILE))):
             gdc_wait()
@@ -221,22 +229,22 @@ def _attend_kernel(
     row = tl.arange(0, M)
     SHARE: tl.constexpr = M // TOGETHER  # of the rows, of each KV head
     live, head = row % SHARE < G, (kv_head + row // SHARE) * G + row % SHARE
-    dims, real = part_columns(D, FMT.parts, H)
+    result = out if ROOM > 0 else out + (request.to(tl.int64) * (HKV * G) + head) * D
     if start >= end:
         nothing = tl.zeros([M, H], tl.float32)
-        _store_result(nothing, nothing, out, facts, request, head, live, dims, real, HKV * G, D, ROOM)
+        _store_result(nothing, nothing, result, facts, request, head, live, dims, real, HKV * G, D, ROOM)
         return
     if new is not None:
         if is_last:
             slot = tl.load(slot_table + table_row * stride_table + position)
             _store_new(
-                new, smoothing, position, request.to(tl.int64), slot, kv_head, buffers, rotation, dims, real,
+                new, smoothing, angles, request.to(tl.int64), slot, kv_head, buffers, rotation, dims, real,
                 HKV, D, FMT, TOGETHER,
             )  # fmt: skip
     queries = q + request.to(tl.int64) * stride_q + head * D
     if AHEAD == 0:
         query = _query(
-            queries, new, smoothing, position, kv_head, live, dims, real, rotation, scale, D, M, 1, FMT,
+            queries, angles, smoothing, kv_head, live, dims, real, rotation, scale, D, M, 1, FMT,
             TOGETHER,
         )  # fmt: skip
     else:
@@ -256,7 +264,7 @@ def _attend_kernel(
                 if launch_pdl:
                     gdc_wait()
                 query = _query(
-                    queries, new, smoothing, position, kv_head, live, dims, real, rotation, scale, D, M, TILE,
+                    queries, angles, smoothing, kv_head, live, dims, real, rotation, scale, D, M, TILE,
                     FMT, TOGETHER,
                 )  # fmt: skip
         m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
@@ -276,7 +284,7 @@ def _attend_kernel(
     if whole:
         if rotation is not None:
             lo, hi = leave_basis(lo, hi, rotation, dims, real, D, True)
-        _store_result(lo, hi, out, facts, request, head, live, dims, real, HKV * G, D, ROOM)
+        _store_result(lo, hi, result, facts, request, head, live, dims, real, HKV * G, D, ROOM)
 
 
 def decode_attention(
@@ -350,9 +358,9 @@ def _launch(
     heads = max(DOT_COLUMNS, block.heads * triton.next_power_of_2(Hq // Hkv))
     result, facts = out if len(out) == 2 else (out[0], None)
     _attend_kernel[(Hkv // block.heads, P)](
-        q, new, smoothing, tuple(kv), slot_table, parts, kv_lens, partial, lse,
-        _arrivals(triton.next_power_of_2(P * Hkv), q.device), signs(D, q.device) if fmt.rotated else None,
-        result, facts, scale * math.log2(math.e), token_stride(q, "q"), slot_table.stride(0),
+        q, tuple(kv), slot_table, parts, partial, lse, _arrivals(triton.next_power_of_2(P * Hkv), q.device),
+        signs(D, q.device) if fmt.rotated else None, result, scale * math.log2(math.e),
+        token_stride(q, "q"), slot_table.stride(0), new, smoothing, kv_lens, facts,
         G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts), M=heads, TILE=block.tokens, FMT=device,
         STAGES=block.stages, FIELDS=FIELDS, FAN=FAN_IN,
         MERGED=min(FAN_IN, max(1, MERGED_ROWS * block.warps // heads)),

@@ -1,5 +1,5 @@
-"""`token_inputs` as one Triton program: the plan of the parts needs all lengths at once, and there are
-few. `advance` is small."""
+"""`token_inputs` as two Triton programs, one of them for the plan of the parts, which needs all lengths at
+once; and there are few. `advance` is small."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ def _token_inputs(
     T: tl.constexpr, CUTS: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr, UNIT: tl.constexpr,
     MIN_PART: tl.constexpr, STARTUP: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
+    """Grid (2,): what each token is, and the parts."""
     t = tl.arange(0, T)
     real = t < tokens_in_step
     row = tl.load(rows + t, mask=real, other=0).to(tl.int64)
     at = tl.load(given + t, mask=real, other=0)
     lens = tl.where(at < 0, tl.load(length + row, mask=real, other=0), at + 1)
     lens = tl.where(real, lens, 0)
-    position = tl.maximum(lens - 1, 0)
-    token = tl.load(tokens + t, mask=real, other=0)
-    last = tl.load(last_token + row, mask=real, other=0)
-    tl.store(ids + t, tl.where(token < 0, last, token.to(tl.int64)), mask=real)
-    tl.store(positions + t, position, mask=real)
-    tl.store(slots + t, tl.load(slot_table + row * stride_table + position, mask=real, other=0), mask=real)
-    tl.store(kv_lens + t, lens, mask=real)
-
+    if tl.program_id(0) == 0:
+        position = tl.maximum(lens - 1, 0)
+        token = tl.load(tokens + t, mask=real, other=0)
+        last = tl.load(last_token + row, mask=real, other=0)
+        slot = tl.load(slot_table + row * stride_table + position, mask=real, other=0)
+        tl.store(ids + t, tl.where(token < 0, last, token.to(tl.int64)), mask=real)
+        tl.store(positions + t, position, mask=real)
+        tl.store(slots + t, slot, mask=real)
+        tl.store(kv_lens + t, lens, mask=real)
+        return
     cuts = tl.arange(0, CUTS) + 1
     part = tl.maximum(tl.cdiv(tl.cdiv(tl.max(lens, 0), cuts), UNIT) * UNIT, MIN_PART)
     counts = tl.maximum(tl.cdiv(lens[None, :], part[:, None]), 1)
@@ -93,7 +96,7 @@ def token_inputs(
     parts = torch.empty(room, FIELDS, dtype=torch.int32, device=rows.device)
     most, tile = max_cuts(T), max(MIN_TILE, triton.next_power_of_2(T))
     cuts = triton.next_power_of_2(most)
-    _token_inputs[(1,)](
+    _token_inputs[(2,)](
         rows, given, tokens, length, last_token, slot_table, slot_table.stride(0), ids, positions, slots,
         kv_lens, parts, T, most, at_once(num_kv_heads, heads_per_sm, rows.device), room,
         T=tile, CUTS=cuts, ROOM=triton.next_power_of_2(room), AT_ONCE=max(1, min(16, 1024 // tile)),
