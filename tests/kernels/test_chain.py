@@ -228,7 +228,7 @@ def test_digits_hold_sixteen_bits_of_a_group(device, make, tokens, inputs, room)
     x = spread(tokens, inputs, device)
     digits = make(x, room)
     got, half = decoded(digits)
-    assert relative(digits.read(), got) < 1e-6
+    torch.testing.assert_close(digits.read().double(), got, rtol=1e-6, atol=0)
     assert digits.codes.shape == (inputs // 128, 2, room, 128)
     assert ((got - x.double()).abs() <= 1.01 * half).all()
     largest = x.double().view(tokens, -1, 128).abs().amax(-1).repeat_interleave(128, 1)
