@@ -107,7 +107,7 @@ def test_heads_and_head_dims(device, name, Hq, Hkv, D):
     check(step, *TRITON, 2)
 
 
-@pytest.mark.parametrize("requests", [1, 2, 47, 48, 200])
+@pytest.mark.parametrize("requests", [1, 2, 4, 16, 47, 48, 200])
 @FORMATS
 def test_every_block(device, name, requests):
     """Also those for which nobody calls it."""

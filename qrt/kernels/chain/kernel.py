@@ -1,4 +1,4 @@
-"""`qrt::chain` on CUDA tensors: one kernel for one token, seven over `Digits` for a few of them."""
+"""`qrt::chain` on CUDA tensors: one kernel for one token, six or seven over `Digits` for a few of them."""
 
 from __future__ import annotations
 

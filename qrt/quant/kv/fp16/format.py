@@ -20,7 +20,7 @@ class Fp16Format(KVFormat):
     decode_blocks = {
         1: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True),
         2: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True, appends=True),
-        48: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True),
+        33: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True),
         128: DecodeBlock(tokens=64, stages=2, warps=2, registers=255),
     }
 
