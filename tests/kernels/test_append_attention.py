@@ -15,7 +15,7 @@ from qrt.quant.kv import KV_FORMATS
 REF = ref.append_attention, write_ref.kv_write
 TRITON = kernel.append_attention, write_kernel.kv_write
 BOTH = pytest.mark.parametrize("append, write", [REF, TRITON], ids=["ref", "triton"])
-FORMATS = pytest.mark.parametrize("name", KV_FORMATS)
+FORMATS = pytest.mark.parametrize("name", ["fp16", "int8"])
 SIXTEEN = torch.bfloat16 if COMPILED else torch.float16
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -117,7 +117,7 @@ def test_every_block(device, name, requests):
 
 @pytest.mark.ptx(append=[kernel.append_attention])
 @BOTH
-@pytest.mark.parametrize("name", ["fp16", "int8"])
+@FORMATS
 def test_as_digits(device, append, write, name):
     """Of what is rounded to bf16, and zeros of a request without tokens."""
     lens, heads = [70, 3, 130], 8
@@ -155,6 +155,19 @@ def test_smoothing_of_another_model_is_refused(device):
         step.run(kernel.append_attention, 1)
 
 
+@BOTH
+@pytest.mark.parametrize("name", ["int4", "k8v4"])
+def test_other_formats_are_refused(device, append, write, name):
+    with pytest.raises(ValueError, match=f"got {name}, wanted one of fp16, int8; call kv_write"):
+        Step(name, [9], 4, 2, 64, torch.float32, device).run(append, 1)
+
+
+def test_digits_of_narrow_heads_are_refused(device):
+    step = Step("int8", [9], 4, 2, 64, torch.float32, device)
+    with pytest.raises(ValueError, match="heads of 64, wanted heads of 128"):
+        step.run(kernel.append_attention, 1, Digits.empty(1, 256, 8, device))
+
+
 def test_operator(device):
     step = Step("int8", [20, 3], 4, 2, 64, torch.float32, device)
     check(step, append_attention, (REF if device.type == "cpu" else TRITON)[1], 1)
@@ -168,11 +181,11 @@ def test_operator(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name, dtype", [("fp16", torch.bfloat16), ("int8", torch.bfloat16)])
+@FORMATS
 @pytest.mark.parametrize("lens, Hq, Hkv, D", [
     ([1100] * 16, 32, 8, 128), ([1, 4096, 64, 65, 1280] * 3, 32, 8, 128),
     ([1 + 97 * i for i in range(47)], 28, 4, 128), ([300] * 9, 20, 20, 80), ([2048] * 5, 16, 2, 256),
 ])  # fmt: skip
-def test_sizes_of_users(device, name, dtype, lens, Hq, Hkv, D):
-    step = Step(name, lens, Hq, Hkv, D, dtype, device)
+def test_sizes_of_users(device, name, lens, Hq, Hkv, D):
+    step = Step(name, lens, Hq, Hkv, D, torch.bfloat16, device)
     check(step, *TRITON, 4)

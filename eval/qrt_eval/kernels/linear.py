@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from qrt.arch import ModelConfig
 from qrt.kernels.linear import linear
@@ -36,7 +38,8 @@ def head(config: ModelConfig) -> tuple[int, int]:
 
 
 def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
-    """A row per scheme, product and number of tokens, one for the four together, and the head's."""
+    """A row per scheme, product and number of tokens, one for the four together, and the head's. Without
+    quantization they are torch's; on a GPU the head's is here too."""
     for scheme in ("w4a16", "w8a16", "w8a8", "fp16"):
         name = {"fp16": "bf16"}.get(scheme, scheme) if device.type == "cuda" else scheme
         cells = [
@@ -48,6 +51,8 @@ def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch
         yield from sums(cells, name, tokens)
         if scheme in HEADS:
             yield from _product(scheme, f"{name} head", head(config), tokens, rates, device)
+    if device.type == "cuda":
+        yield from _product("fp16", "bf16 by qrt head", head(config), tokens, rates, device, by_torch=False)
 
 
 def _product(
@@ -57,16 +62,24 @@ def _product(
     tokens: Sequence[int],
     rates: Rates,
     device: torch.device,
+    by_torch: bool = True,
 ) -> Iterator[Row]:
+    """`by_torch`: whether what is not quantized is."""
     k, n = size
+    by_torch = by_torch and scheme == "fp16"
+    multiply = _by_torch if by_torch else linear
     weights = cold_copies(random_linear(scheme, k, n, device))
     weight_bytes = _num_bytes(weights[0])
     for m in tokens:
         x = torch.randn(m, k, device=device, dtype=activation_dtype(device))
-        us = microseconds(linear, [(x, weight.tensors, None, scheme) for weight in weights])
+        us = microseconds(multiply, [(x, weight.tensors, None, scheme) for weight in weights])
         flops, num_bytes = 2 * m * n * k, weight_bytes + m * (n + k) * x.itemsize
         floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)
-        yield Row("linear", name, f"M={m}", us, floor_us, num_bytes, flops, ours=scheme != "fp16")
+        yield Row("linear", name, f"M={m}", us, floor_us, num_bytes, flops, ours=not by_torch)
+
+
+def _by_torch(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    return F.linear(x, tensors[0], bias)
 
 
 def random_linear(scheme: str, k: int, n: int, device: torch.device) -> Linear:

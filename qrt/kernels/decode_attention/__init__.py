@@ -12,7 +12,8 @@ append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, pa
 
 `kv_write` of the newest token of each request, whose q [B, Hq, D] and k, v [B, Hkv, D] are given before RoPE,
 at position kv_lens - 1 and the slot of that, and decode_attention of it, in one launch. q, k and v stay as
-they are. No request may come twice. out: [as above], or [codes, facts] of it as `Digits`, D = 128.
+they are. No request may come twice. out: [as above], or [codes, facts] of it as `Digits`, D = 128. ValueError
+for a format that is not `KVFormat.appends`.
 
 On a GPU whose kernels overlap the one launched before may write q, k, v and each request's last token. All
 else must be there before that one starts, as what a step begins with (`token_inputs`, torch's operators)

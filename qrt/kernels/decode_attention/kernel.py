@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.checks import expect
-from qrt.kernels.decode_attention.plan import FIELDS, block_of
+from qrt.kernels.decode_attention.plan import FIELDS, block_of, refuse_others
 from qrt.kernels.device import (
     enter_basis,
     half_width,
@@ -37,6 +37,7 @@ from qrt.kernels.device import (
 )
 from qrt.kernels.gpu import overlaps
 from qrt.quant.device import store_digits_of_halves
+from qrt.quant.digits import GROUP
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.base import DOT_COLUMNS
 from qrt.quant.kv.device import KVDevice, all_tokens, no_sums, part_columns
@@ -320,6 +321,7 @@ def append_attention(
     scale: float,
 ) -> None:
     """See the package's docstring."""
+    refuse_others(format)
     B, _, D = q.shape
     Hkv = expect(k, "B Hkv D", q.dtype, "k", B=B, D=D)["Hkv"]
     expect(v, "B Hkv D", q.dtype, "v", B=B, Hkv=Hkv, D=D)
@@ -357,6 +359,8 @@ def _launch(
     lse = torch.empty(P, Hq, dtype=torch.float32, device=q.device)
     heads = max(DOT_COLUMNS, block.heads * triton.next_power_of_2(Hq // Hkv))
     result, facts = out if len(out) == 2 else (out[0], None)
+    if facts is not None and D != GROUP:
+        raise ValueError(f"out: Digits of heads of {D}, wanted heads of {GROUP}, a group each, or a tensor")
     _attend_kernel[(Hkv // block.heads, P)](
         q, tuple(kv), slot_table, parts, partial, lse, _arrivals(triton.next_power_of_2(P * Hkv), q.device),
         signs(D, q.device) if fmt.rotated else None, result, scale * math.log2(math.e),

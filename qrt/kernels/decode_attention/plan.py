@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qrt.kernels.gpu import multiprocessors
+from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.base import DecodeBlock
 
 FIELDS = 8  # int32 of a part: a sector of memory
@@ -26,6 +27,13 @@ def block_of(measured: DecodeBlock, head_dim: int, dtype: torch.dtype) -> Decode
     if dtype is torch.float32:  # exact dots run outside the tensor cores
         return DecodeBlock(tokens=32, stages=3, warps=4, registers=255)
     return measured if head_dim <= 128 else DecodeBlock(tokens=32, stages=3, warps=2, registers=255)
+
+
+def refuse_others(format: str) -> None:
+    """ValueError for a format that `append_attention` does not take."""
+    if not KV_FORMATS[format].appends:
+        some = ", ".join(name for name in KV_FORMATS if KV_FORMATS[name].appends)
+        raise ValueError(f"format: got {format}, wanted one of {some}; call kv_write, then decode_attention")
 
 
 def at_once(num_kv_heads: int, heads_per_sm: int, device: torch.device) -> int:

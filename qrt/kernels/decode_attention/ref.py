@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qrt.kernels.decode_attention.plan import refuse_others
 from qrt.kernels.kv_write.ref import kv_write
 from qrt.quant.digits import Digits
 from qrt.quant.kv import KV_FORMATS
@@ -69,6 +70,7 @@ def append_attention(
     scale: float,
 ) -> None:
     """See the package's docstring."""
+    refuse_others(format)
     live = kv_lens > 0
     positions = kv_lens[live].long() - 1
     slots = slot_table[rows[live].long(), positions].long()

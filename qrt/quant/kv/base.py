@@ -60,6 +60,11 @@ class KVFormat(ABC):
         blocks = pairs or self.decode_blocks
         return blocks[max(least for least in blocks if least <= max(requests, 1))]
 
+    @property
+    def appends(self) -> bool:
+        """Whether `append_attention` takes it: its bytes do not depend on which threads add up a vector."""
+        return any(block.appends for block in self.decode_blocks.values())
+
     @abstractmethod
     def buffers(
         self, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype

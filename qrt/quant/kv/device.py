@@ -21,7 +21,7 @@ class KVDevice(NamedTuple):
 
     parts       of a half head, see above
     encode      (lo, hi [M, H] fp32, buffers, slots, heads, live, which, HEADS, D) writes
-                vectors of K (which 0) or V (which 1), all of them or each [M]
+                vectors of K (which 0) or V (which 1); of a format that appends which may be [M]
     load        (buffers, slots [N] int64, live [N], head, HEADS, D, H, TOGETHER) -> tile of N tokens
     decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H] of one head, in fp32 or the model's dtype
     query       (lo, hi [M, H], scale, N, TOGETHER) -> what `scores` needs of it, sums in N rows: 1, or a

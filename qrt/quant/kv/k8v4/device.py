@@ -48,10 +48,7 @@ def _encode_v(lo, hi, buffers, slots, heads, live, HEADS: tl.constexpr, D: tl.co
 def _encode(
     lo, hi, buffers, slots, heads, live, which, HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    if len(which.shape) > 0:
-        _encode_k(lo, hi, buffers, slots, heads, live & (which == 0), HEADS, D)
-        _encode_v(lo, hi, buffers, slots, heads, live & (which == 1), HEADS, D)
-    elif which == 0:
+    if which == 0:
         _encode_k(lo, hi, buffers, slots, heads, live, HEADS, D)
     else:
         _encode_v(lo, hi, buffers, slots, heads, live, HEADS, D)
