@@ -325,7 +325,6 @@ def test_operator():
 CODE = """
 import torch
 from qrt.kernels.chain import digits_kernel, kernel, one_token_kernel
-from qrt.quant.digits import Digits
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight
 
