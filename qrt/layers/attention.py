@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qrt.kernels.decode_attention import append_attention, decode_attention
-from qrt.kernels.decode_attention.plan import block_of
+from qrt.kernels.decode_attention.blocks import block_of
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
 from qrt.kernels.step import DecodeMeta, StepMeta
@@ -59,9 +59,11 @@ class Attention:
         q, k, v = self.heads(qkv)
         cos, sin = rope
         if decode := self._newest(q, step, kv):
-            out: Tensor | Digits = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            out: Tensor | Digits
             if room and self.head_dim == GROUP:
                 out = Digits.empty(len(q), self.width, room, q.device)
+            else:
+                out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             append_attention(
                 q,
                 k,

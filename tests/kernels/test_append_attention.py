@@ -6,7 +6,8 @@ from attention_truth import DTYPES, attend, bound, cache, error, from_basis, rop
 
 from backends import COMPILED
 from qrt.kernels.decode_attention import append_attention, kernel, ref
-from qrt.kernels.decode_attention.plan import block_of, cut
+from qrt.kernels.decode_attention.blocks import block_of
+from qrt.kernels.decode_attention.plan import cut
 from qrt.kernels.kv_write import kernel as write_kernel
 from qrt.kernels.kv_write import ref as write_ref
 from qrt.quant.digits import GROUP, Digits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -42,17 +42,18 @@ def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch
     quantization they are torch's; on a GPU the head's is here too."""
     for scheme in ("w4a16", "w8a16", "w8a8", "fp16"):
         name = {"fp16": "bf16"}.get(scheme, scheme) if device.type == "cuda" else scheme
+        multiply = _by_torch if scheme == "fp16" else linear
         cells = [
             row
             for product, size in products(config).items()
-            for row in _product(scheme, f"{name} {product}", size, tokens, rates, device)
+            for row in _product(scheme, f"{name} {product}", size, tokens, rates, device, multiply)
         ]
         yield from cells
         yield from sums(cells, name, tokens)
         if scheme in HEADS:
-            yield from _product(scheme, f"{name} head", head(config), tokens, rates, device)
+            yield from _product(scheme, f"{name} head", head(config), tokens, rates, device, multiply)
     if device.type == "cuda":
-        yield from _product("fp16", "bf16 by qrt head", head(config), tokens, rates, device, by_torch=False)
+        yield from _product("fp16", "bf16 by qrt head", head(config), tokens, rates, device, linear)
 
 
 def _product(
@@ -62,12 +63,9 @@ def _product(
     tokens: Sequence[int],
     rates: Rates,
     device: torch.device,
-    by_torch: bool = True,
+    multiply: Callable[..., Tensor],
 ) -> Iterator[Row]:
-    """`by_torch`: whether what is not quantized is."""
     k, n = size
-    by_torch = by_torch and scheme == "fp16"
-    multiply = _by_torch if by_torch else linear
     weights = cold_copies(random_linear(scheme, k, n, device))
     weight_bytes = _num_bytes(weights[0])
     for m in tokens:
@@ -75,7 +73,7 @@ def _product(
         us = microseconds(multiply, [(x, weight.tensors, None, scheme) for weight in weights])
         flops, num_bytes = 2 * m * n * k, weight_bytes + m * (n + k) * x.itemsize
         floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)
-        yield Row("linear", name, f"M={m}", us, floor_us, num_bytes, flops, ours=not by_torch)
+        yield Row("linear", name, f"M={m}", us, floor_us, num_bytes, flops, ours=multiply is linear)
 
 
 def _by_torch(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:

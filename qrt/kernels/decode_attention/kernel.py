@@ -22,7 +22,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.checks import expect
-from qrt.kernels.decode_attention.plan import FIELDS, block_of, refuse_others
+from qrt.kernels.decode_attention.blocks import block_of, refuse_others
+from qrt.kernels.decode_attention.plan import FIELDS
 from qrt.kernels.device import (
     enter_basis,
     half_width,

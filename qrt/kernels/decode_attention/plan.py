@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from qrt.kernels.gpu import multiprocessors
-from qrt.quant.kv import KV_FORMATS
-from qrt.quant.kv.base import DecodeBlock
 
 FIELDS = 8  # int32 of a part: a sector of memory
 UNIT = 64  # tokens of which parts are made, the last of a request aside
@@ -20,20 +18,6 @@ MIN_PART = 128  # tokens; a shorter part costs more to merge than it gains
 STARTUP = 64  # what starting and merging a part costs, in tokens it could have attended
 CUTS = (8, 128)  # most parts of a request: among many of them, and among few
 _CUTS_TIMES_REQUESTS = 1 << 13  # that one program can weigh
-
-
-def block_of(measured: DecodeBlock, head_dim: int, dtype: torch.dtype) -> DecodeBlock:
-    """The format's block, measured for heads of 64 and 128 in 16 bits, or one that any head fits."""
-    if dtype is torch.float32:  # exact dots run outside the tensor cores
-        return DecodeBlock(tokens=32, stages=3, warps=4, registers=255)
-    return measured if head_dim <= 128 else DecodeBlock(tokens=32, stages=3, warps=2, registers=255)
-
-
-def refuse_others(format: str) -> None:
-    """ValueError for a format that `append_attention` does not take."""
-    if not KV_FORMATS[format].appends:
-        some = ", ".join(name for name in KV_FORMATS if KV_FORMATS[name].appends)
-        raise ValueError(f"format: got {format}, wanted one of {some}; call kv_write, then decode_attention")
 
 
 def at_once(num_kv_heads: int, heads_per_sm: int, device: torch.device) -> int:

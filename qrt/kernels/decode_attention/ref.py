@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qrt.kernels.decode_attention.plan import refuse_others
+from qrt.kernels.decode_attention.blocks import refuse_others
 from qrt.kernels.kv_write.ref import kv_write
 from qrt.quant.digits import Digits
 from qrt.quant.kv import KV_FORMATS

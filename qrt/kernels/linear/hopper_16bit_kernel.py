@@ -34,43 +34,47 @@ OTHER_BYTES = 20 << 10  # of shared memory: outputs on their way, signals
 @gluon.jit(do_not_specialize=["M"])
 def _hopper_16bit(
     x_desc, w_desc, BIAS, Y, M, N, blocks, steps,
-    DOT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    DOT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,): `blocks` of BN outputs, dealt to programs in turn, of `steps` stages of K each."""
     gdc_launch_dependents()
     first, apart = gl.program_id(0), gl.num_programs(0)
     count = (blocks - first + apart - 1) // apart
-    x = gl.allocate_shared_memory(DOT, [STAGES, BM, 64], x_desc.layout)
-    w = gl.allocate_shared_memory(DOT, [STAGES, BN, 64], w_desc.layout)
+    x = gl.allocate_shared_memory(DOT, [STAGES, BM, BK], x_desc.layout)
+    w = gl.allocate_shared_memory(DOT, [STAGES, BN, BK], w_desc.layout)
     ready, empty = signals(STAGES)
     fence_async_shared()
     ring = (x, w, ready, empty)
     gl.warp_specialize(
         [
             (_multiply, (ring, BIAS, Y, first, apart, count, steps, M, N, BM, BN, STAGES, num_warps)),
-            (_fetch, (ring, x_desc, w_desc, first, apart, count, steps, BN, STAGES)),
+            (_fetch, (ring, x_desc, w_desc, first, apart, count, steps, BN, BK, STAGES)),
         ],
         [1], [24],
     )  # fmt: skip
 
 
 @gluon.jit
-def _fetch(ring, x_desc, w_desc, first, apart, count, steps, BN: gl.constexpr, STAGES: gl.constexpr):
+def _fetch(
+    ring, x_desc, w_desc, first, apart, count, steps, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     """Ask for the stages of all blocks as long as there is room: of W at once, of x when it is written."""
     x, w, ready, empty = ring
     for s in gl.static_range(STAGES):
         _fetch_weights(
-            ring, x_desc, w_desc, s, (first + s // steps * apart) * BN, s % steps, s < count * steps
+            ring, x_desc, w_desc, s, (first + s // steps * apart) * BN, s % steps * BK, s < count * steps
         )
     gdc_wait()
     for s in gl.static_range(STAGES):
         wanted = s < count * steps
-        tma.async_copy_global_to_shared(x_desc, [0, s % steps * 64], ready.index(s), x.index(s), pred=wanted)
+        tma.async_copy_global_to_shared(x_desc, [0, s % steps * BK], ready.index(s), x.index(s), pred=wanted)
     for i in range(STAGES, count * steps):
-        slot, k = i % STAGES, i % steps
+        slot, k = i % STAGES, i % steps * BK
         mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
         _fetch_weights(ring, x_desc, w_desc, slot, (first + i // steps * apart) * BN, k, True)
-        tma.async_copy_global_to_shared(x_desc, [0, k * 64], ready.index(slot), x.index(slot))
+        tma.async_copy_global_to_shared(x_desc, [0, k], ready.index(slot), x.index(slot))
 
 
 @gluon.jit
@@ -79,7 +83,7 @@ def _fetch_weights(ring, x_desc, w_desc, slot, row, k, wanted):
     x, w, ready, empty = ring
     arrived = ready.index(slot)
     mbarrier.expect(arrived, x_desc.block_type.nbytes + w_desc.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(w_desc, [row, k * 64], arrived, w.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(w_desc, [row, k], arrived, w.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -132,7 +136,7 @@ def hopper_16bit_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _hopper_16bit[(min(multiprocessors(x.device), blocks),)](
         of_tokens(aligned(x.contiguous()), (room, INPUTS), SWIZZLED),
         of_weight(weight, (n, k), x.dtype, (OUTPUTS, INPUTS), SWIZZLED), bias, y, tokens, n, blocks,
-        -(-k // INPUTS), DOT=DTYPES[x.dtype], BM=room, BN=OUTPUTS, STAGES=stages,
+        -(-k // INPUTS), DOT=DTYPES[x.dtype], BM=room, BN=OUTPUTS, BK=INPUTS, STAGES=stages,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return y
