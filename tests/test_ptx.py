@@ -185,6 +185,7 @@ def test_a_product_of_a_warp_group():
      "ld.shared.b32 %r9, [%r3];", 64, "read that another warp has written"),
     (fetching(516, 0), 128, "for mbarrier 0"),
     (fetching(512, 1), 128, None),
+    (fetching().replace("[%r3]", "[%r3+64]"), 128, "128 bytes at"),
     (fetching(512, 0) + "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r4], 2;", 128, "more arrivals"),
 ])  # fmt: skip
 def test_faults(body, threads, why):

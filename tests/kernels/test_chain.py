@@ -8,7 +8,7 @@ from backends import COMPILED
 from offline_cuda import compiled
 from qrt.kernels import chain as package
 from qrt.kernels.chain import chain, fits, kernel, ref
-from qrt.kernels.chain.kernel import make_digits
+from qrt.kernels.linear.digits_kernel import make_digits
 from qrt.kernels.rmsnorm import add_rmsnorm
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
 from qrt.quant.digits import Digits
@@ -96,9 +96,9 @@ def test_one_token_is_no_worse_than_the_operators(device, name, bits, symmetric)
 @pytest.mark.ptx(name=["long"], tokens=[16], symmetric=[False])
 @pytest.mark.parametrize("tokens", [2, 7, 8, 9, 16])
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_few_tokens_are_no_worse_than_the_operators(device, name, symmetric, tokens):
-    check(SIZES[name], 4, symmetric, device, tokens)
+@pytest.mark.parametrize("bits, symmetric", [(4, False), (4, True), (8, False), (8, True)])
+def test_few_tokens_are_no_worse_than_the_operators(device, name, bits, symmetric, tokens):
+    check(SIZES[name], bits, symmetric, device, tokens)
 
 
 @pytest.mark.gpu
@@ -271,21 +271,23 @@ def test_what_fits(device, monkeypatch):
     assert not fits(x.shape[1], residual.half(), prepared, none, "w4a16")
     assert fits(x.shape[1], residual, prepared, [None, None, None, residual[0]], "w4a16")
     assert not fits(x.shape[1], residual, prepared, [residual[0], None, None, None], "w4a16")
-    for group, perm, dtype in (
-        (32, False, torch.bfloat16),
-        (128, True, torch.bfloat16),
-        (128, False, torch.float32),
+    for bits, group, perm, dtype in (
+        (4, 32, False, torch.bfloat16),
+        (4, 128, True, torch.bfloat16),
+        (4, 128, False, torch.float32),
+        (8, 64, False, torch.bfloat16),  # half of the inputs of a token's scale
     ):
-        other = random_weight(592, 1024, 4, group, symmetric=False, dtype=dtype, perm=perm, device=device)
-        tensors = WEIGHT_SCHEMES["w4a16"].prepare(other, torch.device(device), torch.bfloat16)
-        assert not fits(x.shape[1], residual, [*prepared[:3], tensors], none, "w4a16")
+        scheme = WEIGHT_SCHEMES[f"w{bits}a16"]
+        other = random_weight(592, 1024, bits, group, symmetric=False, dtype=dtype, perm=perm, device=device)
+        tensors = scheme.prepare(other, torch.device(device), torch.bfloat16)
+        assert not fits(x.shape[1], residual, [*prepared[:3], tensors], none, scheme.name)
     whole, most = SIZES["halves"], package.MOST_TOKENS
     for bits, tokens, sizes, want in (
         (4, 2, whole, True),
         (4, most, whole, True),
         (4, most + 1, whole, False),
         (8, 1, whole, True),
-        (8, 2, whole, False),
+        (8, 2, whole, True),
         (4, 2, SIZES["odd"], False),
         (4, 2, (1152, 320, 1664, 1216), False),  # half a group of o's inputs
         (4, 2, (1152, 384, 1600, 1216), False),  # of down's
@@ -324,7 +326,8 @@ def test_operator():
 
 CODE = """
 import torch
-from qrt.kernels.chain import digits_kernel, kernel, one_token_kernel
+from qrt.kernels.chain import kernel, one_token_kernel
+from qrt.kernels.linear import digits_kernel
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight
 
@@ -337,7 +340,7 @@ for bits, symmetric in ((4, False), (4, True), (8, True)):
         weight = random_weight(n, k, bits, 128, symmetric=symmetric, dtype=BF16)
         weights.append(WEIGHT_SCHEMES[scheme].prepare(weight, CPU, BF16))
     norm = torch.empty(512, dtype=BF16)
-    for tokens in (1, 8, 16) if bits == 4 else (1,):
+    for tokens in (1, 8, 16):
         x, residual = torch.empty(tokens, 256, dtype=BF16), norm.repeat(tokens, 1)
         for qkv in weights[3], []:
             kernel.chain([x], residual, *weights[:3], qkv, None, norm, norm, 1e-5, scheme)
@@ -347,5 +350,5 @@ for bits, symmetric in ((4, False), (4, True), (8, True)):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_kernel_compiles():
-    products = 2 * 2 * 3  # zero points or none; 8 or 16 tokens; plain, shares, gated
+    products = 3 * 2 * 3  # of weights; 8 or 16 tokens; plain, shares, gated
     assert compiled(CODE) == {"_one_token": 6, "_make_digits": 2, "_digits_product": products, "_rmsnorm": 3}

@@ -16,6 +16,8 @@ from ptx.values import SHARED_BASE, UNSIGNED, Fault, Lanes, Work, bits_of, dense
 if TYPE_CHECKING:
     from ptx.grid import Grid
 
+_BOX_ALIGNMENT = 128  # of a place in shared memory that a copy of a box goes to
+
 
 def _bytes_at(address: int, count: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
@@ -315,6 +317,7 @@ def _copy_box(grid: Grid, i: Instruction) -> Work:
         for lane in lanes[:, None]:
             first = [int(place(lane)[0]) for place in reversed(places)]
             grid.fetchers[lane // 32] = True
+            _check_aligned(to(lane), _BOX_ALIGNMENT)
             box, program = grid.parameter(int(tensor(lane)[0])), int(grid.program[lane[0]])
             knew = grid.races.knows[lane[0] // 32].copy()
             if not knew[-1] and any(begin <= box.address < end for begin, end in grid.tensors.before):

@@ -49,7 +49,7 @@ def fits(
 ) -> bool:
     """Whether the kernels take these products, those of o, which reads `attended` inputs, gate_up and down
     first: bf16 on a Hopper GPU, weight-only integers with 16-bit scales of 64 inputs or more, not reordered,
-    none biased but qkv; more tokens than one with 4 bits and whole groups of 128 inputs only."""
+    none biased but qkv; more tokens than one with whole groups of 128 inputs only."""
     kind, tokens = WEIGHT_SCHEMES[scheme], residual.shape[0]
     if not 1 <= tokens <= MOST_TOKENS or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):
         return False
@@ -61,7 +61,7 @@ def fits(
     halves = tiled[1].out_features
     if tokens > 1:
         whole = all(inputs % GROUP == 0 for inputs in (attended, residual.shape[1], halves // 2))
-        return kind.bits == 4 and whole and all(w.out_features % TILE_ROWS == 0 for w in tiled)
+        return whole and all(w.out_features % TILE_ROWS == 0 for w in tiled)
     inputs = max(w.packed.shape[1] * (16 // kind.bits) * w.packed.shape[3] for w in tiled)
     return halves % (2 * UNIT) == 0 and inputs <= MOST_INPUTS  # gate and up of a unit each
 

@@ -84,7 +84,7 @@ def tile(weight: WeightData, device: torch.device) -> TiledWeight:
     assert weight.scale is not None
     group = weight.in_features // weight.scale.shape[1]
     planes = _WORD_BITS // weight.bits
-    words = 64 if group % 64 == 0 or group == weight.in_features else 32
+    words = 64 if group % (16 * weight.bits) == 0 or group == weight.in_features else 32
     lanes = 4 // weight.scale.itemsize
     runs = _runs(group, words, planes, weight.in_features, lanes)
     blocks, tiles = -(-weight.out_features // TILE_ROWS), -(-weight.in_features // (planes * words))

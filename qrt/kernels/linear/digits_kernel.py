@@ -1,10 +1,10 @@
-"""int4 weights times a few tokens on Hopper, as an int8 product, in Gluon.
+"""int4 and int8 weights times a few tokens on Hopper, as an int8 product, in Gluon.
 
-In bf16 such a product is bound by what unpacks its weights: 7 instructions for 8 of them, most at half rate,
-and a wgmma takes as long for 8 columns as for 64. As int8 the halves of a word's bytes are codes as
-they lie there (`tiles`), 2 instructions for 8 weights; and an activation is
-two int8 digits (`Digits`), two columns of one wgmma. Sums over a group are exact in int32; they meet the
-group's scales and zero points in fp32.
+In bf16 such a product is bound by what unpacks its weights: 7 instructions for 8 of int4, most at half rate,
+and a wgmma takes as long for 8 columns as for 64. As int8 the bytes of a word, or their halves, are codes as
+they lie there (`tiles`), 2 instructions for 8 weights; and an activation is two int8 digits (`Digits`), two
+columns of one wgmma. Sums over a group are exact in int32; they meet the group's scales and zero points in
+fp32. A tile has as many groups of digits as its words have runs: two of int4, one of int8.
 
 A warp asks for weights (TMA), before the kernel before is done, and for digits after that. Two groups of 4
 warps multiply and do not wait for each other, so that one scales sums and unpacks while the tensor cores work
@@ -30,10 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qrt.kernels.gpu import multiprocessors
+from qrt.kernels.device import after_previous
+from qrt.kernels.gpu import multiprocessors, overlaps
 from qrt.kernels.linear.device import DTYPES, of_tokens, of_weight, scale_of_run, signals, store_block
 from qrt.kernels.silu_mul.kernel import silu_times
-from qrt.quant.device import digits_of, larger
+from qrt.quant.device import GROUP as INPUTS
+from qrt.quant.device import digits_of, larger, store_digits
 from qrt.quant.digits import GROUP, Digits
 from qrt.quant.weight.tiles import TiledWeight
 
@@ -46,11 +48,12 @@ _BY_ROW = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 @gluon.jit(do_not_specialize=["M", "tiles", "share"])
 def _digits_product(
     x_desc, fact_desc, w_desc, scale_desc, zero_desc, BIAS, Y, FACTS, M, N, tiles, share,
-    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
-    HALVES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr,
+    BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks / BLOCKS, S): Y [S, M, N], what `share` tiles of K each have of x [M, K] @ W.T, with
-    BIAS [N], if any.
+    """Grid (row blocks / BLOCKS, S): Y [S, M, N], what `share` tiles of K, each RUNS groups of digits, have
+    of x [M, K] @ W.T, with BIAS [N], if any.
 
     With two HALVES half of the blocks are the gate, half the up of the same columns, and silu(gate) * up
     [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them. A warp group has gate and up
@@ -66,7 +69,7 @@ def _digits_product(
     zeros = scales
     if ASYMMETRIC:
         zeros = gl.allocate_shared_memory(gl.int32, SCALES, scale_desc.layout)
-    x = gl.allocate_shared_memory(gl.int8, [STAGES, 2, 2, BM, 128], x_desc.layout)
+    x = gl.allocate_shared_memory(gl.int8, [STAGES, RUNS, 2, BM, 128], x_desc.layout)
     facts = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 2, BM], fact_desc.layout)
     if HALVES == 2:
         largest = gl.allocate_shared_memory(gl.float32, [2, BM], _BY_COLUMN)
@@ -80,9 +83,9 @@ def _digits_product(
     fetch = (ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps)
     gl.warp_specialize(
         [
-            (_multiply, (work, 0, SCALE, ASYMMETRIC, BM, BLOCKS, HALVES, STAGES)),
-            (_multiply, (work, 1, SCALE, ASYMMETRIC, BM, BLOCKS, HALVES, STAGES)),
-            (_fetch, (fetch, ASYMMETRIC, BM, BLOCKS, HALVES, STAGES)),
+            (_multiply, (work, 0, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
+            (_multiply, (work, 1, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
+            (_fetch, (fetch, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -91,8 +94,8 @@ def _digits_product(
 
 @gluon.jit
 def _fetch(
-    fetch, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr,
-    STAGES: gl.constexpr,
+    fetch, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
+    HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Ask for `steps` tiles as long as there is room: of weights at once, of digits when they are written.
     Not all programs begin with the same one, whose digits would all be read at once."""
@@ -100,26 +103,27 @@ def _fetch(
     weight, empty, turn = (w_desc, scale_desc, zero_desc), ring[6], gl.program_id(0)
     for s in gl.static_range(STAGES):
         tile = first + (turn + s) % steps
-        _fetch_weights(ring, weight, s, block, tile, s < steps, ASYMMETRIC, BM, BLOCKS, HALVES)
+        _fetch_weights(ring, weight, s, block, tile, s < steps, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES)
     gdc_wait()
     for s in gl.static_range(STAGES):
-        _fetch_digits(ring, x_desc, fact_desc, s, first + (turn + s) % steps, s < steps)
+        _fetch_digits(ring, x_desc, fact_desc, s, first + (turn + s) % steps, s < steps, RUNS)
     for i in range(STAGES, steps):
         slot, tile = i % STAGES, first + (turn + i) % steps
         mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
-        _fetch_weights(ring, weight, slot, block, tile, True, ASYMMETRIC, BM, BLOCKS, HALVES)
-        _fetch_digits(ring, x_desc, fact_desc, slot, tile, True)
+        _fetch_weights(ring, weight, slot, block, tile, True, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES)
+        _fetch_digits(ring, x_desc, fact_desc, slot, tile, True, RUNS)
 
 
 @gluon.jit
 def _fetch_weights(
-    ring, weight, slot, block, tile, wanted, ASYMMETRIC: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
-    HALVES: gl.constexpr,
+    ring, weight, slot, block, tile, wanted, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr,
+    BLOCKS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of a tile into a slot, which is ready when its digits are there too."""
     w, scales, zeros, x, facts, ready, empty = ring
     arrived, row = ready.index(slot), tile * 64
-    mbarrier.expect(arrived, BLOCKS * 64 * (128 + 4 + 4 * ASYMMETRIC) + 4 * BM * (128 + 4), pred=wanted)
+    size: gl.constexpr = BLOCKS * 64 * (128 + 4 + 4 * ASYMMETRIC) + 2 * BM * (RUNS * 128 + 2 * 4)
+    mbarrier.expect(arrived, size, pred=wanted)
     for g in gl.static_range(HALVES):
         at, part = block + g * w.shape[2], slot * HALVES + g
         tma.async_copy_global_to_shared(weight[0], [0, at, row, 0], arrived, w.index(part), pred=wanted)
@@ -129,18 +133,18 @@ def _fetch_weights(
 
 
 @gluon.jit
-def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted):
-    """Start the copy of a tile's digits, both groups of it, with their scales and sums."""
+def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted, RUNS: gl.constexpr):
+    """Start the copy of a tile's digits, all groups of it, with the scales and sums of two groups."""
     w, scales, zeros, x, facts, ready, empty = ring
     arrived = ready.index(slot)
-    tma.async_copy_global_to_shared(x_desc, [tile * 2, 0, 0, 0], arrived, x.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(fact_desc, [0, tile * 2, 0], arrived, facts.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(x_desc, [tile * RUNS, 0, 0, 0], arrived, x.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(fact_desc, [0, tile * RUNS, 0], arrived, facts.index(slot), pred=wanted)
 
 
 @gluon.jit
 def _multiply(
-    work, GROUP: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, BM: gl.constexpr,
-    BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    work, GROUP: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr,
+    BM: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles as they come and write the sum: a warp group's rows of all of them, or all rows of
     every other one."""
@@ -164,17 +168,22 @@ def _multiply(
         packed = w.index(part).reshape([ROWS, 128]).load(OPERAND)
         scale = scales.index(part).reshape([ROWS]).load(ROW)
         zero = zeros.index(part).reshape([ROWS]).load(ROW)
-        x_scales = by_token.index(slot * 4).load(COLUMN), by_token.index(slot * 4 + 1).load(COLUMN)
-        x_sums = by_token.index(slot * 4 + 2).load(COLUMN), by_token.index(slot * 4 + 3).load(COLUMN)
-        digits = x.index(slot).reshape([4 * BM, 128])
-        left, right = digits.slice(0, 2 * BM).permute((1, 0)), digits.slice(2 * BM, 2 * BM).permute((1, 0))
-        low = warpgroup_mma(_codes(packed, 0), left, none, use_acc=False, is_async=True)
-        high = warpgroup_mma(_codes(packed, 1), right, none, use_acc=False, is_async=True)
-        low = warpgroup_mma_wait(1, deps=[low])
-        acc += _scaled(low, scale, zero, x_scales[0], x_sums[0], 0, SCALE, ASYMMETRIC)
-        high = warpgroup_mma_wait(0, deps=[high])
+        digits = x.index(slot).reshape([RUNS * 2 * BM, 128])
+        of_scale, of_sum = slot * 4, slot * 4 + 2
+        first = digits.slice(0, 2 * BM).permute((1, 0))
+        sums = warpgroup_mma(_codes(packed, 0, RUNS), first, none, use_acc=False, is_async=True)
+        if RUNS == 2:
+            second = digits.slice(2 * BM, 2 * BM).permute((1, 0))
+            later = warpgroup_mma(_codes(packed, 1, RUNS), second, none, use_acc=False, is_async=True)
+            of_x = by_token.index(of_scale).load(COLUMN), by_token.index(of_sum).load(COLUMN)
+            sums = warpgroup_mma_wait(1, deps=[sums])
+            acc += _scaled(sums, scale, zero, of_x, 0, RUNS, SCALE, ASYMMETRIC)
+            sums = later
+        last: gl.constexpr = RUNS - 1
+        of_x = by_token.index(of_scale + last).load(COLUMN), by_token.index(of_sum + last).load(COLUMN)
+        sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty.index(slot), count=1)
-        acc += _scaled(high, scale, zero, x_scales[1], x_sums[1], 1, SCALE, ASYMMETRIC)
+        acc += _scaled(sums, scale, zero, of_x, last, RUNS, SCALE, ASYMMETRIC)
 
     if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
         gate, up = gl.split(acc.to(gl.bfloat16).reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
@@ -226,13 +235,14 @@ def _both_are_here():
 
 
 @triton.jit
-def _codes(packed, RUN: tl.constexpr):
-    """Of each byte the code of its low half, or 16 * (code - 8) of its high one, int8."""
+def _codes(packed, RUN: tl.constexpr, RUNS: tl.constexpr):
+    """Of each byte code - 128; of RUN 0 of two the code of its low half, of the other 16 * (code - 8) of its
+    high one; int8."""
+    WHOLE: tl.constexpr = "xor.b32 $0, $1, 0x80808080;"
     LOW: tl.constexpr = "and.b32 $0, $1, 0x0f0f0f0f;"
     HIGH: tl.constexpr = "lop3.b32 $0, $1, 0xf0f0f0f0, 0x80808080, 0x6a;"
-    return tl.inline_asm_elementwise(
-        HIGH if RUN else LOW, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
-    )
+    ASM: tl.constexpr = WHOLE if RUNS == 1 else HIGH if RUN else LOW
+    return tl.inline_asm_elementwise(ASM, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -244,18 +254,45 @@ def _high_and_low(sums):
 
 @gluon.jit
 def _scaled(
-    sums, scales, zeros, x_scale, x_sum, RUN: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr
+    sums, scales, zeros, of_x, RUN: gl.constexpr, RUNS: gl.constexpr, SCALE: gl.constexpr,
+    ASYMMETRIC: gl.constexpr,
 ):  # fmt: skip
-    """What a run of inputs adds to the product, fp32, from `sums` int32 of `_codes` times digits."""
+    """What a run of inputs adds to the product, fp32, from `sums` int32 of `_codes` times digits and x's
+    scales and sums."""
     high, low = _high_and_low(sums)
     value = (high * 256 + low).to(gl.float32)
-    if ASYMMETRIC or RUN == 0:
-        above = gl.full(scales.shape, 0.0 if RUN else -8.0, gl.float32, scales.type.layout)
+    MIDPOINT: gl.constexpr = RUN + 1 < RUNS  # is in these codes
+    times: gl.constexpr = 16.0 if RUN else 1.0
+    if ASYMMETRIC or MIDPOINT:
+        offset = gl.full(scales.shape, -8.0 if MIDPOINT else 0.0, gl.float32, scales.type.layout)
         if ASYMMETRIC:
-            above -= ((zeros << (24 - 8 * RUN)) >> 24).to(gl.float32) * (16.0 if RUN else 1.0)
-        value += gl.expand_dims(above, 1) * gl.expand_dims(x_sum, 0)
-    scale = scale_of_run((scales,), RUN, SCALE).to(gl.float32) * (0.0625 if RUN else 1.0)
-    return value * gl.expand_dims(x_scale, 0) * gl.expand_dims(scale, 1)
+            offset -= ((zeros << (24 - 8 * RUN)) >> 24).to(gl.float32) * times
+        value += gl.expand_dims(offset, 1) * gl.expand_dims(of_x[1], 0)
+    scale = scale_of_run((scales,), RUN, SCALE).to(gl.float32) * (1 / times)
+    return value * gl.expand_dims(of_x[0], 0) * gl.expand_dims(scale, 1)
+
+
+@triton.jit(do_not_specialize=["TOKENS"])
+def _make_digits(
+    X, CODES, FACTS, TOKENS, K, ROOM: tl.constexpr, N: tl.constexpr, launch_pdl: tl.constexpr
+):  # fmt: skip
+    """Grid (TOKENS, cdiv(K, N)): X [TOKENS, K] as `Digits`."""
+    after_previous(launch_pdl)
+    row, first = tl.program_id(0), tl.program_id(1) * N
+    k = first + tl.arange(0, N)
+    x = tl.load(X + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    group = first // INPUTS + tl.arange(0, N // INPUTS)
+    store_digits(x[None, :], CODES, FACTS, row + tl.arange(0, 1), group, TOKENS, K // INPUTS, ROOM)
+
+
+def make_digits(x: Tensor, room: int) -> Digits:
+    """x [T, K] contiguous, T <= room, K in whole groups."""
+    tokens, k = x.shape
+    made, n = Digits.empty(tokens, k, room, x.device), _MADE * GROUP
+    _make_digits[(tokens, triton.cdiv(k, n))](
+        x, made.codes, made.facts, tokens, k, room, n, num_warps=1, launch_pdl=overlaps(x.device)
+    )
+    return made
 
 
 class _Plan(NamedTuple):
@@ -280,45 +317,48 @@ _PLAIN = {  # by room for tokens: with so many stages an SM takes one program, a
 _SHARES = _Plan(blocks=1, stages=6, registers=80)  # two programs an SM
 _GATED = _Plan(blocks=4, stages=5, registers=136)
 LEAST_SHARE = 8  # tiles
+_MADE = 4  # groups of digits a program makes
 
 
-def digits_product(x: Digits, weight: TiledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [T, K] @ W.T + bias in dtype, [T, N]."""
+def digits_product(
+    x: Digits, weight: TiledWeight, bias: Tensor | None, bits: int, dtype: torch.dtype
+) -> Tensor:
+    """x [T, K] @ W.T + bias in dtype, [T, N]; `bits` of a code."""
     y = torch.empty(x.tokens, weight.out_features, dtype=dtype, device=x.codes.device)
-    _launch(x, weight, _PLAIN[x.codes.shape[2]], weight.packed.shape[1], y, bias=bias)
+    _launch(x, weight, bits, _PLAIN[x.codes.shape[2]], weight.packed.shape[1], y, bias=bias)
     return y
 
 
-def digits_shares(x: Digits, weight: TiledWeight) -> Tensor:
+def digits_shares(x: Digits, weight: TiledWeight, bits: int) -> Tensor:
     """fp32 [S, T, N], what each of S splits of K has of it: as many as run at once and are not short."""
     blocks, tiles = weight.packed.shape[:2]
     most = min(2 * multiprocessors(x.codes.device) // blocks, tiles // LEAST_SHARE)
     share = triton.cdiv(tiles, max(1, most))
     y = torch.empty(triton.cdiv(tiles, share), x.tokens, weight.out_features, device=x.codes.device)
-    _launch(x, weight, _SHARES, share, y)
+    _launch(x, weight, bits, _SHARES, share, y)
     return y
 
 
-def gated_digits_product(x: Digits, weight: TiledWeight) -> Digits:
+def gated_digits_product(x: Digits, weight: TiledWeight, bits: int) -> Digits:
     """silu(gate) * up of it, [T, N / 2], with the roundings of bf16."""
     y = Digits.empty(x.tokens, weight.out_features // 2, x.codes.shape[2], x.codes.device)
-    _launch(x, weight, _GATED, weight.packed.shape[1], y.codes, y.facts)
+    _launch(x, weight, bits, _GATED, weight.packed.shape[1], y.codes, y.facts)
     return y
 
 
 def _launch(
-    x: Digits, weight: TiledWeight, plan: _Plan, share: int, y: Tensor, facts: Tensor | None = None,
-    bias: Tensor | None = None,
+    x: Digits, weight: TiledWeight, bits: int, plan: _Plan, share: int, y: Tensor,
+    facts: Tensor | None = None, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`share` tiles of K a program. y [T, N] or [S, T, N], or with facts the codes of Digits."""
-    (blocks, tiles), room = weight.packed.shape[:2], x.codes.shape[2]
+    (blocks, tiles), room, runs = weight.packed.shape[:2], x.codes.shape[2], 8 // bits
     halves = 1 if facts is None else 2
     _digits_product[(blocks // plan.blocks, triton.cdiv(tiles, share))](
-        of_tokens(x.codes, (2, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
+        of_tokens(x.codes, (runs, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
         *_of_tiles(weight, plan.blocks // halves, halves), bias, y, facts, x.tokens, weight.out_features,
-        tiles, share, SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, BM=room,
-        BLOCKS=plan.blocks, HALVES=halves, STAGES=plan.stages, REGISTERS=plan.of_second, num_warps=4,
-        maxnreg=plan.registers, launch_pdl=True,
+        tiles, share, SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, RUNS=runs,
+        BM=room, BLOCKS=plan.blocks, HALVES=halves, STAGES=plan.stages, REGISTERS=plan.of_second,
+        num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 
 
