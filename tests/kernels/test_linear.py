@@ -112,7 +112,8 @@ def test_split_sums_repeat_bit_for_bit(device, bits, k):
 MEASURED = [  # T and what the launchers would find measured, of every kernel; never whole blocks
     (5, ("fused", 1, 3, 2, 4)), (19, ("fused", 2, 2, 4, 3)), (50, ("stream", 2, 2, 8, 80, 2)),
     (67, ("wide", 64, 2, 3, 2, 3, 3)), (77, ("wide", 128, 1, 2, 1, 3, 3)),
-    (257, ("wide", 256, 2, 1, 1, 4, 3)), (131, ("wide", 128, 1, 2, 2, 2, 4)), (71, ("dequantize",)),
+    (257, ("wide", 256, 2, 1, 1, 4, 3)), (70, ("wide", 64, 2, 1, 2, 3, 3, 2)),
+    (131, ("wide", 128, 1, 2, 2, 2, 4)), (71, ("dequantize",)),
 ]  # fmt: skip
 
 
@@ -183,11 +184,13 @@ def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx(tokens=[65], dtype=HALF[1:], scales=HALF[1:])
+@pytest.mark.ptx(tokens=[65, 41, 50], dtype=HALF[1:], scales=HALF[1:])
 @pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("n, k, group, tokens, plan", [
     (200, 960, None, 33, (64, 1, 3, 2, 3, 3)), (130, 960, 32, 65, (64, 2, 2, 2, 2, 3)),
     (70, 1152, 64, 200, (128, 2, 1, 1, 3, 3)), (64, 768, 256, 513, (256, 1, 2, 1, 4, 3)),
+    (190, 960, 32, 41, (64, 2, 2, 2, 2, 3, 2)), (200, 1152, 128, 50, (64, 4, 1, 2, 3, 3, 4)),
+    (330, 768, 256, 300, (256, 2, 1, 1, 4, 3, 2)), (300, 960, None, 90, (64, 4, 2, 2, 3, 2, 2)),
 ])  # fmt: skip
 @pytest.mark.parametrize("scales", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)

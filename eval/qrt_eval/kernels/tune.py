@@ -129,13 +129,15 @@ def _stream_plans(bits: int) -> Iterator[StreamPlan]:
         yield StreamPlan(blocks, depth, warps, registers, programs)
 
 
-# width -> tokens, row blocks, planes of x a stage, stages of x and of w at 4 bits (8 have half the tile)
+# width -> tokens, row blocks, planes of x a stage, stages of x and of w at 4 bits (8 have half the tile),
+# groups of warps
 WIDE_BLOCKS = {
-    64: ((64, 1, 4, 2, 3), (64, 1, 2, 3, 4)),
-    128: ((64, 1, 4, 2, 3), (64, 1, 4, 3, 3), (128, 1, 2, 3, 3), (128, 1, 1, 3, 3), (128, 2, 2, 3, 3)),
-    256: ((128, 1, 2, 3, 3), (128, 1, 1, 3, 3), (256, 1, 1, 3, 3), (256, 1, 1, 4, 3), (256, 2, 1, 4, 3),
-          (256, 2, 2, 2, 3)),
-    512: ((256, 1, 1, 4, 3), (256, 2, 1, 4, 3), (256, 2, 2, 2, 3)),
+    64: ((64, 1, 4, 2, 3, 1), (64, 1, 2, 3, 4, 1), (64, 2, 2, 3, 3, 2), (64, 4, 2, 3, 4, 4)),
+    128: ((64, 1, 4, 2, 3, 1), (64, 1, 4, 3, 3, 1), (128, 1, 2, 3, 3, 1), (128, 1, 1, 3, 3, 1),
+          (128, 2, 2, 3, 3, 1), (128, 2, 2, 3, 3, 2)),
+    256: ((128, 1, 2, 3, 3, 1), (128, 1, 1, 3, 3, 1), (256, 1, 1, 3, 3, 1), (256, 1, 1, 4, 3, 1),
+          (256, 2, 1, 4, 3, 1), (256, 2, 2, 2, 3, 1), (256, 2, 1, 4, 3, 2)),
+    512: ((256, 1, 1, 4, 3, 1), (256, 2, 1, 4, 3, 1), (256, 2, 2, 2, 3, 1), (256, 2, 1, 4, 3, 2)),
 }  # fmt: skip
 
 
@@ -143,15 +145,19 @@ def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterator[Wide
     """Of `hopper_kernel`, and None to dequantize."""
     if width > 64:
         yield None
-    for tokens, rows, planes, x_stages, w_stages in WIDE_BLOCKS[min(width, 512)]:
+    for tokens, rows, planes, x_stages, w_stages, groups in WIDE_BLOCKS[min(width, 512)]:
         if bits == 8:
             if (tokens, planes) == (256, 2):
                 continue
             planes, x_stages = (2, 2 * x_stages) if planes == 4 else (planes, x_stages)
-            w_stages = 4 if tokens == 256 or rows == 2 else 6
+            if groups == 1:
+                w_stages = 4 if tokens == 256 or rows == 2 else 6
         programs = -(-blocks // rows) * -(-width // tokens)
-        for splits in _splits(programs, tiles // 4) if width < 1024 else (1,):
-            yield WidePlan(tokens, rows, splits, planes, x_stages, w_stages)
+        if groups > 1 and programs < SMS // 2:
+            continue  # many small programs are better there
+        whole = groups > 1 or width >= 1024
+        for splits in (1,) if whole else _splits(programs, tiles // 4):
+            yield WidePlan(tokens, rows, splits, planes, x_stages, w_stages, groups)
 
 
 # tokens, outputs, stages of `hopper_int8_kernel`; blocks of fewer than 64 tokens are for all of so few

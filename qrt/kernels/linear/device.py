@@ -55,18 +55,19 @@ def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def sum_splits(acc, PARTS, ARRIVALS, MMA: gl.constexpr):
-    """As in `split_kernel`, for whole blocks: PARTS [output blocks, splits, *acc.shape]."""
+def sum_splits(acc, PARTS, ARRIVALS, output, MMA: gl.constexpr):
+    """As in `split_kernel`, for whole blocks, of which acc is number `output`: PARTS [output blocks, splits,
+    *acc.shape]."""
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     splits = gl.num_programs(1)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
     at = gl.expand_dims(row * COLUMNS, 1) + gl.expand_dims(column, 0)
-    parts = PARTS + gl.program_id(0).to(gl.int64) * splits * (ROWS * COLUMNS)
+    parts = PARTS + output.to(gl.int64) * splits * (ROWS * COLUMNS)
     gl.store(parts + gl.program_id(1) * (ROWS * COLUMNS) + at, acc)
     tl.debug_barrier()  # every share is stored before this program counts as arrived
-    arrivals = ARRIVALS + gl.program_id(0)
+    arrivals = ARRIVALS + output
     last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
     if last:
         acc = gl.load(parts + at, cache_modifier=".cg")

@@ -59,6 +59,7 @@ def _digits_product(
     [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them. A warp group has gate and up
     of half of its columns.
     """
+    gl.static_assert(HALVES == 2 or STAGES % 2 == 0)
     gdc_launch_dependents()
     EACH: gl.constexpr = BLOCKS // HALVES
     block, first = gl.program_id(0) * EACH, gl.program_id(1) * share
@@ -300,7 +301,7 @@ class _Plan(NamedTuple):
     tokens (qrt/kernels/NOTES.md)."""
 
     blocks: int  # row blocks a program
-    stages: int  # tiles on their way or waiting
+    stages: int  # tiles on their way or waiting; even unless gated, so that a place is one warp group's
     registers: int  # of a thread, those that ask and wait counted in
 
     @property
@@ -310,13 +311,18 @@ class _Plan(NamedTuple):
         return (3 * self.registers - 24) // 2 // 8 * 8
 
 
-_PLAIN = {  # by room for tokens: with so many stages an SM takes one program, and qkv's spread over all
-    8: _Plan(blocks=1, stages=10, registers=80),
-    16: _Plan(blocks=1, stages=8, registers=80),
+_PLAIN = {  # by bits and room: with so many stages an SM takes one program, and qkv's spread over all
+    (4, 8): _Plan(blocks=1, stages=10, registers=80),
+    (4, 16): _Plan(blocks=1, stages=8, registers=80),
+    (8, 8): _Plan(blocks=1, stages=14, registers=80),
+    (8, 16): _Plan(blocks=1, stages=12, registers=80),
 }
-_SHARES = _Plan(blocks=1, stages=6, registers=80)  # two programs an SM
+_SHARES = {  # by bits: two programs an SM
+    4: _Plan(blocks=1, stages=6, registers=80),
+    8: _Plan(blocks=1, stages=8, registers=80),
+}
 _GATED = _Plan(blocks=4, stages=5, registers=136)
-LEAST_SHARE = 8  # tiles
+LEAST_SHARE = 16  # groups of inputs
 _MADE = 4  # groups of digits a program makes
 
 
@@ -325,17 +331,17 @@ def digits_product(
 ) -> Tensor:
     """x [T, K] @ W.T + bias in dtype, [T, N]; `bits` of a code."""
     y = torch.empty(x.tokens, weight.out_features, dtype=dtype, device=x.codes.device)
-    _launch(x, weight, bits, _PLAIN[x.codes.shape[2]], weight.packed.shape[1], y, bias=bias)
+    _launch(x, weight, bits, _PLAIN[bits, x.codes.shape[2]], weight.packed.shape[1], y, bias=bias)
     return y
 
 
 def digits_shares(x: Digits, weight: TiledWeight, bits: int) -> Tensor:
     """fp32 [S, T, N], what each of S splits of K has of it: as many as run at once and are not short."""
     blocks, tiles = weight.packed.shape[:2]
-    most = min(2 * multiprocessors(x.codes.device) // blocks, tiles // LEAST_SHARE)
+    most = min(2 * multiprocessors(x.codes.device) // blocks, x.codes.shape[0] // LEAST_SHARE)
     share = triton.cdiv(tiles, max(1, most))
     y = torch.empty(triton.cdiv(tiles, share), x.tokens, weight.out_features, device=x.codes.device)
-    _launch(x, weight, bits, _SHARES, share, y)
+    _launch(x, weight, bits, _SHARES[bits], share, y)
     return y
 
 

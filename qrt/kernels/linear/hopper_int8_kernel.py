@@ -88,7 +88,7 @@ def _hopper_int8(
     if SHARES:
         Y += gl.program_id(1).to(gl.int64) * M * N
     elif SPLIT:
-        acc, last = sum_splits(acc, PARTS, ARRIVALS, MMA)
+        acc, last = sum_splits(acc, PARTS, ARRIVALS, gl.program_id(0), MMA)
     if last:
         m = token + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
         row = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))

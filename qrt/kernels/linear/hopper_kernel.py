@@ -3,7 +3,8 @@
 There the tensor cores are the bound, and Triton waits for every wgmma whose operand is in registers. Here the
 weights of plane p+1 are unpacked while plane p multiplies: Y.T = W @ X.T with W as the register operand, X
 and the packed tiles brought by the bulk copy engine (TMA). A warp for each asks as long as there is room, and
-for tiles before the previous kernel is done (programmatic dependent launch). The scale goes into the weight,
+for tiles before the previous kernel is done (programmatic dependent launch). What multiplies is one group of
+warps, or several that share the tokens and do not wait for each other. The scale goes into the weight,
 rounded to the dtype of the product as a dequantized weight is, and one accumulator takes all of K; where it
 is split, the last program of an output block to arrive adds the partial sums in order.
 Layout: quant/weight/tiles.py.
@@ -128,65 +129,87 @@ def _wide(
     x_desc, w_desc, scale_desc, zero_desc, BIAS, Y, PARTS, ARRIVALS, M, N, tiles, share,
     J: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr, SCALE: gl.constexpr,
     ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr, BIASED: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr,
-    WS: gl.constexpr, num_warps: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, SPLIT: gl.constexpr, XP: gl.constexpr,
+    XS: gl.constexpr, WS: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (token blocks * cdiv(row blocks, BN), splits): BN row blocks by BM tokens, `share` tiles of K.
+    """Grid (token blocks * cdiv(row blocks, GROUPS * BN), splits): GROUPS of 4 * BN warps that each multiply
+    BN row blocks by BM tokens, `share` tiles of K.
 
-    A stage of x is XP planes of one tile, a stage of w one tile with its scales and zeros; XS and WS of them
-    are in flight.
+    A stage of x, which is for all groups, is XP planes of one tile, a stage of w one tile of a group's row
+    blocks with its scales and zeros; XS and WS of them are in flight.
     """
     WORDS: gl.constexpr = RUNS if SCALE == gl.float32 else (RUNS + 1) // 2
     gdc_launch_dependents()
     token_blocks = gl.cdiv(M, BM)
-    block = gl.program_id(0) // token_blocks * BN
+    block = gl.program_id(0) // token_blocks * (GROUPS * BN)
     token = gl.program_id(0) % token_blocks * BM
     first = gl.program_id(1) * share
     steps = gl.minimum(share, tiles - first)
 
+    TILES: gl.constexpr = WS * GROUPS
     x_smem = gl.allocate_shared_memory(DOT, [XS, XP, BM, J], x_desc.layout)
-    w_smem = gl.allocate_shared_memory(gl.int16, [WS, BN, 64, J], w_desc.layout)
-    scale_smem = gl.allocate_shared_memory(gl.int32, [WS * WORDS, BN, 64], scale_desc.layout)
-    zero_smem = gl.allocate_shared_memory(gl.int32, [WS if ASYMMETRIC else 1, BN, 64], scale_desc.layout)
-    x_ready, x_empty = signals(XS)
-    w_ready, w_empty = signals(WS)
+    w_smem = gl.allocate_shared_memory(gl.int16, [TILES, BN, 64, J], w_desc.layout)
+    scale_smem = gl.allocate_shared_memory(gl.int32, [TILES * WORDS, BN, 64], scale_desc.layout)
+    zero_smem = gl.allocate_shared_memory(gl.int32, [TILES if ASYMMETRIC else 1, BN, 64], scale_desc.layout)
+    x_ready, x_empty = signals(XS, GROUPS)
+    w_ready, w_empty = signals(TILES)
     fence_async_shared()
+    ring = x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty
+    output = BIAS, Y, PARTS, ARRIVALS, block, token, M, N
+    copies = x_desc, w_desc, scale_desc, zero_desc, block, token, first
     gl.warp_specialize(
         [
-            (_multiply, (
-                x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty, BIAS, Y, PARTS,
-                ARRIVALS, block, token, steps, M, N, J, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT, BIASED,
-                BM, BN, SPLIT, XP, XS, WS, WORDS, num_warps,
-            )),
-            (_fetch_x, (
-                x_desc, x_smem, x_ready, x_empty, first * PLANES, token, steps * (PLANES // XP), J, BM, XP,
-                XS,
-            )),
-            (_fetch_w, (
-                w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, w_ready, w_empty, block, first,
-                steps, J, BN, WS, WORDS, ASYMMETRIC,
-            )),
+            (_part, (
+                part, ring, output, copies, steps, J, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT, BIASED,
+                BM, BN, GROUPS, SPLIT, XP, XS, WS, WORDS,
+            ))
+            for part in ((0, 1, 2) if GROUPS == 1 else (0, 1, 2, 3) if GROUPS == 2 else (0, 1, 2, 3, 4, 5))
         ],
-        [1, 1], [24, 24],
+        WARPS, REGISTERS,
     )  # fmt: skip
 
 
 @gluon.jit
-def _multiply(
-    x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty, BIAS, Y, PARTS, ARRIVALS,
-    block, token, steps, M, N, J: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
-    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr,
-    BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, XP: gl.constexpr,
-    XS: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr, num_warps: gl.constexpr,
+def _part(
+    PART: gl.constexpr, ring, output, copies, steps, J: gl.constexpr, PLANES: gl.constexpr,
+    RUNS: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr,
+    DOT: gl.constexpr, BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
+    SPLIT: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles as they come; write the sum, if it is the whole one or the last part of it."""
+    """What some warps do: those of a group multiply, one asks for x and one for weights."""
+    if PART < GROUPS:
+        _multiply(
+            PART, ring, output, steps, J, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT, BIASED, BM, BN,
+            GROUPS, SPLIT, XP, XS, WS, WORDS,
+        )  # fmt: skip
+    elif PART == GROUPS:
+        _fetch_x(ring, copies, steps, J, PLANES, BM, XP, XS)
+    else:
+        _fetch_w(ring, copies, steps, J, BN, GROUPS, WS, WORDS, ASYMMETRIC)
+
+
+@gluon.jit
+def _multiply(
+    GROUP: gl.constexpr, ring, output, steps, J: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
+    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr,
+    BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, SPLIT: gl.constexpr,
+    XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """Multiply a group's tiles as they come; write the sum, if it is the whole one or the last part of it.
+
+    A group alone lets a plane multiply while it sees to the next one's operands. Of several, ptxas would wait
+    for every wgmma if one were left from one turn to the next; while one group waits, others work.
+    """
+    x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty = ring
+    BIAS, Y, PARTS, ARRIVALS, block, token, M, N = output
     ROWS: gl.constexpr = BN * 64
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * BN, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
-    mbarrier.wait(w_ready.index(0), 0)
-    words, scales, zeros = tile_of(w_smem, scale_smem, zero_smem, 0, WORDS, ASYMMETRIC, OPERAND)
+    mbarrier.wait(w_ready.index(GROUP), 0)
+    words, scales, zeros = tile_of(w_smem, scale_smem, zero_smem, GROUP, WORDS, ASYMMETRIC, OPERAND)
     weights = weights_of(words, scales, zeros, 0, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
     before = weights
     for i in range(steps):
@@ -197,41 +220,51 @@ def _multiply(
                 mbarrier.wait(x_ready.index(slot), stage // XS & 1)
             x = x_smem.index(slot).reshape([XP * BM, J]).slice(p % XP * BM, BM).permute((1, 0))
             acc = warpgroup_mma(weights, x, acc, is_async=True)
-            acc, before = warpgroup_mma_wait(1, deps=[acc, before])  # the plane before this one is done
-            if p % XP == 0:
-                mbarrier.arrive(x_empty.index((stage + XS - 1) % XS), count=1, pred=stage > 0)
+            if GROUPS == 1:
+                acc, before = warpgroup_mma_wait(1, deps=[acc, before])  # the plane before this one is done
+                before = weights
+                if p % XP == 0:
+                    mbarrier.arrive(x_empty.index((stage + XS - 1) % XS), count=1, pred=stage > 0)
             if p == 0:
-                mbarrier.arrive(w_empty.index(i % WS), count=1)
-            before = weights
+                mbarrier.arrive(w_empty.index(i % WS * GROUPS + GROUP), count=1)
             if p + 1 == PLANES:
-                slot = (i + 1) % WS
-                mbarrier.wait(w_ready.index(slot), (i + 1) // WS & 1, pred=i + 1 < steps)
+                place = (i + 1) % WS * GROUPS + GROUP
+                mbarrier.wait(w_ready.index(place), (i + 1) // WS & 1, pred=i + 1 < steps)
                 words, scales, zeros = tile_of(
-                    w_smem, scale_smem, zero_smem, slot, WORDS, ASYMMETRIC, OPERAND
+                    w_smem, scale_smem, zero_smem, place, WORDS, ASYMMETRIC, OPERAND
                 )
-            weights = weights_of(
+            following = weights_of(
                 words, scales, zeros, (p + 1) % PLANES, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT
             )
-    acc, before = warpgroup_mma_wait(0, deps=[acc, before])
+            if GROUPS > 1:
+                acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+                if (p + 1) % XP == 0:
+                    mbarrier.arrive(x_empty.index(slot), count=1)
+            weights = following
+    if GROUPS == 1:
+        acc, before = warpgroup_mma_wait(0, deps=[acc, before])
 
     last = True
     if SPLIT:
-        acc, last = sum_splits(acc, PARTS, ARRIVALS, MMA)
+        acc, last = sum_splits(acc, PARTS, ARRIVALS, gl.program_id(0) * GROUPS + GROUP, MMA)
     if last:
+        first = (block + GROUP * BN) * 64
         if BIASED:
-            row = block * 64 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+            row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
             acc += gl.expand_dims(gl.load(BIAS + row, mask=row < N, other=0.0).to(gl.float32), 1)
-        store_block(Y, acc.to(DOT), block * 64, token, M, N, num_warps)
+        store_block(Y, acc.to(DOT), first, token, M, N, 4 * BN)
 
 
 @gluon.jit
 def _fetch_x(
-    desc, smem, ready, empty, plane, token, stages, J: gl.constexpr, BM: gl.constexpr, XP: gl.constexpr,
+    ring, copies, steps, J: gl.constexpr, PLANES: gl.constexpr, BM: gl.constexpr, XP: gl.constexpr,
     XS: gl.constexpr,
 ):  # fmt: skip
-    """Ask for `stages` stages of x, from plane `plane` of all of K on, as long as there is room."""
+    """Ask for the planes of the tokens, XP at a time, as long as there is room."""
+    desc, token, plane = copies[0], copies[5], copies[6] * PLANES
+    smem, ready, empty = ring[0], ring[4], ring[5]
     gdc_wait()
-    for i in range(stages):
+    for i in range(steps * (PLANES // XP)):
         slot = i % XS
         mbarrier.wait(empty.index(slot), (i // XS - 1) & 1, pred=i >= XS)
         mbarrier.expect(ready.index(slot), XP * BM * J * 2)
@@ -240,28 +273,32 @@ def _fetch_x(
 
 @gluon.jit
 def _fetch_w(
-    w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready, empty, block, first, steps,
-    J: gl.constexpr, BN: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
+    ring, copies, steps, J: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, WS: gl.constexpr,
+    WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
 ):  # fmt: skip
-    """Ask for `steps` tiles of BN row blocks, from tile `first` on, their scales and zeros, likewise."""
+    """Ask for the groups' tiles, their scales and zeros, likewise."""
+    _, w_desc, scale_desc, zero_desc, block, _, first = copies
+    _, w_smem, scale_smem, zero_smem, _, _, ready, empty = ring
     for i in range(steps):
-        slot, tile = i % WS, first + i
-        mbarrier.wait(empty.index(slot), (i // WS - 1) & 1, pred=i >= WS)
-        fetch_tile(
-            w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready.index(slot), slot, block,
-            tile, BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC), WORDS, ASYMMETRIC,
-        )  # fmt: skip
+        for g in gl.static_range(GROUPS):
+            slot = i % WS * GROUPS + g
+            mbarrier.wait(empty.index(slot), (i // WS - 1) & 1, pred=i >= WS)
+            fetch_tile(
+                w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready.index(slot), slot,
+                block + g * BN, first + i, BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC), WORDS, ASYMMETRIC,
+            )  # fmt: skip
 
 
 class WidePlan(NamedTuple):
     """How `_wide` is launched for one shape."""
 
     tokens: int  # BM
-    blocks: int  # BN
+    blocks: int  # of rows a program
     splits: int
     x_planes: int  # XP
     x_stages: int  # XS
     w_stages: int  # WS
+    groups: int = 1  # of warps, 1, 2 or 4, that share the blocks and do not wait for each other
 
 
 def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
@@ -274,9 +311,13 @@ def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
     return WidePlan(tokens, rows, triton.cdiv(tiles, triton.cdiv(tiles, splits)), x_planes, 3, 3)
 
 
-def registers(sums: int) -> int:
-    """Of a thread, where one that multiplies holds so many sums; the 4 warps of the copies give theirs."""
-    return min(sums + 48, 168)  # at most 12 warps
+def registers(plan: WidePlan) -> tuple[int, int]:
+    """Of a thread of `_wide`, and of one of the groups behind the first: the 4 warps of the copies give most
+    of theirs."""
+    warps = 4 * plan.blocks + 4
+    most = (1 << 16) // (32 * warps) // 8 * 8
+    each = min(plan.tokens // 2 + (48 if plan.blocks <= 2 else 64), most, 168)
+    return each, (warps * each - 4 * 24) // (4 * plan.blocks) // 8 * 8
 
 
 def fits(x: Tensor, weight: TiledWeight) -> bool:
@@ -293,12 +334,15 @@ def wide_gemm(
     share = triton.cdiv(tiles, plan.splits)
     splits = triton.cdiv(tiles, share)
     part = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
+    each = plan.blocks // plan.groups
+    of_all, of_group = registers(plan)
     _wide[(outputs, splits)](
-        of_planes(x, plan.x_planes, plan.tokens, words), *of_tiles(weight, plan.blocks), bias, y,
+        of_planes(x, plan.x_planes, plan.tokens, words), *of_tiles(weight, each), bias, y,
         torch.empty(part, device=x.device), weight.arrivals, x.shape[0], y.shape[1], tiles, share,
         J=words, PLANES=layout["PLANES"], RUNS=layout["RUNS"], SCALE=layout["SCALE"],
         ASYMMETRIC=layout["ASYMMETRIC"], UNPACK=layout["UNPACK"], DOT=DTYPES[x.dtype],
-        BIASED=bias is not None, BM=plan.tokens, BN=plan.blocks, SPLIT=splits > 1, XP=plan.x_planes,
-        XS=plan.x_stages, WS=plan.w_stages, num_warps=4 * plan.blocks,
-        maxnreg=registers(plan.tokens // 2), launch_pdl=True,
+        BIASED=bias is not None, BM=plan.tokens, BN=each, GROUPS=plan.groups, SPLIT=splits > 1,
+        XP=plan.x_planes, XS=plan.x_stages, WS=plan.w_stages,
+        WARPS=(4 * each,) * (plan.groups - 1) + (1, 1), REGISTERS=(of_group,) * (plan.groups - 1) + (24, 24),
+        num_warps=4 * each, maxnreg=of_all, launch_pdl=True,
     )  # fmt: skip
