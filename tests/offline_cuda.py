@@ -13,7 +13,8 @@ import sys
 def compiled(code: str, capability: int = 90) -> dict[str, int]:
     """Run `code` (which calls launchers) for sm_`capability`; kernel name -> how many variants compiled.
 
-    A compile error is raised with the compiler's output.
+    A compile error is raised with the compiler's output, and what ptxas says of a kernel whose asynchronous
+    products it makes wait for each other.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, str(capability), code]
@@ -30,11 +31,22 @@ def _main(capability: int, code: str) -> None:
 
     def compiled(function, kernel, grid, arguments):
         assert kernel.asm["cubin"]
+        if kernel.hash not in seen.get(function.__name__, ()) and "wgmma" in kernel.asm["ptx"]:
+            assert "serialized" not in (said := _ptxas(kernel.asm["ptx"], capability)), said
         seen.setdefault(function.__name__, set()).add(kernel.hash)
 
     compile_only(capability, compiled)
     exec(code, {})
     print(json.dumps({name: len(variants) for name, variants in seen.items()}))
+
+
+def _ptxas(ptx: str, capability: int) -> str:
+    """What the assembler says."""
+    import triton
+
+    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{capability}a", "-o", os.devnull, "-"]
+    done = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from backends import COMPILED
+from backends import COMPILED, GPU
 from offline_cuda import compiled
 from qrt.kernels import chain as package
 from qrt.kernels.chain import chain, fits, kernel, ref
@@ -37,8 +37,8 @@ def four(sizes, bits, symmetric, device, group=128):
     ]
 
 
-def operands(sizes, weights, scheme, device, dtype=torch.bfloat16, tokens=1):
-    gen = torch.Generator(device).manual_seed(9)
+def operands(sizes, weights, scheme, device, dtype=torch.bfloat16, tokens=1, draw=0):
+    gen = torch.Generator(device).manual_seed(9 + draw)
     hidden, attended, *_ = sizes
     x = torch.randn(tokens, attended, generator=gen, device=device).to(dtype) + 0.3  # as zero points meet
     residual = torch.randn(tokens, hidden, generator=gen, device=device).to(dtype)
@@ -61,10 +61,23 @@ def exact(x, residual, weights, norms):
 
 
 def check(sizes, bits, symmetric, device, tokens, spread=None, biased=False):
-    """No worse than the operators one by one; `spread` multiplies inputs of x; `biased`: q, k and v."""
-    scheme = f"w{bits}a16"
+    """No worse than the operators one by one; `spread` multiplies inputs of x; `biased`: q, k and v.
+
+    Of one token in one draw the errors' ratio is 1 +- 0.07 (384 tokens of `small`), so that a GPU, which runs
+    some thousand, judges a token by several draws.
+    """
     weights = four(sizes, bits, symmetric, device)
-    x, residual, prepared, norms = operands(sizes, weights, scheme, device, tokens=tokens)
+    draws = [
+        _errors(sizes, weights, bits, device, tokens, draw, spread, biased) for draw in range(4 if GPU else 1)
+    ]
+    ours, theirs = torch.tensor(draws).square().mean(0).sqrt()
+    assert (ours <= 1.25 * theirs + 1e-4).all()
+
+
+def _errors(sizes, weights, bits, device, tokens, draw, spread, biased):
+    """Of each token: ours, the operators'."""
+    scheme = f"w{bits}a16"
+    x, residual, prepared, norms = operands(sizes, weights, scheme, device, tokens=tokens, draw=draw)
     if spread is not None:
         x *= spread
     bias = torch.randn(sizes[3], device=device).to(x.dtype) if biased else None
@@ -77,8 +90,7 @@ def check(sizes, bits, symmetric, device, tokens, spread=None, biased=False):
     assert got.shape == want.shape and got.dtype == x.dtype
     assert relative(got, want) <= 1.05 * relative(plain, want) + 1e-4
     assert relative(ours, want_residual) <= 1.05 * relative(theirs, want_residual) + 1e-5
-    for t in range(tokens):
-        assert relative(got[t], want[t]) <= 1.25 * relative(plain[t], want[t]) + 1e-4
+    return [[float(relative(y[t], want[t])) for t in range(tokens)] for y in (got, plain)]
 
 
 @pytest.mark.gpu

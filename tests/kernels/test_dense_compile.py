@@ -35,7 +35,7 @@ for scheme, bits, tokens in (("w4a16", 4, 16), ("w8a16", 8, 32)):
     kernel.linear_silu(torch.empty(tokens, 1024, dtype=BF16), tensors, None, scheme)
 for scheme, symmetric, group, dtype, plan in (
     ("w4a16", False, 128, BF16, (256, 2, 1, 1, 4, 3)), ("w8a16", True, 128, BF16, (128, 1, 2, 2, 3, 3)),
-    ("w4a16", False, 32, FP16, (64, 1, 1, 2, 3, 3)),
+    ("w4a16", False, 32, FP16, (64, 1, 1, 2, 3, 3)), ("w4a16", False, 128, BF16, (64, 4, 1, 2, 3, 4, 4)),
 ):
     weight = random_weight(128, 1024, int(scheme[1]), group, symmetric=symmetric, dtype=dtype)
     x, y = torch.empty(300, 1024, dtype=dtype), torch.empty(300, 128, dtype=dtype)
@@ -70,6 +70,6 @@ silu_mul_int8(torch.empty(9, 28672, dtype=BF16))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
-        "_fused": 5, "_wide": 3, "_stream": 3, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
+        "_fused": 5, "_wide": 4, "_stream": 3, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
         "_hopper_int8": 7, "_rmsnorm": 4, "_silu_mul": 1, "_silu_mul_int8": 1,
     }  # fmt: skip

@@ -308,7 +308,7 @@ def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
     programs = triton.cdiv(blocks, rows) * triton.cdiv(width, tokens)
     splits = max(1, min(sms // programs, tiles // 4, 16))
     x_planes = 1 if tokens == 256 else 2
-    return WidePlan(tokens, rows, triton.cdiv(tiles, triton.cdiv(tiles, splits)), x_planes, 3, 3)
+    return WidePlan(tokens, rows, triton.cdiv(tiles, triton.cdiv(tiles, splits)), x_planes, 3, 3, groups=rows)
 
 
 def registers(plan: WidePlan) -> tuple[int, int]:
