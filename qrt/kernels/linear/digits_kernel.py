@@ -59,7 +59,7 @@ def _digits_product(
     [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them. A warp group has gate and up
     of half of its columns.
     """
-    gl.static_assert(HALVES == 2 or STAGES % 2 == 0)
+    gl.static_assert(HALVES == 2 or STAGES % 2 == 0)  # a group then waits for every phase of its places
     gdc_launch_dependents()
     EACH: gl.constexpr = BLOCKS // HALVES
     block, first = gl.program_id(0) * EACH, gl.program_id(1) * share

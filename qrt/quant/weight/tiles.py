@@ -9,7 +9,8 @@ follow each other in memory, each in one piece (8 KB for J = 64).
     input within the tile:         3J+j  |  J+j  | 2J+j |  j                         J+j  |  j
 
 So the low halves of a word's bytes are the first two planes, whose inputs mostly share a scale, and the high
-ones the others: `qrt.kernels.chain` multiplies them as they are.
+ones the others; 8-bit codes have words of 64 only where both bytes share a scale. Such bytes are what
+`qrt.kernels.linear.digits_kernel` multiplies as they are.
 
 A run is the inputs of one tile that share a scale: the whole tile, a half or a quarter of it. A group longer
 than a run repeats its scale in every run. N and K are padded to whole tiles; the padding is never read back.
