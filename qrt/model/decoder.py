@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qrt.arch import ModelConfig
-from qrt.kernels.chain import MOST_TOKENS, chain, fits, room_for
+from qrt.kernels.chain import chain, fits
 from qrt.kernels.step import StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
@@ -18,7 +18,7 @@ from qrt.layers.mlp import MLP
 from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVLayer, KVStorage
-from qrt.quant.digits import Digits
+from qrt.quant.digits import MOST_TOKENS, Digits, room_for
 
 
 class DecoderLayer:

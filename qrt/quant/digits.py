@@ -9,6 +9,12 @@ from torch import Tensor
 
 GROUP = 128  # inputs that share a scale
 STEPS = 127 * 256  # of a scale, up to the largest magnitude: what two digits hold
+MOST_TOKENS = 16  # that products by digits are fast for
+
+
+def room_for(tokens: int) -> int:
+    """Of the `Digits` of so many tokens."""
+    return 8 if tokens <= 8 else MOST_TOKENS
 
 
 class Digits(NamedTuple):

@@ -11,7 +11,7 @@ from qrt.kernels.chain import chain, fits, kernel, ref
 from qrt.kernels.linear.digits_kernel import make_digits
 from qrt.kernels.rmsnorm import add_rmsnorm
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
-from qrt.quant.digits import Digits
+from qrt.quant.digits import MOST_TOKENS, Digits, room_for
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight, reference, relative
 
@@ -131,7 +131,7 @@ def test_what_comes_as_digits(device, tokens):
         sizes, four(sizes, 4, False, device), "w4a16", device, tokens=tokens
     )
     ours, theirs = residual.clone(), residual.clone()
-    codes, facts, _ = make_digits(x, package.room_for(tokens))
+    codes, facts, _ = make_digits(x, room_for(tokens))
     got = kernel.chain([codes, facts], ours, *prepared, None, *norms, EPS, "w4a16")
     assert torch.equal(got, kernel.chain([x], theirs, *prepared, None, *norms, EPS, "w4a16"))
     assert torch.equal(ours, theirs)
@@ -293,7 +293,7 @@ def test_what_fits(device, monkeypatch):
         other = random_weight(592, 1024, bits, group, symmetric=False, dtype=dtype, perm=perm, device=device)
         tensors = scheme.prepare(other, torch.device(device), torch.bfloat16)
         assert not fits(x.shape[1], residual, [*prepared[:3], tensors], none, scheme.name)
-    whole, most = SIZES["halves"], package.MOST_TOKENS
+    whole, most = SIZES["halves"], MOST_TOKENS
     for bits, tokens, sizes, want in (
         (4, 2, whole, True),
         (4, most, whole, True),

@@ -27,12 +27,12 @@ from tqdm import tqdm
 from qrt.arch import ModelConfig
 from qrt.errors import ConfigError
 from qrt.kernels import tuned
-from qrt.kernels.chain import MOST_TOKENS
 from qrt.kernels.linear import int8_kernel, linear, linear_silu, linear_silu_int8
 from qrt.kernels.linear import kernel as tile_kernel
 from qrt.kernels.linear.int8_kernel import BlockPlan, HopperPlan
 from qrt.kernels.linear.kernel import FusedPlan, StreamPlan, WidePlan
 from qrt.layers.linear import Linear
+from qrt.quant.digits import MOST_TOKENS
 from qrt_eval.kernels.layer import decode_step, layer_us, layers
 from qrt_eval.kernels.linear import HEADS, cold_copies, head, products, random_linear
 from qrt_eval.kernels.timer import microseconds
@@ -255,7 +255,7 @@ def _choose_in_layer(
     where a layer has them by `chain`, which has no plans."""
     model = layers(config, scheme, device)
     for width in LAYER_WIDTHS:
-        if width <= MOST_TOKENS and scheme == "w4a16":
+        if width <= MOST_TOKENS and scheme != "w8a8":
             continue
         keys = {Trial(scheme, k, n, width, None).key for k, n in products(config).values()} & ranked.keys()
         if not keys:
@@ -288,7 +288,9 @@ def _try(trial: Trial, weights: Sequence[Linear], table: dict[str, tuned.Measure
 def _calls(trial: Trial, weights: Sequence[Linear]) -> tuple[Callable[..., object], list[tuple[Any, ...]]]:
     """What is timed: an operator, and its arguments for each of the weights."""
     tokens = MEASURED_AT.get(trial.width, trial.width)
-    x = torch.randn(tokens, trial.k, device=weights[0].tensors[0].device, dtype=torch.bfloat16)
+    by_digits = trial.scheme == "w4a16" and tokens <= MOST_TOKENS  # in bf16, and without a plan
+    dtype = torch.float16 if by_digits else torch.bfloat16
+    x = torch.randn(tokens, trial.k, device=weights[0].tensors[0].device, dtype=dtype)
     if not trial.gated or trial.scheme != "w8a8":
         operator = linear_silu if trial.gated else linear
         return operator, [(x, weight.tensors, None, trial.scheme) for weight in weights]

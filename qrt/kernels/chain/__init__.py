@@ -26,18 +26,12 @@ from torch import Tensor
 from qrt.kernels.chain import ref
 from qrt.kernels.gpu import is_hopper
 from qrt.kernels.op import define
-from qrt.quant.digits import GROUP
+from qrt.quant.digits import GROUP, MOST_TOKENS
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
 
-MOST_TOKENS = 16
 MOST_INPUTS = 1 << 15  # of a product of one token: its input lies in shared memory
 UNIT = 16  # rows of a product that one program multiplies at a time for one token
-
-
-def room_for(tokens: int) -> int:
-    """Of the `Digits` of so many tokens."""
-    return 8 if tokens <= 8 else MOST_TOKENS
 
 
 def fits(
@@ -68,9 +62,7 @@ def fits(
 
 def _takes(weight: TiledWeight, first: TiledWeight) -> bool:
     return (
-        weight.packed.shape[3] == 64
-        and weight.runs == 2
-        and weight.scale.itemsize == 2
+        weight.has_whole_groups
         and weight.scale.dtype == first.scale.dtype
         and (weight.zero.numel() > 0) == (first.zero.numel() > 0)
         and weight.perm.numel() == 0

@@ -31,13 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.device import after_previous
-from qrt.kernels.gpu import multiprocessors, overlaps
-from qrt.kernels.linear.device import DTYPES, of_tokens, of_weight, scale_of_run, signals, store_block
+from qrt.kernels.gpu import is_hopper, multiprocessors, overlaps
+from qrt.kernels.linear.device import (
+    DTYPES,
+    of_tokens,
+    of_weight,
+    scale_of_run,
+    signals,
+    store_block,
+    sum_splits,
+)
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.device import GROUP as INPUTS
 from qrt.quant.device import digits_of, larger, store_digits
-from qrt.quant.digits import GROUP, Digits
-from qrt.quant.weight.tiles import TiledWeight
+from qrt.quant.digits import GROUP, MOST_TOKENS, Digits, room_for
+from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
 _SWIZZLED = gl.NVMMASharedLayout(128, 8, 4)
 _FLAT = gl.NVMMASharedLayout(0, 32, 3)
@@ -47,13 +55,13 @@ _BY_ROW = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
 @gluon.jit(do_not_specialize=["M", "tiles", "share"])
 def _digits_product(
-    x_desc, fact_desc, w_desc, scale_desc, zero_desc, BIAS, Y, FACTS, M, N, tiles, share,
+    x_desc, fact_desc, w_desc, scale_desc, zero_desc, BIAS, Y, FACTS, PARTS, ARRIVALS, M, N, tiles, share,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr,
     BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks / BLOCKS, S): Y [S, M, N], what `share` tiles of K, each RUNS groups of digits, have
-    of x [M, K] @ W.T, with BIAS [N], if any.
+    of x [M, K] @ W.T; with PARTS [row blocks, S, 64, BM] their sum, Y [M, N]. BIAS [N], if any, is added.
 
     With two HALVES half of the blocks are the gate, half the up of the same columns, and silu(gate) * up
     [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them. A warp group has gate and up
@@ -80,7 +88,7 @@ def _digits_product(
     ready, empty = signals(STAGES, HALVES)
     fence_async_shared()
     ring = (w, scales, zeros, x, facts, ready, empty)
-    work = (ring, met, BIAS, Y, FACTS, block, steps, M, N)
+    work = (ring, met, BIAS, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N)
     fetch = (ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps)
     gl.warp_specialize(
         [
@@ -149,7 +157,7 @@ def _multiply(
 ):  # fmt: skip
     """Multiply the tiles as they come and write the sum: a warp group's rows of all of them, or all rows of
     every other one."""
-    ring, met, BIAS, Y, FACTS, block, steps, M, N = work
+    ring, met, BIAS, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N = work
     w, scales, zeros, x, facts, ready, empty = ring
     ROWS: gl.constexpr = BLOCKS * 64 // HALVES
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BM, 32])
@@ -194,13 +202,18 @@ def _multiply(
         met.store(acc)
         _both_are_here()
     else:
-        if BIAS is not None:
-            bias = gl.load(BIAS + block * 64 + gl.arange(0, ROWS, layout=ROW))
-            acc += gl.expand_dims(bias.to(gl.float32), 1)
         _both_are_here()
         acc += met.load(SUMS)
-        Y += gl.program_id(1).to(gl.int64) * M * N
-        store_block(Y, acc.to(Y.dtype.element_ty), block * 64, 0, M, N, 4)
+        last = True
+        if PARTS is None:
+            Y += gl.program_id(1).to(gl.int64) * M * N
+        else:
+            acc, last = sum_splits(acc, PARTS, ARRIVALS, gl.program_id(0), SUMS)
+        if last:
+            if BIAS is not None:
+                bias = gl.load(BIAS + block * 64 + gl.arange(0, ROWS, layout=ROW))
+                acc += gl.expand_dims(bias.to(gl.float32), 1)
+            store_block(Y, acc.to(Y.dtype.element_ty), block * 64, 0, M, N, 4)
 
 
 @gluon.jit
@@ -326,6 +339,28 @@ LEAST_SHARE = 16  # groups of inputs
 _MADE = 4  # groups of digits a program makes
 
 
+def fits(x: Tensor, weight: TiledWeight, bits: int) -> bool:
+    """Whether `digits_gemm` multiplies x [T, K] and is faster than bf16's kernels: int4 in whole groups, few
+    tokens, on a Hopper GPU."""
+    whole = x.shape[1] % GROUP == 0 and weight.out_features % TILE_ROWS == 0
+    few = bits == 4 and x.dtype == torch.bfloat16 and 1 <= x.shape[0] <= MOST_TOKENS
+    return few and whole and weight.has_whole_groups and is_hopper(x.device)
+
+
+def digits_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int) -> Tensor:
+    """x [T, K] @ W.T + bias, [T, N], of one that `fits`. K is split where the row blocks are few."""
+    made, sms = make_digits(x.contiguous(), room_for(x.shape[0])), multiprocessors(x.device)
+    blocks, tiles = weight.packed.shape[:2]
+    if blocks <= sms < 2 * blocks:
+        return digits_product(made, weight, bias, bits, x.dtype)
+    share = _share(made, weight) if blocks <= sms else tiles
+    splits = triton.cdiv(tiles, share)
+    parts = x.new_empty(blocks, splits, TILE_ROWS, made.codes.shape[2], dtype=torch.float32)
+    y = x.new_empty(x.shape[0], weight.out_features)
+    _launch(made, weight, bits, _SHARES[bits], share, y, bias=bias, parts=parts if splits > 1 else None)
+    return y
+
+
 def digits_product(
     x: Digits, weight: TiledWeight, bias: Tensor | None, bits: int, dtype: torch.dtype
 ) -> Tensor:
@@ -336,13 +371,19 @@ def digits_product(
 
 
 def digits_shares(x: Digits, weight: TiledWeight, bits: int) -> Tensor:
-    """fp32 [S, T, N], what each of S splits of K has of it: as many as run at once and are not short."""
-    blocks, tiles = weight.packed.shape[:2]
-    most = min(2 * multiprocessors(x.codes.device) // blocks, x.codes.shape[0] // LEAST_SHARE)
-    share = triton.cdiv(tiles, max(1, most))
-    y = torch.empty(triton.cdiv(tiles, share), x.tokens, weight.out_features, device=x.codes.device)
+    """fp32 [S, T, N], what each of S splits of K has of it."""
+    share = _share(x, weight)
+    splits = triton.cdiv(weight.packed.shape[1], share)
+    y = torch.empty(splits, x.tokens, weight.out_features, device=x.codes.device)
     _launch(x, weight, bits, _SHARES[bits], share, y)
     return y
+
+
+def _share(x: Digits, weight: TiledWeight) -> int:
+    """Tiles of K a program: as many programs as run at once, none of them short."""
+    blocks, tiles = weight.packed.shape[:2]
+    most = min(2 * multiprocessors(x.codes.device) // blocks, x.codes.shape[0] // LEAST_SHARE)
+    return triton.cdiv(tiles, max(1, most))
 
 
 def gated_digits_product(x: Digits, weight: TiledWeight, bits: int) -> Digits:
@@ -354,17 +395,18 @@ def gated_digits_product(x: Digits, weight: TiledWeight, bits: int) -> Digits:
 
 def _launch(
     x: Digits, weight: TiledWeight, bits: int, plan: _Plan, share: int, y: Tensor,
-    facts: Tensor | None = None, bias: Tensor | None = None,
+    facts: Tensor | None = None, bias: Tensor | None = None, parts: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`share` tiles of K a program. y [T, N] or [S, T, N], or with facts the codes of Digits."""
+    """`share` tiles of K a program. y [S, T, N], or [T, N] if they are all or parts are where shares meet, or
+    with facts the codes of Digits."""
     (blocks, tiles), room, runs = weight.packed.shape[:2], x.codes.shape[2], 8 // bits
     halves = 1 if facts is None else 2
     _digits_product[(blocks // plan.blocks, triton.cdiv(tiles, share))](
         of_tokens(x.codes, (runs, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
-        *_of_tiles(weight, plan.blocks // halves, halves), bias, y, facts, x.tokens, weight.out_features,
-        tiles, share, SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, RUNS=runs,
-        BM=room, BLOCKS=plan.blocks, HALVES=halves, STAGES=plan.stages, REGISTERS=plan.of_second,
-        num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+        *_of_tiles(weight, plan.blocks // halves, halves), bias, y, facts, parts, weight.arrivals, x.tokens,
+        weight.out_features, tiles, share, SCALE=DTYPES[weight.scale.dtype],
+        ASYMMETRIC=weight.zero.numel() > 0, RUNS=runs, BM=room, BLOCKS=plan.blocks, HALVES=halves,
+        STAGES=plan.stages, REGISTERS=plan.of_second, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 
 

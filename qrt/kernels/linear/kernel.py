@@ -4,8 +4,9 @@ Few tokens: one kernel reads every weight once and is bound by that read. It com
 unpacked weights are the register operand of the tensor core and never touch shared memory, keeps codes as
 exact small integers and applies scales to fp32 group sums. Where N / 64 programs would leave SMs idle, K is
 split; the last program of a row block to arrive adds the partial sums in split order, so results do not
-depend on timing. More tokens: `stream_kernel` or `hopper_kernel` where one was measured to win or, beyond 64,
-fits; else the weight is dequantized block by block to scratch and torch multiplies.
+depend on timing. On Hopper `digits_kernel` takes int4 times the fewest tokens in bf16. More tokens:
+`stream_kernel` or `hopper_kernel` where one was measured to win or, beyond 64, fits; else the weight is
+dequantized block by block to scratch and torch multiplies.
 Layout: quant/weight/tiles.py. A format is its `unpack` device function.
 """
 
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import multiprocessors, overlaps, shared_bytes
-from qrt.kernels.linear import hopper_16bit_kernel
+from qrt.kernels.linear import digits_kernel, hopper_16bit_kernel
 from qrt.kernels.linear.hopper_kernel import WidePlan, fits, wide_gemm, wide_plan
 from qrt.kernels.linear.int8_kernel import gated_int8_gemm, gated_plan, int8_gemm, quantize_tokens
 from qrt.kernels.linear.split_kernel import sum_splits
@@ -204,6 +205,8 @@ def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, un
     `unpack` is the format's device function (`TiledScheme.unpacker`). Bias is added in fp32. A call returns
     the same bits every time.
     """
+    if digits_kernel.fits(x, weight, bits):
+        return digits_kernel.digits_gemm(x, weight, bias, bits)
     y = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
     layout = _layout(weight, bits, unpack)
     if x.shape[0] == 0:
@@ -231,7 +234,7 @@ def gated_tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: i
     chosen, n = _chosen(x, weight, bits), weight.out_features
     paired = isinstance(chosen, FusedPlan) and (chosen.blocks, chosen.splits) == (2, 1)
     whole = paired and n % (2 * TILE_ROWS) == 0
-    if not whole or not x.shape[0]:
+    if not whole or not x.shape[0] or digits_kernel.fits(x, weight, bits):
         return silu_mul(tile_gemm(x, weight, bias, bits, unpack))
     y = torch.empty(x.shape[0], n // 2, dtype=x.dtype, device=x.device)
     _launch_fused(x.contiguous(), weight, bias, y, _layout(weight, bits, unpack), chosen, halves=2)

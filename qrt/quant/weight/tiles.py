@@ -61,6 +61,11 @@ class TiledWeight(NamedTuple):
         """Runs of one tile: 1, 2 or 4."""
         return self.scale.shape[2] * self.scale.shape[4]
 
+    @property
+    def has_whole_groups(self) -> bool:
+        """Whether 128 inputs or more share a scale, of 16 bits: those that a group of `Digits` has."""
+        return self.packed.shape[3] == 64 and self.runs == 2 and self.scale.itemsize == 2
+
     def gather(self, x: Tensor) -> Tensor:
         """x [T, K] with its columns in the order of the codes."""
         return x.index_select(1, self.perm) if self.perm.numel() else x
