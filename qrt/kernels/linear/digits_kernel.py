@@ -353,11 +353,11 @@ def digits_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int) 
     blocks, tiles = weight.packed.shape[:2]
     if blocks <= sms < 2 * blocks:
         return digits_product(made, weight, bias, bits, x.dtype)
-    share = _share(made, weight) if blocks <= sms else tiles
-    splits = triton.cdiv(tiles, share)
-    parts = x.new_empty(blocks, splits, TILE_ROWS, made.codes.shape[2], dtype=torch.float32)
+    share, parts = _share(made, weight) if blocks <= sms else tiles, None
+    if (splits := triton.cdiv(tiles, share)) > 1:
+        parts = torch.empty(blocks, splits, TILE_ROWS, made.codes.shape[2], device=x.device)
     y = x.new_empty(x.shape[0], weight.out_features)
-    _launch(made, weight, bits, _SHARES[bits], share, y, bias=bias, parts=parts if splits > 1 else None)
+    _launch(made, weight, bits, _SHARES[bits], share, y, bias=bias, parts=parts)
     return y
 
 
