@@ -4,14 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from backends import COMPILED, GPU
+from backends import GPU
 from offline_cuda import compiled
 from qrt.kernels import chain as package
 from qrt.kernels.chain import chain, fits, kernel, ref
-from qrt.kernels.linear.digits_kernel import make_digits
-from qrt.kernels.rmsnorm import add_rmsnorm
-from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
-from qrt.quant.digits import MOST_TOKENS, Digits, room_for
+from qrt.kernels.linear.make_digits_kernel import make_digits
+from qrt.quant.digits import MOST_TOKENS, room_for
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight, reference, relative
 
@@ -204,73 +202,6 @@ def test_layers_in_a_graph_give_the_same_bits_every_time(device, tokens):
         stream.copy_(residual)
         graph.replay()
         assert torch.equal(out, want) and torch.equal(stream, alone)
-
-
-def decoded(digits):
-    """What `Digits` says of its tokens, fp64 [T, K], and half of each group's step."""
-    high, low = digits.codes[:, :, : digits.tokens].double().unbind(1)
-    scale, total = digits.facts[:, :, : digits.tokens].double()
-    codes = 256 * high + low
-    assert torch.equal(codes.sum(-1), total)
-    by_input = codes.unflatten(-1, (64, 2)).transpose(-1, -2).flatten(-2) * scale[..., None]
-    return by_input.transpose(0, 1).flatten(1), scale.T.repeat_interleave(128, 1) / 2
-
-
-def spread(tokens, inputs, device):
-    """Magnitudes from 1e-6 to 1e4, a group of zeros."""
-    x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(3))
-    x *= 10 ** torch.empty(tokens, inputs // 128, 1).uniform_(-6, 4).expand(-1, -1, 128).flatten(1)
-    x[0, :128] = 0
-    return x.to(device, torch.bfloat16 if COMPILED else torch.float32)
-
-
-def written(x, room):
-    """`Digits` by torch."""
-    digits = Digits.empty(*x.shape, room, x.device)
-    digits.write(x)
-    return digits
-
-
-MAKERS = pytest.mark.parametrize("make", [make_digits, written])
-
-
-@MAKERS
-@pytest.mark.parametrize("tokens, inputs, room", [(1, 128, 8), (3, 640, 8), (16, 1152, 16)])
-def test_digits_hold_sixteen_bits_of_a_group(device, make, tokens, inputs, room):
-    x = spread(tokens, inputs, device)
-    digits = make(x, room)
-    got, half = decoded(digits)
-    torch.testing.assert_close(digits.read().double(), got, rtol=1e-6, atol=0)
-    assert digits.codes.shape == (inputs // 128, 2, room, 128)
-    assert ((got - x.double()).abs() <= 1.01 * half).all()
-    largest = x.double().view(tokens, -1, 128).abs().amax(-1).repeat_interleave(128, 1)
-    assert (half * 65024 <= 1.001 * largest.clamp(min=1e-30)).all()
-
-
-@MAKERS
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_digits_of_what_is_not_finite(device, make, value):
-    x = spread(2, 384, device)
-    x[1, 130] = value
-    scale = make(x, 8).facts[0, :, :2]
-    assert not scale[1, 1].isfinite()
-    assert scale.isfinite().sum() == 5
-
-
-@pytest.mark.ptx
-@pytest.mark.parametrize("shares", [0, 3])
-def test_norms_leave_as_digits(device, shares):
-    """Of the sum that the plain norm rounds, in a residual that is the same."""
-    tokens, inputs = 5, 384
-    x, residual = spread(tokens, inputs, device), spread(tokens, inputs, device).flip(0)
-    weight = torch.rand(inputs, device=device).to(x.dtype)
-    parts = torch.randn(shares, tokens, inputs, device=device) if shares else x
-    ours, theirs = residual.clone(), residual.clone()
-    got, half = decoded(add_rmsnorm_digits(ours, parts, weight, EPS, 8))
-    want = add_rmsnorm(theirs, parts, weight, EPS)
-    assert torch.equal(ours, theirs)
-    assert ((got - want.double()).abs() <= 1.01 * half).all()
 
 
 def test_what_fits(device, monkeypatch):

@@ -10,10 +10,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends import COMPILED, GPU
 from qrt.kernels.linear import device as shared
-from qrt.kernels.linear import digits_kernel, hopper_kernel, kernel, linear, linear_silu, stream_kernel
+from qrt.kernels.linear import hopper_kernel, kernel, linear, linear_silu, stream_kernel
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
-from qrt.quant.digits import room_for
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.tiles import PLACES, TiledWeight
 from random_weights import random_weight, reference, relative
@@ -108,34 +107,6 @@ def test_split_sums_repeat_bit_for_bit(device, bits, k):
     for _ in range(20 if GPU else 1):
         assert torch.equal(kernel.linear(x, tensors, None, f"w{bits}a16"), first)
     assert not TiledWeight(*tensors).arrivals.any()
-
-
-@pytest.mark.gpu
-@pytest.mark.ptx(biased=[True], tokens=[1, 3, 9])
-@pytest.mark.usefixtures("copies")
-@pytest.mark.parametrize("n, k, tokens, splits", [
-    (128, 5248, 3, 2), (192, 384, 9, 1), (320, 640, 9, 1), (128, 8192, 16, 4), (64, 128, 1, 1),
-])  # fmt: skip
-@pytest.mark.parametrize("symmetric, biased", [(True, False), (False, True)])
-def test_few_tokens_by_digits(device, monkeypatch, n, k, tokens, splits, symmetric, biased):
-    """As if the GPU had four multiprocessors: shares of K that meet, whole sums of some and of many programs.
-    Within half a step of each input and one rounding; twice the same bits."""
-    monkeypatch.setattr(digits_kernel, "multiprocessors", lambda device: 4)
-    weight = random_weight(n, k, 4, 128, symmetric=symmetric, dtype=torch.bfloat16, device=device)
-    tiled = TiledWeight(*WEIGHT_SCHEMES["w4a16"].prepare(weight, device, torch.bfloat16))
-    x = (torch.randn(tokens, k, device=device) + 0.3).bfloat16()
-    bias = torch.randn(n, device=device).bfloat16() if biased else None
-    tiles, made = tiled.packed.shape[1], digits_kernel.make_digits(x, room_for(tokens))
-    assert digits_kernel.fits(x, tiled, 4) and -(-tiles // digits_kernel._share(made, tiled)) == splits
-    first = kernel.linear(x, list(tiled), bias, "w4a16")
-    assert first.shape == (tokens, n) and first.dtype == x.dtype
-    half_steps = made.facts[0, :, :tokens].T.repeat_interleave(128, 1) / 2
-    slack = (1.01 * half_steps + 4e-6 * x.abs()).double() @ weight.dequantize().double().abs().T
-    want = reference(x, weight, bias)
-    assert ((first.double() - want).abs() <= UNIT[x.dtype] * want.abs() + slack).all()
-    for _ in range(3 if GPU else 1):
-        assert torch.equal(kernel.linear(x, list(tiled), bias, "w4a16"), first)
-    assert not tiled.arrivals.any()
 
 
 MEASURED = [  # T and what the launchers would find measured, of every kernel; never whole blocks

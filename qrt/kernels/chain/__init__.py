@@ -42,7 +42,7 @@ def fits(
     scheme: str,
 ) -> bool:
     """Whether the kernels take these products, those of o, which reads `attended` inputs, gate_up and down
-    first: bf16 on a Hopper GPU, weight-only integers with 16-bit scales of 64 inputs or more, not reordered,
+    first: bf16 on a Hopper GPU, weight-only integers with 16-bit scales of 128 inputs or more, not reordered,
     none biased but qkv; more tokens than one with whole groups of 128 inputs only."""
     kind, tokens = WEIGHT_SCHEMES[scheme], residual.shape[0]
     if not 1 <= tokens <= MOST_TOKENS or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):

@@ -30,8 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qrt.kernels.device import after_previous
-from qrt.kernels.gpu import is_hopper, multiprocessors, overlaps
+from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.linear.device import (
     DTYPES,
     of_tokens,
@@ -41,9 +40,9 @@ from qrt.kernels.linear.device import (
     store_block,
     sum_splits,
 )
+from qrt.kernels.linear.make_digits_kernel import make_digits
 from qrt.kernels.silu_mul.kernel import silu_times
-from qrt.quant.device import GROUP as INPUTS
-from qrt.quant.device import digits_of, larger, store_digits
+from qrt.quant.device import digits_of, larger
 from qrt.quant.digits import GROUP, MOST_TOKENS, Digits, room_for
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
@@ -188,11 +187,11 @@ def _multiply(
             sums = warpgroup_mma_wait(1, deps=[sums])
             acc += _scaled(sums, scale, zero, of_x, 0, RUNS, SCALE, ASYMMETRIC)
             sums = later
-        last: gl.constexpr = RUNS - 1
-        of_x = by_token.index(of_scale + last).load(COLUMN), by_token.index(of_sum + last).load(COLUMN)
+        LAST: gl.constexpr = RUNS - 1
+        of_x = by_token.index(of_scale + LAST).load(COLUMN), by_token.index(of_sum + LAST).load(COLUMN)
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty.index(slot), count=1)
-        acc += _scaled(sums, scale, zero, of_x, last, RUNS, SCALE, ASYMMETRIC)
+        acc += _scaled(sums, scale, zero, of_x, LAST, RUNS, SCALE, ASYMMETRIC)
 
     if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
         gate, up = gl.split(acc.to(gl.bfloat16).reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
@@ -286,29 +285,6 @@ def _scaled(
     return value * gl.expand_dims(of_x[0], 0) * gl.expand_dims(scale, 1)
 
 
-@triton.jit(do_not_specialize=["TOKENS"])
-def _make_digits(
-    X, CODES, FACTS, TOKENS, K, ROOM: tl.constexpr, N: tl.constexpr, launch_pdl: tl.constexpr
-):  # fmt: skip
-    """Grid (TOKENS, cdiv(K, N)): X [TOKENS, K] as `Digits`."""
-    after_previous(launch_pdl)
-    row, first = tl.program_id(0), tl.program_id(1) * N
-    k = first + tl.arange(0, N)
-    x = tl.load(X + row * K + k, mask=k < K, other=0.0).to(tl.float32)
-    group = first // INPUTS + tl.arange(0, N // INPUTS)
-    store_digits(x[None, :], CODES, FACTS, row + tl.arange(0, 1), group, TOKENS, K // INPUTS, ROOM)
-
-
-def make_digits(x: Tensor, room: int) -> Digits:
-    """x [T, K] contiguous, T <= room, K in whole groups."""
-    tokens, k = x.shape
-    made, n = Digits.empty(tokens, k, room, x.device), _MADE * GROUP
-    _make_digits[(tokens, triton.cdiv(k, n))](
-        x, made.codes, made.facts, tokens, k, room, n, num_warps=1, launch_pdl=overlaps(x.device)
-    )
-    return made
-
-
 class _Plan(NamedTuple):
     """How `_digits_product` is launched; found at Llama-3-8B's sizes on an H200, in layers of 4, 8 and 16
     tokens (qrt/kernels/NOTES.md)."""
@@ -336,7 +312,6 @@ _SHARES = {  # by bits: two programs an SM
 }
 _GATED = _Plan(blocks=4, stages=5, registers=136)
 LEAST_SHARE = 16  # groups of inputs
-_MADE = 4  # groups of digits a program makes
 
 
 def fits(x: Tensor, weight: TiledWeight, bits: int) -> bool:
