@@ -10,7 +10,7 @@ import torch
 from qrt.kernels import gpu
 gpu.overlaps = lambda device: True  # as on the GPU that is compiled for
 from random_weights import random_weight
-from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel, kernel, stream_kernel
+from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel, kernel
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
 from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8
 from qrt.quant.tokens import QuantizedTokens
@@ -43,8 +43,6 @@ for scheme, symmetric, group, dtype, plan in (
     tensors = TiledWeight(*scheme.prepare(weight, torch.device("cpu"), dtype))
     layout = kernel._layout(tensors, scheme.bits, scheme.unpacker())
     hopper_kernel.wide_gemm(x, tensors, None, y, layout, hopper_kernel.WidePlan(*plan))
-    plan = stream_kernel.StreamPlan(2, 2, 8, 80, 2)
-    stream_kernel.stream_gemm(x[:64], tensors, None, y, layout, plan)
 for plan in ((128, 256, 1, 4), (64, 128, 2, 6)):
     x = QuantizedTokens(torch.empty(300, 1024, dtype=torch.int8), torch.empty(300), BF16)
     weight = torch.empty(128, 1024, dtype=torch.int8), torch.empty(128), torch.zeros(128, dtype=torch.int32)
@@ -70,6 +68,6 @@ silu_mul_int8(torch.empty(9, 28672, dtype=BF16))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
-        "_fused": 5, "_wide": 4, "_stream": 3, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
+        "_fused": 5, "_wide": 4, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
         "_hopper_int8": 7, "_rmsnorm": 4, "_silu_mul": 1, "_silu_mul_int8": 1,
     }  # fmt: skip

@@ -30,7 +30,7 @@ from qrt.kernels import tuned
 from qrt.kernels.linear import int8_kernel, linear, linear_silu, linear_silu_int8
 from qrt.kernels.linear import kernel as tile_kernel
 from qrt.kernels.linear.int8_kernel import BlockPlan, HopperPlan
-from qrt.kernels.linear.kernel import FusedPlan, StreamPlan, WidePlan
+from qrt.kernels.linear.kernel import FusedPlan, WidePlan
 from qrt.layers.linear import Linear
 from qrt.quant.digits import MOST_TOKENS
 from qrt_eval.kernels.layer import decode_step, layer_us, layers
@@ -38,7 +38,6 @@ from qrt_eval.kernels.linear import HEADS, cold_copies, head, products, random_l
 from qrt_eval.kernels.timer import microseconds
 
 FUSED_WIDTHS = (8, 16, 32, 64)
-STREAM_WIDTHS = (64,)
 WIDE_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 INT8_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 HEAD_WIDTHS = (8, 16, 64, 128, 256)  # of rows that sample
@@ -48,7 +47,7 @@ LAYER_PLANS = 5  # of a product: the fastest alone
 MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the largest unless given here
 SCHEMES = ("w4a16", "w8a16", "w8a8")
 SMS = 132
-Plan = FusedPlan | StreamPlan | WidePlan | BlockPlan | HopperPlan
+Plan = FusedPlan | WidePlan | BlockPlan | HopperPlan
 KINDS = {plan: kind for kind, plan in {**tile_kernel.PLANS, **int8_kernel.PLANS}.items()}
 COMPILED_ROWS = 1024  # N of the weights that kernels are compiled with: K is compiled in, N is not
 
@@ -81,7 +80,7 @@ class Trial(NamedTuple):
         match self.plan:
             case HopperPlan(splits=splits):
                 return self.scheme, self.plan._replace(splits=min(splits, 2)), self.gated
-            case BlockPlan() | StreamPlan():
+            case BlockPlan():
                 return self.scheme, self.plan
             case WidePlan(splits=splits):  # whether K is split, and whether a divisor of the tiles is known
                 return self.scheme, self.plan._replace(splits=min(splits, 2)), self.k % 4096 == 0
@@ -98,8 +97,6 @@ def trials(k: int, n: int, gated: bool = False) -> Iterator[Trial]:
         for width in FUSED_WIDTHS:
             fused = _fused_plans(width, blocks, tiles, gated)
             yield from (Trial(scheme, k, n, width, plan, gated) for plan in fused)
-        for width in STREAM_WIDTHS:
-            yield from (Trial(scheme, k, n, width, plan, gated) for plan in _stream_plans(1024 // inputs))
         for width in WIDE_WIDTHS:
             wide = _wide_plans(width, blocks, tiles, 1024 // inputs)
             yield from (Trial(scheme, k, n, width, plan, gated) for plan in wide)
@@ -118,46 +115,33 @@ def _fused_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[F
         yield from starmap(FusedPlan, product((2,), (1,), (4,), (4,) if width <= 16 else (3, 4)))
 
 
-# row blocks, stages at 4 bits (8 have half the tile), warps, registers, programs an SM
-STREAM_BLOCKS = ((1, 4, 4, 128, 1), (1, 2, 4, 80, 2), (2, 2, 8, 80, 2), (2, 4, 8, 128, 1))
-
-
-def _stream_plans(bits: int) -> Iterator[StreamPlan]:
-    """Of `stream_kernel`."""
-    for blocks, stages, warps, registers, programs in STREAM_BLOCKS:
-        depth = stages + stages // 2 if bits == 8 else stages
-        yield StreamPlan(blocks, depth, warps, registers, programs)
-
-
-# width -> tokens, row blocks, planes of x a stage, stages of x and of w at 4 bits (8 have half the tile),
-# groups of warps
+# width -> tokens, row blocks, planes of x a stage, stages of x and of w at 4 bits, groups of warps. Powers of
+# two where there is room: a stage's place then takes one instruction.
 WIDE_BLOCKS = {
-    64: ((64, 1, 4, 2, 3, 1), (64, 1, 2, 3, 4, 1), (64, 2, 2, 3, 3, 2), (64, 4, 2, 3, 4, 4)),
-    128: ((64, 1, 4, 2, 3, 1), (64, 1, 4, 3, 3, 1), (128, 1, 2, 3, 3, 1), (128, 1, 1, 3, 3, 1),
-          (128, 2, 2, 3, 3, 1), (128, 2, 2, 3, 3, 2)),
-    256: ((128, 1, 2, 3, 3, 1), (128, 1, 1, 3, 3, 1), (256, 1, 1, 3, 3, 1), (256, 1, 1, 4, 3, 1),
-          (256, 2, 1, 4, 3, 1), (256, 2, 2, 2, 3, 1), (256, 2, 1, 4, 3, 2)),
-    512: ((256, 1, 1, 4, 3, 1), (256, 2, 1, 4, 3, 1), (256, 2, 2, 2, 3, 1), (256, 2, 1, 4, 3, 2)),
+    64: ((64, 1, 4, 2, 2, 1), (64, 1, 2, 4, 4, 1), (64, 1, 2, 4, 8, 1), (64, 2, 4, 2, 2, 2),
+         (64, 4, 4, 2, 4, 4)),
+    128: ((64, 1, 4, 2, 2, 1), (64, 1, 4, 4, 4, 1), (128, 1, 2, 4, 2, 1), (128, 1, 2, 4, 4, 1),
+          (128, 2, 2, 4, 2, 2)),
+    256: ((128, 1, 2, 4, 4, 1), (256, 1, 1, 4, 3, 1), (256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 2, 2),
+          (128, 2, 2, 4, 2, 2)),
+    512: ((256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 3, 1), (256, 2, 1, 4, 2, 2)),
 }  # fmt: skip
 
 
 def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterator[WidePlan | None]:
-    """Of `hopper_kernel`, and None to dequantize."""
+    """Of `hopper_kernel`, and None to dequantize. 8 bits have half the tile, so twice the stages."""
     if width > 64:
         yield None
     for tokens, rows, planes, x_stages, w_stages, groups in WIDE_BLOCKS[min(width, 512)]:
-        if bits == 8:
-            if (tokens, planes) == (256, 2):
-                continue
-            planes, x_stages = (2, 2 * x_stages) if planes == 4 else (planes, x_stages)
-            if groups == 1:
-                w_stages = 4 if tokens == 256 or rows == 2 else 6
+        if bits == 8 and planes == 4:
+            planes, x_stages = 2, 2 * x_stages
         programs = -(-blocks // rows) * -(-width // tokens)
         if groups > 1 and programs < SMS // 2:
             continue  # many small programs are better there
-        whole = groups > 1 or width >= 1024
+        whole = (groups > 1 and tokens * rows > 256) or width >= 1024
         for splits in (1,) if whole else _splits(programs, tiles // 4):
-            yield WidePlan(tokens, rows, splits, planes, x_stages, w_stages, groups)
+            for depth in (w_stages,) if bits == 4 or groups > 1 else (w_stages, 2 * w_stages):
+                yield WidePlan(tokens, rows, splits, planes, x_stages, depth, groups)
 
 
 # tokens, outputs, stages of `hopper_int8_kernel`; blocks of fewer than 64 tokens are for all of so few

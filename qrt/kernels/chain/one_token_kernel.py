@@ -52,7 +52,7 @@ def _one_token(
     qkv_zero, BIAS, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
     HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr, WIDTH: gl.constexpr,
     LONGEST: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
-    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, OFFSET: gl.constexpr,
+    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr,
     DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (SMs,). o .. qkv_zero: descriptors, one by one as the launcher wants them. LONGEST: inputs that
@@ -67,7 +67,7 @@ def _one_token(
         [
             (_work, (
                 ring, BIAS, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
-                HIDDEN, ATTENDED, INNER, WIDTH, LONGEST, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET,
+                HIDDEN, ATTENDED, INNER, WIDTH, LONGEST, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, AFFINE,
                 DOT, WARPS, STAGES,
             )),
             (_fetch, (
@@ -129,7 +129,7 @@ def _work(
     ring, BIAS, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
     HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr, WIDTH: gl.constexpr,
     LONGEST: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
-    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, OFFSET: gl.constexpr,
+    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr,
     DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiply. The norms' sums and RESIDUAL's are each program's own; the first one writes what stays."""
@@ -142,16 +142,16 @@ def _work(
     gdc_wait()
     _take(x, totals, X, ATTENDED, RUNS)
     i = _product(O_OUT, None, ring, operands, i, HIDDEN, ATTENDED, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC,
-                 RAW, OFFSET, DOT, WARPS, STAGES)  # fmt: skip
+                 RAW, AFFINE, DOT, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 0)
     _give(x, totals, _add_norm(x, RESIDUAL, O_OUT, MLP_NORM, MIDDLE, eps, HIDDEN), RUNS)
     CHUNKS: gl.constexpr = (HIDDEN + SPAN - 1) // SPAN
     row = 0
     for _ in range(gl.program_id(0), INNER // 16, gl.num_programs(0)):
-        gate, i = _unit(ring, x, totals, i, CHUNKS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET, DOT, WARPS,
+        gate, i = _unit(ring, x, totals, i, CHUNKS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, AFFINE, DOT, WARPS,
                         STAGES)  # fmt: skip
         sums.index(row).store(gate)
-        up, i = _unit(ring, x, totals, i, CHUNKS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET, DOT, WARPS,
+        up, i = _unit(ring, x, totals, i, CHUNKS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, AFFINE, DOT, WARPS,
                       STAGES)  # fmt: skip
         sums.index(UNITS + row).store(up)
         row += 1
@@ -161,14 +161,14 @@ def _work(
     _meet(ARRIVALS, 1)
     _take(x, totals, ACTIVE, INNER, RUNS)
     i = _product(DOWN_OUT, None, ring, operands, i, HIDDEN, INNER, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC,
-                 RAW, OFFSET, DOT, WARPS, STAGES)  # fmt: skip
+                 RAW, AFFINE, DOT, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 2)
     normal = _add_norm(x, MIDDLE, DOWN_OUT, NORM, RESIDUAL, eps, HIDDEN)
     gdc_launch_dependents()
     if WIDTH:
         _give(x, totals, normal, RUNS)
         _product(OUT, BIAS, ring, operands, i, WIDTH, HIDDEN, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW,
-                 OFFSET, DOT, WARPS, STAGES)  # fmt: skip
+                 AFFINE, DOT, WARPS, STAGES)  # fmt: skip
     else:
         k = _inputs(HIDDEN, x)
         gl.store(OUT + k, normal, mask=(k < HIDDEN) & (gl.program_id(0) == 0))
@@ -244,14 +244,14 @@ def _add_norm(x, RESIDUAL, Y, WEIGHT, SUM, eps, COUNT: gl.constexpr):
 def _product(
     OUT, BIAS, ring, operands, i, N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr,
     RUNS: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr,
-    OFFSET: gl.constexpr, DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    AFFINE: gl.constexpr, DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """OUT [N] = W [N, K] x + BIAS, if any: this program's units of it."""
     x, totals, sums = operands
     CHUNKS: gl.constexpr = (K + PLANES * 64 * WARPS - 1) // (PLANES * 64 * WARPS)
     row = 0
     for _ in range(gl.program_id(0), N // 16, gl.num_programs(0)):
-        unit, i = _unit(ring, x, totals, i, CHUNKS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, OFFSET, DOT, WARPS,
+        unit, i = _unit(ring, x, totals, i, CHUNKS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, AFFINE, DOT, WARPS,
                         STAGES)  # fmt: skip
         sums.index(row).store(unit)
         row += 1
@@ -262,7 +262,7 @@ def _product(
 @gluon.jit
 def _unit(
     ring, x, totals, i, CHUNKS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr, SCALE: gl.constexpr,
-    ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, OFFSET: gl.constexpr, DOT: gl.constexpr,
+    ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr, DOT: gl.constexpr,
     WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The next CHUNKS of the stream, one unit of 16 outputs: each warp's share of their sums, [WARPS, 16]."""
@@ -287,8 +287,9 @@ def _unit(
                 tokens = x.index(chunk).slice(p * 64, 64, dim=1).load(gl.SliceLayout(2, INPUT))
                 # all 8 columns are the one token
                 part = mma_v2(plane, gl.expand_dims(tokens, 2).broadcast_to([WARPS, 64, 8]), part)
+            part *= AFFINE[1]
             total = totals.index(chunk * RUNS + run).load(gl.SliceLayout(1, BY_ROW))
-            offset = gl.zeros([WARPS, 16], gl.float32, BY_ROW) + OFFSET
+            offset = gl.zeros([WARPS, 16], gl.float32, BY_ROW) + AFFINE[0]
             if ASYMMETRIC:
                 offset += ((zero_words << (24 - 8 * run)) >> 24).to(gl.float32)
             scale = ((scale_words >> (16 * run)) & 0xFFFF).to(gl.int16).to(SCALE, bitcast=True).to(gl.float32)
@@ -344,7 +345,7 @@ def one_token(
     """See the package's docstring; products: o, gate_up, down and qkv or nothing."""
     kind = WEIGHT_SCHEMES[scheme]
     assert isinstance(kind, TiledScheme)
-    raw, offset = kind.raw()
+    raw, affine = kind.raw()
     (mlp_norm, norm), (*_, down, qkv) = norms, products
     weights = [TiledWeight(*tensors) for tensors in (*products[:3], qkv or down)]
     hidden, inner = weights[0].out_features, weights[1].out_features // 2
@@ -359,7 +360,7 @@ def one_token(
         active, down_out, out, _arrivals(x.device), eps,
         HIDDEN=hidden, ATTENDED=x.shape[1], INNER=inner, WIDTH=width, LONGEST=longest, UNITS=units,
         PLANES=planes, RUNS=weights[0].runs, SCALE=DTYPES[weights[0].scale.dtype],
-        ASYMMETRIC=weights[0].zero.numel() > 0, RAW=raw, OFFSET=offset, DOT=DTYPES[x.dtype], WARPS=WARPS,
+        ASYMMETRIC=weights[0].zero.numel() > 0, RAW=raw, AFFINE=affine, DOT=DTYPES[x.dtype], WARPS=WARPS,
         STAGES=STAGES, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
     return out

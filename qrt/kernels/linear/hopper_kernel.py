@@ -39,6 +39,7 @@ from qrt.kernels.linear.device import (
     store_block,
     sum_splits,
 )
+from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TiledWeight
 
 
@@ -56,25 +57,19 @@ def _times(plane, scale, DTYPE: tl.constexpr):
 
 
 @gluon.jit
-def exact_plane(
-    words, zeros, PLANE: gl.constexpr, RUN: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr,
-    DOT: gl.constexpr,
-):  # fmt: skip
-    """Plane PLANE, of run RUN, of `words` [ROWS, J] as code - zero in DOT; zeros int32 [ROWS]."""
-    if ASYMMETRIC:
-        return UNPACK(words, gl.expand_dims((zeros << (24 - 8 * RUN)) >> 24, 1), PLANE, DOT, True)
-    else:
-        return UNPACK(words, 0, PLANE, DOT, True)
-
-
-@gluon.jit
-def weights_of(
+def _weights_of(
     words, scales, zeros, PLANE: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr,
 ):  # fmt: skip
-    """A plane of `words` [ROWS, J] as weights in DOT, rounded once."""
+    """A plane of `words` [ROWS, J] as weights in DOT, rounded once; times `unit_of` they are weights."""
     RUN: gl.constexpr = PLANE * RUNS // PLANES
-    plane = exact_plane(words, zeros, PLANE, RUN, ASYMMETRIC, UNPACK, DOT)
+    if SCALE == gl.bfloat16 and DOT == gl.bfloat16 and not ASYMMETRIC:
+        pair = (scales[RUN // 2] >> (RUN % 2 * 16)) & 0xFFFF
+        return UNPACK(words, 0, PLANE, DOT, True, gl.expand_dims(pair * 0x10001, 1))
+    if ASYMMETRIC:
+        plane = UNPACK(words, gl.expand_dims((zeros << (24 - 8 * RUN)) >> 24, 1), PLANE, DOT, True)
+    else:
+        plane = UNPACK(words, 0, PLANE, DOT, True)
     scale = gl.expand_dims(scale_of_run(scales, RUN, SCALE), 1)
     if SCALE == DOT:
         return _times(plane, scale, DOT)
@@ -83,7 +78,7 @@ def weights_of(
 
 
 @gluon.jit
-def fetch_tile(
+def _fetch_tile(
     w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, arrived, slot, block, tile,
     BYTES: gl.constexpr, WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
 ):  # fmt: skip
@@ -99,11 +94,11 @@ def fetch_tile(
 
 
 @gluon.jit
-def tile_of(
+def _tile_of(
     w_smem, scale_smem, zero_smem, slot, WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
     OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """What `fetch_tile` has brought: words [ROWS, J], scales (WORDS of int32 [ROWS]), zeros [ROWS]; without
+    """What `_fetch_tile` has brought: words [ROWS, J], scales (WORDS of int32 [ROWS]), zeros [ROWS]; without
     zeros the first of the scales stands there."""
     ROWS: gl.constexpr = w_smem.shape[1] * 64
     ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
@@ -198,8 +193,8 @@ def _multiply(
 ):  # fmt: skip
     """Multiply a group's tiles as they come; write the sum, if it is the whole one or the last part of it.
 
-    A group alone lets a plane multiply while it sees to the next one's operands. Of several, ptxas would wait
-    for every wgmma if one were left from one turn to the next; while one group waits, others work.
+    A plane multiplies while the next one is unpacked; of several groups, others work while one waits. ptxas
+    would wait for every wgmma if several left one from one turn to the next, or if `before` began as zeros.
     """
     x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty = ring
     BIAS, Y, PARTS, ARRIVALS, block, token, M, N = output
@@ -209,40 +204,37 @@ def _multiply(
     gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
     mbarrier.wait(w_ready.index(GROUP), 0)
-    words, scales, zeros = tile_of(w_smem, scale_smem, zero_smem, GROUP, WORDS, ASYMMETRIC, OPERAND)
-    weights = weights_of(words, scales, zeros, 0, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
-    before = weights
+    words, scales, zeros = _tile_of(w_smem, scale_smem, zero_smem, GROUP, WORDS, ASYMMETRIC, OPERAND)
+    before = _weights_of(words, scales, zeros, 0, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
     for i in range(steps):
+        place = i % WS * GROUPS + GROUP
+        mbarrier.wait(w_ready.index(place), i // WS & 1)
+        words, scales, zeros = _tile_of(w_smem, scale_smem, zero_smem, place, WORDS, ASYMMETRIC, OPERAND)
         for p in gl.static_range(PLANES):
+            weights = _weights_of(words, scales, zeros, p, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
             stage = i * (PLANES // XP) + p // XP
-            slot = stage % XS
+            slot, last = stage % XS, (stage + XS - 1) % XS
+            if GROUPS > 1 and p > 0:
+                acc, before = warpgroup_mma_wait(0, deps=[acc, before])
+                if p % XP == 0:
+                    mbarrier.arrive(x_empty.index(last), count=1)
             if p % XP == 0:
                 mbarrier.wait(x_ready.index(slot), stage // XS & 1)
             x = x_smem.index(slot).reshape([XP * BM, J]).slice(p % XP * BM, BM).permute((1, 0))
             acc = warpgroup_mma(weights, x, acc, is_async=True)
+            if p == 0:
+                mbarrier.arrive(w_empty.index(place), count=1)
             if GROUPS == 1:
                 acc, before = warpgroup_mma_wait(1, deps=[acc, before])  # the plane before this one is done
-                before = weights
                 if p % XP == 0:
-                    mbarrier.arrive(x_empty.index((stage + XS - 1) % XS), count=1, pred=stage > 0)
-            if p == 0:
-                mbarrier.arrive(w_empty.index(i % WS * GROUPS + GROUP), count=1)
-            if p + 1 == PLANES:
-                place = (i + 1) % WS * GROUPS + GROUP
-                mbarrier.wait(w_ready.index(place), (i + 1) // WS & 1, pred=i + 1 < steps)
-                words, scales, zeros = tile_of(
-                    w_smem, scale_smem, zero_smem, place, WORDS, ASYMMETRIC, OPERAND
-                )
-            following = weights_of(
-                words, scales, zeros, (p + 1) % PLANES, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT
-            )
-            if GROUPS > 1:
-                acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
-                if (p + 1) % XP == 0:
-                    mbarrier.arrive(x_empty.index(slot), count=1)
-            weights = following
+                    mbarrier.arrive(x_empty.index(last), count=1, pred=stage > 0)
+            before = weights
+        if GROUPS > 1:
+            acc, before = warpgroup_mma_wait(0, deps=[acc, before])
+            mbarrier.arrive(x_empty.index(((i + 1) * (PLANES // XP) - 1) % XS), count=1)
     if GROUPS == 1:
         acc, before = warpgroup_mma_wait(0, deps=[acc, before])
+    acc *= unit_of(DOT, True)
 
     last = True
     if SPLIT:
@@ -283,7 +275,7 @@ def _fetch_w(
         for g in gl.static_range(GROUPS):
             slot = i % WS * GROUPS + g
             mbarrier.wait(empty.index(slot), (i // WS - 1) & 1, pred=i >= WS)
-            fetch_tile(
+            _fetch_tile(
                 w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready.index(slot), slot,
                 block + g * BN, first + i, BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC), WORDS, ASYMMETRIC,
             )  # fmt: skip
@@ -308,7 +300,8 @@ def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
     programs = triton.cdiv(blocks, rows) * triton.cdiv(width, tokens)
     splits = max(1, min(sms // programs, tiles // 4, 16))
     x_planes = 1 if tokens == 256 else 2
-    return WidePlan(tokens, rows, triton.cdiv(tiles, triton.cdiv(tiles, splits)), x_planes, 3, 3, groups=rows)
+    splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))
+    return WidePlan(tokens, rows, splits, x_planes, 4, 4 // rows, groups=rows)
 
 
 def registers(plan: WidePlan) -> tuple[int, int]:

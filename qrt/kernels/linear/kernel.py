@@ -5,7 +5,7 @@ unpacked weights are the register operand of the tensor core and never touch sha
 exact small integers and applies scales to fp32 group sums. Where N / 64 programs would leave SMs idle, K is
 split; the last program of a row block to arrive adds the partial sums in split order, so results do not
 depend on timing. On Hopper `digits_kernel` takes int4 times the fewest tokens in bf16. More tokens:
-`stream_kernel` or `hopper_kernel` where one was measured to win or, beyond 64, fits; else the weight is
+`hopper_kernel` where it was measured to win or, beyond 64, fits; else the weight is
 dequantized block by block to scratch and torch multiplies.
 Layout: quant/weight/tiles.py. A format is its `unpack` device function.
 """
@@ -28,12 +28,12 @@ from qrt.kernels.linear import digits_kernel, hopper_16bit_kernel
 from qrt.kernels.linear.hopper_kernel import WidePlan, fits, wide_gemm, wide_plan
 from qrt.kernels.linear.int8_kernel import gated_int8_gemm, gated_plan, int8_gemm, quantize_tokens
 from qrt.kernels.linear.split_kernel import sum_splits
-from qrt.kernels.linear.stream_kernel import StreamPlan, stream_gemm
 from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8, silu_times
 from qrt.kernels.tuned import configs
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Gemms
+from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
 
 FUSED_TOKENS = {2: 64, 4: 16}  # most, by bytes of x: accumulators and planes fill the registers
@@ -116,6 +116,7 @@ def _fused(
 
     if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
         gdc_launch_dependents()
+    acc *= unit_of(DOT, ASM)
     n = block * (BLOCKS // HALVES * ROWS) + (row + rows // ROWS * (N // 2) if HALVES > 1 else rows)
     inside = live & (n < N)[:, None]
     last = True
@@ -155,7 +156,7 @@ def _dequantize(
         zero = _zero(zeros, p // PER_RUN) if ASYMMETRIC else 0
         plane = UNPACK(packed, zero, p, OUT.dtype.element_ty, ASM).to(tl.float32)
         scales = SCALES + tile * (RUNS // WORDS * ROWS) + rows
-        plane *= _scale(scales, p // PER_RUN, ROWS, SCALE)[:, None]
+        plane *= (_scale(scales, p // PER_RUN, ROWS, SCALE) * unit_of(OUT.dtype.element_ty, ASM))[:, None]
         k = (column * PLANES + p) * J + words
         out = OUT + (block * ROWS + rows).to(tl.int64)[:, None] * K + k[None, :]
         tl.store(out, plane.to(OUT.dtype.element_ty), mask=(k < K)[None, :])
@@ -180,7 +181,7 @@ def tuning_key(k: int, n: int, bits: int, width: int) -> str:
     return f"tiles {k}x{n} {bits} bits {width} wide"
 
 
-PLANS: dict[str, Any] = {"fused": FusedPlan, "stream": StreamPlan, "wide": WidePlan}  # by their names there
+PLANS: dict[str, Any] = {"fused": FusedPlan, "wide": WidePlan}  # by their names there
 
 
 def fused_plan(width: int, blocks: int, tiles: int) -> FusedPlan:
@@ -213,7 +214,7 @@ def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, un
         return y
     chosen = _chosen(x, weight, bits)
     if chosen is not None:
-        launch = {StreamPlan: stream_gemm, WidePlan: wide_gemm, FusedPlan: _launch_fused}[type(chosen)]
+        launch = wide_gemm if isinstance(chosen, WidePlan) else _launch_fused
         launch(x.contiguous(), weight, bias, y, layout, chosen)
         return y
     blocks = max(1, SCRATCH_BYTES // (TILE_ROWS * x.shape[1] * x.itemsize))
@@ -259,15 +260,15 @@ def _launch_fused(
     )  # fmt: skip
 
 
-def _chosen(x: Tensor, weight: TiledWeight, bits: int) -> FusedPlan | StreamPlan | WidePlan | None:
+def _chosen(x: Tensor, weight: TiledWeight, bits: int) -> FusedPlan | WidePlan | None:
     """What was measured for x, where it runs, or a rule of thumb; None: `_dequantize`."""
     (tokens, k), (blocks, tiles) = x.shape, weight.packed.shape[:2]
     width, few = width_of(tokens), tokens <= FUSED_TOKENS[x.itemsize]
     measured, hopper = configs(x.device).get(tuning_key(k, weight.out_features, bits, width)), fits(x, weight)
     if measured is not None:
         kind, *sizes = measured
-        if {"fused": few, "stream": hopper, "wide": hopper}.get(kind, False):
-            chosen: FusedPlan | StreamPlan | WidePlan = PLANS[kind](*sizes)
+        if {"fused": few, "wide": hopper}.get(kind, False):
+            chosen: FusedPlan | WidePlan = PLANS[kind](*sizes)
             return chosen
     if few:
         return fused_plan(width, blocks, tiles)

@@ -32,6 +32,7 @@ from qrt.quant.weight.base import Gemms, WeightData, WeightScheme
 TILE_ROWS = 64
 _WORD_BITS = 16
 PLACES = {4: (0, 8, 4, 12), 8: (0, 8)}  # by bits of a code: where in a word each plane's begins
+BF16_UNIT = 2.0**-24  # of planes in bf16: then scales below 2^18 can be in one multiply-add, too
 _ZEROS_PER_ROW = 4  # most runs of a tile; four int8 zeros are one 32-bit load
 
 
@@ -144,14 +145,15 @@ class TiledScheme(WeightScheme):
 
     @abstractmethod
     def unpacker(self) -> Any:
-        """The Triton function (`device.py`) `unpack(words, zero, PLANE, DTYPE, ASM)`: int16 words -> plane
-        PLANE of code - 2^(bits-1) - zero in DTYPE, exact; zero is int32, broadcast to the words, or 0; ASM
-        False asks for plain Triton."""
+        """The Triton function (`device.py`) `unpack(words, zero, PLANE, DTYPE, ASM, scale=None)`: int16 words
+        -> plane PLANE of code - 2^(bits-1) - zero in DTYPE, exact, in bf16 times `BF16_UNIT`; zero is int32,
+        broadcast to the words, or 0; ASM False asks for plain Triton. In bf16 and without zero it may be
+        given a scale below 2^18, int32 of two equal bf16, and the plane is times that, rounded once."""
 
     @abstractmethod
-    def raw(self) -> tuple[Any, float]:
-        """As `unpacker`, for bf16 and without the zero point, and how far its planes are above
-        code - 2^(bits-1): for a kernel that takes both away from the sums."""
+    def raw(self) -> tuple[Any, tuple[float, float]]:
+        """As `unpacker`, for bf16 and without the zero point, for a kernel that takes it away from the sums;
+        offset and factor: planes * factor - offset are code - 2^(bits-1)."""
 
     @property
     def bits(self) -> int:

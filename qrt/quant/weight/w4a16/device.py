@@ -1,28 +1,26 @@
 """int4 in Triton: words of four codes to planes of exact small integers.
 
-The 16-bit paths make a float of a code by writing it into the mantissa of a power of two (`lop3`) and taking
-that power and the zero point away in one step: 9 to 11 instructions for 8 weights (Kim et al. 2022,
-arXiv:2211.10017). The sum of the two is an integer whose float has its bits in a row, so it is made by adding
-to the bits.
+In fp16 a code is written into the mantissa of a power of two (`lop3`), which leaves with the zero point: 9
+to 11 instructions for 8 weights (Kim et al. 2022, arXiv:2211.10017). The sum of the two is an integer whose
+float has its bits in a row, so it is made by adding to the bits. In bf16 a code is a number as it lies: 9.
 """
 
 import triton
 import triton.language as tl
 
+from qrt.quant.weight.device import bf16_plane
+
 
 @triton.jit
-def unpack(words, zero, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """int16 words -> plane PLANE of code - 8 - zero in DTYPE: the four bits from `tiles.PLACES` on."""
+def unpack(words, zero, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, scale=None):
+    """int16 words -> plane PLANE of code - 8 - zero in DTYPE, the four bits from `tiles.PLACES` on; see
+    `TiledScheme.unpacker`."""
     PLACE: tl.constexpr = PLANE % 2 * 8 + PLANE // 2 * 4
-    if (
-        ASM and DTYPE == tl.bfloat16
-    ):  # 128 + code, times 1, minus 136 + zero: bf16 has fma but no sub on sm_80
-        return tl.inline_asm_elementwise(
-            f"""{{ .reg .b32 t, one; mov.b32 one, 0x3f803f80;
-            shr.b32 t, $1, {PLACE}; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;
-            fma.rn.bf16x2 $0, t, one, $2; }}""",
-            "=r,r,r,r", [words, zero * 0x10001 - 0x3CF73CF8], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
+    if ASM and DTYPE == tl.bfloat16:
+        MASK: tl.constexpr = "0x00f000f0" if PLANE // 2 else "0x000f000f"
+        FACTOR: tl.constexpr = "0x74007400" if PLANE // 2 else "0x76007600"  # 2^105: of 16 codes; 2^109
+        FIELD: tl.constexpr = f"shr.b32 t, $1, {PLANE % 2 * 8}; and.b32 t, t, {MASK};"
+        return bf16_plane(words, zero, scale, FIELD, FACTOR, 8)
     elif ASM and DTYPE == tl.float16 and PLACE % 8 == 0:  # 1024 + code, minus 1032 + zero
         return tl.inline_asm_elementwise(
             f"""{{ .reg .b32 t; shr.b32 t, $1, {PLACE};

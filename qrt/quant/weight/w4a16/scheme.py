@@ -22,10 +22,10 @@ class W4A16Scheme(TiledScheme):
 
         return unpack
 
-    def raw(self) -> tuple[Any, float]:
+    def raw(self) -> tuple[Any, tuple[float, float]]:
         from qrt.quant.weight.w4a16.device import RAW_OFFSET, raw
 
-        return raw, RAW_OFFSET
+        return raw, (RAW_OFFSET, 1.0)
 
 
 W4A16 = W4A16Scheme()

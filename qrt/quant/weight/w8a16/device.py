@@ -1,21 +1,17 @@
-"""int8 in Triton: words of two codes to planes of exact integers, 4 to 8 instructions for 4 weights."""
+"""int8 in Triton: words of two codes to planes of exact integers, 4 instructions for 4 weights."""
 
 import triton
 import triton.language as tl
 
+from qrt.quant.weight.device import bf16_plane
+
 
 @triton.jit
-def unpack(words, zero, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """int16 words -> plane PLANE of code - 128 - zero in DTYPE: byte PLANE."""
+def unpack(words, zero, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, scale=None):
+    """int16 words -> plane PLANE of code - 128 - zero in DTYPE: byte PLANE; see `TiledScheme.unpacker`."""
     if ASM and DTYPE == tl.bfloat16:
-        # bf16 holds 128 + the low 7 bits of a code; it is taken less 256, or less 128 if the top bit is set
-        plane = tl.inline_asm_elementwise(
-            f"""{{ .reg .b32 t, a, b, minus; mov.b32 minus, 0xbf80bf80; shr.b32 t, $1, {8 * PLANE};
-            lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, t, 0x00800080, 0x43004300, 0xae;
-            fma.rn.bf16x2 $0, b, minus, a; }}""",
-            "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-        return plane - zero.to(tl.bfloat16) if isinstance(zero, tl.tensor) else plane
+        FIELD: tl.constexpr = "prmt.b32 t, $1, 0, 0x4341;" if PLANE else "and.b32 t, $1, 0x00ff00ff;"
+        return bf16_plane(words, zero, scale, FIELD, "0x76007600", 128)
     elif ASM and DTYPE == tl.float16:  # 1024 + code, minus 1152 + zero
         return tl.inline_asm_elementwise(
             f"""{{ .reg .b32 t; prmt.b32 t, $1, 0x64646464, {"0x4341" if PLANE else "0x4240"};

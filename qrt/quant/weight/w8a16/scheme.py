@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt.quant.weight.tiles import TiledScheme
+from qrt.quant.weight.tiles import BF16_UNIT, TiledScheme
 from qrt.quant.weight.w8a16.packed import PackedWeight
 
 
@@ -22,8 +22,8 @@ class W8A16Scheme(TiledScheme):
 
         return unpack
 
-    def raw(self) -> tuple[Any, float]:
-        return self.unpacker(), 0.0
+    def raw(self) -> tuple[Any, tuple[float, float]]:
+        return self.unpacker(), (0.0, 1 / BF16_UNIT)
 
 
 W8A16 = W8A16Scheme()

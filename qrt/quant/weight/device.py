@@ -1,0 +1,58 @@
+"""Codes of weight-only integers as bf16 in Triton, for the formats' `unpack`.
+
+The low 8 bits of a 16-bit word are, read as a bf16, so many times 2^-133: below 128 as a subnormal number,
+from there on as one of the first normal ones. So a mask makes floats of two codes, and one fused multiply-add
+of both takes their zero points away, or scales them where the zero point is in the middle: its product with a
+scale is exact, so the weight is rounded once.
+"""
+
+import triton
+import triton.language as tl
+
+from qrt.quant.weight import tiles
+
+_MINUS = tl.constexpr("0xf600f600")  # -2^109, which makes n * 2^-133 -n units
+_UNIT = tl.constexpr(1 / tiles.BF16_UNIT)
+
+
+@triton.jit
+def unit_of(DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """What planes of weights in DTYPE, or their sums, are multiplied by."""
+    if ASM and DTYPE == tl.bfloat16:
+        return _UNIT
+    else:
+        return 1.0
+
+
+@triton.jit
+def bf16_plane(
+    words, zero, scale, FIELD: tl.constexpr, FACTOR: tl.constexpr, MIDPOINT: tl.constexpr
+):  # fmt: skip
+    """code - MIDPOINT - zero, int32 or 0, or with scale, int32 of two equal bf16, (code - MIDPOINT) * scale:
+    in bf16, in `tiles.BF16_UNIT`. FIELD is PTX that leaves the two codes of a word $1 in `t`, FACTOR what
+    makes that units, twice."""
+    OFFSET: tl.constexpr = "0xb500b500" if MIDPOINT == 8 else "0xb700b700"  # -MIDPOINT units
+    if scale is not None:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t; {FIELD} fma.rn.bf16x2 $0, t, $2, $4; }}", "=r,r,r,r,r,r",
+            [words, _times(scale, FACTOR), _times(scale, OFFSET)], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif isinstance(zero, tl.tensor):
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, f; mov.b32 f, {FACTOR}; {FIELD} fma.rn.bf16x2 $0, t, f, $2; }}", "=r,r,r,r",
+            [words, _times((zero + MIDPOINT) * 0x10001, _MINUS)], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, f, o; mov.b32 f, {FACTOR}; mov.b32 o, {OFFSET}; {FIELD} "
+            "fma.rn.bf16x2 $0, t, f, o; }", "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _times(pair, FACTOR: tl.constexpr):
+    """Of two bf16 in an int32; sm_80 has no multiplication of two."""
+    return tl.inline_asm_elementwise(
+        f"{{ .reg .b32 f, o; mov.b32 f, {FACTOR}; mov.b32 o, 0x80008000; fma.rn.bf16x2 $0, $1, f, o; }}",
+        "=r,r", [pair], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
