@@ -4,7 +4,7 @@ import pytest
 import torch
 from attention_truth import DTYPES, far_slot, rope, to_basis
 
-from qrt.kernels.kv_write import kernel, kv_write, ref
+from qrt.kernels.kv_write import kernel, kv_write, many_kernel, ref
 from qrt.quant.kv import KV_FORMATS
 
 BOTH = pytest.mark.parametrize("write", [ref.kv_write, kernel.kv_write], ids=["ref", "triton"])
@@ -108,6 +108,24 @@ def test_bytes_depend_on_the_token_alone(device, write, name, monkeypatch):
         assert torch.equal(y[0], x[i])
         for a, b in zip(kv, other, strict=True):
             assert torch.equal(a[where[i]], b[63 - i])
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("dtype, Hq, Hkv, D, smooth", [
+    (torch.bfloat16, 4, 2, 128, True), (torch.float32, 7, 1, 64, True), (torch.float16, 3, 3, 64, False),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["int8", "int4", "k8v4"])
+def test_many_tokens_get_the_bytes_of_few(device, name, dtype, Hq, Hkv, D, smooth, alone, monkeypatch):
+    """Whether a program takes all heads of its tokens or some."""
+    step = Step(name, 19, Hq, Hkv, D, dtype, device, smooth=smooth)
+    x, kv = step.run(kernel.kv_write)
+    monkeypatch.setattr(kernel, "FEW_TOKENS", 0)
+    monkeypatch.setattr(many_kernel, "WARPS_PER_SM", 0 if alone else 1000)
+    many, cache = step.run(kernel.kv_write)
+    assert torch.equal(many, x)
+    assert all(torch.equal(a, b) for a, b in zip(cache, kv, strict=True))
 
 
 @BOTH

@@ -1,7 +1,8 @@
 """Triton kernel of kv_write: see the package's docstring for the contract.
 
 A program takes a few vectors (token, head) of q, of k or of v. How many does not change the order of any sum
-over a vector, so a token's bytes do not depend on T.
+over a vector, so a token's bytes do not depend on T. Many tokens in a rotated format go to `many_kernel`,
+where heads have 64 or 128 channels: the same bytes.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,13 @@ from qrt.kernels.device import (
     token_stride,
 )
 from qrt.kernels.gpu import multiprocessors, overlaps
+from qrt.kernels.kv_write.many_kernel import fits, kv_write_many
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
 ROWS, WARPS = 8, 1  # few vectors to a warp: no registers spill, and no barrier waits
 FEW_ROWS = 2  # to a program of few tokens, where latency is what counts, not how many programs there are
-FEW_TOKENS = 128
+FEW_TOKENS = 64
 OVERLAPPED_PER_SM = 4  # programs; more of them, waiting, are in the way of those that run
 DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n channels are turned by
 
@@ -106,6 +108,9 @@ def kv_write(
     if T == 0:
         return
     fmt = KV_FORMATS[format]
+    if T > FEW_TOKENS and fits(fmt, D):
+        kv_write_many(q, k, v, cos, sin, positions, slots, kv, smoothing, fmt)
+        return
     device: KVDevice = fmt.device
     H = half_width(D, device.parts)
     rows = ROWS if D <= 128 else ROWS // 2

@@ -222,7 +222,7 @@ def store_words(
 @triton.jit
 def stored_scale(absmax, steps):
     """The fp16 scale absmax / steps of each half head [M], as affine._kv_scale rounds it."""
-    scale = tl.div_rn(absmax, steps + tl.zeros_like(absmax))
+    scale = tl.div_rn(absmax, steps)
     return tl.minimum(tl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE).to(tl.float16)
 
 
@@ -246,7 +246,7 @@ def floor_above(x, factor: tl.constexpr, ABOVE: tl.constexpr):
     So large numbers lie 1 apart: an addition that rounds down, a sixteenth of what a conversion takes.
     """
     if ASM:
-        operands = [x, tl.full(x.shape, factor, tl.float32), tl.full(x.shape, ABOVE, tl.float32)]
+        operands = [x, factor, ABOVE]
         return tl.inline_asm_elementwise(
             "fma.rm.f32 $0, $1, $2, $3;", "=r,r,r,r", operands, dtype=tl.float32, is_pure=True, pack=1
         )

@@ -1,0 +1,296 @@
+"""kv_write of many tokens in a rotated format, in Gluon: layouts in which nothing but shuffles moves values.
+
+A thread has 16 channels of each half of a vector: 8 that lie together, 16 bytes of a 16-bit dtype, and the 8
+that lie half a half further, which are the other plane of an int4 word. D / 32 neighbouring threads have a
+vector. Tiles are [threads, channels], so what runs along a row stays in a thread.
+
+A program takes a few tokens and some of their heads, as many at a time as its threads can have, and loads the
+tokens' angles once. All arithmetic, the order of sums included, is that of `kernel` and of the formats'
+`encode`, so the bytes are the same.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from qrt.kernels.device import _sums_and_differences, after_previous, cross, rope, signs, token_stride
+from qrt.kernels.gpu import multiprocessors, overlaps
+from qrt.quant.kv import KVFormat
+from qrt.quant.kv.device import ASM, floor_above, stored_scale
+from qrt.quant.kv.int4.device import _byte, _parts
+from qrt.quant.kv.int8.device import _codes
+from qrt.quant.kv.planes import PlaneFormat
+
+HEAD_DIMS = (64, 128)  # of which a half vector's factor is a power of two: exact wherever it is multiplied in
+WARPS = 4
+REGISTERS = 128  # of a thread: 16 warps an SM
+WARPS_PER_SM = 16  # that have tokens of their own, from which on a program takes all heads of its tokens
+OVERLAPPED_PER_SM = 1  # programs, as in `kernel`
+RUN = gl.constexpr(8)  # channels that lie together
+CHANNELS = gl.constexpr(2 * RUN)  # of a thread
+
+
+@gluon.constexpr_function
+def rows(columns: int, warps: int) -> gl.BlockedLayout:
+    """A row to a thread."""
+    return gl.BlockedLayout([1, columns], [32, 1], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _exchanged(x, APART: gl.constexpr):
+    """What the thread has whose number differs in the bit APART."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=r,r,r", [x, APART], dtype=x.dtype, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _has(BIT: gl.constexpr, THREADS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Whether the thread's number has the bit, [THREADS, 1]."""
+    return gl.expand_dims((gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT)) & BIT) != 0, 1)
+
+
+@gluon.jit
+def _hadamard(x, LANES: gl.constexpr, ROWS: gl.constexpr):
+    """`device.hadamard` of half vectors x [threads, 16]: the same rounds one after the other."""
+    for i in gl.static_range(3):
+        x = _sums_and_differences(x, 1 << i)
+    x = gl.convert_layout(x, ROWS, assert_trivial=True)
+    for i in gl.static_range(2):
+        if 1 << i < LANES:
+            sign = gl.where(_has(1 << i, x.shape[0], ROWS), -1.0, 1.0)
+            x = gl.fma(x, sign, _exchanged(x, 1 << i))
+    return gl.convert_layout(_sums_and_differences(x, RUN), ROWS, assert_trivial=True)
+
+
+@gluon.jit
+def _largest(half, LANES: gl.constexpr):
+    """The largest magnitude of each half vector, in each of its threads: [threads]."""
+    largest = gl.max(gl.abs(half), 1)
+    for i in gl.static_range(2):
+        if 1 << i < LANES:
+            largest = gl.maximum(largest, _exchanged(largest, 1 << i))
+    return largest
+
+
+@gluon.jit
+def _swapped(x, SPAN: gl.constexpr):
+    """x [threads, N] with columns SPAN apart in each other's place."""
+    a, b = gl.split(gl.permute(gl.reshape(x, (x.shape[0], x.shape[1] // (2 * SPAN), 2, SPAN)), (0, 1, 3, 2)))
+    return gl.reshape(gl.permute(gl.join(b, a), (0, 1, 3, 2)), x.shape)
+
+
+@gluon.jit
+def _for_trades(x, LANES: gl.constexpr, ROWS: gl.constexpr):
+    """x [threads, 16] with what a thread gives away in the trades of `_sum_of_squares` in odd columns."""
+    for i in gl.static_range(2):
+        if LANES >> (i + 1) > 0:
+            swapped = gl.convert_layout(_swapped(x, 1 << i), ROWS, assert_trivial=True)
+            x = gl.where(_has(LANES >> (i + 1), x.shape[0], ROWS), swapped, x)
+    return x
+
+
+@gluon.jit
+def _sum_of_squares(x, LANES: gl.constexpr, ROWS: gl.constexpr):
+    """Of each half vector `_for_trades`, in each of its threads: [threads]. The order is that of a warp which
+    has a channel a lane: those half a half apart first, neighbours last. So threads trade sums: each goes on
+    with half of those that two have."""
+    low, high = _parts(x)
+    x = gl.fma(low, low, high * high)
+    for i in gl.static_range(2):
+        if LANES >> (i + 1) > 0:
+            kept, given = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+            x = kept + _exchanged(given, LANES >> (i + 1))
+    for _ in gl.static_range(2):
+        if x.shape[1] > 1:
+            low, high = _parts(x)
+            x = low + high
+    x = gl.convert_layout(gl.reshape(x, (x.shape[0],)), gl.SliceLayout(1, ROWS), assert_trivial=True)
+    for i in gl.static_range(2):
+        if 1 << i < LANES:
+            x += _exchanged(x, 1 << i)
+    return x
+
+
+@gluon.jit
+def _lost(unit, STEPS: gl.constexpr, LANES: gl.constexpr, ROWS: gl.constexpr):
+    """`int4.device._lost`, in each of a half vector's threads: [threads]."""
+    lost = unit * STEPS - (floor_above(unit, STEPS, 8388608.0) - 8388607.5)
+    return _sum_of_squares(lost, LANES, ROWS) * (1.0 / (STEPS * STEPS))
+
+
+@gluon.jit
+def _best_scale(half, LANES: gl.constexpr, ROWS: gl.constexpr):
+    """`int4.device._best_scale`, the same bits."""
+    absmax = _largest(half, LANES)
+    unit = gl.abs(half) * gl.expand_dims(1.0 / gl.maximum(absmax, 1e-30), 1)
+    unit = _for_trades(unit, LANES, ROWS)
+    best, least = gl.full_like(absmax, 8.0), gl.full_like(absmax, float("inf"))
+    for i in gl.static_range(5):
+        lost = _lost(unit, 8.0 - 0.25 * i, LANES, ROWS)
+        best, least = gl.where(lost < least, 8.0 - 0.25 * i, best), gl.minimum(lost, least)
+    return stored_scale(absmax, best)
+
+
+@gluon.jit
+def _times(x, y):
+    """x * y, never fused with an addition that follows."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _store(
+    lo, hi, words, scales, head, which, lane, live, BITS: gl.constexpr, D: gl.constexpr,
+    LANES: gl.constexpr, ROWS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Encode K (which 0) or V (which 1) into the heads [threads] of the cache."""
+    if BITS == 8:
+        scale_lo = stored_scale(_largest(lo, LANES), 127.0)
+        scale_hi = stored_scale(_largest(hi, LANES), 127.0)
+        codes = _codes(lo, scale_lo) + (_codes(hi, scale_hi) << 8)
+    else:
+        scale_lo, scale_hi = _best_scale(lo, LANES, ROWS), _best_scale(hi, LANES, ROWS)
+        codes = _byte(lo, scale_lo) + (_byte(hi, scale_hi) << 8)
+    WORDS: gl.constexpr = rows(codes.shape[1], num_warps)
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, WORDS)
+    codes = gl.convert_layout(codes.to(gl.int16), WORDS, assert_trivial=True)
+    first = gl.convert_layout(words + (head * (D * BITS // 16) + lane * RUN), OF_ROW, assert_trivial=True)
+    some = gl.convert_layout(live, OF_ROW, assert_trivial=True)
+    i = gl.arange(0, codes.shape[1], layout=gl.SliceLayout(0, WORDS))
+    at = gl.expand_dims(first, 1) + gl.expand_dims(i % RUN + i // RUN * (D // 4), 0)
+    gl.store(at, codes, mask=gl.expand_dims(some, 1))
+    gl.store(scales + head * 4 + 2 * which, scale_lo, mask=live & (lane == 0))
+    gl.store(scales + head * 4 + 2 * which + 1, scale_hi, mask=live & (lane == 0))
+
+
+@gluon.jit
+def _vectors(
+    step, q, k, v, stride_q, stride_k, stride_v, token, own, dims,
+    HQ: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Pointers to the lower halves of a step's vectors, [threads, 16]."""
+    is_q, is_v = step < HQ // G, step >= (HQ + HKV) // G
+    x = gl.where(is_q, q, gl.where(is_v, v, k))
+    stride = gl.where(is_q, stride_q, gl.where(is_v, stride_v, stride_k))
+    head = step * G - gl.where(is_q, 0, gl.where(is_v, HQ + HKV, HQ)) + own
+    return gl.expand_dims(x + (token.to(gl.int64) * stride + head * D), 1) + dims
+
+
+@gluon.jit
+def _pair(at, D: gl.constexpr):
+    """What lies at the pointers and half a vector further."""
+    return gl.load(at), gl.load(at + D // 2)
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def _kv_write_many(
+    q, k, v, cos, sin, positions, slots, buffers, smoothing, signs, tokens,
+    stride_q, stride_k, stride_v,
+    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, K_BITS: gl.constexpr, V_BITS: gl.constexpr,
+    G: gl.constexpr, STEPS: gl.constexpr,
+    launch_pdl: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """grid: tiles of tokens, tiles of STEPS steps; a step is G heads of q, of k or of v."""
+    ROWS: gl.constexpr = rows(CHANNELS, num_warps)
+    LANES: gl.constexpr = D // (2 * CHANNELS)
+    TOKENS: gl.constexpr = 32 * num_warps // (LANES * G)
+    thread = gl.arange(0, 32 * num_warps, layout=gl.SliceLayout(1, ROWS))
+    lane, own = thread % LANES, thread // LANES % G
+    token = gl.program_id(0) * TOKENS + thread // (LANES * G)
+    live = token < tokens
+    token = gl.minimum(token, tokens - 1)  # so that all loads are of something
+    some = gl.expand_dims(live, 1)
+    i = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, ROWS))
+    dims = gl.expand_dims(lane * RUN, 1) + gl.expand_dims(i % RUN + i // RUN * (D // 4), 0)
+    begin = gl.program_id(1) * STEPS
+    end = gl.minimum(begin + STEPS, (HQ + 2 * HKV) // G)
+
+    after_previous(launch_pdl)
+    where = (q, k, v, stride_q, stride_k, stride_v, token, own, dims, HQ, HKV, G)
+    position, slot = gl.load(positions + token), gl.load(slots + token).to(gl.int64)
+    sign = gl.load(signs + dims)
+    angles = gl.expand_dims(position * (D // 2), 1) + dims
+    c, s = gl.load(cos + angles) * sign, gl.load(sin + angles) * sign
+    for step in range(begin, end):
+        is_q, is_v = step < HQ // G, step >= (HQ + HKV) // G
+        at = _vectors(step, *where, D)
+        lo, hi = _pair(at, D)
+        lo, hi = lo.to(gl.float32), hi.to(gl.float32)
+        if is_v:
+            sign = gl.load(signs + dims)  # again: kept, it would take registers
+            lo, hi = lo * sign, hi * sign
+        else:
+            lo, hi = rope(lo, hi, c, s)
+            if smoothing is not None:  # its rows: gains of q, gains of k, shifts of k
+                head = gl.where(is_q, (step * G + own) // (HQ // HKV), HKV - HQ + step * G + own)
+                gains = gl.expand_dims(smoothing + head * D, 1) + dims
+                g_lo, g_hi = _pair(gains, D)
+                if is_q:
+                    lo, hi = _times(lo, g_lo), _times(hi, g_hi)
+                else:
+                    sign = gl.load(signs + dims)
+                    s_lo, s_hi = _pair(gains + HKV * D, D)
+                    lo, hi = gl.fma(lo, g_lo, -(s_lo * sign)), gl.fma(hi, g_hi, -(s_hi * sign))
+        lo, hi = cross(lo, hi, D)
+        lo, hi = _hadamard(lo, LANES, ROWS), _hadamard(hi, LANES, ROWS)
+        gl.store(at, lo.to(q.dtype.element_ty), mask=some)
+        gl.store(at + D // 2, hi.to(q.dtype.element_ty), mask=some)
+        if step >= HQ // G:
+            head = slot * HKV + (step * G - HQ + own - gl.where(is_v, HKV, 0))
+            if K_BITS == V_BITS:
+                words, which = gl.where(is_v, buffers[1], buffers[0]), is_v.to(gl.int32)
+                _store(lo, hi, words, buffers[2], head, which, lane, live, K_BITS, D, LANES, ROWS, num_warps)
+            elif is_v:
+                _store(lo, hi, buffers[1], buffers[2], head, 1, lane, live, V_BITS, D, LANES, ROWS, num_warps)
+            else:
+                _store(lo, hi, buffers[0], buffers[2], head, 0, lane, live, K_BITS, D, LANES, ROWS, num_warps)
+
+
+@lru_cache(maxsize=64)
+def _scaled_signs(head_dim: int, device: torch.device) -> Tensor:
+    """What a half vector is multiplied by before `hadamard`: fp32 [D/2], powers of two with a sign."""
+    matrix, factor = signs(head_dim, device)
+    return matrix[:, 0].float() * factor
+
+
+def fits(fmt: KVFormat, head_dim: int) -> bool:
+    """Whether `kv_write_many` takes the format."""
+    return bool(ASM) and isinstance(fmt, PlaneFormat) and head_dim in HEAD_DIMS
+
+
+def kv_write_many(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    kv: Sequence[Tensor],
+    smoothing: Tensor | None,
+    fmt: Any,
+) -> None:
+    """See the package's docstring; of a format that fits."""
+    (T, Hq, D), Hkv = q.shape, k.shape[1]
+    vectors = 1024 // D  # of a warp
+    heads = math.gcd(Hq, Hkv, vectors)
+    tiles, steps = triton.cdiv(T * heads, WARPS * vectors), (Hq + 2 * Hkv) // heads
+    sms = multiprocessors(q.device)
+    each = steps if tiles * WARPS >= sms * WARPS_PER_SM else 1
+    grid = (tiles, triton.cdiv(steps, each))
+    _kv_write_many[grid](
+        q, k, v, cos, sin, positions, slots, tuple(kv), smoothing, _scaled_signs(D, q.device), T,
+        token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
+        HQ=Hq, HKV=Hkv, D=D, K_BITS=fmt.k.bits, V_BITS=fmt.v.bits, G=heads, STEPS=each,
+        num_warps=WARPS, maxnreg=REGISTERS,
+        launch_pdl=overlaps(q.device) and math.prod(grid) <= OVERLAPPED_PER_SM * sms,
+    )  # fmt: skip
