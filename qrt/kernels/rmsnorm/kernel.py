@@ -76,7 +76,8 @@ def _launch(
         return
     block_k = triton.next_power_of_2(k)
     block_rows = max(1, min(_BLOCK_ELEMENTS // block_k, triton.next_power_of_2(rows)))
-    warps = 32 if block_k > _BLOCK_ELEMENTS else max(1, block_rows * block_k // 256)
+    # a few tokens' digits wait for one program; of many tokens two shall fit on an SM
+    warps = (32 if room else 16) if block_k > _BLOCK_ELEMENTS else max(1, block_rows * block_k // 256)
     _rmsnorm[(triton.cdiv(rows, block_rows),)](
         x, ids, residual, weight, y, scale, rows, heads, x.stride(0), x.stride(1),
         0 if residual is None else residual.stride(0), eps,

@@ -12,7 +12,9 @@ from qrt.kernels.gpu import overlaps
 from qrt.quant.device import store_token
 
 _BLOCK = 1024
-_MOST_BLOCKS = 8  # of a row that one program holds
+_MOST_BLOCK = 16384  # more would not stay in registers
+# A row that one program holds: up to so many tokens, in how many blocks, outputs of a block for each warp.
+_ROWS = ((128, 1, 512), (1024, 4, 128), (1 << 31, 8, 256))
 
 
 @triton.jit
@@ -80,10 +82,11 @@ def silu_mul_int8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(tokens, width, dtype=torch.int8, device=gate_up.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=gate_up.device)
     if tokens:
-        block = max(128, triton.next_power_of_2(width) // _MOST_BLOCKS)
+        blocks, each = next(row[1:] for row in _ROWS if tokens <= row[0])
+        block = min(max(128, triton.next_power_of_2(width) // blocks), _MOST_BLOCK)
         _silu_mul_int8[(tokens,)](
             gate_up.contiguous(), codes, scale, width,
             ASM=not triton.knobs.runtime.interpret, BLOCK=block, BLOCKS=triton.cdiv(width, block),
-            num_warps=min(16, max(1, block // 256)), launch_pdl=overlaps(codes.device),
+            num_warps=min(32, max(1, block // each)), launch_pdl=overlaps(codes.device),
         )  # fmt: skip
     return codes, scale
