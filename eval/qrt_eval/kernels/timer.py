@@ -14,6 +14,7 @@ import torch
 COLD_BYTES = 256 << 20  # operands of one timing: several times the L2 cache, so that each call reads memory
 MAX_COPIES = 64
 REPLAYS = 15
+REST_S = 0.2  # before a timing: the clocks stay low for a while when a large product has met the power cap
 
 
 def copies(operand_bytes: int) -> int:
@@ -22,12 +23,15 @@ def copies(operand_bytes: int) -> int:
 
 
 def microseconds(
-    operator: Callable[..., object], operands: Sequence[Sequence[Any]], replays: int = REPLAYS
+    operator: Callable[..., object],
+    operands: Sequence[Sequence[Any]],
+    replays: int = REPLAYS,
+    rest_s: float = REST_S,
 ) -> float:
     """Median time of a call of `operator`, over calls that each have operands of their own.
 
-    On a GPU all calls are one CUDA graph, so that nothing is launched from Python, and the graph is replayed;
-    on a CPU they run one after the other.
+    On a GPU all calls are one CUDA graph, so that nothing is launched from Python, and the graph is replayed
+    after a rest of the GPU; on a CPU they run one after the other.
     """
     operator(*operands[0])  # compiles
     if not torch.cuda.is_available():
@@ -45,6 +49,8 @@ def microseconds(
         with torch.cuda.graph(graph, stream=stream):
             for some in operands:
                 operator(*some)
+        torch.cuda.synchronize()
+        time.sleep(rest_s)
         for _ in range(3):
             graph.replay()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
