@@ -1,5 +1,7 @@
 """`linear` in Triton (the GPU, or the interpreter) against fp64 on the canonical weight."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -226,6 +228,19 @@ def test_no_worse_than_torch_in_16_bits(device, scheme, bits, group, dtype, toke
     theirs = F.linear(seen.to(dtype), weight.dequantize().to(dtype))
     ours = triton_linear(x, weight, scheme=scheme)
     assert relative(ours, want) <= 1.1 * relative(theirs, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+@pytest.mark.parametrize("tokens", [3, 20, 70])
+@pytest.mark.parametrize("power", [-70, 17, 40])
+@pytest.mark.parametrize("bits, symmetric", [(4, True), (4, False), (8, True), (8, False)])
+def test_scales_of_any_size(device, bits, symmetric, power, tokens):
+    """Also those that codes in units of bf16's smallest numbers cannot be multiplied by."""
+    weight = random_weight(64, 256, bits, 128, symmetric=symmetric, dtype=torch.bfloat16, device=device)
+    weight = replace(weight, scale=weight.scale * 2.0**power)
+    x = torch.randn(tokens, 256, device=device).bfloat16()
+    assert relative(triton_linear(x, weight), reference(x, weight)) < 2 * UNIT[torch.bfloat16]
 
 
 @triton.jit

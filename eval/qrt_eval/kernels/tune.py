@@ -128,20 +128,21 @@ WIDE_BLOCKS = {
 }  # fmt: skip
 
 
-def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterator[WidePlan | None]:
-    """Of `hopper_kernel`, and None to dequantize. 8 bits have half the tile, so twice the stages."""
-    if width > 64:
-        yield None
+def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterable[WidePlan | None]:
+    """Of `hopper_kernel`, and None to dequantize."""
+    plans: list[WidePlan | None] = [None] * (width > 64)
     for tokens, rows, planes, x_stages, w_stages, groups in WIDE_BLOCKS[min(width, 512)]:
-        if bits == 8 and planes == 4:
-            planes, x_stages = 2, 2 * x_stages
+        depths = {w_stages}
+        if bits == 8:  # half the tile: twice the stages where they are a program's own
+            depths = {w_stages, 2 * w_stages} if groups == 1 and tokens < 256 else depths
+            planes, x_stages = (2, 2 * x_stages) if planes == 4 else (planes, x_stages)
         programs = -(-blocks // rows) * -(-width // tokens)
         if groups > 1 and programs < SMS // 2:
             continue  # many small programs are better there
         whole = (groups > 1 and tokens * rows > 256) or width >= 1024
-        for splits in (1,) if whole else _splits(programs, tiles // 4):
-            for depth in (w_stages,) if bits == 4 or groups > 1 else (w_stages, 2 * w_stages):
-                yield WidePlan(tokens, rows, splits, planes, x_stages, depth, groups)
+        for splits, depth in product((1,) if whole else _splits(programs, tiles // 4), sorted(depths)):
+            plans.append(WidePlan(tokens, rows, splits, planes, x_stages, depth, groups))
+    return dict.fromkeys(plans)  # two may be one at 8 bits
 
 
 # tokens, outputs, stages of `hopper_int8_kernel`; blocks of fewer than 64 tokens are for all of so few

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -32,7 +33,8 @@ from qrt.quant.weight.base import Gemms, WeightData, WeightScheme
 TILE_ROWS = 64
 _WORD_BITS = 16
 PLACES = {4: (0, 8, 4, 12), 8: (0, 8)}  # by bits of a code: where in a word each plane's begins
-BF16_UNIT = 2.0**-24  # of planes in bf16: then scales below 2^18 can be in one multiply-add, too
+BF16_UNIT = 2.0**-24  # of planes in bf16
+_SCALE_LIMIT = 2.0**18  # of bf16: the largest float in units of 2^-133, over the unit
 _ZEROS_PER_ROW = 4  # most runs of a tile; four int8 zeros are one 32-bit load
 
 
@@ -169,6 +171,9 @@ class TiledScheme(WeightScheme):
                 f"{self.name}: got {weight.bits}-bit codes in groups of {group}, runs {self.bits}-bit codes "
                 "in groups of a multiple of 32 or one per channel; quantize again with such a group size"
             )
+        scale = weight.scale
+        if scale is not None and scale.dtype == torch.bfloat16 and scale.abs().max() >= _SCALE_LIMIT:
+            weight = replace(weight, scale=scale.float())  # of which the kernels take any
         return tile(weight, device)
 
     def prepare_cpu(self, weight: WeightData, dtype: torch.dtype) -> tuple[Tensor, ...]:
