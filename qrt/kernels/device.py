@@ -89,7 +89,7 @@ def rotate(x, matrix, factor):
 
 
 @triton.jit
-def _sums_and_differences(x, SPAN: tl.constexpr):
+def sums_and_differences(x, SPAN: tl.constexpr):
     """Of x[.., i] and x[.., i + SPAN], in their places: [M, N] -> [M, N]."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
@@ -102,7 +102,7 @@ def hadamard(x):
     """x [M, N] fp32 times the Sylvester matrix [N, N], N a power of two: log2(N) rounds of additions."""
     for i in tl.static_range(10):
         if 2 << i <= x.shape[1]:
-            x = _sums_and_differences(x, 1 << i)
+            x = sums_and_differences(x, 1 << i)
     return x
 
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from qrt.kernels.device import _sums_and_differences, after_previous, cross, rope, signs, token_stride
+from qrt.kernels.device import after_previous, cross, rope, signs, sums_and_differences, token_stride
 from qrt.kernels.gpu import multiprocessors, overlaps
 from qrt.quant.kv import KVFormat
 from qrt.quant.kv.device import ASM, floor_above, stored_scale
-from qrt.quant.kv.int4.device import _byte, _parts
-from qrt.quant.kv.int8.device import _codes
+from qrt.quant.kv.int4.device import bytes_of, parts_of
+from qrt.quant.kv.int8.device import codes_of
 from qrt.quant.kv.planes import PlaneFormat
 
 HEAD_DIMS = (64, 128)  # of which a half vector's factor is a power of two: exact wherever it is multiplied in
@@ -61,13 +61,13 @@ def _has(BIT: gl.constexpr, THREADS: gl.constexpr, LAYOUT: gl.constexpr):
 def _hadamard(x, LANES: gl.constexpr, ROWS: gl.constexpr):
     """`device.hadamard` of half vectors x [threads, 16]: the same rounds one after the other."""
     for i in gl.static_range(3):
-        x = _sums_and_differences(x, 1 << i)
+        x = sums_and_differences(x, 1 << i)
     x = gl.convert_layout(x, ROWS, assert_trivial=True)
     for i in gl.static_range(2):
         if 1 << i < LANES:
             sign = gl.where(_has(1 << i, x.shape[0], ROWS), -1.0, 1.0)
             x = gl.fma(x, sign, _exchanged(x, 1 << i))
-    return gl.convert_layout(_sums_and_differences(x, RUN), ROWS, assert_trivial=True)
+    return gl.convert_layout(sums_and_differences(x, RUN), ROWS, assert_trivial=True)
 
 
 @gluon.jit
@@ -102,7 +102,7 @@ def _sum_of_squares(x, LANES: gl.constexpr, ROWS: gl.constexpr):
     """Of each half vector `_for_trades`, in each of its threads: [threads]. The order is that of a warp which
     has a channel a lane: those half a half apart first, neighbours last. So threads trade sums: each goes on
     with half of those that two have."""
-    low, high = _parts(x)
+    low, high = parts_of(x)
     x = gl.fma(low, low, high * high)
     for i in gl.static_range(2):
         if LANES >> (i + 1) > 0:
@@ -110,7 +110,7 @@ def _sum_of_squares(x, LANES: gl.constexpr, ROWS: gl.constexpr):
             x = kept + _exchanged(given, LANES >> (i + 1))
     for _ in gl.static_range(2):
         if x.shape[1] > 1:
-            low, high = _parts(x)
+            low, high = parts_of(x)
             x = low + high
     x = gl.convert_layout(gl.reshape(x, (x.shape[0],)), gl.SliceLayout(1, ROWS), assert_trivial=True)
     for i in gl.static_range(2):
@@ -156,10 +156,10 @@ def _store(
     if BITS == 8:
         scale_lo = stored_scale(_largest(lo, LANES), 127.0)
         scale_hi = stored_scale(_largest(hi, LANES), 127.0)
-        codes = _codes(lo, scale_lo) + (_codes(hi, scale_hi) << 8)
+        codes = codes_of(lo, scale_lo) + (codes_of(hi, scale_hi) << 8)
     else:
         scale_lo, scale_hi = _best_scale(lo, LANES, ROWS), _best_scale(hi, LANES, ROWS)
-        codes = _byte(lo, scale_lo) + (_byte(hi, scale_hi) << 8)
+        codes = bytes_of(lo, scale_lo) + (bytes_of(hi, scale_hi) << 8)
     WORDS: gl.constexpr = rows(codes.shape[1], num_warps)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, WORDS)
     codes = gl.convert_layout(codes.to(gl.int16), WORDS, assert_trivial=True)

@@ -99,14 +99,14 @@ def _load(
 
 
 @triton.jit
-def _parts(half):
+def parts_of(half):
     """[M, H] -> its two parts [M, H/2]."""
     return tl.split(tl.permute(tl.reshape(half, (half.shape[0], 2, half.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def _half(a, b):
-    """The inverse of `_parts`."""
+    """The inverse of `parts_of`."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
 
 
@@ -128,7 +128,7 @@ def _decode(tile):
 
 @triton.jit
 def _half_query(half, scale, N: tl.constexpr, TOGETHER: tl.constexpr):
-    a, b = _parts(half.to(tl.float32) * scale)
+    a, b = parts_of(half.to(tl.float32) * scale)
     a, b = a.to(tl.float16), (b * 0.0625).to(tl.float16)
     a, b = tl.trans(apart(a, TOGETHER)), tl.trans(apart(b, TOGETHER))
     return a, b, sums_of(a, N) * -LOW_BIAS - sums_of(b, N) * HIGH_BIAS
@@ -190,10 +190,10 @@ def _finish(acc, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def _byte(half, scale):
+def bytes_of(half, scale):
     """The two codes of each word that a half head fills: [M, H] -> [M, H/2], in the low 16 bits."""
     steps = tl.minimum(tl.maximum(steps_of(half, scale), -8.0), 7.5)
-    low, high = _parts(floor_plus(steps, 8))
+    low, high = parts_of(floor_plus(steps, 8))
     return low + (high << 4)
 
 
@@ -227,7 +227,7 @@ def _encode(
     lo, hi, buffers, slots, heads, live, which, HEADS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     scale_lo, scale_hi = _best_scale(lo, D), _best_scale(hi, D)
-    words = _byte(lo, scale_lo) + (_byte(hi, scale_hi) << 8)
+    words = bytes_of(lo, scale_lo) + (bytes_of(hi, scale_hi) << 8)
     buffer = tl.where(which == 0, buffers[0], buffers[1])
     store_words(words, buffer, slots, heads, live, HEADS, D // 4, 1)
     store_scale(scale_lo, buffers, slots, heads, live, HEADS, 2 * which)

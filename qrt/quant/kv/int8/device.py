@@ -122,7 +122,7 @@ def _finish(acc, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def _codes(half, scale):
+def codes_of(half, scale):
     """The code of each value in the low 16 bits of an int32."""
     return floor_plus(tl.minimum(tl.maximum(steps_of(half, scale) + 128.5, 0.0), 255.0), 0)
 
@@ -133,7 +133,7 @@ def _encode(
 ):  # fmt: skip
     scale_lo = stored_scale(tl.max(tl.abs(lo), 1), 127.0)
     scale_hi = stored_scale(tl.max(tl.abs(hi), 1), 127.0)
-    words = _codes(lo, scale_lo) + (_codes(hi, scale_hi) << 8)
+    words = codes_of(lo, scale_lo) + (codes_of(hi, scale_hi) << 8)
     buffer = tl.where(which == 0, buffers[0], buffers[1])
     store_words(words, buffer, slots, heads, live, HEADS, D // 2, 1)
     store_scale(scale_lo, buffers, slots, heads, live, HEADS, 2 * which)

@@ -5,9 +5,9 @@ import triton.language as tl
 
 from qrt.quant.kv.device import KVDevice, load_words, scale_of, store_scale, store_words, stored_scale
 from qrt.quant.kv.int4.device import DEVICE as INT4
-from qrt.quant.kv.int4.device import _best_scale, _byte, _values
+from qrt.quant.kv.int4.device import _best_scale, _values, bytes_of
 from qrt.quant.kv.int8.device import DEVICE as INT8
-from qrt.quant.kv.int8.device import _codes, _exact
+from qrt.quant.kv.int8.device import _exact, codes_of
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _decode(tile):
 def _encode_k(lo, hi, buffers, slots, heads, live, HEADS: tl.constexpr, D: tl.constexpr):
     scale_lo = stored_scale(tl.max(tl.abs(lo), 1), 127.0)
     scale_hi = stored_scale(tl.max(tl.abs(hi), 1), 127.0)
-    words = _codes(lo, scale_lo) + (_codes(hi, scale_hi) << 8)
+    words = codes_of(lo, scale_lo) + (codes_of(hi, scale_hi) << 8)
     store_words(words, buffers[0], slots, heads, live, HEADS, D // 2, 2)
     store_scale(scale_lo, buffers, slots, heads, live, HEADS, 0)
     store_scale(scale_hi, buffers, slots, heads, live, HEADS, 1)
@@ -38,7 +38,7 @@ def _encode_k(lo, hi, buffers, slots, heads, live, HEADS: tl.constexpr, D: tl.co
 @triton.jit
 def _encode_v(lo, hi, buffers, slots, heads, live, HEADS: tl.constexpr, D: tl.constexpr):
     scale_lo, scale_hi = _best_scale(lo, D), _best_scale(hi, D)
-    words = _byte(lo, scale_lo) + (_byte(hi, scale_hi) << 8)
+    words = bytes_of(lo, scale_lo) + (bytes_of(hi, scale_hi) << 8)
     store_words(words, buffers[1], slots, heads, live, HEADS, D // 4, 1)
     store_scale(scale_lo, buffers, slots, heads, live, HEADS, 2)
     store_scale(scale_hi, buffers, slots, heads, live, HEADS, 3)
