@@ -111,7 +111,7 @@ def test_bytes_depend_on_the_token_alone(device, write, name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx
+@pytest.mark.ptx(D=[128])
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("dtype, Hq, Hkv, D, smooth", [
     (torch.bfloat16, 4, 2, 128, True), (torch.float32, 7, 1, 64, True), (torch.float16, 3, 3, 64, False),
