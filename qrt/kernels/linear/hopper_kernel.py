@@ -222,11 +222,11 @@ def _multiply(
         for p in gl.static_range(PLANES):
             weights = _weights_of(words, scales, zeros, p, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
             stage = i * (PLANES // XP) + p // XP
-            slot, last = stage % XS, (stage + XS - 1) % XS
+            slot, freed = stage % XS, (stage + XS - 1) % XS
             if GROUPS > 1 and p > 0:
                 acc, before = warpgroup_mma_wait(0, deps=[acc, before])
                 if p % XP == 0:
-                    mbarrier.arrive(x_empty.index(last), count=1)
+                    mbarrier.arrive(x_empty.index(freed), count=1)
             if p % XP == 0:
                 mbarrier.wait(x_ready.index(slot), stage // XS & 1)
             x = x_smem.index(slot).reshape([XP * BM, J]).slice(p % XP * BM, BM).permute((1, 0))
@@ -236,7 +236,7 @@ def _multiply(
             if GROUPS == 1:
                 acc, before = warpgroup_mma_wait(1, deps=[acc, before])  # the plane before this one is done
                 if p % XP == 0:
-                    mbarrier.arrive(x_empty.index(last), count=1, pred=stage > 0)
+                    mbarrier.arrive(x_empty.index(freed), count=1, pred=stage > 0)
             before = weights
         if GROUPS > 1:
             acc, before = warpgroup_mma_wait(0, deps=[acc, before])
