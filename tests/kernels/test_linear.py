@@ -175,7 +175,7 @@ def test_gate_and_up_by_two_groups(device, monkeypatch, width, tokens, plan, bit
     scheme, weight = f"w{bits}a16", random_weight(2 * width, 384, bits, 128, symmetric=symmetric, dtype=dtype)
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
     x, bias = (
-        torch.randn(tokens, 640, device=device).to(dtype),
+        torch.randn(tokens, 384, device=device).to(dtype),
         torch.randn(2 * width, device=device).to(dtype),
     )
     for given in (None, bias):
