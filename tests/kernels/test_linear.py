@@ -162,29 +162,6 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bit
         assert relative(got, definition) < 8 * UNIT[dtype]
 
 
-@pytest.mark.gpu
-@pytest.mark.ptx(bits=[4], tokens=[40])
-@pytest.mark.usefixtures("copies")
-@pytest.mark.parametrize("bits, symmetric, dtype", GATED)
-@pytest.mark.parametrize("width, tokens, plan", [
-    (64, 40, (64, 2, 1, 2, 2, 2, 2)), (128, 70, (64, 2, 1, 1, 3, 2, 2)), (64, 90, (128, 2, 1, 2, 1, 3, 2)),
-])  # fmt: skip
-def test_gate_and_up_by_two_groups(device, monkeypatch, width, tokens, plan, bits, symmetric, dtype):
-    """Bit for bit the operators one by one."""
-    monkeypatch.setattr(kernel, "_chosen", lambda *weight: hopper_kernel.WidePlan(*plan))
-    scheme, weight = f"w{bits}a16", random_weight(2 * width, 384, bits, 128, symmetric=symmetric, dtype=dtype)
-    tensors = WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
-    x, bias = (
-        torch.randn(tokens, 384, device=device).to(dtype),
-        torch.randn(2 * width, device=device).to(dtype),
-    )
-    for given in (None, bias):
-        want = silu_mul(kernel.linear(x, tensors, given, scheme))
-        with monkeypatch.context() as patch:
-            patch.delattr(kernel, "silu_mul")
-            assert torch.equal(kernel.linear_silu(x, tensors, given, scheme), want)
-
-
 @pytest.mark.parametrize("scheme", ["fp16", "w8a8"])
 def test_gate_and_up_of_other_schemes(device, scheme):
     weight = WeightData(torch.randn(96, 64)) if scheme == "fp16" else random_weight(96, 64, 8, device=device)

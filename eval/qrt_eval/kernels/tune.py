@@ -83,7 +83,7 @@ class Trial(NamedTuple):
             case BlockPlan():
                 return self.scheme, self.plan
             case WidePlan(splits=splits):  # whether K is split, and whether a divisor of the tiles is known
-                return self.scheme, self.plan._replace(splits=min(splits, 2)), self.k % 4096 == 0, self.gated
+                return self.scheme, self.plan._replace(splits=min(splits, 2)), self.k % 4096 == 0
             case FusedPlan():
                 return self.scheme, self.k, self.plan, self.width
         return self.scheme, self.k

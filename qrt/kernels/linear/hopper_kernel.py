@@ -32,7 +32,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qrt.kernels.gpu import is_hopper
 from qrt.kernels.linear.device import (
     DTYPES,
-    both_are_here,
     of_planes,
     of_tiles,
     scale_of_run,
@@ -40,7 +39,6 @@ from qrt.kernels.linear.device import (
     store_block,
     sum_splits,
 )
-from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TiledWeight
 
@@ -126,13 +124,12 @@ def _wide(
     x_desc, w_desc, scale_desc, zero_desc, BIAS, Y, PARTS, ARRIVALS, M, N, tiles, share,
     J: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr, SCALE: gl.constexpr,
     ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr, BIASED: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr,
-    XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, SPLIT: gl.constexpr, XP: gl.constexpr,
+    XS: gl.constexpr, WS: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (token blocks * cdiv(row blocks, GROUPS * BN), splits): GROUPS of 4 * BN warps that each multiply
-    BN row blocks by BM tokens, `share` tiles of K. If GATED, one of two groups has the gate and the other the
-    up of the same columns, and silu(gate) * up [M, N / 2] goes to Y.
+    BN row blocks by BM tokens, `share` tiles of K.
 
     A stage of x, which is for all groups, is XP planes of one tile, a stage of w one tile of a group's row
     blocks with its scales and zeros; XS and WS of them are in flight.
@@ -140,8 +137,7 @@ def _wide(
     WORDS: gl.constexpr = RUNS if SCALE == gl.float32 else (RUNS + 1) // 2
     gdc_launch_dependents()
     token_blocks = gl.cdiv(M, BM)
-    block = gl.program_id(0) // token_blocks * (1 if GATED else GROUPS * BN)
-    apart = N // 128 if GATED else BN  # of two groups
+    block = gl.program_id(0) // token_blocks * (GROUPS * BN)
     token = gl.program_id(0) % token_blocks * BM
     first = gl.program_id(1) * share
     steps = gl.minimum(share, tiles - first)
@@ -151,21 +147,17 @@ def _wide(
     w_smem = gl.allocate_shared_memory(gl.int16, [TILES, BN, 64, J], w_desc.layout)
     scale_smem = gl.allocate_shared_memory(gl.int32, [TILES * WORDS, BN, 64], scale_desc.layout)
     zero_smem = gl.allocate_shared_memory(gl.int32, [TILES if ASYMMETRIC else 1, BN, 64], scale_desc.layout)
-    up = x_smem
-    if GATED:
-        gl.static_assert(GROUPS == 2 and BN == 1 and not SPLIT)
-        up = gl.allocate_shared_memory(DOT, [64, BM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     x_ready, x_empty = signals(XS, GROUPS)
     w_ready, w_empty = signals(TILES)
     fence_async_shared()
     ring = x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty
-    output = BIAS, Y, PARTS, ARRIVALS, up, block, apart, token, M, N
-    copies = x_desc, w_desc, scale_desc, zero_desc, block, apart, token, first
+    output = BIAS, Y, PARTS, ARRIVALS, block, token, M, N
+    copies = x_desc, w_desc, scale_desc, zero_desc, block, token, first
     gl.warp_specialize(
         [
             (_part, (
                 part, ring, output, copies, steps, J, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT, BIASED,
-                BM, BN, GROUPS, SPLIT, GATED, XP, XS, WS, WORDS,
+                BM, BN, GROUPS, SPLIT, XP, XS, WS, WORDS,
             ))
             for part in ((0, 1, 2) if GROUPS == 1 else (0, 1, 2, 3) if GROUPS == 2 else (0, 1, 2, 3, 4, 5))
         ],
@@ -178,14 +170,13 @@ def _part(
     PART: gl.constexpr, ring, output, copies, steps, J: gl.constexpr, PLANES: gl.constexpr,
     RUNS: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr,
     DOT: gl.constexpr, BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
-    SPLIT: gl.constexpr, GATED: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr,
-    WORDS: gl.constexpr,
+    SPLIT: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
     """What some warps do: those of a group multiply, one asks for x and one for weights."""
     if PART < GROUPS:
         _multiply(
             PART, ring, output, steps, J, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT, BIASED, BM, BN,
-            GROUPS, SPLIT, GATED, XP, XS, WS, WORDS,
+            GROUPS, SPLIT, XP, XS, WS, WORDS,
         )  # fmt: skip
     elif PART == GROUPS:
         _fetch_x(ring, copies, steps, J, PLANES, BM, XP, XS)
@@ -198,7 +189,7 @@ def _multiply(
     GROUP: gl.constexpr, ring, output, steps, J: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr,
     BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, SPLIT: gl.constexpr,
-    GATED: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr,
+    XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
     """Multiply a group's tiles as they come; write the sum, if it is the whole one or the last part of it.
 
@@ -206,7 +197,7 @@ def _multiply(
     would wait for every wgmma if several left one from one turn to the next, or if `before` began as zeros.
     """
     x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty = ring
-    BIAS, Y, PARTS, ARRIVALS, up, block, apart, token, M, N = output
+    BIAS, Y, PARTS, ARRIVALS, block, token, M, N = output
     ROWS: gl.constexpr = BN * 64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * BN, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -249,19 +240,11 @@ def _multiply(
     if SPLIT:
         acc, last = sum_splits(acc, PARTS, ARRIVALS, gl.program_id(0) * GROUPS + GROUP, MMA)
     if last:
-        first = (block + GROUP * apart) * 64
+        first = (block + GROUP * BN) * 64
         if BIASED:
             row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
             acc += gl.expand_dims(gl.load(BIAS + row, mask=row < N, other=0.0).to(gl.float32), 1)
-        y = acc.to(DOT)
-        if not GATED:
-            store_block(Y, y, first, token, M, N, 4 * BN)
-        elif GROUP == 1:
-            up.store(y)
-            both_are_here()
-        else:
-            both_are_here()
-            store_block(Y, silu_times(y, up.load(MMA), True), first, token, M, N // 2, 4)
+        store_block(Y, acc.to(DOT), first, token, M, N, 4 * BN)
 
 
 @gluon.jit
@@ -270,7 +253,7 @@ def _fetch_x(
     XS: gl.constexpr,
 ):  # fmt: skip
     """Ask for the planes of the tokens, XP at a time, as long as there is room."""
-    desc, token, plane = copies[0], copies[6], copies[7] * PLANES
+    desc, token, plane = copies[0], copies[5], copies[6] * PLANES
     smem, ready, empty = ring[0], ring[4], ring[5]
     gdc_wait()
     for i in range(steps * (PLANES // XP)):
@@ -286,7 +269,7 @@ def _fetch_w(
     WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
 ):  # fmt: skip
     """Ask for the groups' tiles, their scales and zeros, likewise."""
-    _, w_desc, scale_desc, zero_desc, block, apart, _, first = copies
+    _, w_desc, scale_desc, zero_desc, block, _, first = copies
     _, w_smem, scale_smem, zero_smem, _, _, ready, empty = ring
     for i in range(steps):
         for g in gl.static_range(GROUPS):
@@ -294,8 +277,7 @@ def _fetch_w(
             mbarrier.wait(empty.index(slot), (i // WS - 1) & 1, pred=i >= WS)
             _fetch_tile(
                 w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready.index(slot), slot,
-                block + g * apart, first + i, BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC), WORDS,
-                ASYMMETRIC,
+                block + g * BN, first + i, BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC), WORDS, ASYMMETRIC,
             )  # fmt: skip
 
 
@@ -309,11 +291,6 @@ class WidePlan(NamedTuple):
     x_stages: int  # XS
     w_stages: int  # WS
     groups: int = 1  # of warps, 1, 2 or 4, that share the blocks and do not wait for each other
-
-    @property
-    def gates(self) -> bool:
-        """Whether a program may have a gate and its up."""
-        return (self.blocks, self.splits, self.groups) == (2, 1, 2)
 
 
 def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
@@ -342,11 +319,9 @@ def fits(x: Tensor, weight: TiledWeight) -> bool:
 
 
 def wide_gemm(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], plan: WidePlan,
-    gated: bool = False,
-) -> None:  # fmt: skip
-    """y [T, N] = x [T, K] @ W.T + bias; x contiguous and one that `fits`. If gated, y [T, N / 2] is
-    silu(gate) * up of it, for a plan that `gates` and halves of whole row blocks."""
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], plan: WidePlan
+) -> None:
+    """y [T, N] = x [T, K] @ W.T + bias; x contiguous and one that `fits`."""
     blocks, tiles, rows, words = weight.packed.shape
     outputs = triton.cdiv(x.shape[0], plan.tokens) * triton.cdiv(blocks, plan.blocks)
     share = triton.cdiv(tiles, plan.splits)
@@ -356,11 +331,11 @@ def wide_gemm(
     of_all, of_group = registers(plan)
     _wide[(outputs, splits)](
         of_planes(x, plan.x_planes, plan.tokens, words), *of_tiles(weight, each), bias, y,
-        torch.empty(part, device=x.device), weight.arrivals, x.shape[0], weight.out_features, tiles, share,
+        torch.empty(part, device=x.device), weight.arrivals, x.shape[0], y.shape[1], tiles, share,
         J=words, PLANES=layout["PLANES"], RUNS=layout["RUNS"], SCALE=layout["SCALE"],
         ASYMMETRIC=layout["ASYMMETRIC"], UNPACK=layout["UNPACK"], DOT=DTYPES[x.dtype],
         BIASED=bias is not None, BM=plan.tokens, BN=each, GROUPS=plan.groups, SPLIT=splits > 1,
-        GATED=gated, XP=plan.x_planes, XS=plan.x_stages, WS=plan.w_stages,
+        XP=plan.x_planes, XS=plan.x_stages, WS=plan.w_stages,
         WARPS=(4 * each,) * (plan.groups - 1) + (1, 1), REGISTERS=(of_group,) * (plan.groups - 1) + (24, 24),
         num_warps=4 * each, maxnreg=of_all, launch_pdl=True,
     )  # fmt: skip

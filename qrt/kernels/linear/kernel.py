@@ -170,11 +170,6 @@ class FusedPlan(NamedTuple):
     warps: int
     stages: int
 
-    @property
-    def gates(self) -> bool:
-        """Whether a program may have a gate and its up."""
-        return (self.blocks, self.splits) == (2, 1)
-
 
 def width_of(tokens: int) -> int:
     """BM: columns of the dot for so many tokens."""
@@ -238,18 +233,18 @@ def gated_tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: i
     """`silu_mul` of `tile_gemm`, [T, N / 2], the same bits; in one kernel where its blocks are as wide as two
     row blocks."""
     chosen, n = _chosen(x, weight, bits), weight.out_features
-    gates = chosen is not None and chosen.gates and n % (2 * TILE_ROWS) == 0 and x.shape[0] > 0
-    if not gates or digits_kernel.fits(x, weight, bits):
+    paired = isinstance(chosen, FusedPlan) and (chosen.blocks, chosen.splits) == (2, 1)
+    whole = paired and n % (2 * TILE_ROWS) == 0
+    if not whole or not x.shape[0] or digits_kernel.fits(x, weight, bits):
         return silu_mul(tile_gemm(x, weight, bias, bits, unpack))
     y = torch.empty(x.shape[0], n // 2, dtype=x.dtype, device=x.device)
-    launch = wide_gemm if isinstance(chosen, WidePlan) else _launch_fused
-    launch(x.contiguous(), weight, bias, y, _layout(weight, bits, unpack), chosen, gated=True)
+    _launch_fused(x.contiguous(), weight, bias, y, _layout(weight, bits, unpack), chosen, halves=2)
     return y
 
 
 def _launch_fused(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any],
-    chosen: FusedPlan, gated: bool = False,
+    chosen: FusedPlan, halves: int = 1,
 ) -> None:  # fmt: skip
     (tokens, k), n = x.shape, weight.out_features
     blocks, _, rows, words = weight.packed.shape
@@ -259,7 +254,7 @@ def _launch_fused(
     _fused[(blocks // chosen.blocks, chosen.splits)](
         x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
         parts, weight.arrivals, tokens, n, k,
-        DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks, HALVES=2 if gated else 1,
+        DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks, HALVES=halves,
         SPLITS=chosen.splits, STAGES=_stages(x.device, stage_bytes, chosen.stages),
         num_warps=chosen.warps, **layout, launch_pdl=overlaps(x.device),
     )  # fmt: skip

@@ -34,7 +34,7 @@ TILE_ROWS = 64
 _WORD_BITS = 16
 PLACES = {4: (0, 8, 4, 12), 8: (0, 8)}  # by bits of a code: where in a word each plane's begins
 BF16_UNIT = 2.0**-24  # of planes in bf16
-_SCALE_LIMIT = 2.0**18  # of bf16: the largest float in units of 2^-133, over the unit
+_SCALE_LIMIT = 2.0**18  # of bf16: below it a scale times 2^109, which makes a code a unit, is finite
 _ZEROS_PER_ROW = 4  # most runs of a tile; four int8 zeros are one 32-bit load
 
 
