@@ -10,7 +10,7 @@ import torch
 from qrt.kernels import gpu
 gpu.overlaps = lambda device: True  # as on the GPU that is compiled for
 from random_weights import random_weight
-from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel, kernel
+from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel, kernel, tile_plans
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
 from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8
 from qrt.quant.tokens import QuantizedTokens
@@ -28,7 +28,7 @@ for scheme, bits, symmetric, group, dtype, tokens in (
     weight = random_weight(128, 1024, bits, group, symmetric=symmetric, dtype=dtype)
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), dtype)
     kernel.linear(torch.empty(tokens, 1024, dtype=dtype), tensors, None, scheme)
-kernel._chosen = lambda *weight: kernel.FusedPlan(2, 1, 4, 3)
+kernel._chosen = lambda *weight: tile_plans.FusedPlan(2, 1, 4, 3)
 for scheme, bits, tokens in (("w4a16", 4, 16), ("w8a16", 8, 32)):
     weight = random_weight(256, 1024, bits, 128, symmetric=False, dtype=BF16)
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), BF16)
@@ -36,13 +36,14 @@ for scheme, bits, tokens in (("w4a16", 4, 16), ("w8a16", 8, 32)):
 for scheme, symmetric, group, dtype, plan in (
     ("w4a16", False, 128, BF16, (256, 2, 1, 1, 4, 3)), ("w8a16", True, 128, BF16, (128, 1, 2, 2, 3, 3)),
     ("w4a16", False, 32, FP16, (64, 1, 1, 2, 3, 3)), ("w4a16", False, 128, BF16, (64, 4, 1, 2, 3, 4, 4)),
+    ("w4a16", False, 128, BF16, (128, 1, 2, 2, 2, 2, 2)),
 ):
     weight = random_weight(128, 1024, int(scheme[1]), group, symmetric=symmetric, dtype=dtype)
     x, y = torch.empty(300, 1024, dtype=dtype), torch.empty(300, 128, dtype=dtype)
     scheme = WEIGHT_SCHEMES[scheme]
     tensors = TiledWeight(*scheme.prepare(weight, torch.device("cpu"), dtype))
     layout = kernel._layout(tensors, scheme.bits, scheme.unpacker())
-    hopper_kernel.wide_gemm(x, tensors, None, y, layout, hopper_kernel.WidePlan(*plan))
+    hopper_kernel.wide_gemm(x, tensors, None, y, layout, tile_plans.WidePlan(*plan))
 for plan in ((128, 256, 1, 4), (64, 128, 2, 6)):
     x = QuantizedTokens(torch.empty(300, 1024, dtype=torch.int8), torch.empty(300), BF16)
     weight = torch.empty(128, 1024, dtype=torch.int8), torch.empty(128), torch.zeros(128, dtype=torch.int32)
@@ -68,6 +69,6 @@ silu_mul_int8(torch.empty(9, 28672, dtype=BF16))
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
-        "_fused": 5, "_wide": 4, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
+        "_fused": 5, "_wide": 5, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
         "_hopper_int8": 7, "_rmsnorm": 4, "_silu_mul": 1, "_silu_mul_int8": 1,
     }  # fmt: skip

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends import COMPILED, GPU
 from qrt.kernels.linear import device as shared
-from qrt.kernels.linear import hopper_kernel, kernel, linear, linear_silu
+from qrt.kernels.linear import hopper_kernel, kernel, linear, linear_silu, tile_plans
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
@@ -103,7 +103,7 @@ def test_split_sums_repeat_bit_for_bit(device, bits, k):
     """More tiles than splits: shares of two, where 17 leave the last one short and 20 need fewer splits."""
     weight = random_weight(64, k, bits, 128, symmetric=False, device=device)
     tensors = WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, device, torch.float16)
-    assert kernel.fused_plan(8, *TiledWeight(*tensors).packed.shape[:2]).splits in (9, 10)
+    assert tile_plans.fused_plan(8, *TiledWeight(*tensors).packed.shape[:2]).splits in (9, 10)
     x = torch.randn(3, k, device=device).half()
     first = kernel.linear(x, tensors, None, f"w{bits}a16")
     assert relative(first, reference(x, weight)) < UNIT[x.dtype]
@@ -124,8 +124,8 @@ MEASURED = [  # T and what the launchers would find measured, of every kernel; n
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_kind_of_measured_plan(device, monkeypatch, bits, tokens, plan):
     n, k, dtype = 70, 672, HALF[0]
-    width = kernel.width_of(tokens)
-    monkeypatch.setattr(kernel, "configs", lambda device: {kernel.tuning_key(k, n, bits, width): plan})
+    width = tile_plans.width_of(tokens)
+    monkeypatch.setattr(kernel, "configs", lambda device: {tile_plans.tuning_key(k, n, bits, width): plan})
     weight = random_weight(n, k, bits, 32, symmetric=False, dtype=dtype, device=device)
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
     assert relative(triton_linear(x, weight, bias), reference(x, weight, bias)) < 2 * UNIT[dtype]
@@ -141,7 +141,11 @@ GATED = [(4, False, HALF[0]), (4, True, HALF[1]), (8, False, HALF[0])]
 ])  # fmt: skip
 def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bits, symmetric, dtype):
     """Bit for bit the operators one by one, whether a program holds both halves of its columns or not."""
-    k, scheme, key = 320, f"w{bits}a16", kernel.tuning_key(320, 2 * width, bits, kernel.width_of(tokens))
+    k, scheme, key = (
+        320,
+        f"w{bits}a16",
+        tile_plans.tuning_key(320, 2 * width, bits, tile_plans.width_of(tokens)),
+    )
     monkeypatch.setattr(kernel, "configs", lambda device: {key: ("fused", *plan)} if plan else {})
     weight = random_weight(2 * width, k, bits, 32, symmetric=symmetric, dtype=dtype, device=device)
     tensors = list(WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype))
@@ -160,6 +164,30 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bit
         exact = reference(x, weight, bias).unflatten(1, (2, -1))
         definition = F.silu(exact[:, 0]) * exact[:, 1]
         assert relative(got, definition) < 8 * UNIT[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx(bits=[4], tokens=[40, 20])
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize("bits, symmetric, dtype", GATED)
+@pytest.mark.parametrize("width, tokens, plan", [
+    (64, 40, (64, 2, 1, 2, 2, 2, 2)), (128, 70, (64, 2, 1, 1, 3, 2, 2)), (64, 90, (128, 2, 1, 2, 1, 3, 2)),
+    (64, 20, (32, 2, 1, 2, 2, 2, 2)), (64, 20, (16, 2, 1, 2, 2, 2, 2)),
+])  # fmt: skip
+def test_gate_and_up_by_two_groups(device, monkeypatch, width, tokens, plan, bits, symmetric, dtype):
+    """Bit for bit the operators one by one."""
+    monkeypatch.setattr(kernel, "_chosen", lambda *weight: tile_plans.WidePlan(*plan))
+    scheme, weight = f"w{bits}a16", random_weight(2 * width, 384, bits, 128, symmetric=symmetric, dtype=dtype)
+    tensors = WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
+    x, bias = (
+        torch.randn(tokens, 384, device=device).to(dtype),
+        torch.randn(2 * width, device=device).to(dtype),
+    )
+    for given in (None, bias):
+        want = silu_mul(kernel.linear(x, tensors, given, scheme))
+        with monkeypatch.context() as patch:
+            patch.delattr(kernel, "silu_mul")
+            assert torch.equal(kernel.linear_silu(x, tensors, given, scheme), want)
 
 
 @pytest.mark.parametrize("scheme", ["fp16", "w8a8"])
@@ -187,14 +215,16 @@ def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx(tokens=[65, 41, 50], dtype=HALF[1:], scales=HALF[1:])
+@pytest.mark.ptx(tokens=[65, 41, 50, 150, 12, 7], dtype=HALF[1:], scales=HALF[1:])
 @pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("n, k, group, tokens, plan", [
     (200, 960, None, 33, (64, 1, 3, 2, 3, 3)), (130, 960, 32, 65, (64, 2, 2, 2, 2, 3)),
     (70, 1152, 64, 200, (128, 2, 1, 1, 3, 3)), (64, 768, 256, 513, (256, 1, 2, 1, 4, 3)),
     (190, 960, 32, 41, (64, 2, 2, 2, 2, 3, 2)), (200, 1152, 128, 50, (64, 4, 1, 2, 3, 3, 4)),
     (330, 768, 256, 300, (256, 2, 1, 1, 4, 3, 2)), (300, 960, None, 90, (64, 4, 2, 2, 3, 2, 2)),
-    (140, 1152, 128, 60, (64, 2, 1, 2, 1, 2, 2)),
+    (140, 1152, 128, 60, (64, 2, 1, 2, 1, 2, 2)), (130, 1152, 128, 50, (64, 1, 1, 2, 2, 2, 2)),
+    (64, 768, 256, 150, (128, 1, 3, 1, 2, 1, 2)), (70, 1280, 128, 12, (16, 1, 2, 2, 4, 2, 2)),
+    (70, 1280, 128, 7, (8, 1, 1, 2, 2, 2, 2)),
 ])  # fmt: skip
 @pytest.mark.parametrize("scales", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -206,10 +236,10 @@ def test_wide_kernel(device, bits, symmetric, dtype, scales, n, k, group, tokens
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
     layout = kernel._layout(tiled, bits, WEIGHT_SCHEMES[f"w{bits}a16"].unpacker())
     first, again = torch.empty(2, tokens, n, device=device, dtype=dtype)
-    hopper_kernel.wide_gemm(x, tiled, bias, first, layout, hopper_kernel.WidePlan(*plan))
+    hopper_kernel.wide_gemm(x, tiled, bias, first, layout, tile_plans.WidePlan(*plan))
     assert relative(first, reference(x, weight, bias)) < 2 * UNIT[dtype]
     for _ in range(3):
-        hopper_kernel.wide_gemm(x, tiled, bias, again, layout, hopper_kernel.WidePlan(*plan))
+        hopper_kernel.wide_gemm(x, tiled, bias, again, layout, tile_plans.WidePlan(*plan))
         assert torch.equal(again, first)
     assert not tiled.arrivals.any()
 

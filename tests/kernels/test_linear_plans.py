@@ -2,7 +2,7 @@
 
 import pytest
 
-from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel, kernel
+from qrt.kernels.linear import hopper_int8_kernel, tile_plans
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 32, 64])
@@ -10,8 +10,8 @@ from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel, kernel
     "blocks, tiles", [(1, 1), (96, 16), (64, 16), (448, 16), (64, 56), (896, 32), (3, 112)]
 )
 def test_plan_covers_k(blocks, tiles, tokens):
-    width = kernel.width_of(tokens)
-    chosen = kernel.fused_plan(width, blocks, tiles)
+    width = tile_plans.width_of(tokens)
+    chosen = tile_plans.fused_plan(width, blocks, tiles)
     assert width >= tokens and 1 <= chosen.splits <= min(tiles, 16)
     share = -(-tiles // chosen.splits)
     assert (chosen.splits - 1) * share < tiles <= chosen.splits * share
@@ -20,8 +20,8 @@ def test_plan_covers_k(blocks, tiles, tokens):
 def test_plan_is_the_measured_one():
     """Splits of qkv, o, gate_up, down of Llama-3-8B in int4 (shared/prototypes/gemm/README.md)."""
     shapes = [(96, 16), (64, 16), (448, 16), (64, 56)]
-    assert [kernel.fused_plan(8, *shape).splits for shape in shapes] == [4, 4, 1, 8]
-    assert [kernel.fused_plan(64, *shape).splits for shape in shapes] == [2, 4, 1, 4]
+    assert [tile_plans.fused_plan(8, *shape).splits for shape in shapes] == [4, 4, 1, 8]
+    assert [tile_plans.fused_plan(64, *shape).splits for shape in shapes] == [2, 4, 1, 4]
 
 
 @pytest.mark.parametrize("sms", [78, 114, 132])
@@ -30,8 +30,8 @@ def test_plan_is_the_measured_one():
 def test_plans_of_many_tokens_leave_no_sm_idle_that_could_work(blocks, tiles, tokens, sms):
     """K is split while all shares find an SM, and into at least four tiles; large blocks only where they are
     enough for all SMs."""
-    width = kernel.width_of(tokens)
-    wide = hopper_kernel.wide_plan(width, blocks, tiles, sms)
+    width = tile_plans.width_of(tokens)
+    wide = tile_plans.wide_plan(width, blocks, tiles, sms)
     programs = -(-blocks // wide.blocks) * -(-width // wide.tokens)
     share = -(-tiles // wide.splits)
     assert wide.splits == 1 or (programs * wide.splits <= sms and share >= 4)

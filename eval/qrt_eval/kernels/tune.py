@@ -27,18 +27,18 @@ from tqdm import tqdm
 from qrt.arch import ModelConfig
 from qrt.errors import ConfigError
 from qrt.kernels import tuned
-from qrt.kernels.linear import int8_kernel, linear, linear_silu, linear_silu_int8
-from qrt.kernels.linear import kernel as tile_kernel
+from qrt.kernels.linear import int8_kernel, linear, linear_silu, linear_silu_int8, tile_plans
 from qrt.kernels.linear.int8_kernel import BlockPlan, HopperPlan
-from qrt.kernels.linear.kernel import FusedPlan, WidePlan
+from qrt.kernels.linear.tile_plans import FusedPlan, WidePlan
 from qrt.layers.linear import Linear
 from qrt.quant.digits import MOST_TOKENS
+from qrt.quant.weight.tiles import TILE_ROWS
 from qrt_eval.kernels.layer import decode_step, layer_us, layers
 from qrt_eval.kernels.linear import HEADS, cold_copies, head, products, random_linear
 from qrt_eval.kernels.timer import microseconds
 
 FUSED_WIDTHS = (8, 16, 32, 64)
-WIDE_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+WIDE_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 INT8_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 HEAD_WIDTHS = (8, 16, 64, 128, 256)  # of rows that sample
 LAYER_WIDTHS = (8, 16, 32, 64, 128, 256)  # above, a product is long and its neighbours matter little
@@ -48,7 +48,7 @@ MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the larges
 SCHEMES = ("w4a16", "w8a16", "w8a8")
 SMS = 132
 Plan = FusedPlan | WidePlan | BlockPlan | HopperPlan
-KINDS = {plan: kind for kind, plan in {**tile_kernel.PLANS, **int8_kernel.PLANS}.items()}
+KINDS = {plan: kind for kind, plan in {**tile_plans.PLANS, **int8_kernel.PLANS}.items()}
 COMPILED_ROWS = 1024  # N of the weights that kernels are compiled with: K is compiled in, N is not
 
 
@@ -67,7 +67,7 @@ class Trial(NamedTuple):
         """Where the winner goes in the file."""
         if self.scheme == "w8a8":
             return int8_kernel.tuning_key(self.k, self.n, self.width)
-        return tile_kernel.tuning_key(self.k, self.n, 4 if self.scheme == "w4a16" else 8, self.width)
+        return tile_plans.tuning_key(self.k, self.n, 4 if self.scheme == "w4a16" else 8, self.width)
 
     @property
     def entry(self) -> tuned.Measured:
@@ -83,7 +83,8 @@ class Trial(NamedTuple):
             case BlockPlan():
                 return self.scheme, self.plan
             case WidePlan(splits=splits):  # whether K is split, and whether a divisor of the tiles is known
-                return self.scheme, self.plan._replace(splits=min(splits, 2)), self.k % 4096 == 0
+                gates = self.gated and self.plan.gates
+                return self.scheme, self.plan._replace(splits=min(splits, 2)), self.k % 4096 == 0, gates
             case FusedPlan():
                 return self.scheme, self.k, self.plan, self.width
         return self.scheme, self.k
@@ -91,7 +92,7 @@ class Trial(NamedTuple):
 
 def trials(k: int, n: int, gated: bool = False) -> Iterator[Trial]:
     """Every configuration that is tried for a product, those of one weight together."""
-    blocks = -(-n // tile_kernel.TILE_ROWS)
+    blocks = -(-n // TILE_ROWS)
     for scheme, inputs in (("w4a16", 256), ("w8a16", 128)):
         tiles = -(-k // inputs)
         for width in FUSED_WIDTHS:
@@ -105,26 +106,28 @@ def trials(k: int, n: int, gated: bool = False) -> Iterator[Trial]:
 
 
 def _fused_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[FusedPlan]:
-    usual = tile_kernel.fused_plan(width, blocks, tiles).splits
-    around = (usual // 2, usual, 2 * usual) if width <= 16 and not gated else (usual // 2, usual)
-    splits = sorted({tile_kernel.even_splits(s, tiles) for s in around if s})
-    sizes = product((1,), splits, (2, 4) if width <= 16 else (4,), (3, 4) if width <= 32 else (3,))
+    usual = tile_plans.fused_plan(width, blocks, tiles).splits
+    around = (usual, 2 * usual) if width <= 16 and not gated else (usual // 2, usual)
+    splits = sorted({tile_plans.even_splits(s, tiles) for s in around if s})
+    sizes = product((1,), splits, (2, 4) if width <= 16 else (4,), (3, 4) if width == 8 else (3,))
     yield from starmap(FusedPlan, sizes)
     if gated and width <= 32 and blocks % 2 == 0:  # the gate and the up of its columns: silu_mul too
         # not 3 stages of few tokens: three programs then fit an SM, and go where there is room first
-        yield from starmap(FusedPlan, product((2,), (1,), (4,), (4,) if width <= 16 else (3, 4)))
+        yield FusedPlan(2, 1, 4, 4 if width <= 16 else 3)
 
 
 # width -> tokens, row blocks, planes of x a stage, stages of x and of w at 4 bits, groups of warps. Powers of
 # two where there is room: a stage's place then takes one instruction.
 WIDE_BLOCKS = {
-    64: ((64, 1, 4, 2, 2, 1), (64, 1, 2, 4, 4, 1), (64, 1, 2, 4, 8, 1), (64, 2, 4, 2, 2, 2),
-         (64, 4, 4, 2, 4, 4)),
-    128: ((64, 1, 4, 2, 2, 1), (64, 1, 4, 4, 4, 1), (128, 1, 2, 4, 2, 1), (128, 1, 2, 4, 4, 1),
-          (128, 2, 2, 4, 2, 2)),
-    256: ((128, 1, 2, 4, 4, 1), (256, 1, 1, 4, 3, 1), (256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 2, 2),
-          (128, 2, 2, 4, 2, 2)),
-    512: ((256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 3, 1), (256, 2, 1, 4, 2, 2)),
+    8: ((8, 1, 4, 2, 2, 2), (8, 2, 4, 4, 2, 2)),
+    16: ((16, 1, 4, 2, 2, 2), (16, 1, 4, 4, 2, 1), (16, 2, 4, 4, 2, 2)),
+    32: ((32, 1, 4, 2, 2, 2), (32, 1, 4, 2, 4, 2), (32, 1, 4, 4, 2, 1), (32, 2, 4, 2, 2, 2)),
+    64: ((64, 1, 4, 2, 2, 2), (64, 1, 2, 4, 2, 1), (64, 1, 2, 4, 4, 1), (64, 1, 4, 4, 2, 1),
+         (64, 1, 4, 4, 4, 1), (64, 2, 4, 2, 2, 2), (64, 4, 4, 2, 2, 4)),
+    128: ((64, 1, 4, 2, 2, 2), (128, 1, 2, 2, 2, 2), (128, 1, 2, 4, 2, 1), (128, 2, 2, 4, 2, 2),
+          (128, 2, 2, 4, 4, 2)),
+    256: ((128, 1, 2, 4, 2, 1), (256, 1, 1, 4, 2, 1), (256, 2, 1, 4, 2, 1), (256, 2, 1, 4, 2, 2)),
+    512: ((128, 1, 2, 4, 2, 1), (256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 2, 1), (256, 2, 1, 4, 2, 2)),
 }  # fmt: skip
 
 
@@ -133,21 +136,22 @@ def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterable[Wide
     plans: list[WidePlan | None] = [None] * (width > 64)
     for tokens, rows, planes, x_stages, w_stages, groups in WIDE_BLOCKS[min(width, 512)]:
         depths = {w_stages}
-        if bits == 8:  # half the tile: twice the stages where they are a program's own
-            depths = {w_stages, 2 * w_stages} if groups == 1 and tokens < 256 else depths
+        if bits == 8:  # half the tile: also twice the stages where they are a program's own
+            depths |= {2 * w_stages} if rows == 1 and w_stages == 2 else set()
             planes, x_stages = (2, 2 * x_stages) if planes == 4 else (planes, x_stages)
         programs = -(-blocks // rows) * -(-width // tokens)
-        if groups > 1 and programs < SMS // 2:
+        if rows > 1 and programs < SMS // 2:
             continue  # many small programs are better there
-        whole = (groups > 1 and tokens * rows > 256) or width >= 1024
+        whole = tokens * rows > 256 or width >= 1024
         for splits, depth in product((1,) if whole else _splits(programs, tiles // 4), sorted(depths)):
             plans.append(WidePlan(tokens, rows, splits, planes, x_stages, depth, groups))
     return dict.fromkeys(plans)  # two may be one at 8 bits
 
 
 # tokens, outputs, stages of `hopper_int8_kernel`; blocks of fewer than 64 tokens are for all of so few
-HOPPER_INT8_BLOCKS = ((16, 64, 8), (16, 128, 6), (32, 128, 4), (64, 64, 8), (64, 64, 12), (64, 128, 4),
-                      (64, 128, 6), (128, 64, 8), (128, 128, 4), (128, 128, 6), (128, 256, 4))  # fmt: skip
+HOPPER_INT8_BLOCKS = ((16, 64, 8), (16, 64, 12), (16, 128, 6), (16, 256, 6), (32, 128, 4),
+                      (64, 64, 8), (64, 64, 12), (64, 128, 4), (64, 128, 6), (128, 64, 8), (128, 128, 4),
+                      (128, 128, 6), (128, 256, 4))  # fmt: skip
 
 
 def _int8_plans(width: int, k: int, n: int) -> Iterator[BlockPlan | HopperPlan]:
@@ -177,7 +181,7 @@ def _int8_plans(width: int, k: int, n: int) -> Iterator[BlockPlan | HopperPlan]:
 def _splits(programs: int, steps: int) -> list[int]:
     """Of K: none, and as many as fill the SMs once or twice."""
     counts = (1, SMS // programs, 2 * SMS // programs)
-    return sorted({tile_kernel.even_splits(s, max(steps, 1)) for s in counts if s})
+    return sorted({tile_plans.even_splits(s, max(steps, 1)) for s in counts if s})
 
 
 def pending(configs: Sequence[ModelConfig], table: Mapping[str, tuned.Measured]) -> list[Trial]:
@@ -240,7 +244,7 @@ def _choose_in_layer(
     where a layer has them by `chain`, which has no plans."""
     model = layers(config, scheme, device)
     for width in LAYER_WIDTHS:
-        if width <= MOST_TOKENS and scheme != "w8a8":
+        if width <= MOST_TOKENS and scheme == "w4a16":
             continue
         keys = {Trial(scheme, k, n, width, None).key for k, n in products(config).values()} & ranked.keys()
         if not keys:

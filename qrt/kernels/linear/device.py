@@ -35,6 +35,14 @@ def signals(STAGES: gl.constexpr, READERS: gl.constexpr = 1):
 
 
 @gluon.jit
+def both_are_here():
+    """A barrier of two groups of 4 warps."""
+    gl.inline_asm_elementwise(
+        "bar.sync 15, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def scale_of_run(scales, RUN: gl.constexpr, SCALE: gl.constexpr):
     """The scale, SCALE [ROWS], of run RUN from words: a tuple of int32 [ROWS]."""
     if SCALE == gl.float32:

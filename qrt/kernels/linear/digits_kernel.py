@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.linear.device import (
     DTYPES,
+    both_are_here,
     of_tokens,
     of_weight,
     scale_of_run,
@@ -199,9 +200,9 @@ def _multiply(
         _store_digits(silu, met, Y, FACTS, block // 2, N // 256, GROUP, BM)
     elif GROUP == 1:
         met.store(acc)
-        _both_are_here()
+        both_are_here()
     else:
-        _both_are_here()
+        both_are_here()
         acc += met.load(SUMS)
         last = True
         if PARTS is None:
@@ -235,16 +236,8 @@ def _store_digits(x, met, CODES, FACTS, group, groups, HALF: gl.constexpr, BM: g
 def _meet(met, value, HALF: gl.constexpr):
     """What both warp groups have, [BM] each."""
     met.index(HALF).store(value)
-    _both_are_here()
+    both_are_here()
     return met.index(0).load(value.type.layout), met.index(1).load(value.type.layout)
-
-
-@gluon.jit
-def _both_are_here():
-    """A barrier of the two warp groups."""
-    gl.inline_asm_elementwise(
-        "bar.sync 15, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

@@ -4,15 +4,16 @@ There the tensor cores are the bound, and Triton waits for every wgmma whose ope
 weights of plane p+1 are unpacked while plane p multiplies: Y.T = W @ X.T with W as the register operand, X
 and the packed tiles brought by the bulk copy engine (TMA). A warp for each asks as long as there is room, and
 for tiles before the previous kernel is done (programmatic dependent launch). What multiplies is one group of
-warps, or several that share the tokens and do not wait for each other. The scale goes into the weight,
-rounded to the dtype of the product as a dequantized weight is, and one accumulator takes all of K; where it
-is split, the last program of an output block to arrive adds the partial sums in order.
+warps, or several that do not wait for each other: with row blocks of their own they share the tokens, with
+one row block they take its tiles in turn. The scale goes into the weight, rounded to the dtype of the product
+as a dequantized weight is, and one accumulator takes all of K; where it is split, the last program of an
+output block to arrive adds the partial sums in order.
 Layout: quant/weight/tiles.py.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -32,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qrt.kernels.gpu import is_hopper
 from qrt.kernels.linear.device import (
     DTYPES,
+    both_are_here,
     of_planes,
     of_tiles,
     scale_of_run,
@@ -39,6 +41,8 @@ from qrt.kernels.linear.device import (
     store_block,
     sum_splits,
 )
+from qrt.kernels.linear.tile_plans import WidePlan, registers
+from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TiledWeight
 
@@ -124,40 +128,53 @@ def _wide(
     x_desc, w_desc, scale_desc, zero_desc, BIAS, Y, PARTS, ARRIVALS, M, N, tiles, share,
     J: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr, SCALE: gl.constexpr,
     ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr, BIASED: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, SPLIT: gl.constexpr, XP: gl.constexpr,
-    XS: gl.constexpr, WS: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
-    num_warps: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, SPLIT: gl.constexpr,
+    GATED: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr, WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (token blocks * cdiv(row blocks, GROUPS * BN), splits): GROUPS of 4 * BN warps that each multiply
-    BN row blocks by BM tokens, `share` tiles of K.
+    BN row blocks by BM tokens, `share` tiles of K. If GATED, one of two groups has the gate and the other the
+    up of the same columns, and silu(gate) * up [M, N / 2] goes to Y. If TURNS, two groups have one row block
+    and every other tile.
 
-    A stage of x, which is for all groups, is XP planes of one tile, a stage of w one tile of a group's row
-    blocks with its scales and zeros; XS and WS of them are in flight.
+    A stage of x, which is for all groups unless they take turns, is XP planes of one tile, a stage of w one
+    tile of a group's row blocks with its scales and zeros; XS (of each group) and WS of them are in flight.
     """
     WORDS: gl.constexpr = RUNS if SCALE == gl.float32 else (RUNS + 1) // 2
     gdc_launch_dependents()
     token_blocks = gl.cdiv(M, BM)
-    block = gl.program_id(0) // token_blocks * (GROUPS * BN)
+    block = gl.program_id(0) // token_blocks * (1 if GATED or TURNS else GROUPS * BN)
+    apart = N // 128 if GATED else BN  # of two groups
     token = gl.program_id(0) % token_blocks * BM
     first = gl.program_id(1) * share
     steps = gl.minimum(share, tiles - first)
 
     TILES: gl.constexpr = WS * GROUPS
-    x_smem = gl.allocate_shared_memory(DOT, [XS, XP, BM, J], x_desc.layout)
+    OWN: gl.constexpr = GROUPS if TURNS else 1  # groups with tokens of their own
+    x_smem = gl.allocate_shared_memory(DOT, [XS * OWN, XP, BM, J], x_desc.layout)
     w_smem = gl.allocate_shared_memory(gl.int16, [TILES, BN, 64, J], w_desc.layout)
     scale_smem = gl.allocate_shared_memory(gl.int32, [TILES * WORDS, BN, 64], scale_desc.layout)
     zero_smem = gl.allocate_shared_memory(gl.int32, [TILES if ASYMMETRIC else 1, BN, 64], scale_desc.layout)
-    x_ready, x_empty = signals(XS, GROUPS)
+    met = x_smem
+    if TURNS:  # the second group's sums
+        gl.static_assert(GROUPS == 2 and BN == 1 and not GATED)
+        SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, min(8, BM // 4), [1, 0])
+        met = gl.allocate_shared_memory(gl.float32, [64, BM], SUMS)
+    elif GATED:  # of each group what the other one stores
+        gl.static_assert(GROUPS == 2 and BN == 1 and not SPLIT)
+        HALVES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, BM // 16), [1, 0])
+        met = gl.allocate_shared_memory(DOT, [2, 64, BM // 2], HALVES)
+    x_ready, x_empty = signals(XS * OWN, GROUPS // OWN)
     w_ready, w_empty = signals(TILES)
     fence_async_shared()
     ring = x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty
-    output = BIAS, Y, PARTS, ARRIVALS, block, token, M, N
-    copies = x_desc, w_desc, scale_desc, zero_desc, block, token, first
+    output = BIAS, Y, PARTS, ARRIVALS, met, block, apart, token, M, N
+    copies = x_desc, w_desc, scale_desc, zero_desc, block, apart, token, first
     gl.warp_specialize(
         [
             (_part, (
                 part, ring, output, copies, steps, J, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT, BIASED,
-                BM, BN, GROUPS, SPLIT, XP, XS, WS, WORDS,
+                BM, BN, GROUPS, TURNS, SPLIT, GATED, XP, XS, WS, WORDS,
             ))
             for part in ((0, 1, 2) if GROUPS == 1 else (0, 1, 2, 3) if GROUPS == 2 else (0, 1, 2, 3, 4, 5))
         ],
@@ -170,26 +187,28 @@ def _part(
     PART: gl.constexpr, ring, output, copies, steps, J: gl.constexpr, PLANES: gl.constexpr,
     RUNS: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr,
     DOT: gl.constexpr, BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
-    SPLIT: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr,
+    TURNS: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr,
+    WS: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
     """What some warps do: those of a group multiply, one asks for x and one for weights."""
     if PART < GROUPS:
         _multiply(
             PART, ring, output, steps, J, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT, BIASED, BM, BN,
-            GROUPS, SPLIT, XP, XS, WS, WORDS,
+            GROUPS, TURNS, SPLIT, GATED, XP, XS, WS, WORDS,
         )  # fmt: skip
     elif PART == GROUPS:
-        _fetch_x(ring, copies, steps, J, PLANES, BM, XP, XS)
+        _fetch_x(ring, copies, steps, J, PLANES, BM, GROUPS if TURNS else 1, XP, XS)
     else:
-        _fetch_w(ring, copies, steps, J, BN, GROUPS, WS, WORDS, ASYMMETRIC)
+        _fetch_w(ring, copies, steps, J, BN, GROUPS, TURNS, WS, WORDS, ASYMMETRIC)
 
 
 @gluon.jit
 def _multiply(
     GROUP: gl.constexpr, ring, output, steps, J: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr,
-    BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, SPLIT: gl.constexpr,
-    XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr,
+    BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    SPLIT: gl.constexpr, GATED: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr,
+    WORDS: gl.constexpr,
 ):  # fmt: skip
     """Multiply a group's tiles as they come; write the sum, if it is the whole one or the last part of it.
 
@@ -197,13 +216,15 @@ def _multiply(
     would wait for every wgmma if several left one from one turn to the next, or if `before` began as zeros.
     """
     x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty = ring
-    BIAS, Y, PARTS, ARRIVALS, block, token, M, N = output
+    BIAS, Y, PARTS, ARRIVALS, met, block, apart, token, M, N = output
     ROWS: gl.constexpr = BN * 64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * BN, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
-    mbarrier.wait(w_ready.index(GROUP), 0)
+    if TURNS:
+        steps = (steps + (GROUPS - 1 - GROUP)) // GROUPS  # a share of one tile leaves none
+    mbarrier.wait(w_ready.index(GROUP), 0, pred=steps > 0)
     words, scales, zeros = _tile_of(w_smem, scale_smem, zero_smem, GROUP, WORDS, ASYMMETRIC, OPERAND)
     before = _weights_of(words, scales, zeros, 0, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
     for i in range(steps):
@@ -214,6 +235,8 @@ def _multiply(
             weights = _weights_of(words, scales, zeros, p, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
             stage = i * (PLANES // XP) + p // XP
             slot, freed = stage % XS, (stage + XS - 1) % XS
+            if TURNS:
+                slot, freed = slot * GROUPS + GROUP, freed * GROUPS + GROUP
             if GROUPS > 1 and p > 0:
                 acc, before = warpgroup_mma_wait(0, deps=[acc, before])
                 if p % XP == 0:
@@ -231,86 +254,87 @@ def _multiply(
             before = weights
         if GROUPS > 1:
             acc, before = warpgroup_mma_wait(0, deps=[acc, before])
-            mbarrier.arrive(x_empty.index(((i + 1) * (PLANES // XP) - 1) % XS), count=1)
+            mbarrier.arrive(x_empty.index(slot), count=1)
     if GROUPS == 1:
         acc, before = warpgroup_mma_wait(0, deps=[acc, before])
     acc *= unit_of(DOT, True)
 
-    last = True
-    if SPLIT:
-        acc, last = sum_splits(acc, PARTS, ARRIVALS, gl.program_id(0) * GROUPS + GROUP, MMA)
-    if last:
-        first = (block + GROUP * BN) * 64
-        if BIASED:
-            row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-            acc += gl.expand_dims(gl.load(BIAS + row, mask=row < N, other=0.0).to(gl.float32), 1)
-        store_block(Y, acc.to(DOT), first, token, M, N, 4 * BN)
+    if TURNS and GROUP == 1:
+        met.store(acc)
+        both_are_here()
+    else:
+        last = True
+        if TURNS:
+            both_are_here()
+            acc += met.load(MMA)
+        if SPLIT:
+            output_block = gl.program_id(0) if TURNS else gl.program_id(0) * GROUPS + GROUP
+            acc, last = sum_splits(acc, PARTS, ARRIVALS, output_block, MMA)
+        if last:
+            first = (block + GROUP * apart) * 64
+            if BIASED:
+                row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+                acc += gl.expand_dims(gl.load(BIAS + row, mask=row < N, other=0.0).to(gl.float32), 1)
+            y = acc.to(DOT)
+            if GATED:
+                _store_gated(GROUP, Y, y, met, block * 64, token, M, N // 2)
+            else:
+                store_block(Y, y, first, token, M, N, 4 * BN)
+
+
+@gluon.jit
+def _store_gated(GROUP: gl.constexpr, Y, mine, met, first, token, M, N):
+    """silu(gate) * up, of which the first group has the gate and the second the up: each the tokens of one
+    half, for which it gets the other's."""
+    HALF: gl.constexpr = mine.shape[1] // 2
+    early, late = gl.split(mine.reshape([mine.shape[0], 2, HALF]).permute((0, 2, 1)))
+    met.index(1 - GROUP).store(late if GROUP == 0 else early)
+    both_are_here()
+    if GROUP == 0:
+        product = silu_times(early, met.index(0).load(early.type.layout), True)
+    else:
+        product = silu_times(met.index(1).load(late.type.layout), late, True)
+    store_block(Y, product, first, token + GROUP * HALF, M, N, 4)
 
 
 @gluon.jit
 def _fetch_x(
-    ring, copies, steps, J: gl.constexpr, PLANES: gl.constexpr, BM: gl.constexpr, XP: gl.constexpr,
-    XS: gl.constexpr,
+    ring, copies, steps, J: gl.constexpr, PLANES: gl.constexpr, BM: gl.constexpr, OWN: gl.constexpr,
+    XP: gl.constexpr, XS: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the planes of the tokens, XP at a time, as long as there is room."""
-    desc, token, plane = copies[0], copies[5], copies[6] * PLANES
+    """Ask for the planes of the tokens, XP at a time, as long as there is room; for OWN groups in turn."""
+    desc, token, plane = copies[0], copies[6], copies[7] * PLANES
     smem, ready, empty = ring[0], ring[4], ring[5]
+    STAGES: gl.constexpr = PLANES // XP  # of a tile
     gdc_wait()
-    for i in range(steps * (PLANES // XP)):
-        slot = i % XS
-        mbarrier.wait(empty.index(slot), (i // XS - 1) & 1, pred=i >= XS)
+    for i in range(steps * STAGES):
+        stage = i // (STAGES * OWN) * STAGES + i % STAGES if OWN > 1 else i
+        slot = stage % XS * OWN + i // STAGES % OWN
+        mbarrier.wait(empty.index(slot), (stage // XS - 1) & 1, pred=stage >= XS)
         mbarrier.expect(ready.index(slot), XP * BM * J * 2)
         tma.async_copy_global_to_shared(desc, [plane + i * XP, token, 0], ready.index(slot), smem.index(slot))
 
 
 @gluon.jit
 def _fetch_w(
-    ring, copies, steps, J: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, WS: gl.constexpr,
-    WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
+    ring, copies, steps, J: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    WS: gl.constexpr, WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
 ):  # fmt: skip
     """Ask for the groups' tiles, their scales and zeros, likewise."""
-    _, w_desc, scale_desc, zero_desc, block, _, first = copies
+    _, w_desc, scale_desc, zero_desc, block, apart, _, first = copies
     _, w_smem, scale_smem, zero_smem, _, _, ready, empty = ring
     for i in range(steps):
-        for g in gl.static_range(GROUPS):
-            slot = i % WS * GROUPS + g
-            mbarrier.wait(empty.index(slot), (i // WS - 1) & 1, pred=i >= WS)
+        for g in gl.static_range(1 if TURNS else GROUPS):
+            turn, slot = i, i % WS * GROUPS + g
+            if TURNS:
+                turn = i // GROUPS
+                slot = turn % WS * GROUPS + i % GROUPS
+            mbarrier.wait(empty.index(slot), (turn // WS - 1) & 1, pred=turn >= WS)
             _fetch_tile(
                 w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready.index(slot), slot,
-                block + g * BN, first + i, BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC), WORDS, ASYMMETRIC,
+                block + g * apart, first + i, BN * 64 * (J * 2 + 4 * WORDS + 4 * ASYMMETRIC), WORDS,
+                ASYMMETRIC,
             )  # fmt: skip
-
-
-class WidePlan(NamedTuple):
-    """How `_wide` is launched for one shape."""
-
-    tokens: int  # BM
-    blocks: int  # of rows a program
-    splits: int
-    x_planes: int  # XP
-    x_stages: int  # XS
-    w_stages: int  # WS
-    groups: int = 1  # of warps, 1, 2 or 4, that share the blocks and do not wait for each other
-
-
-def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
-    """Where nothing was measured: the widest block of tokens, K split while some of the SMs are idle."""
-    tokens = min(width, 256)
-    rows = 1 if blocks * triton.cdiv(width, tokens) <= sms else 2
-    programs = triton.cdiv(blocks, rows) * triton.cdiv(width, tokens)
-    splits = max(1, min(sms // programs, tiles // 4, 16))
-    x_planes = 1 if tokens == 256 else 2
-    splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))
-    return WidePlan(tokens, rows, splits, x_planes, 4, 4 // rows, groups=rows)
-
-
-def registers(plan: WidePlan) -> tuple[int, int]:
-    """Of a thread of `_wide`, and of one of the groups behind the first: the 4 warps of the copies give most
-    of theirs."""
-    warps = 4 * plan.blocks + 4
-    most = (1 << 16) // (32 * warps) // 8 * 8
-    each = min(plan.tokens // 2 + (48 if plan.blocks <= 2 else 64), most, 168)
-    return each, (warps * each - 4 * 24) // (4 * plan.blocks) // 8 * 8
 
 
 def fits(x: Tensor, weight: TiledWeight) -> bool:
@@ -319,23 +343,25 @@ def fits(x: Tensor, weight: TiledWeight) -> bool:
 
 
 def wide_gemm(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], plan: WidePlan
-) -> None:
-    """y [T, N] = x [T, K] @ W.T + bias; x contiguous and one that `fits`."""
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], plan: WidePlan,
+    gated: bool = False,
+) -> None:  # fmt: skip
+    """y [T, N] = x [T, K] @ W.T + bias; x contiguous and one that `fits`. If gated, y [T, N / 2] is
+    silu(gate) * up of it, for a plan that `gates` and halves of whole row blocks."""
     blocks, tiles, rows, words = weight.packed.shape
     outputs = triton.cdiv(x.shape[0], plan.tokens) * triton.cdiv(blocks, plan.blocks)
     share = triton.cdiv(tiles, plan.splits)
     splits = triton.cdiv(tiles, share)
     part = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
-    each = plan.blocks // plan.groups
+    each = plan.group_blocks
     of_all, of_group = registers(plan)
     _wide[(outputs, splits)](
         of_planes(x, plan.x_planes, plan.tokens, words), *of_tiles(weight, each), bias, y,
-        torch.empty(part, device=x.device), weight.arrivals, x.shape[0], y.shape[1], tiles, share,
+        torch.empty(part, device=x.device), weight.arrivals, x.shape[0], weight.out_features, tiles, share,
         J=words, PLANES=layout["PLANES"], RUNS=layout["RUNS"], SCALE=layout["SCALE"],
         ASYMMETRIC=layout["ASYMMETRIC"], UNPACK=layout["UNPACK"], DOT=DTYPES[x.dtype],
-        BIASED=bias is not None, BM=plan.tokens, BN=each, GROUPS=plan.groups, SPLIT=splits > 1,
-        XP=plan.x_planes, XS=plan.x_stages, WS=plan.w_stages,
+        BIASED=bias is not None, BM=plan.tokens, BN=each, GROUPS=plan.groups, TURNS=plan.turns,
+        SPLIT=splits > 1, GATED=gated, XP=plan.x_planes, XS=plan.x_stages, WS=plan.w_stages,
         WARPS=(4 * each,) * (plan.groups - 1) + (1, 1), REGISTERS=(of_group,) * (plan.groups - 1) + (24, 24),
         num_warps=4 * each, maxnreg=of_all, launch_pdl=True,
     )  # fmt: skip

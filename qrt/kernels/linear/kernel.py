@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -25,9 +25,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import multiprocessors, overlaps, shared_bytes
 from qrt.kernels.linear import digits_kernel, hopper_16bit_kernel
-from qrt.kernels.linear.hopper_kernel import WidePlan, fits, wide_gemm, wide_plan
+from qrt.kernels.linear.hopper_kernel import fits, wide_gemm
 from qrt.kernels.linear.int8_kernel import gated_int8_gemm, gated_plan, int8_gemm, quantize_tokens
 from qrt.kernels.linear.split_kernel import sum_splits
+from qrt.kernels.linear.tile_plans import (
+    PLANS,
+    FusedPlan,
+    WidePlan,
+    fused_plan,
+    tuning_key,
+    wide_plan,
+    width_of,
+)
 from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8, silu_times
 from qrt.kernels.tuned import configs
 from qrt.quant.tokens import QuantizedTokens
@@ -162,44 +171,6 @@ def _dequantize(
         tl.store(out, plane.to(OUT.dtype.element_ty), mask=(k < K)[None, :])
 
 
-class FusedPlan(NamedTuple):
-    """How `_fused` is launched for one shape."""
-
-    blocks: int  # row blocks a program
-    splits: int
-    warps: int
-    stages: int
-
-
-def width_of(tokens: int) -> int:
-    """BM: columns of the dot for so many tokens."""
-    return 8 if tokens <= 8 else max(16, triton.next_power_of_2(tokens))
-
-
-def tuning_key(k: int, n: int, bits: int, width: int) -> str:
-    """Of a plan in `qrt.kernels.tuned`."""
-    return f"tiles {k}x{n} {bits} bits {width} wide"
-
-
-PLANS: dict[str, Any] = {"fused": FusedPlan, "wide": WidePlan}  # by their names there
-
-
-def fused_plan(width: int, blocks: int, tiles: int) -> FusedPlan:
-    """Where nothing was measured: enough programs to fill 132 SMs about twice, and no share of K that is
-    long while there are few. The constants are those that won on an H200 for Llama-3-8B's shapes."""
-    splits = triton.next_power_of_2(triton.cdiv(256 if width <= 32 else 192, blocks))
-    if width <= 32 and tiles > 8 * splits and blocks * splits <= 256:
-        splits *= 2
-    crowded = blocks * splits >= 448  # smaller programs, so that more fit on an SM
-    warps = 2 if width == 8 or (width == 16 and crowded) else 4
-    return FusedPlan(1, even_splits(splits, tiles), warps, 4 if width == 8 and splits == 1 else 3)
-
-
-def even_splits(splits: int, tiles: int) -> int:
-    """At most `splits` and 16, and none without a tile."""
-    return triton.cdiv(tiles, triton.cdiv(tiles, min(splits, tiles, 16)))
-
-
 def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, unpack: Any) -> Tensor:
     """x [T, K] (columns in the order of the codes) times the tiled weight -> [T, N] in x's dtype.
 
@@ -233,18 +204,18 @@ def gated_tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: i
     """`silu_mul` of `tile_gemm`, [T, N / 2], the same bits; in one kernel where its blocks are as wide as two
     row blocks."""
     chosen, n = _chosen(x, weight, bits), weight.out_features
-    paired = isinstance(chosen, FusedPlan) and (chosen.blocks, chosen.splits) == (2, 1)
-    whole = paired and n % (2 * TILE_ROWS) == 0
-    if not whole or not x.shape[0] or digits_kernel.fits(x, weight, bits):
+    gates = chosen is not None and chosen.gates and n % (2 * TILE_ROWS) == 0 and x.shape[0] > 0
+    if not gates or digits_kernel.fits(x, weight, bits):
         return silu_mul(tile_gemm(x, weight, bias, bits, unpack))
     y = torch.empty(x.shape[0], n // 2, dtype=x.dtype, device=x.device)
-    _launch_fused(x.contiguous(), weight, bias, y, _layout(weight, bits, unpack), chosen, halves=2)
+    launch = wide_gemm if isinstance(chosen, WidePlan) else _launch_fused
+    launch(x.contiguous(), weight, bias, y, _layout(weight, bits, unpack), chosen, gated=True)
     return y
 
 
 def _launch_fused(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any],
-    chosen: FusedPlan, halves: int = 1,
+    chosen: FusedPlan, gated: bool = False,
 ) -> None:  # fmt: skip
     (tokens, k), n = x.shape, weight.out_features
     blocks, _, rows, words = weight.packed.shape
@@ -254,7 +225,7 @@ def _launch_fused(
     _fused[(blocks // chosen.blocks, chosen.splits)](
         x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
         parts, weight.arrivals, tokens, n, k,
-        DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks, HALVES=halves,
+        DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks, HALVES=2 if gated else 1,
         SPLITS=chosen.splits, STAGES=_stages(x.device, stage_bytes, chosen.stages),
         num_warps=chosen.warps, **layout, launch_pdl=overlaps(x.device),
     )  # fmt: skip
