@@ -122,6 +122,7 @@ def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
     that makes a layer fast wins."""
     table, file, cut = {"int8 128x512 16 wide": ["block", 16, 32, 256, 1, 4, 4]}, tmp_path / "gpu.json", [3]
     table["tiles 128x512 4 bits 128 wide"] = ["gone", 128, 1, 1, 4]
+    file.write_text(json.dumps(table))
 
     def size(entry):
         return sum(entry[1:])
@@ -172,3 +173,24 @@ def test_files_of_measured_block_sizes_are_whole():
             assert all(isinstance(n, int) and n > 0 for n in sizes)
     assert tuned.path("NVIDIA H200").name == "nvidia_h200.json"
     assert tuned.configs(torch.device("cpu")) == {}
+
+
+@pytest.mark.parametrize("name, chip, like", [
+    ("NVIDIA H100 80GB HBM3", ((9, 0), 132), "NVIDIA H200"), ("NVIDIA H100 PCIe", ((9, 0), 114), None),
+    ("NVIDIA A100-SXM4-80GB", ((8, 0), 108), None),
+])  # fmt: skip
+def test_block_sizes_of_a_gpu_that_was_not_measured(monkeypatch, caplog, name, chip, like):
+    """Those of one with the same chip, or none; said once."""
+    caplog.set_level("INFO", logger=tuned.__name__)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip[0])
+    monkeypatch.setattr(tuned, "multiprocessors", lambda device: chip[1])
+    for function in (tuned.configs, tuned._read):
+        monkeypatch.setattr(tuned, function.__name__, function.__wrapped__)
+    found = tuned.configs(torch.device("cuda"))
+    assert found == (json.loads(tuned.path(like).read_text()) if like else {})
+    (said,) = caplog.messages
+    using = f"those of {like}" if like else "rules of thumb"
+    assert said.startswith(
+        f"kernels: no measured block sizes for {name}, using {using}; `qrt-eval kernels --tune`"
+    )

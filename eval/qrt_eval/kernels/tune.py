@@ -202,6 +202,8 @@ def tune(configs: Sequence[ModelConfig], device: torch.device) -> None:
     if device.type != "cuda":
         raise ConfigError("--tune: measures GPU kernels, and no GPU is here")
     table, file = tuned.configs(device), tuned.path(torch.cuda.get_device_name(device))
+    if not file.is_file():
+        table.clear()  # another GPU's
     todo = pending(configs, table)
     _compile({trial.binary: trial for trial in todo}.values())
     with tqdm(total=len(todo), desc="Measuring", unit="kernel") as bar:

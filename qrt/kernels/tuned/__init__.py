@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
+from qrt.kernels.gpu import multiprocessors
+
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
+SAME_CHIP = {((9, 0), 132): "NVIDIA H200"}  # by capability and multiprocessors: an H100 SXM's, a GH200's
 Measured = list[Any]  # the name of a kernel's plan, and its numbers
 
 
@@ -27,20 +30,24 @@ def configs(device: torch.device) -> dict[str, Measured]:
     """Plans by operand and sizes: `tiles 4096x6144 8 bits 16 wide` -> `["fused", 1, 4, 2, 3]`, the kernel and
     the fields of its plan.
 
-    Empty on a CPU and, said once, on a GPU that nothing was measured on: launchers then use their own rule.
-    One dict for all GPUs of a name: what the tuner puts there is used at once.
+    Of a GPU that was not measured they are those of one with the same chip, or none: launchers then use their
+    own rule. Either is said once. One dict for all GPUs of a name: what the tuner puts there is used at once.
     """
-    return _read(torch.cuda.get_device_name(device)) if device.type == "cuda" else {}
+    if device.type != "cuda":
+        return {}
+    chip = torch.cuda.get_device_capability(device), multiprocessors(device)
+    return _read(torch.cuda.get_device_name(device), SAME_CHIP.get(chip))
 
 
 @lru_cache(maxsize=8)
-def _read(name: str) -> dict[str, Measured]:
-    if not path(name).is_file():
+def _read(name: str, like: str | None) -> dict[str, Measured]:
+    measured = path(name).is_file()
+    if not measured:
         logger.info(
-            "kernels: no measured block sizes for %s, using rules of thumb; "
-            "`qrt-eval kernels --tune` measures them",
+            "kernels: no measured block sizes for %s, using %s; `qrt-eval kernels --tune` measures them",
             name,
+            f"those of {like}" if like else "rules of thumb",
         )
-        return {}
-    found: dict[str, Measured] = json.loads(path(name).read_text())
+    file = path(name if measured or like is None else like)
+    found: dict[str, Measured] = json.loads(file.read_text()) if file.is_file() else {}
     return found
