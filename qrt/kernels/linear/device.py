@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from qrt.quant.weight.tiles import TiledWeight
 
 SWIZZLED = {words: gl.NVMMASharedLayout(words * 2, 16, 3) for words in (32, 64)}  # by words of a tile's row
-FLAT = gl.NVMMASharedLayout(0, 32, 3)
+FLAT = gl.NVMMASharedLayout(0, 32, 2)
 _kept = WeakTensorKeyDictionary()  # weight -> block -> descriptor: making one costs the host 20 us
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -65,28 +65,24 @@ def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
 @gluon.jit
 def sum_splits(acc, PARTS, ARRIVALS, output, MMA: gl.constexpr):
     """As in `split_kernel`, for whole blocks, of which acc is number `output`: PARTS [output blocks, splits,
-    acc's size], in an order in which what a thread has of a product lies together."""
+    *acc.shape]."""
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
-    SIZE: gl.constexpr = ROWS * COLUMNS
-    splits, split = gl.num_programs(1), gl.program_id(1)
-    flat = acc.reshape([ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([SIZE])
-    at = gl.arange(0, SIZE, layout=flat.type.layout)
-    parts = PARTS + output.to(gl.int64) * splits * SIZE
-    gl.store(parts + split * SIZE + at, flat)
+    splits = gl.num_programs(1)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
+    at = gl.expand_dims(row * COLUMNS, 1) + gl.expand_dims(column, 0)
+    parts = PARTS + output.to(gl.int64) * splits * (ROWS * COLUMNS)
+    gl.store(parts + gl.program_id(1) * (ROWS * COLUMNS) + at, acc)
     tl.debug_barrier()  # every share is stored before this program counts as arrived
     arrivals = ARRIVALS + output
     last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
     if last:
-        if splits == 2:  # in either order the same
-            flat += gl.load(parts + (1 - split) * SIZE + at, cache_modifier=".cg")
-        else:
-            flat = gl.load(parts + at, cache_modifier=".cg")
-            for s in range(1, splits):
-                flat += gl.load(parts + s * SIZE + at, cache_modifier=".cg")
+        acc = gl.load(parts + at, cache_modifier=".cg")
+        for s in range(1, splits):
+            acc += gl.load(parts + s * (ROWS * COLUMNS) + at, cache_modifier=".cg")
         gl.store(arrivals, 0)
-    blocks = flat.reshape([ROWS // 16, COLUMNS // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5))
-    return gl.convert_layout(blocks.reshape([ROWS, COLUMNS]), MMA), last
+    return acc, last
 
 
 class _Place(NamedTuple):
@@ -117,20 +113,16 @@ def of_weight(
     return found
 
 
-def of_tiles(
-    weight: TiledWeight, blocks: int, halves: int = 1, dtype: torch.dtype = torch.int16
-) -> tuple[Any, Any, Any]:
-    """TMA descriptors of a tile of so many row blocks, as many of each of two halves if there are two: its
-    words as `dtype`, its scales and its zeros."""
+def of_tiles(weight: TiledWeight, blocks: int) -> tuple[Any, Any, Any]:
+    """TMA descriptors of a tile of so many row blocks: its words, its scales and its zeros."""
     count, tiles, rows, words = weight.packed.shape
-    shape, block = (halves, count // halves, tiles * rows), (halves, blocks // halves, rows)
-    row = 2 * words // dtype.itemsize
-    layout = gl.NVMMASharedLayout(2 * words, 8 * dtype.itemsize, 4)
-    packed = of_weight(weight.packed, (*shape, row), dtype, (*block, row), layout)
-    runs = (*shape[:2], weight.scale.nbytes // count // 4)
-    scale = of_weight(weight.scale, runs, torch.int32, block, FLAT)
-    zero = of_weight(weight.zero, shape, torch.int32, block, FLAT) if weight.zero.numel() else scale
-    return packed, scale, zero
+    packed = weight.packed, (count, tiles * rows, words), torch.int16, (blocks, rows, words)
+    by_row, runs = (blocks, rows), weight.scale.nbytes // count // 4
+    scale = of_weight(weight.scale, (count, runs), torch.int32, by_row, FLAT)
+    zero = scale
+    if weight.zero.numel():
+        zero = of_weight(weight.zero, (count, tiles * rows), torch.int32, by_row, FLAT)
+    return of_weight(*packed, SWIZZLED[words]), scale, zero
 
 
 def of_planes(x: Tensor, planes: int, tokens: int, words: int) -> Any:
