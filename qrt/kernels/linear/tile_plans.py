@@ -60,9 +60,7 @@ class WidePlan(NamedTuple):
     x_planes: int  # XP
     x_stages: int  # XS
     w_stages: int  # WS
-    groups: int = (
-        1  # of warps that do not wait for each other: 1, 2 or 4 that share the blocks, 2 of one block
-    )
+    groups: int = 1  # of warps that do not wait for each other: of a block or two each, or two of one block
 
     @property
     def turns(self) -> bool:
