@@ -167,14 +167,15 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bit
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx(bits=[4], tokens=[40, 20])
+@pytest.mark.ptx(bits=[4], tokens=[40, 20, 130])
 @pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("bits, symmetric, dtype", GATED)
 @pytest.mark.parametrize("width, tokens, plan", [
     (64, 40, (64, 2, 1, 2, 2, 2, 2)), (128, 70, (64, 2, 1, 1, 3, 2, 2)), (64, 90, (128, 2, 1, 2, 1, 3, 2)),
-    (64, 20, (32, 2, 1, 2, 2, 2, 2)), (64, 20, (16, 2, 1, 2, 2, 2, 2)),
+    (64, 20, (32, 2, 1, 2, 2, 2, 2)), (64, 20, (16, 2, 1, 2, 2, 2, 2)), (128, 130, (128, 2, 1, 1, 3, 2, 1)),
+    (64, 20, (32, 2, 1, 2, 2, 2, 1)),
 ])  # fmt: skip
-def test_gate_and_up_by_two_groups(device, monkeypatch, width, tokens, plan, bits, symmetric, dtype):
+def test_gate_and_up_by_groups(device, monkeypatch, width, tokens, plan, bits, symmetric, dtype):
     """Bit for bit the operators one by one."""
     monkeypatch.setattr(kernel, "_chosen", lambda *weight: tile_plans.WidePlan(*plan))
     scheme, weight = f"w{bits}a16", random_weight(2 * width, 384, bits, 128, symmetric=symmetric, dtype=dtype)

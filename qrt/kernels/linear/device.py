@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from qrt.quant.weight.tiles import TiledWeight
 
 SWIZZLED = {words: gl.NVMMASharedLayout(words * 2, 16, 3) for words in (32, 64)}  # by words of a tile's row
-FLAT = gl.NVMMASharedLayout(0, 32, 2)
+FLAT = gl.NVMMASharedLayout(0, 32, 3)
 _kept = WeakTensorKeyDictionary()  # weight -> block -> descriptor: making one costs the host 20 us
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -113,16 +113,20 @@ def of_weight(
     return found
 
 
-def of_tiles(weight: TiledWeight, blocks: int) -> tuple[Any, Any, Any]:
-    """TMA descriptors of a tile of so many row blocks: its words, its scales and its zeros."""
+def of_tiles(
+    weight: TiledWeight, blocks: int, halves: int = 1, dtype: torch.dtype = torch.int16
+) -> tuple[Any, Any, Any]:
+    """TMA descriptors of a tile of so many row blocks, as many of each of two halves if there are two: its
+    words as `dtype`, its scales and its zeros."""
     count, tiles, rows, words = weight.packed.shape
-    packed = weight.packed, (count, tiles * rows, words), torch.int16, (blocks, rows, words)
-    by_row, runs = (blocks, rows), weight.scale.nbytes // count // 4
-    scale = of_weight(weight.scale, (count, runs), torch.int32, by_row, FLAT)
-    zero = scale
-    if weight.zero.numel():
-        zero = of_weight(weight.zero, (count, tiles * rows), torch.int32, by_row, FLAT)
-    return of_weight(*packed, SWIZZLED[words]), scale, zero
+    shape, block = (halves, count // halves, tiles * rows), (halves, blocks // halves, rows)
+    row = 2 * words // dtype.itemsize
+    layout = gl.NVMMASharedLayout(2 * words, 8 * dtype.itemsize, 4)
+    packed = of_weight(weight.packed, (*shape, row), dtype, (*block, row), layout)
+    runs = (*shape[:2], weight.scale.nbytes // count // 4)
+    scale = of_weight(weight.scale, runs, torch.int32, block, FLAT)
+    zero = of_weight(weight.zero, shape, torch.int32, block, FLAT) if weight.zero.numel() else scale
+    return packed, scale, zero
 
 
 def of_planes(x: Tensor, planes: int, tokens: int, words: int) -> Any:

@@ -13,7 +13,7 @@ for the other: each has half of a gated program's rows, or every other tile of K
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,9 +33,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.linear.device import (
     DTYPES,
+    FLAT,
     both_are_here,
+    of_tiles,
     of_tokens,
-    of_weight,
     scale_of_run,
     signals,
     store_block,
@@ -48,7 +49,6 @@ from qrt.quant.digits import GROUP, MOST_TOKENS, Digits, room_for
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
 _SWIZZLED = gl.NVMMASharedLayout(128, 8, 4)
-_FLAT = gl.NVMMASharedLayout(0, 32, 3)
 _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
 _BY_ROW = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
@@ -370,19 +370,9 @@ def _launch(
     (blocks, tiles), room, runs = weight.packed.shape[:2], x.codes.shape[2], 8 // bits
     halves = 1 if facts is None else 2
     _digits_product[(blocks // plan.blocks, triton.cdiv(tiles, share))](
-        of_tokens(x.codes, (runs, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), _FLAT),
-        *_of_tiles(weight, plan.blocks // halves, halves), bias, y, facts, parts, weight.arrivals, x.tokens,
-        weight.out_features, tiles, share, SCALE=DTYPES[weight.scale.dtype],
+        of_tokens(x.codes, (runs, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), FLAT),
+        *of_tiles(weight, plan.blocks // halves, halves, torch.int8), bias, y, facts, parts, weight.arrivals,
+        x.tokens, weight.out_features, tiles, share, SCALE=DTYPES[weight.scale.dtype],
         ASYMMETRIC=weight.zero.numel() > 0, RUNS=runs, BM=room, BLOCKS=plan.blocks, HALVES=halves,
         STAGES=plan.stages, REGISTERS=plan.of_second, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
-
-
-def _of_tiles(weight: TiledWeight, blocks: int, halves: int) -> tuple[Any, Any, Any]:
-    """TMA descriptors of what a program reads of a tile at once: its bytes, its scales, its zeros."""
-    count, tiles, rows, words = weight.packed.shape
-    shape, block = (halves, count // halves, tiles * rows), (halves, blocks // halves, rows)
-    packed = of_weight(weight.packed, (*shape, 2 * words), torch.int8, (*block, 2 * words), _SWIZZLED)
-    scale = of_weight(weight.scale, shape, torch.int32, block, _FLAT)
-    zero = of_weight(weight.zero, shape, torch.int32, block, _FLAT) if weight.zero.numel() else scale
-    return packed, scale, zero

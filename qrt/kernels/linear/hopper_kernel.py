@@ -88,13 +88,13 @@ def _fetch_tile(
 ):  # fmt: skip
     """Start the copy of a tile of some row blocks into a slot; BYTES in all make it ready."""
     mbarrier.expect(arrived, BYTES)
-    tma.async_copy_global_to_shared(w_desc, [block, tile * 64, 0], arrived, w_smem.index(slot))
+    tma.async_copy_global_to_shared(w_desc, [0, block, tile * 64, 0], arrived, w_smem.index(slot))
     for w in gl.static_range(WORDS):
         tma.async_copy_global_to_shared(
-            scale_desc, [block, (tile * WORDS + w) * 64], arrived, scale_smem.index(slot * WORDS + w)
+            scale_desc, [0, block, (tile * WORDS + w) * 64], arrived, scale_smem.index(slot * WORDS + w)
         )
     if ASYMMETRIC:
-        tma.async_copy_global_to_shared(zero_desc, [block, tile * 64], arrived, zero_smem.index(slot))
+        tma.async_copy_global_to_shared(zero_desc, [0, block, tile * 64], arrived, zero_smem.index(slot))
 
 
 @gluon.jit
@@ -104,9 +104,9 @@ def _tile_of(
 ):  # fmt: skip
     """What `_fetch_tile` has brought: words [ROWS, J], scales (WORDS of int32 [ROWS]), zeros [ROWS]; without
     zeros the first of the scales stands there."""
-    ROWS: gl.constexpr = w_smem.shape[1] * 64
+    ROWS: gl.constexpr = w_smem.shape[1] * w_smem.shape[2] * 64
     ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
-    words = w_smem.index(slot).reshape([ROWS, w_smem.shape[3]]).load(OPERAND)
+    words = w_smem.index(slot).reshape([ROWS, w_smem.shape[4]]).load(OPERAND)
     scales = _row_words(scale_smem, slot, WORDS, ROWS, ROW)
     zeros = scales[0]
     if ASYMMETRIC:
@@ -116,7 +116,7 @@ def _tile_of(
 
 @gluon.jit
 def _row_words(smem, slot, COUNT: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr):
-    """COUNT int32 words of every row, each [ROWS], from smem [slots * COUNT, ROWS / 64, 64]."""
+    """COUNT int32 words of every row, each [ROWS], from smem [slots * COUNT, .., 64]."""
     words = ()
     for w in gl.static_range(COUNT):
         words = words + (smem.index(slot * COUNT + w).reshape([ROWS]).load(ROW),)
@@ -133,9 +133,9 @@ def _wide(
     REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (token blocks * cdiv(row blocks, GROUPS * BN), splits): GROUPS of 4 * BN warps that each multiply
-    BN row blocks by BM tokens, `share` tiles of K. If GATED, one of two groups has the gate and the other the
-    up of the same columns, and silu(gate) * up [M, N / 2] goes to Y. If TURNS, two groups have one row block
-    and every other tile.
+    BN row blocks by BM tokens, `share` tiles of K. If GATED, one of two groups, or one half of the only one's
+    rows, has the gate and the other the up of the same columns, and silu(gate) * up [M, N / 2] goes to Y. If
+    TURNS, two groups have one row block and every other tile.
 
     A stage of x, which is for all groups unless they take turns, is XP planes of one tile, a stage of w one
     tile of a group's row blocks with its scales and zeros; XS (of each group) and WS of them are in flight.
@@ -152,18 +152,21 @@ def _wide(
     TILES: gl.constexpr = WS * GROUPS
     OWN: gl.constexpr = GROUPS if TURNS else 1  # groups with tokens of their own
     x_smem = gl.allocate_shared_memory(DOT, [XS * OWN, XP, BM, J], x_desc.layout)
-    w_smem = gl.allocate_shared_memory(gl.int16, [TILES, BN, 64, J], w_desc.layout)
-    scale_smem = gl.allocate_shared_memory(gl.int32, [TILES * WORDS, BN, 64], scale_desc.layout)
-    zero_smem = gl.allocate_shared_memory(gl.int32, [TILES if ASYMMETRIC else 1, BN, 64], scale_desc.layout)
+    HALVES: gl.constexpr = BN if GATED else 1  # of a group's rows
+    w_smem = gl.allocate_shared_memory(gl.int16, [TILES, HALVES, BN // HALVES, 64, J], w_desc.layout)
+    ROWS: gl.constexpr = [HALVES, BN // HALVES, 64]
+    scale_smem = gl.allocate_shared_memory(gl.int32, [TILES * WORDS] + ROWS, scale_desc.layout)
+    zero_smem = gl.allocate_shared_memory(gl.int32, [TILES if ASYMMETRIC else 1] + ROWS, scale_desc.layout)
     met = x_smem
     if TURNS:  # the second group's sums
         gl.static_assert(GROUPS == 2 and BN == 1 and not GATED)
         SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, min(8, BM // 4), [1, 0])
         met = gl.allocate_shared_memory(gl.float32, [64, BM], SUMS)
-    elif GATED:  # of each group what the other one stores
-        gl.static_assert(GROUPS == 2 and BN == 1 and not SPLIT)
-        HALVES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, BM // 16), [1, 0])
-        met = gl.allocate_shared_memory(DOT, [2, 64, BM // 2], HALVES)
+    elif GATED:  # of each group what the other one stores; a group alone is done with x
+        gl.static_assert(GROUPS * BN == 2 and not SPLIT)
+        if GROUPS == 2:
+            OTHERS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, BM // 16), [1, 0])
+            met = gl.allocate_shared_memory(DOT, [2, 64, BM // 2], OTHERS)
     x_ready, x_empty = signals(XS * OWN, GROUPS // OWN)
     w_ready, w_empty = signals(TILES)
     fence_async_shared()
@@ -274,9 +277,13 @@ def _multiply(
             first = (block + GROUP * apart) * 64
             if BIASED:
                 row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+                if GATED and GROUPS == 1:
+                    row = gl.where(row < first + 64, row, row + (apart - 1) * 64)
                 acc += gl.expand_dims(gl.load(BIAS + row, mask=row < N, other=0.0).to(gl.float32), 1)
             y = acc.to(DOT)
-            if GATED:
+            if GATED and GROUPS == 1:
+                _store_halves(Y, y, met, block * 64, token, M, N // 2)
+            elif GATED:
                 _store_gated(GROUP, Y, y, met, block * 64, token, M, N // 2)
             else:
                 store_block(Y, y, first, token, M, N, 4 * BN)
@@ -295,6 +302,18 @@ def _store_gated(GROUP: gl.constexpr, Y, mine, met, first, token, M, N):
     else:
         product = silu_times(met.index(1).load(late.type.layout), late, True)
     store_block(Y, product, first, token + GROUP * HALF, M, N, 4)
+
+
+@gluon.jit
+def _store_halves(Y, both, x_smem, first, token, M, N):
+    """silu(gate) * up of gates over ups [128, tokens], of which each warp has but one."""
+    TOKENS: gl.constexpr = both.shape[1]
+    PLACES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, TOKENS // 8), [1, 0])
+    COLUMNS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TOKENS // 2, 16])
+    met = x_smem._reinterpret(both.dtype, [2 * 64, TOKENS], PLACES)
+    met.store(both)
+    product = silu_times(met.slice(0, 64).load(COLUMNS), met.slice(64, 64).load(COLUMNS), True)
+    store_block(Y, product, first, token, M, N, 8)
 
 
 @gluon.jit
@@ -356,8 +375,8 @@ def wide_gemm(
     each = plan.group_blocks
     of_all, of_group = registers(plan)
     _wide[(outputs, splits)](
-        of_planes(x, plan.x_planes, plan.tokens, words), *of_tiles(weight, each), bias, y,
-        torch.empty(part, device=x.device), weight.arrivals, x.shape[0], weight.out_features, tiles, share,
+        of_planes(x, plan.x_planes, plan.tokens, words), *of_tiles(weight, each, each if gated else 1), bias,
+        y, torch.empty(part, device=x.device), weight.arrivals, x.shape[0], weight.out_features, tiles, share,
         J=words, PLANES=layout["PLANES"], RUNS=layout["RUNS"], SCALE=layout["SCALE"],
         ASYMMETRIC=layout["ASYMMETRIC"], UNPACK=layout["UNPACK"], DOT=DTYPES[x.dtype],
         BIASED=bias is not None, BM=plan.tokens, BN=each, GROUPS=plan.groups, TURNS=plan.turns,

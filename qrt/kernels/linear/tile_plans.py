@@ -75,7 +75,7 @@ class WidePlan(NamedTuple):
     @property
     def gates(self) -> bool:
         """Whether a program may have a gate and its up."""
-        return (self.blocks, self.splits, self.groups) == (2, 1, 2) and self.tokens >= 16
+        return (self.blocks, self.splits) == (2, 1) and self.tokens >= 16
 
 
 def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
