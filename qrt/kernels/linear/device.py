@@ -65,24 +65,28 @@ def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
 @gluon.jit
 def sum_splits(acc, PARTS, ARRIVALS, output, MMA: gl.constexpr):
     """As in `split_kernel`, for whole blocks, of which acc is number `output`: PARTS [output blocks, splits,
-    *acc.shape]."""
+    acc's size], in an order in which what a thread has of a product lies together."""
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
-    splits = gl.num_programs(1)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
-    at = gl.expand_dims(row * COLUMNS, 1) + gl.expand_dims(column, 0)
-    parts = PARTS + output.to(gl.int64) * splits * (ROWS * COLUMNS)
-    gl.store(parts + gl.program_id(1) * (ROWS * COLUMNS) + at, acc)
+    SIZE: gl.constexpr = ROWS * COLUMNS
+    splits, split = gl.num_programs(1), gl.program_id(1)
+    flat = acc.reshape([ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([SIZE])
+    at = gl.arange(0, SIZE, layout=flat.type.layout)
+    parts = PARTS + output.to(gl.int64) * splits * SIZE
+    gl.store(parts + split * SIZE + at, flat)
     tl.debug_barrier()  # every share is stored before this program counts as arrived
     arrivals = ARRIVALS + output
     last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
     if last:
-        acc = gl.load(parts + at, cache_modifier=".cg")
-        for s in range(1, splits):
-            acc += gl.load(parts + s * (ROWS * COLUMNS) + at, cache_modifier=".cg")
+        if splits == 2:  # in either order the same
+            flat += gl.load(parts + (1 - split) * SIZE + at, cache_modifier=".cg")
+        else:
+            flat = gl.load(parts + at, cache_modifier=".cg")
+            for s in range(1, splits):
+                flat += gl.load(parts + s * SIZE + at, cache_modifier=".cg")
         gl.store(arrivals, 0)
-    return acc, last
+    blocks = flat.reshape([ROWS // 16, COLUMNS // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5))
+    return gl.convert_layout(blocks.reshape([ROWS, COLUMNS]), MMA), last
 
 
 class _Place(NamedTuple):
