@@ -164,6 +164,7 @@ def _wide(
         met = gl.allocate_shared_memory(gl.float32, [64, BM], SUMS)
     elif GATED:  # of each group what the other one stores; a group alone is done with x
         gl.static_assert(GROUPS * BN == 2 and not SPLIT)
+        gl.static_assert(GROUPS == 2 or XS * XP * J >= 128)  # both row blocks find room there
         if GROUPS == 2:
             OTHERS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, BM // 16), [1, 0])
             met = gl.allocate_shared_memory(DOT, [2, 64, BM // 2], OTHERS)
