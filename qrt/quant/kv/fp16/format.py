@@ -18,7 +18,7 @@ class Fp16Format(KVFormat):
     bits = 16
     rotated = False
     decode_blocks = {
-        1: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True),
+        1: DecodeBlock(tokens=128, stages=2, warps=4, registers=255, ahead=True),
         2: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True, appends=True),
         33: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True),
         128: DecodeBlock(tokens=64, stages=2, warps=2, registers=255),

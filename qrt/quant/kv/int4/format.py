@@ -14,7 +14,7 @@ class Int4Format(PlaneFormat):
     bits = 4
     k = v = Grid(4, 7.5, affine.quantize_midrise4)
     decode_blocks = {
-        1: DecodeBlock(tokens=64, stages=3, warps=2, registers=168, ahead=True),
+        1: DecodeBlock(tokens=64, stages=5, warps=2, registers=255, ahead=True),
         2: DecodeBlock(tokens=64, stages=3, warps=2, registers=128),
         192: DecodeBlock(tokens=32, stages=2, warps=1, registers=128),
     }

@@ -14,7 +14,7 @@ class Int8Format(PlaneFormat):
     bits = 8
     k = v = Grid(8, 128.0, affine.quantize_midtread8)
     decode_blocks = {
-        1: DecodeBlock(tokens=128, stages=3, warps=4, registers=168, ahead=True),
+        1: DecodeBlock(tokens=128, stages=3, warps=4, registers=255, ahead=True),
         2: DecodeBlock(tokens=64, stages=5, warps=2, registers=255, ahead=True),
         4: DecodeBlock(tokens=64, stages=5, warps=2, registers=255, ahead=True, appends=True),
         17: DecodeBlock(tokens=64, stages=5, warps=2, registers=255, ahead=True),

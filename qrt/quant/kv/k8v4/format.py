@@ -16,13 +16,14 @@ class K8V4Format(PlaneFormat):
     k = INT8.k
     v = INT4.v
     decode_blocks = {
-        1: DecodeBlock(tokens=64, stages=3, warps=2, registers=128, ahead=True),
+        1: DecodeBlock(tokens=64, stages=5, warps=2, registers=255, ahead=True),
         2: DecodeBlock(tokens=64, stages=3, warps=2, registers=128),
     }
     pair_blocks = {
         8: {
             1: decode_blocks[1],
-            2: DecodeBlock(tokens=64, stages=3, warps=2, registers=200, heads=2),
+            2: DecodeBlock(tokens=64, stages=3, warps=2, registers=255, heads=2, ahead=True),
+            48: DecodeBlock(tokens=64, stages=3, warps=2, registers=200, heads=2),
             192: DecodeBlock(tokens=32, stages=3, warps=1, registers=255, heads=2),
         },
         16: {
