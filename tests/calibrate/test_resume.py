@@ -22,7 +22,7 @@ CODE = (
 @pytest.fixture(scope="module")
 def deep(make_checkpoint):
     return make_checkpoint(
-        "LlamaForCausalLM", dtype=torch.bfloat16, num_hidden_layers=12
+        "LlamaForCausalLM", dtype=torch.bfloat16, num_hidden_layers=6
     )  # killed before the last
 
 

@@ -41,11 +41,17 @@ class Step:
             self.smoothing = (torch.randn(3, Hkv, D, generator=gen) / 4).to(device)
             self.smoothing[:2].exp_()  # gains
 
+    def pad(self, rows):
+        """Leave these requests without tokens, like the rows that pad a CUDA graph."""
+        self.held.kv_lens[rows] = 0
+        self.held.slot_table[self.held.rows[rows].long()] = 2**30
+
     def written(self, write):
         """The buffers as `kv_write` leaves them."""
-        held, buffers = self.held, [x.clone() for x in self.held.buffers]
-        parts = [x.clone() for x in self.parts]
-        write(*parts, self.cos, self.sin, held.kv_lens - 1, self.slots, buffers, self.smoothing, held.name)
+        held, live = self.held, self.held.kv_lens > 0
+        parts, buffers = [x[live] for x in self.parts], [x.clone() for x in held.buffers]
+        at = held.kv_lens[live] - 1
+        write(*parts, self.cos, self.sin, at, self.slots[live], buffers, self.smoothing, held.name)
         return buffers
 
     def run(self, append, cuts, digits=None):
@@ -62,15 +68,15 @@ class Step:
         return out if digits is None else digits
 
     def truth(self):
-        """In fp64, from the cache's own K and V."""
-        held, q = self.held, self.parts[0]
-        at = held.kv_lens.long() - 1
-        q = rope(q, self.cos[at], self.sin[at])
+        """Of requests with tokens, in fp64, from the cache's own K and V."""
+        held, (rows,) = self.held, self.held.kv_lens.nonzero(as_tuple=True)
+        at = held.kv_lens[rows].long() - 1
+        q = rope(self.parts[0][rows], self.cos[at], self.sin[at])
         if self.smoothing is not None:
             gain = self.smoothing[0].double()
             q = (q.unflatten(1, (len(gain), -1)) * gain[:, None]).flatten(1, 2)
         q = to_basis(held.name, q)
-        each = [attend(q[i : i + 1], *held.decoded(i), q.shape[-1] ** -0.5) for i in range(len(q))]
+        each = [attend(q[i : i + 1], *held.decoded(row), q.shape[-1] ** -0.5) for i, row in enumerate(rows)]
         return from_basis(held.name, torch.cat(each))
 
 
@@ -79,13 +85,16 @@ def bits(buffers):
 
 
 def check(step, append, write, cuts):
-    """The cache is what `kv_write` makes of it, and so is what was attended; q, k and v are left alone."""
+    """The cache is what `kv_write` makes of it, and so is what was attended, nothing of no tokens; q, k and v
+    are left alone."""
     before, wanted = [x.clone() for x in step.parts], step.written(write)
     out = step.run(append, cuts)
     assert all(map(torch.equal, bits(step.held.buffers), bits(wanted)))
     assert all(map(torch.equal, step.parts, before))
+    live = step.held.kv_lens > 0
     # q is rounded to its dtype behind RoPE and rotation, as kv_write rounds it
-    assert error(out, step.truth()) < 1.5 * bound(step.held.name, out.dtype)
+    assert error(out[live], step.truth()) < 1.5 * bound(step.held.name, out.dtype)
+    assert not out[~live].any()
 
 
 @pytest.mark.ptx(dtype=[torch.bfloat16], append=[kernel.append_attention])
@@ -112,7 +121,9 @@ def test_heads_and_head_dims(device, name, Hq, Hkv, D):
 @FORMATS
 def test_every_block(device, name, requests):
     """Also those for which nobody calls it."""
-    step = Step(name, [1 + i % 90 for i in range(requests)], 8, 2, 64, torch.float16, device)
+    step = Step(name, [1 + i % 89 for i in range(requests)], 8, 2, 64, torch.float16, device)
+    if device.type == "cpu":  # where many take long
+        step.pad(torch.arange(requests) % -(-requests // 24) != 0)
     check(step, *TRITON, 1)
 
 
@@ -139,14 +150,8 @@ def test_as_digits(device, append, write, name):
 @FORMATS
 def test_rows_without_tokens_store_nothing(device, append, write, name):
     step = Step(name, [33, 5, 8], 4, 2, 64, torch.float32, device)
-    wanted = step.written(write)
-    for written, buffer in zip(wanted, step.held.buffers, strict=True):
-        written[step.slots[1].long()] = buffer[step.slots[1].long()]
-    step.held.kv_lens[1] = 0
-    step.held.slot_table[step.held.rows[1]] = 2**30
-    out = step.run(append, [2, 1, 1])
-    assert all(map(torch.equal, bits(step.held.buffers), bits(wanted)))
-    assert not out[1].any() and out.isfinite().all()
+    step.pad([1])
+    check(step, append, write, [2, 1, 1])
 
 
 def test_smoothing_of_another_model_is_refused(device):

@@ -239,7 +239,7 @@ def test_wide_kernel(device, bits, symmetric, dtype, scales, n, k, group, tokens
     first, again = torch.empty(2, tokens, n, device=device, dtype=dtype)
     hopper_kernel.wide_gemm(x, tiled, bias, first, layout, tile_plans.WidePlan(*plan))
     assert relative(first, reference(x, weight, bias)) < 2 * UNIT[dtype]
-    for _ in range(3):
+    for _ in range(3 if GPU else 1):
         hopper_kernel.wide_gemm(x, tiled, bias, again, layout, tile_plans.WidePlan(*plan))
         assert torch.equal(again, first)
     assert not tiled.arrivals.any()

@@ -161,7 +161,7 @@ def test_deaths(pair, tmp_path):
     (engine_socket,) = folder.iterdir()
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, engine_socket)]
     assert modes == [0o700, 0o600], "nobody else speaks to the engine"
-    requests = [Request(server, stream=True) for _ in range(8)]
+    requests = [Request(server, stream=True, max_tokens=1000) for _ in range(8)]  # there is room for all
     for request in requests:
         request.start()
     assert all(request.began.wait(PATIENCE) for request in requests)
