@@ -9,6 +9,7 @@ from offline_cuda import compiled
 from qrt.kernels import chain as package
 from qrt.kernels.chain import chain, fits, kernel, ref
 from qrt.kernels.linear import digits_kernel
+from qrt.kernels.linear import kernel as linear_kernel
 from qrt.kernels.linear.make_digits_kernel import make_digits
 from qrt.quant.digits import MOST_TOKENS, room_for
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -63,18 +64,20 @@ def check(sizes, bits, symmetric, device, tokens, spread=None, biased=False):
     """No worse than the operators one by one, in 16 bits; `spread` multiplies inputs of x, `biased` q, k, v.
 
     Of one token in one draw the errors' ratio is 1 +- 0.07 (384 tokens of `small`), so that a GPU, which runs
-    some thousand, judges a token by several draws.
+    some thousand, judges by several draws.
     """
     weights = four(sizes, bits, symmetric, device)
     draws = [
         _errors(sizes, weights, bits, device, tokens, draw, spread, biased) for draw in range(4 if GPU else 1)
     ]
     ours, theirs = torch.tensor(draws).square().mean(0).sqrt()
-    assert (ours <= 1.25 * theirs + 1e-4).all()
+    assert ours[0] <= 1.05 * theirs[0] + 1e-4
+    assert ours[1] <= 1.05 * theirs[1] + 1e-5
+    assert (ours[2:] <= 1.25 * theirs[2:] + 1e-4).all()
 
 
 def _errors(sizes, weights, bits, device, tokens, draw, spread, biased):
-    """Of each token: ours, the operators'."""
+    """Ours, the operators': of the result, of the residual, of each token of the result."""
     scheme = f"w{bits}a16"
     x, residual, prepared, norms = operands(sizes, weights, scheme, device, tokens=tokens, draw=draw)
     if spread is not None:
@@ -87,11 +90,14 @@ def _errors(sizes, weights, bits, device, tokens, draw, spread, biased):
     got = kernel.chain([x], ours, *prepared, bias, *norms, EPS, scheme)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digits_kernel, "fits", lambda x, weight, bits: False)  # operators in 16 bits
+        patch.setattr(linear_kernel, "configs", lambda device: {})  # that do not round the weights
         plain = ref.chain([x], theirs, *prepared, bias, *norms, EPS, scheme)
     assert got.shape == want.shape and got.dtype == x.dtype
-    assert relative(got, want) <= 1.05 * relative(plain, want) + 1e-4
-    assert relative(ours, want_residual) <= 1.05 * relative(theirs, want_residual) + 1e-5
-    return [[float(relative(y[t], want[t])) for t in range(tokens)] for y in (got, plain)]
+    return [
+        [float(relative(y, want)), float(relative(residual, want_residual))]
+        + [float(relative(y[t], want[t])) for t in range(tokens)]
+        for y, residual in ((got, ours), (plain, theirs))
+    ]
 
 
 @pytest.mark.gpu
