@@ -167,7 +167,7 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bit
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx(bits=[4], tokens=[40, 20, 130])
+@pytest.mark.ptx(bits=[4], symmetric=[False], tokens=[40, 20, 130])
 @pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("bits, symmetric, dtype", GATED)
 @pytest.mark.parametrize("width, tokens, plan", [
@@ -216,7 +216,8 @@ def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx(tokens=[65, 41, 50, 150, 12, 7], dtype=HALF[1:], scales=HALF[1:])
+@pytest.mark.ptx(tokens=[65, 41, 50, 150, 12, 7], symmetric=[False], dtype=HALF[1:], scales=HALF[1:])
+@pytest.mark.ptx(tokens=[65], symmetric=[True], dtype=HALF[1:], scales=HALF[1:])
 @pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("n, k, group, tokens, plan", [
     (200, 960, None, 33, (64, 1, 3, 2, 3, 3)), (130, 960, 32, 65, (64, 2, 2, 2, 2, 3)),
