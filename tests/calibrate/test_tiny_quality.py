@@ -78,6 +78,10 @@ def test_int4_undoes_the_outliers_that_break_rounding(cost, exact, hard):
     assert cost(model, "--bits", "4") < 0.014
 
 
+def test_w8a8(cost):
+    assert abs(cost("tiny", "--scheme", "w8a8")) < 0.002
+
+
 def test_w8a8_undoes_the_outliers_that_break_rounding(cost, hard):
     model = hard("w8a8-hard")
     assert cost(model, "--scheme", "w8a8", "--method", "rtn") > 0.15
