@@ -5,6 +5,9 @@ BIN := .venv/bin
 # What the tests use of lm-eval; `pip install qrt[lm]` brings all of its needs, some 300 MB.
 LM_EVAL := lm-eval accelerate colorama lxml portalocker psutil sacrebleu tabulate
 
+# What is imported is compiled once, then, instead of all that is installed, or the same at every start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint audit
 
 demo: .venv/installed
@@ -32,7 +35,7 @@ audit: .venv/installed
 	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else \
 	    'qrt wants Python 3.11 or 3.12, $(PYTHON) is %d.%d; name another with PYTHON=' % v)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[serve,plot,test]"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $(LM_EVAL)
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[serve,plot,test]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-deps $(LM_EVAL)
 	touch $@

@@ -26,10 +26,9 @@ def deep(make_checkpoint):
     )  # killed before the last
 
 
-def command(model, calib, out):
-    cut = ["--n-samples", "8", "--seqlen", "64", "--eval-samples", "1"]
-    words = ["--model", model, "--calib", calib, "--bits", "4", *cut, "--out", out]
-    return [sys.executable, "-c", CODE, *map(str, words)]
+def words(model, calib, out, samples):
+    cut = ["--n-samples", samples, "--seqlen", 64, "--eval-samples", 1, "--bits", 4]
+    return [str(word) for word in ("--model", model, "--calib", calib, "--out", out, *cut)]
 
 
 def finished(folder):
@@ -38,17 +37,18 @@ def finished(folder):
 
 @pytest.mark.slow
 def test_kill_at_three_moments(deep, calib, tmp_path):
-    subprocess.run(command(deep, calib, tmp_path / "whole"), check=True, capture_output=True)
+    assert cli.main(words(deep, calib, tmp_path / "whole", 8)) == 0
     partial = tmp_path / "out.partial"
     for moment, delay in ((1, 0.0), (2, 0.07), (4, 0.15)):
-        running = subprocess.Popen(command(deep, calib, tmp_path / "out"), stderr=subprocess.DEVNULL)
+        command = [sys.executable, "-c", CODE, *words(deep, calib, tmp_path / "out", 8)]
+        running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         while finished(partial) < moment and running.poll() is None:
             time.sleep(0.005)
         time.sleep(delay)
         os.kill(running.pid, signal.SIGKILL)
         running.wait()
         assert not (tmp_path / "out").exists() and finished(partial) >= moment
-    subprocess.run(command(deep, calib, tmp_path / "out"), check=True, capture_output=True)
+    assert cli.main(words(deep, calib, tmp_path / "out", 8)) == 0
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "out").iterdir())
     for name in files:
@@ -56,9 +56,8 @@ def test_kill_at_three_moments(deep, calib, tmp_path):
     assert not partial.exists()
 
 
-def run(model, calib, out, *flags):
-    cut = ["--n-samples", "2", "--seqlen", "64", "--eval-samples", "1", "--bits", "4"]
-    return cli.main([str(word) for word in ("--model", model, "--calib", calib, "--out", out, *cut, *flags)])
+def run(model, calib, out):
+    return cli.main(words(model, calib, out, 2))
 
 
 def test_dead_channels_are_no_trouble(llama, calib, tmp_path):

@@ -101,7 +101,8 @@ def _errors(sizes, weights, bits, device, tokens, draw, spread, biased):
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx(name=["small"])
+@pytest.mark.ptx(name=["small"], bits=[4], symmetric=[False])
+@pytest.mark.ptx(name=["small"], bits=[8], symmetric=[True])
 @pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("bits, symmetric", [(4, False), (4, True), (8, False), (8, True)])
@@ -111,8 +112,8 @@ def test_one_token_is_no_worse_than_the_operators(device, name, bits, symmetric)
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_memory", "copies")
-@pytest.mark.ptx(name=["long"], tokens=[7], symmetric=[True])
-@pytest.mark.ptx(name=["long"], tokens=[16], symmetric=[False])
+@pytest.mark.ptx(name=["long"], tokens=[7], bits=[8], symmetric=[True])
+@pytest.mark.ptx(name=["long"], tokens=[16], bits=[4], symmetric=[False])
 @pytest.mark.parametrize("tokens", [2, 7, 8, 9, 16])
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("bits, symmetric", [(4, False), (4, True), (8, False), (8, True)])
@@ -121,7 +122,7 @@ def test_few_tokens_are_no_worse_than_the_operators(device, name, bits, symmetri
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx(name=["small"])
+@pytest.mark.ptx(name=["small"], tokens=[1, 16])
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize("name", ["small", "halves", "0.6b"])
 def test_bias_of_q_k_and_v(device, name, tokens):
@@ -292,7 +293,7 @@ for bits, symmetric in ((4, False), (4, True), (8, True)):
         weight = random_weight(n, k, bits, 128, symmetric=symmetric, dtype=BF16)
         weights.append(WEIGHT_SCHEMES[scheme].prepare(weight, CPU, BF16))
     norm = torch.empty(512, dtype=BF16)
-    for tokens in (1, 8, 16):
+    for tokens in (1, 8, 16) if bits == 4 else (1, 16):
         x, residual = torch.empty(tokens, 256, dtype=BF16), norm.repeat(tokens, 1)
         for qkv in weights[3], []:
             kernel.chain([x], residual, *weights[:3], qkv, None, norm, norm, 1e-5, scheme)
@@ -302,5 +303,5 @@ for bits, symmetric in ((4, False), (4, True), (8, True)):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_kernel_compiles():
-    products = 3 * 2 * 3  # of weights; 8 or 16 tokens; plain, shares, gated
+    products = (2 * 2 + 1) * 3  # int4's with 8 or 16 tokens and int8's with 16; plain, shares, gated
     assert compiled(CODE) == {"_one_token": 6, "_make_digits": 2, "_digits_product": products, "_rmsnorm": 3}

@@ -140,7 +140,8 @@ def test_splits_do_not_change_the_result(device, name):
     held = cache(name, [4 * 32, 3], 1, 64, torch.float32, device)
     q = queries(2, 2, 64, torch.float32, device, name)
     whole = run(kernel.decode_attention, q, held)
-    for splits in (3, kernel.FAN_IN + 1, [plan.CUTS[1], 1]):
+    most = [[plan.CUTS[1], 1]] if GPU or name == "fp16" else []  # merged alike, and long in the interpreter
+    for splits in (3, kernel.FAN_IN + 1, *most):
         out = run(kernel.decode_attention, q, held, splits)
         torch.testing.assert_close(out, whole, atol=1e-3, rtol=0)
         if device.type == "cuda":  # whoever arrives last; the interpreter runs them in order

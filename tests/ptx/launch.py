@@ -56,8 +56,11 @@ def compile_only(capability: int, compiled: Any) -> None:
 
 def install(capability: int) -> None:
     """From here on launches are executed; the device that launchers ask about is a GPU of this capability."""
+    import triton
+
     from qrt.kernels import gpu
 
+    triton.knobs.nvidia.disable_ptxas_opt = True  # what it makes is not executed
     gpu.is_hopper = gpu.overlaps = lambda device: capability == 90
     gpu.multiprocessors = lambda device: SMS
     gpu.shared_bytes = lambda device: SHARED_BYTES[capability]
