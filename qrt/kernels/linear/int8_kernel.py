@@ -25,6 +25,8 @@ from qrt.kernels.tuned import configs
 from qrt.quant.device import store_token
 from qrt.quant.tokens import QuantizedTokens
 
+WHOLE_ROW = 4096  # inputs of a token that are one block
+
 
 @triton.jit
 def _quantize_tokens(
@@ -99,13 +101,12 @@ def quantize_tokens(x: Tensor) -> QuantizedTokens:
     tokens, k = x.shape
     codes = torch.empty(tokens, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    row, sms = triton.next_power_of_2(k), multiprocessors(x.device)
-    few_each = sms // 2 < tokens <= 2 * sms  # an SM has one or two, which take many warps to fill it
-    block = min(row, 4096 if few_each else max(1024, row // 8))  # of eight, little lies beyond the row
+    wide = k > WHOLE_ROW
+    block = triton.next_power_of_2(k) // (8 if wide else 1)  # in eight, so that little lies beyond the row
     if tokens:
         _quantize_tokens[(tokens,)](
             x, codes, scale, k, ASM=not triton.knobs.runtime.interpret, BLOCK=block,
-            BLOCKS=triton.cdiv(k, block), num_warps=min(16, max(1, block // 256)),
+            BLOCKS=triton.cdiv(k, block), num_warps=min(16, max(1, block // (256 if wide else 512))),
             launch_pdl=overlaps(x.device),
         )  # fmt: skip
     return QuantizedTokens(codes, scale, x.dtype)
