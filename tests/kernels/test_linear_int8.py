@@ -6,7 +6,15 @@ from linear_truth import HALF, UNIT, assert_rounded_once, triton_linear
 
 from backends import COMPILED, GPU
 from qrt.kernels.gpu import is_hopper
-from qrt.kernels.linear import int8_kernel, kernel, linear_int8, linear_int8_shares, linear_silu_int8, ref
+from qrt.kernels.linear import (
+    hopper_int8_kernel,
+    int8_kernel,
+    kernel,
+    linear_int8,
+    linear_int8_shares,
+    linear_silu_int8,
+    ref,
+)
 from qrt.kernels.linear.int8_kernel import quantize_tokens
 from qrt.kernels.silu_mul.kernel import silu_mul_int8
 from qrt.quant import affine
@@ -19,16 +27,23 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 def named(plan):
     """As the file of measured plans has it."""
-    return ["hopper" if len(plan) == 4 else "block", *plan]
+    return ["block" if len(plan) == 6 else "hopper", *plan]
+
+
+@pytest.fixture
+def two_sms(monkeypatch):
+    """Of a GPU, so that few blocks are taken in turn."""
+    monkeypatch.setattr(hopper_int8_kernel, "multiprocessors", lambda device: 2)
 
 
 @pytest.mark.ptx(tokens=[70, 131, 16])
-@pytest.mark.usefixtures("copies")
+@pytest.mark.usefixtures("copies", "two_sms")
 @pytest.mark.parametrize("tokens, plan", [
     (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (101, (64, 64, 128, 4, 4, 4)),
     (131, (128, 64, 128, 2, 4, 4)), (259, (128, 128, 128, 1, 8, 3)), (131, (128, 256, 1, 4)),
     (300, (128, 128, 2, 4)), (70, (64, 128, 1, 6)), (513, (128, 64, 3, 6)), (9, (16, 128, 1, 6)),
-    (16, (16, 64, 2, 8)), (30, (32, 128, 1, 4)),
+    (16, (16, 64, 2, 8)), (30, (32, 128, 1, 4)), (131, (64, 64, 1, 8, 1)), (600, (128, 128, 1, 3, 2)),
+    (131, (64, 64, 1, 12, 1)),
 ])  # fmt: skip
 def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
     n, k = 150, 1104
@@ -75,11 +90,12 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
 
 
 @pytest.mark.ptx(tokens=[7, 129], dtype=HALF[1:], width=[300])
+@pytest.mark.usefixtures("two_sms")
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("tokens, plan", [
     (0, (128, 256, 1, 4)), (1, None), (7, (16, 256, 1, 4)), (128, (128, 256, 1, 4)), (129, (128, 256, 1, 4)),
     (300, (64, 256, 1, 3)), (16, (16, 128, 1, 6)), (25, (32, 128, 1, 4)), (300, (128, 128, 1, 4)),
-    (300, (128, 256, 2, 4)), (1025, (128, 256, 1, 4)),
+    (300, (128, 256, 2, 4)), (1025, (128, 256, 1, 4)), (129, (64, 128, 1, 3, 1)), (1025, (128, 256, 1, 3, 1)),
 ])  # fmt: skip
 @pytest.mark.parametrize("width", [64, 300])
 def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dtype):

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qrt.kernels.gpu import is_hopper
+from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.linear.device import aligned, of_tokens, of_weight, store_block, sum_splits
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.tokens import QuantizedTokens
@@ -39,25 +39,21 @@ def _hopper_int8(
     a_desc, b_desc, TOKEN_SCALES, SCALES, BIAS, Y, PARTS, ARRIVALS, M, N, steps_of_k, share,
     BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
     SPLIT: gl.constexpr, SHARES: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
-    num_warps: gl.constexpr,
+    PERSISTENT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(M, BM) * cdiv(N, BN), splits): BN outputs by BM tokens, `share` steps of K. SHARES: Y
-    [splits, M, N], what each split has of it.
+    [splits, M, N], what each split has of it. If PERSISTENT fewer programs, without splits, take the blocks
+    in turn; the next one's first steps, of STAGES at least, are asked for while this one's last multiply.
 
     With two HALVES, BN / 2 outputs of each half of B, the gate and the up of the same columns: Y [M, N / 2].
     """
     ROWS: gl.constexpr = BN // HALVES
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 32])
     gdc_launch_dependents()
-    token_blocks = gl.cdiv(M, BM)
-    group_size = GROUP * gl.cdiv(N, BN)
-    group = gl.program_id(0) // group_size
-    width = gl.minimum(token_blocks - group * GROUP, GROUP)
-    place = gl.program_id(0) % group_size
-    token = (group * GROUP + place % width) * BM
-    output = place // width * ROWS
     first = gl.program_id(1) * share
     steps = gl.minimum(share, steps_of_k - first)
+    block = gl.program_id(0)
+    token, output = _place_of(block, M, N, BM, BN, ROWS, GROUP)
 
     a_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BM, BK], a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.int8, [STAGES, HALVES, ROWS, BK], b_desc.layout)
@@ -70,40 +66,97 @@ def _hopper_int8(
     gdc_wait()
     for s in gl.static_range(STAGES):
         _fetch_tokens(a_desc, a_smem, ready, s, token, (first + s) * BK, s < steps)
+    operands = a_desc, b_desc, a_smem, b_smem, ready
+    if SHARES:
+        Y += gl.program_id(1).to(gl.int64) * M * N
+    if PERSISTENT:
+        blocks, done = gl.cdiv(M, BM) * gl.cdiv(N, BN), 0
+        while block < blocks:
+            after = block + gl.num_programs(0)
+            next_token, next_output = _place_of(after, M, N, BM, BN, ROWS, GROUP)
+            follows = next_token, next_output, after < blocks
+            acc = _multiply(operands, token, output, first, steps, done, follows, STAGES, True, MMA)
+            _store(acc, TOKEN_SCALES, SCALES, BIAS, Y, output, token, M, N, BIASED, HALVES, num_warps)
+            block, token, output, done = after, next_token, next_output, done + steps
+    else:
+        acc = _multiply(operands, token, output, first, steps, 0, (token, output, False), STAGES, False, MMA)
+        last = True
+        if SPLIT and not SHARES:
+            acc, last = sum_splits(acc, PARTS, ARRIVALS, block, MMA)
+        if last:
+            _store(acc, TOKEN_SCALES, SCALES, BIAS, Y, output, token, M, N, BIASED, HALVES, num_warps)
+
+
+@gluon.jit
+def _place_of(
+    block, M, N, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """The first token and output of a block."""
+    token_blocks = gl.cdiv(M, BM)
+    group_size = GROUP * gl.cdiv(N, BN)
+    group = block // group_size
+    width = gl.minimum(token_blocks - group * GROUP, GROUP)
+    place = block % group_size
+    return (group * GROUP + place % width) * BM, place // width * ROWS
+
+
+@gluon.jit
+def _multiply(
+    operands, token, output, first, steps, done, follows, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
+    MMA: gl.constexpr,
+):  # fmt: skip
+    """A block's sums int32 [BN, BM], in steps whose first STAGES are asked for, after `done` steps of others.
+    If PERSISTENT it asks for as many of the block that `follows`, if there is one."""
+    a_desc, b_desc, a_smem, b_smem, ready = operands
+    next_token, next_output, more = follows
+    BM: gl.constexpr = a_smem.shape[1]
+    BN: gl.constexpr = b_smem.shape[1] * b_smem.shape[2]
+    BK: gl.constexpr = a_smem.shape[2]
     acc = gl.zeros([BN, BM], gl.int32, MMA)
     for i in range(steps):
-        slot = i % STAGES
-        mbarrier.wait(ready.index(slot), i // STAGES & 1)
+        slot = (done + i) % STAGES
+        mbarrier.wait(ready.index(slot), (done + i) // STAGES & 1)
         weights = b_smem.index(slot).reshape([BN, BK])
         acc = warpgroup_mma(weights, a_smem.index(slot).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])  # the step before this one is done
-        ahead = i - 1 + STAGES
-        wanted = (i > 0) & (ahead < steps)
-        _fetch_weights(a_desc, b_desc, b_smem, ready, ahead % STAGES, output, (first + ahead) * BK, wanted)
-        _fetch_tokens(a_desc, a_smem, ready, ahead % STAGES, token, (first + ahead) * BK, wanted)
+        ahead, n, m = i - 1 + STAGES, output, token
+        slot, wanted = (done + ahead) % STAGES, (i > 0) & (ahead < steps)
+        if PERSISTENT:
+            here = ahead < steps
+            n, m = gl.where(here, output, next_output), gl.where(here, token, next_token)
+            ahead, wanted = gl.where(here, ahead, ahead - steps), (i > 0) & (here | more)
+        _fetch_weights(a_desc, b_desc, b_smem, ready, slot, n, (first + ahead) * BK, wanted)
+        _fetch_tokens(a_desc, a_smem, ready, slot, m, (first + ahead) * BK, wanted)
     acc = warpgroup_mma_wait(0, deps=[acc])
     tl.debug_barrier()  # what follows may use the operands' memory, which other warps' products still read
+    if PERSISTENT:
+        slot = (done + steps - 1) % STAGES
+        _fetch_weights(a_desc, b_desc, b_smem, ready, slot, next_output, (STAGES - 1) * BK, more)
+        _fetch_tokens(a_desc, a_smem, ready, slot, next_token, (STAGES - 1) * BK, more)
+    return acc
 
-    last = True
-    if SHARES:
-        Y += gl.program_id(1).to(gl.int64) * M * N
-    elif SPLIT:
-        acc, last = sum_splits(acc, PARTS, ARRIVALS, gl.program_id(0), MMA)
-    if last:
-        m = token + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
-        row = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
-        column = output + row % ROWS
-        n, inside = column + row // ROWS * (N // HALVES), column < N // HALVES
-        token_scale = gl.load(TOKEN_SCALES + m, mask=m < M, other=0.0)
-        y = acc.to(gl.float32) * gl.expand_dims(token_scale, 0)
-        y *= gl.expand_dims(gl.load(SCALES + n, mask=inside, other=0.0), 1)
-        if BIASED:
-            y += gl.expand_dims(gl.load(BIAS + n, mask=inside, other=0.0).to(gl.float32), 1)
-        y = y.to(Y.dtype.element_ty)
-        if HALVES == 2:
-            gate, up = gl.split(y.reshape([2, ROWS, BM]).permute((1, 2, 0)))
-            y = silu_times(gate, up, True)
-        store_block(Y, y, output, token, M, N // HALVES, num_warps)
+
+@gluon.jit
+def _store(
+    acc, TOKEN_SCALES, SCALES, BIAS, Y, output, token, M, N, BIASED: gl.constexpr, HALVES: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """What a block's sums int32 [BN, BM] stand for."""
+    ROWS: gl.constexpr = acc.shape[0] // HALVES
+    m = token + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+    column = output + row % ROWS
+    n, inside = column + row // ROWS * (N // HALVES), column < N // HALVES
+    token_scale = gl.load(TOKEN_SCALES + m, mask=m < M, other=0.0)
+    y = acc.to(gl.float32) * gl.expand_dims(token_scale, 0)
+    y *= gl.expand_dims(gl.load(SCALES + n, mask=inside, other=0.0), 1)
+    if BIASED:
+        y += gl.expand_dims(gl.load(BIAS + n, mask=inside, other=0.0).to(gl.float32), 1)
+    y = y.to(Y.dtype.element_ty)
+    if HALVES == 2:
+        gate, up = gl.split(y.reshape([2, ROWS, acc.shape[1]]).permute((1, 2, 0)))
+        y = silu_times(gate, up, True)
+    store_block(Y, y, output, token, M, N // HALVES, num_warps)
 
 
 @gluon.jit
@@ -121,12 +174,14 @@ def _fetch_tokens(a_desc, a_smem, ready, slot, token, k, wanted):
 
 
 class HopperPlan(NamedTuple):
-    """Tokens and outputs of a program's block, shares of K, stages in flight."""
+    """Tokens and outputs of a program's block, shares of K, stages in flight; programs an SM that take all
+    blocks in turn, where K is not split, or 0."""
 
     tokens: int
     outputs: int
     splits: int
     stages: int
+    persistent: int = 0
 
 
 def hopper_plan(tokens: int, n: int, sms: int) -> HopperPlan | None:
@@ -163,11 +218,14 @@ def hopper_int8_gemm(
     splits, shares = triton.cdiv(steps, share), y.dim() == 3
     part = outputs * splits * plan.tokens * plan.outputs if splits > 1 and not shares else 0
     rows = (halves, plan.outputs // halves, INPUTS)
-    _hopper_int8[(outputs, splits)](
+    room = plan.persistent * multiprocessors(codes.device)
+    persistent = 0 < room < outputs and splits == 1 and steps >= plan.stages
+    programs = room if persistent else outputs
+    _hopper_int8[(programs, splits)](
         of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED[2]),
         of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3]),
         x.scale, scale, bias, y, torch.empty(part, dtype=torch.int32, device=codes.device), arrivals,
         tokens, n, steps, share, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS,
         GROUP=GROUP, SPLIT=splits > 1, SHARES=shares, STAGES=plan.stages, HALVES=halves,
-        num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
+        PERSISTENT=persistent, num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
     )  # fmt: skip
