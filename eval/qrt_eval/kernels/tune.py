@@ -47,7 +47,6 @@ LAYER_PLANS = 5  # of a product: the fastest alone
 MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the largest unless given here
 SCHEMES = ("w4a16", "w8a16", "w8a8")
 SMS = 132
-SHARED_BYTES = 220 << 10  # of an SM, for what programs multiply
 Plan = FusedPlan | WidePlan | BlockPlan | HopperPlan
 KINDS = {plan: kind for kind, plan in {**tile_plans.PLANS, **int8_kernel.PLANS}.items()}
 COMPILED_ROWS = 1024  # N of the weights that kernels are compiled with: K is compiled in, N is not
@@ -151,8 +150,9 @@ def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterable[Wide
 
 # tokens, outputs, stages of `hopper_int8_kernel`; blocks of fewer than 64 tokens are for all of so few
 HOPPER_INT8_BLOCKS = ((16, 64, 8), (16, 64, 12), (16, 128, 6), (16, 256, 6), (32, 128, 4),
-                      (64, 64, 12), (64, 128, 4), (64, 128, 6), (128, 64, 8), (128, 128, 3),
+                      (64, 64, 8), (64, 64, 12), (64, 128, 4), (64, 128, 6), (128, 64, 8), (128, 128, 3),
                       (128, 128, 4), (128, 128, 6), (128, 256, 4))  # fmt: skip
+PERSISTENT_INT8_BLOCKS = ((128, 128, 3, 2), (128, 128, 6, 1), (128, 256, 4, 1))  # and programs an SM
 
 
 def _int8_plans(width: int, k: int, n: int) -> Iterator[BlockPlan | HopperPlan]:
@@ -171,14 +171,14 @@ def _int8_plans(width: int, k: int, n: int) -> Iterator[BlockPlan | HopperPlan]:
             if splits <= 8:
                 yield BlockPlan(tokens, outputs, inputs, splits, warps, stages)
     for tokens, outputs, stages in HOPPER_INT8_BLOCKS:
-        if width >= 512 and (outputs == 64 or (tokens, stages) == (64, 4)):
+        if width >= 512 and outputs == 64 or width > 64 and (tokens, stages) == (64, 4):
             continue  # many tokens want large blocks
         programs = -(-n // outputs) * -(-width // tokens)
         for splits in _splits(programs, -(-k // 128)) if stages > 3 else (1,):
             if (tokens == width or 64 <= tokens < width) and splits <= max(1, k // 512):
                 yield HopperPlan(tokens, outputs, splits, stages)
-        each = SHARED_BYTES // (128 * (tokens + outputs) * stages)
-        if 128 == tokens < width <= 1024 and outputs >= 128 and programs > SMS * each:
+    for tokens, outputs, stages, each in PERSISTENT_INT8_BLOCKS:
+        if tokens < width <= 1024 and -(-n // outputs) * -(-width // tokens) > SMS * each:
             yield HopperPlan(tokens, outputs, 1, stages, each)
 
 
