@@ -26,9 +26,13 @@ def deep(make_checkpoint):
     )  # killed before the last
 
 
-def words(model, calib, out, samples):
-    cut = ["--n-samples", samples, "--seqlen", 64, "--eval-samples", 1, "--bits", 4]
+def words(model, calib, out):
+    cut = ["--n-samples", 4, "--seqlen", 64, "--eval-samples", 1, "--bits", 4]
     return [str(word) for word in ("--model", model, "--calib", calib, "--out", out, *cut)]
+
+
+def run(model, calib, out):
+    return cli.main(words(model, calib, out))
 
 
 def finished(folder):
@@ -37,10 +41,10 @@ def finished(folder):
 
 @pytest.mark.slow
 def test_kill_at_three_moments(deep, calib, tmp_path):
-    assert cli.main(words(deep, calib, tmp_path / "whole", 8)) == 0
+    assert run(deep, calib, tmp_path / "whole") == 0
     partial = tmp_path / "out.partial"
     for moment, delay in ((1, 0.0), (2, 0.07), (4, 0.15)):
-        command = [sys.executable, "-c", CODE, *words(deep, calib, tmp_path / "out", 8)]
+        command = [sys.executable, "-c", CODE, *words(deep, calib, tmp_path / "out")]
         running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         while finished(partial) < moment and running.poll() is None:
             time.sleep(0.005)
@@ -48,16 +52,12 @@ def test_kill_at_three_moments(deep, calib, tmp_path):
         os.kill(running.pid, signal.SIGKILL)
         running.wait()
         assert not (tmp_path / "out").exists() and finished(partial) >= moment
-    assert cli.main(words(deep, calib, tmp_path / "out", 8)) == 0
+    assert run(deep, calib, tmp_path / "out") == 0
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "out").iterdir())
     for name in files:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert not partial.exists()
-
-
-def run(model, calib, out):
-    return cli.main(words(model, calib, out, 2))
 
 
 def test_dead_channels_are_no_trouble(llama, calib, tmp_path):

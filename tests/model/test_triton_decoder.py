@@ -100,7 +100,8 @@ def test_layers_by_chain_are_the_same(architecture, biased, tmp_path, monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx(kv=["int8", "fp16"])
+@pytest.mark.ptx(kv=["int8"], decodes=[1])
+@pytest.mark.ptx(kv=["fp16"])
 @pytest.mark.parametrize(
     ("kv", "decodes", "heads"),
     [("int8", 1, 4), ("int8", 5, 4), ("fp16", 9, 2), ("int4", 3, 4), ("k8v4", 9, 4)],
