@@ -121,6 +121,8 @@ def test_heads_and_head_dims(device, name, Hq, Hkv, D):
 @FORMATS
 def test_every_block(device, name, requests):
     """Also those for which nobody calls it."""
+    if device.type == "cpu" and requests not in KV_FORMATS[name].decode_blocks:
+        pytest.skip("the interpreter takes a block once, with the fewest requests it is for")
     step = Step(name, [1 + i % 89 for i in range(requests)], 8, 2, 64, torch.float16, device)
     if device.type == "cpu":  # where many take long
         step.pad(torch.arange(requests) % -(-requests // 12) != 0)

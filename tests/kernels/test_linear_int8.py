@@ -46,6 +46,8 @@ def two_sms(monkeypatch):
     (131, (64, 64, 1, 12, 1)),
 ])  # fmt: skip
 def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
+    if not COMPILED and len(plan) < 6 and tokens > 200:
+        pytest.skip("Hopper's kernel; what the interpreter has in its place is above")
     n, k = 150, 1104
     key = int8_kernel.tuning_key(k, n, int8_kernel.width_of(tokens))
     monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: named(plan)})
@@ -100,8 +102,7 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
 @pytest.mark.parametrize("width", [64, 300])
 def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dtype):
     """Bit for bit the operators one by one, whether the plan holds both halves of a block or not."""
-    most = 25 if dtype in HALF else 129  # what fp32 gives is held to the reference too
-    if not COMPILED and tokens > most:
+    if not COMPILED and tokens > 25:
         pytest.skip("the interpreter takes the operators one by one")
     k, key = 272, int8_kernel.tuning_key(272, 2 * width, int8_kernel.width_of(tokens))
     monkeypatch.setattr(int8_kernel, "configs", lambda device: {key: named(plan)} if plan else {})
