@@ -20,7 +20,6 @@ from qrt.quant.weight.tiles import TiledWeight
 SWIZZLED = {words: gl.NVMMASharedLayout(words * 2, 16, 3) for words in (32, 64)}  # by words of a tile's row
 FLAT = gl.NVMMASharedLayout(0, 32, 3)
 _kept = WeakTensorKeyDictionary()  # weight -> block -> descriptor: making one costs the host 20 us
-MOST_EXCHANGED = gl.constexpr(8 * 32 << 10)  # bits
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -54,14 +53,7 @@ def scale_of_run(scales, RUN: gl.constexpr, SCALE: gl.constexpr):
 
 @gluon.jit
 def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
-    """Y [M, N] = block.T at outputs `first`.. and tokens `token`.., in pieces of 8 outputs, which threads
-    exchange by some shared memory."""
-    TOKENS: gl.constexpr = block.shape[1]
-    if block.shape[0] * TOKENS * block.dtype.primitive_bitwidth > MOST_EXCHANGED:
-        early, late = gl.split(block.reshape([block.shape[0], 2, TOKENS // 2]).permute((0, 2, 1)))
-        store_block(Y, early, first, token, M, N, num_warps)
-        store_block(Y, late, first, token + TOKENS // 2, M, N, num_warps)
-        return
+    """Y [M, N] = block.T at outputs `first`.. and tokens `token`.., in pieces of 8 outputs."""
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
     n = first + gl.arange(0, block.shape[0], layout=gl.SliceLayout(1, OUT))
     m = token + gl.arange(0, block.shape[1], layout=gl.SliceLayout(0, OUT))

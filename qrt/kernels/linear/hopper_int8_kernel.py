@@ -31,6 +31,7 @@ from qrt.quant.tokens import QuantizedTokens
 
 SWIZZLED = {rank: gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)}
 INPUTS = 128  # of K a stage: one row of swizzled shared memory
+MOST_EXCHANGED = gl.constexpr(8 * 32 << 10)  # bits
 GROUP = 32  # token blocks that share a block of weights before the next one
 
 
@@ -156,7 +157,19 @@ def _store(
     if HALVES == 2:
         gate, up = gl.split(y.reshape([2, ROWS, acc.shape[1]]).permute((1, 2, 0)))
         y = silu_times(gate, up, True)
-    store_block(Y, y, output, token, M, N // HALVES, num_warps)
+    _store_pieces(y, Y, output, token, M, N // HALVES, num_warps)
+
+
+@gluon.jit
+def _store_pieces(y, Y, output, token, M, N, num_warps: gl.constexpr):
+    """`store_block`, of so many tokens at a time that what threads exchange has room beside the operands."""
+    TOKENS: gl.constexpr = y.shape[1]
+    if y.shape[0] * TOKENS * y.dtype.primitive_bitwidth > MOST_EXCHANGED:
+        early, late = gl.split(y.reshape([y.shape[0], 2, TOKENS // 2]).permute((0, 2, 1)))
+        _store_pieces(early, Y, output, token, M, N, num_warps)
+        _store_pieces(late, Y, output, token + TOKENS // 2, M, N, num_warps)
+    else:
+        store_block(Y, y, output, token, M, N, num_warps)
 
 
 @gluon.jit
