@@ -5,7 +5,7 @@ BIN := .venv/bin
 # What the tests use of lm-eval; `pip install qrt[lm]` brings all of its needs, some 300 MB.
 LM_EVAL := lm-eval accelerate colorama lxml portalocker psutil sacrebleu tabulate
 
-# What is imported is compiled once, then, instead of all that is installed, or the same at every start.
+# Modules are compiled when first imported, and kept: not all that is installed, nor the same at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint audit

@@ -20,7 +20,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 parts = torch.zeros(60, 8, dtype=torch.int32)
 for name, dtype, Hq, Hkv, D, attend_cache in (
     ("fp16", BF16, 32, 8, 128, False), ("int8", BF16, 32, 8, 128, False), ("int4", BF16, 32, 8, 128, False),
-    ("int8", FP16, 14, 2, 64, True), ("int4", FP16, 6, 6, 80, True),
+    ("k8v4", BF16, 32, 8, 128, False), ("int8", FP16, 14, 2, 64, True), ("int4", FP16, 6, 6, 80, True),
 ):
     qkv = torch.zeros(48, (Hq + 2 * Hkv) * D, dtype=dtype).unflatten(-1, (-1, D))
     q, k, v = qkv.split((Hq, Hkv, Hkv), 1)
@@ -39,6 +39,6 @@ for n in (1, 48):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_attention_kernels_compile():
     assert compiled(CODE) == {  # int8 and int4 share what they can
-        "_kv_write_kernel": 5, "_attend_kernel": 5, "_gather_kernel": 5,
+        "_kv_write_kernel": 6, "_attend_kernel": 6, "_gather_kernel": 6,
         "_prefill_kernel": 4, "_token_inputs": 2,
     }  # fmt: skip

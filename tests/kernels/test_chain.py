@@ -286,14 +286,14 @@ from random_weights import random_weight
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 one_token_kernel.multiprocessors = digits_kernel.multiprocessors = lambda device: 132
-for bits, symmetric in ((4, False), (8, True)):
+for bits, symmetric in ((4, False), (4, True), (8, True)):
     scheme = f"w{bits}a16"
     weights = []
     for n, k in ((512, 256), (2048, 512), (512, 1024), (768, 512)):
         weight = random_weight(n, k, bits, 128, symmetric=symmetric, dtype=BF16)
         weights.append(WEIGHT_SCHEMES[scheme].prepare(weight, CPU, BF16))
     norm = torch.empty(512, dtype=BF16)
-    for tokens in (1, 8, 16) if bits == 4 else (1, 16):
+    for tokens in (1, 8, 16):
         x, residual = torch.empty(tokens, 256, dtype=BF16), norm.repeat(tokens, 1)
         for qkv in weights[3], []:
             kernel.chain([x], residual, *weights[:3], qkv, None, norm, norm, 1e-5, scheme)
@@ -303,5 +303,5 @@ for bits, symmetric in ((4, False), (8, True)):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_kernel_compiles():
-    products = (2 + 1) * 3  # int4's with 8 or 16 tokens and int8's with 16; plain, shares, gated
-    assert compiled(CODE) == {"_one_token": 4, "_make_digits": 2, "_digits_product": products, "_rmsnorm": 3}
+    products = 3 * 2 * 3  # of weights; 8 or 16 tokens; plain, shares, gated
+    assert compiled(CODE) == {"_one_token": 6, "_make_digits": 2, "_digits_product": products, "_rmsnorm": 3}

@@ -31,7 +31,7 @@ from qrt.quant.tokens import QuantizedTokens
 
 SWIZZLED = {rank: gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)}
 INPUTS = 128  # of K a stage: one row of swizzled shared memory
-MOST_EXCHANGED = gl.constexpr(8 * 32 << 10)  # bits
+MOST_EXCHANGED = gl.constexpr(8 * 32 << 10)  # bits of a block that threads exchange at once
 GROUP = 32  # token blocks that share a block of weights before the next one
 
 
