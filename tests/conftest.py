@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 
+import interpreter
 from backends import GPU, PTX, PTX_SEED, PTX_SM, PTX_TESTS
 from ptx import launch
 
@@ -16,6 +17,7 @@ if PTX:
     launch.settings.update({"seed": int(PTX_SEED)} if PTX_SEED else {})
 elif not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel module is imported
+    interpreter.hasten()
 hypothesis.settings.register_profile("thorough", max_examples=10_000)
 torch.set_num_threads(1)  # two pytest workers share two cores
 
