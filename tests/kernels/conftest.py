@@ -5,6 +5,7 @@ import torch
 
 from backends import PTX
 from ptx import launch
+from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel
 
 
 @pytest.fixture
@@ -21,3 +22,10 @@ def copies(request, monkeypatch):
     """When the copy engine that is not there delivers: late shows what is not waited for, early what is
     overwritten while it is read."""
     monkeypatch.setitem(launch.settings, "copies", request.param)
+
+
+@pytest.fixture
+def two_sms(monkeypatch):
+    """Of a GPU, so that few blocks are taken in turn."""
+    for kernel in hopper_int8_kernel, hopper_kernel:
+        monkeypatch.setattr(kernel, "multiprocessors", lambda device: 2)

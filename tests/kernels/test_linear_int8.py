@@ -7,7 +7,6 @@ from linear_truth import HALF, UNIT, assert_rounded_once, triton_linear
 from backends import COMPILED, GPU
 from qrt.kernels.gpu import is_hopper
 from qrt.kernels.linear import (
-    hopper_int8_kernel,
     int8_kernel,
     kernel,
     linear_int8,
@@ -28,12 +27,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def named(plan):
     """As the file of measured plans has it."""
     return ["block" if len(plan) == 6 else "hopper", *plan]
-
-
-@pytest.fixture
-def two_sms(monkeypatch):
-    """Of a GPU, so that few blocks are taken in turn."""
-    monkeypatch.setattr(hopper_int8_kernel, "multiprocessors", lambda device: 2)
 
 
 @pytest.mark.ptx(tokens=[70, 131, 16])

@@ -61,6 +61,7 @@ def install(capability: int) -> None:
     from qrt.kernels import gpu
 
     triton.knobs.nvidia.disable_ptxas_opt = True  # what it makes is not executed
+    triton.knobs.compilation.disable_line_info = True  # with it ptxas may crash there
     gpu.is_hopper = gpu.overlaps = lambda device: capability == 90
     gpu.multiprocessors = lambda device: SMS
     gpu.shared_bytes = lambda device: SHARED_BYTES[capability]

@@ -126,15 +126,17 @@ WIDE_BLOCKS = {
          (64, 1, 4, 4, 4, 1), (64, 2, 4, 2, 2, 2), (64, 4, 4, 2, 2, 4)),
     128: ((64, 1, 4, 2, 2, 2), (128, 1, 2, 2, 2, 2), (128, 1, 2, 4, 2, 1), (128, 2, 2, 4, 2, 2),
           (128, 2, 2, 4, 4, 2)),
-    256: ((128, 1, 2, 4, 2, 1), (256, 1, 1, 4, 2, 1), (256, 2, 1, 4, 2, 1), (256, 2, 1, 4, 2, 2)),
-    512: ((128, 1, 2, 4, 2, 1), (256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 2, 1), (256, 2, 1, 4, 2, 2)),
+    256: ((128, 1, 2, 4, 2, 1), (128, 2, 2, 3, 2, 1), (256, 1, 1, 4, 2, 1), (256, 2, 1, 4, 2, 1)),
+    512: ((128, 1, 2, 4, 2, 1), (128, 2, 2, 3, 2, 1), (256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 2, 1)),
+    1024: ((128, 2, 2, 3, 2, 1), (256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 2, 1)),
+    2048: ((256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 2, 1)),
 }  # fmt: skip
 
 
 def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterable[WidePlan | None]:
     """Of `hopper_kernel`, and None to dequantize."""
     plans: list[WidePlan | None] = [None] * (width > 64)
-    for tokens, rows, planes, x_stages, w_stages, groups in WIDE_BLOCKS[min(width, 512)]:
+    for tokens, rows, planes, x_stages, w_stages, groups in WIDE_BLOCKS[min(width, 2048)]:
         depths = {w_stages}
         if bits == 8:  # half the tile: also twice the stages where they are a program's own
             depths |= {2 * w_stages} if rows == 1 and w_stages == 2 else set()
@@ -143,8 +145,9 @@ def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterable[Wide
         if rows > 1 and programs < SMS // 2:
             continue  # many small programs are better there
         whole = tokens * rows > 256 or width >= 1024
+        each = int((rows, groups) == (2, 1) and programs > SMS)  # one of their programs fills an SM
         for splits, depth in product((1,) if whole else _splits(programs, tiles // 4), sorted(depths)):
-            plans.append(WidePlan(tokens, rows, splits, planes, x_stages, depth, groups))
+            plans.append(WidePlan(tokens, rows, splits, planes, x_stages, depth, groups, each))
     return dict.fromkeys(plans)  # two may be one at 8 bits
 
 

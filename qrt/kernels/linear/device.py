@@ -54,7 +54,8 @@ def scale_of_run(scales, RUN: gl.constexpr, SCALE: gl.constexpr):
 @gluon.jit
 def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
     """Y [M, N] = block.T at outputs `first`.. and tokens `token`.., in pieces of 8 outputs."""
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
+    LANES: gl.constexpr = min(8, block.shape[0] // 8)
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, num_warps], [0, 1])
     n = first + gl.arange(0, block.shape[0], layout=gl.SliceLayout(1, OUT))
     m = token + gl.arange(0, block.shape[1], layout=gl.SliceLayout(0, OUT))
     at = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
@@ -120,10 +121,11 @@ def of_weight(
 def of_tiles(
     weight: TiledWeight, blocks: int, halves: int = 1, dtype: torch.dtype = torch.int16
 ) -> tuple[Any, Any, Any]:
-    """TMA descriptors of a tile of so many row blocks, as many of each of two halves if there are two: its
-    words as `dtype`, its scales and its zeros."""
+    """TMA descriptors of a tile of as many rows as so many row blocks have, as many of each of two halves if
+    there are two: its words as `dtype`, its scales and its zeros."""
     count, tiles, rows, words = weight.packed.shape
-    shape, block = (halves, count // halves, tiles * rows), (halves, blocks // halves, rows)
+    each = blocks * rows // halves
+    shape, block = (halves, count // halves, tiles * rows), (halves, -(-each // rows), min(each, rows))
     row = 2 * words // dtype.itemsize
     layout = gl.NVMMASharedLayout(2 * words, 8 * dtype.itemsize, 4)
     packed = of_weight(weight.packed, (*shape, row), dtype, (*block, row), layout)

@@ -231,10 +231,9 @@ def hopper_int8_gemm(
     splits, shares = triton.cdiv(steps, share), y.dim() == 3
     part = outputs * splits * plan.tokens * plan.outputs if splits > 1 and not shares else 0
     rows = (halves, plan.outputs // halves, INPUTS)
-    room = plan.persistent * multiprocessors(codes.device)
-    persistent = 0 < room < outputs and splits == 1 and steps >= plan.stages
-    programs = room if persistent else outputs
-    _hopper_int8[(programs, splits)](
+    persistent = plan.persistent > 0 and splits == 1 and steps >= plan.stages
+    room = plan.persistent * multiprocessors(codes.device) if persistent else outputs
+    _hopper_int8[(min(room, outputs), splits)](
         of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED[2]),
         of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3]),
         x.scale, scale, bias, y, torch.empty(part, dtype=torch.int32, device=codes.device), arrivals,

@@ -46,7 +46,7 @@ from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
 
 FUSED_TOKENS = {2: 64, 4: 16}  # most, by bytes of x: accumulators and planes fill the registers
-WIDE_TOKENS = 2048  # most for `hopper_kernel` where nothing was measured; more pay for dequantizing
+WIDE_TOKENS = 4096  # most for `hopper_kernel` where nothing was measured; more pay for dequantizing
 SMALL_BYTES = 4 << 10  # of shared memory, for scales and zeros
 SCRATCH_BYTES = 64 << 20  # of dequantized weight: near the L2 cache, and small beside a model
 _TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

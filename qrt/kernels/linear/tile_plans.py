@@ -61,6 +61,7 @@ class WidePlan(NamedTuple):
     x_stages: int  # XS
     w_stages: int  # WS
     groups: int = 1  # of warps that do not wait for each other: of a block or two each, or two of one block
+    persistent: int = 0  # programs an SM that take all blocks in turn, where K is not split, or 0
 
     @property
     def turns(self) -> bool:
@@ -74,16 +75,19 @@ class WidePlan(NamedTuple):
 
     @property
     def gates(self) -> bool:
-        """Whether a program may have a gate and its up."""
-        return (self.blocks, self.splits) == (2, 1) and self.tokens >= 16
+        """Whether a group may have as many rows of a gate as of its up."""
+        return self.splits == 1 and not self.turns
 
 
 def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
-    """Where nothing was measured: the widest block of tokens, K split while some of the SMs are idle."""
+    """Where nothing was measured: the widest block of tokens, K split while some of the SMs are idle. Many
+    blocks of 256 tokens are taken in turn, by one group."""
     tokens = min(width, 256)
     token_blocks = -(-width // tokens)
     rows = 1 if blocks * token_blocks <= sms else 2
     splits = even_splits(max(1, min(sms // (-(-blocks // rows) * token_blocks), tiles // 4)), tiles)
+    if (tokens, rows) == (256, 2):
+        return WidePlan(256, 2, 1, 1, 4, 2, 1, persistent=1)
     return WidePlan(tokens, rows, splits, 1 if tokens == 256 else 2, 4, 4 // rows, groups=rows)
 
 
