@@ -13,6 +13,7 @@ Layout: quant/weight/tiles.py.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,35 +61,70 @@ def _times(plane, scale, DTYPE: tl.constexpr):
         )
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """What a variant of the kernel is compiled for, beside the format's `unpack`; see `_wide`."""
+
+    J: int  # words of a tile's row, inputs of a plane
+    PLANES: int  # of a tile
+    RUNS: int
+    SCALE: Any  # dtype of the scales
+    ASYMMETRIC: bool
+    DOT: Any  # dtype of the product
+    BIASED: bool
+    BM: int
+    BN: int
+    GROUPS: int
+    TURNS: bool
+    SPLIT: bool
+    HALVES: int
+    XP: int
+    XS: int
+    WS: int
+    PERSISTENT: bool
+
+    @property
+    def WORDS(self) -> int:
+        """Of a tile's row that hold its scales."""
+        return self.RUNS if self.SCALE == gl.float32 else (self.RUNS + 1) // 2
+
+    @property
+    def OWN(self) -> int:
+        """Groups with tokens of their own."""
+        return self.GROUPS if self.TURNS else 1
+
+    @property
+    def ROWS(self) -> int:
+        """Of a group."""
+        return self.BN * 64
+
+
 @gluon.jit
-def _weights_of(
-    words, scales, zeros, PLANE: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
-    SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr,
-):  # fmt: skip
+def _weights_of(words, scales, zeros, PLANE: gl.constexpr, S: gl.constexpr, UNPACK: gl.constexpr):
     """A plane of `words` [ROWS, J] as weights in DOT, rounded once; times `unit_of` they are weights."""
-    RUN: gl.constexpr = PLANE * RUNS // PLANES
-    if SCALE == gl.bfloat16 and DOT == gl.bfloat16 and not ASYMMETRIC:
+    RUN: gl.constexpr = PLANE * S.RUNS // S.PLANES
+    if S.SCALE == gl.bfloat16 and S.DOT == gl.bfloat16 and not S.ASYMMETRIC:
         pair = (scales[RUN // 2] >> (RUN % 2 * 16)) & 0xFFFF
-        return UNPACK(words, 0, PLANE, DOT, True, gl.expand_dims(pair * 0x10001, 1))
-    if ASYMMETRIC:
-        plane = UNPACK(words, gl.expand_dims((zeros << (24 - 8 * RUN)) >> 24, 1), PLANE, DOT, True)
+        return UNPACK(words, 0, PLANE, S.DOT, True, gl.expand_dims(pair * 0x10001, 1))
+    if S.ASYMMETRIC:
+        plane = UNPACK(words, gl.expand_dims((zeros << (24 - 8 * RUN)) >> 24, 1), PLANE, S.DOT, True)
     else:
-        plane = UNPACK(words, 0, PLANE, DOT, True)
-    scale = gl.expand_dims(scale_of_run(scales, RUN, SCALE), 1)
-    if SCALE == DOT:
-        return _times(plane, scale, DOT)
+        plane = UNPACK(words, 0, PLANE, S.DOT, True)
+    scale = gl.expand_dims(scale_of_run(scales, RUN, S.SCALE), 1)
+    if S.SCALE == S.DOT:
+        return _times(plane, scale, S.DOT)
     else:
-        return (plane.to(gl.float32) * scale.to(gl.float32)).to(DOT)
+        return (plane.to(gl.float32) * scale.to(gl.float32)).to(S.DOT)
 
 
 @gluon.jit
-def _fetch_tile(
-    w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, arrived, slot, row, tile,
-    WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
-):  # fmt: skip
+def _fetch_tile(ring, copies, slot, row, tile, S: gl.constexpr):
     """Start the copy of a tile of some rows, from `row` on of each half, into a slot."""
-    block, inside = row // 64, row % 64
-    FACTS: gl.constexpr = WORDS + ASYMMETRIC  # of a row: its scales, its zeros
+    _, w_smem, scale_smem, zero_smem, _, _, ready, _ = ring
+    _, w_desc, scale_desc, zero_desc, _, _ = copies
+    arrived, block, inside = ready.index(slot), row // 64, row % 64
+    WORDS: gl.constexpr = S.WORDS
+    FACTS: gl.constexpr = WORDS + S.ASYMMETRIC  # of a row: its scales, its zeros
     mbarrier.expect(arrived, w_desc.block_type.nbytes + FACTS * scale_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(w_desc, [0, block, tile * 64 + inside, 0], arrived, w_smem.index(slot))
     for w in gl.static_range(WORDS):
@@ -96,7 +132,7 @@ def _fetch_tile(
         tma.async_copy_global_to_shared(
             scale_desc, [0, block, place], arrived, scale_smem.index(slot * WORDS + w)
         )
-    if ASYMMETRIC:
+    if S.ASYMMETRIC:
         place = tile * 64 + inside
         tma.async_copy_global_to_shared(zero_desc, [0, block, place], arrived, zero_smem.index(slot))
 
@@ -115,51 +151,43 @@ def _by_eights(OPERAND, J):
 
 
 @gluon.jit
-def _tile_of(
-    w_smem, scale_smem, zero_smem, slot, WORDS: gl.constexpr, ASYMMETRIC: gl.constexpr,
-    OPERAND: gl.constexpr,
-):  # fmt: skip
+def _tile_of(ring, slot, S: gl.constexpr, OPERAND: gl.constexpr):
     """What `_fetch_tile` has brought: words [ROWS, J], scales (WORDS of int32 [ROWS]), zeros [ROWS]; without
     zeros the first of the scales stands there."""
-    HALVES: gl.constexpr = w_smem.shape[1]
-    ROWS: gl.constexpr = HALVES * w_smem.shape[2] * w_smem.shape[3]
-    J: gl.constexpr = w_smem.shape[4]
-    if HALVES == 2:
-        PAIRED: gl.constexpr = _by_eights(OPERAND, J)
-        pairs = w_smem.index(slot).reshape([2, ROWS // 16, 8, J]).load(PAIRED)
-        words = gl.convert_layout(pairs.permute((1, 0, 2, 3)).reshape([ROWS, J]), OPERAND)
+    _, w_smem, scale_smem, zero_smem, _, _, _, _ = ring
+    if S.HALVES == 2:
+        PAIRED: gl.constexpr = _by_eights(OPERAND, S.J)
+        pairs = w_smem.index(slot).reshape([2, S.ROWS // 16, 8, S.J]).load(PAIRED)
+        words = gl.convert_layout(pairs.permute((1, 0, 2, 3)).reshape([S.ROWS, S.J]), OPERAND)
     else:
-        words = w_smem.index(slot).reshape([ROWS, J]).load(OPERAND)
+        words = w_smem.index(slot).reshape([S.ROWS, S.J]).load(OPERAND)
+    WORDS: gl.constexpr = S.WORDS
     scales = ()
     for w in gl.static_range(WORDS):
-        scales = scales + (_row_words(scale_smem.index(slot * WORDS + w), J, OPERAND),)
+        scales = scales + (_row_words(scale_smem.index(slot * WORDS + w), S, OPERAND),)
     zeros = scales[0]
-    if ASYMMETRIC:
-        zeros = _row_words(zero_smem.index(slot), J, OPERAND)
+    if S.ASYMMETRIC:
+        zeros = _row_words(zero_smem.index(slot), S, OPERAND)
     return words, scales, zeros
 
 
 @gluon.jit
-def _row_words(smem, J: gl.constexpr, OPERAND: gl.constexpr):
+def _row_words(smem, S: gl.constexpr, OPERAND: gl.constexpr):
     """An int32 of each of the operand's rows, from smem [halves, .., rows]."""
-    ROWS: gl.constexpr = smem.shape[0] * smem.shape[1] * smem.shape[2]
     ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
-    if smem.shape[0] == 2:
-        PAIRED: gl.constexpr = gl.SliceLayout(3, _by_eights(OPERAND, J))
-        pairs = smem.reshape([2, ROWS // 16, 8]).load(PAIRED)
-        return gl.convert_layout(pairs.permute((1, 0, 2)).reshape([ROWS]), ROW)
+    if S.HALVES == 2:
+        PAIRED: gl.constexpr = gl.SliceLayout(3, _by_eights(OPERAND, S.J))
+        pairs = smem.reshape([2, S.ROWS // 16, 8]).load(PAIRED)
+        return gl.convert_layout(pairs.permute((1, 0, 2)).reshape([S.ROWS]), ROW)
     else:
-        return smem.reshape([ROWS]).load(ROW)
+        return smem.reshape([S.ROWS]).load(ROW)
 
 
 @gluon.jit(do_not_specialize=["M", "share"])
 def _wide(
     x_desc, w_desc, scale_desc, zero_desc, BIAS, Y, PARTS, ARRIVALS, M, N, blocks, tiles, share,
-    J: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr, SCALE: gl.constexpr,
-    ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr, DOT: gl.constexpr, BIASED: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, SPLIT: gl.constexpr,
-    HALVES: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr, PERSISTENT: gl.constexpr,
-    WARPS: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    S: gl.constexpr, UNPACK: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (token blocks * cdiv(row blocks, GROUPS * BN), splits): GROUPS of 4 * BN warps that each multiply
     BN row blocks by BM tokens, `share` tiles of K. With two HALVES a group has as many rows of the gate as of
@@ -169,25 +197,23 @@ def _wide(
     A stage of x, which is for all groups unless they take turns, is XP planes of one tile, a stage of w one
     tile of a group's rows with its scales and zeros; XS (of each group) and WS of them are in flight.
     """
-    WORDS: gl.constexpr = RUNS if SCALE == gl.float32 else (RUNS + 1) // 2
     gdc_launch_dependents()
     first = gl.program_id(1) * share
     steps = gl.minimum(share, tiles - first)
 
-    TILES: gl.constexpr = WS * GROUPS
-    OWN: gl.constexpr = GROUPS if TURNS else 1  # groups with tokens of their own
-    x_smem = gl.allocate_shared_memory(DOT, [XS * OWN, XP, BM, J], x_desc.layout)
+    TILES: gl.constexpr = S.WS * S.GROUPS
+    x_smem = gl.allocate_shared_memory(S.DOT, [S.XS * S.OWN, S.XP, S.BM, S.J], x_desc.layout)
     w_smem = gl.allocate_shared_memory(gl.int16, [TILES] + w_desc.block_type.shape, w_desc.layout)
-    ROWS: gl.constexpr = scale_desc.block_type.shape
-    scale_smem = gl.allocate_shared_memory(gl.int32, [TILES * WORDS] + ROWS, scale_desc.layout)
-    zero_smem = gl.allocate_shared_memory(gl.int32, [TILES if ASYMMETRIC else 1] + ROWS, scale_desc.layout)
+    FACTS: gl.constexpr = scale_desc.block_type.shape
+    scale_smem = gl.allocate_shared_memory(gl.int32, [TILES * S.WORDS] + FACTS, scale_desc.layout)
+    zero_smem = gl.allocate_shared_memory(gl.int32, [TILES if S.ASYMMETRIC else 1] + FACTS, scale_desc.layout)
     met = x_smem
-    gl.static_assert(not (SPLIT or TURNS) or HALVES == 1 and not PERSISTENT)
-    if TURNS:  # the second group's sums
-        gl.static_assert(GROUPS == 2 and BN == 1)
-        SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, min(8, BM // 4), [1, 0])
-        met = gl.allocate_shared_memory(gl.float32, [64, BM], SUMS)
-    x_ready, x_empty = signals(XS * OWN, GROUPS // OWN)
+    gl.static_assert(not (S.SPLIT or S.TURNS) or S.HALVES == 1 and not S.PERSISTENT)
+    if S.TURNS:  # the second group's sums
+        gl.static_assert(S.GROUPS == 2 and S.BN == 1)
+        SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, min(8, S.BM // 4), [1, 0])
+        met = gl.allocate_shared_memory(gl.float32, [64, S.BM], SUMS)
+    x_ready, x_empty = signals(S.XS * S.OWN, S.GROUPS // S.OWN)
     w_ready, w_empty = signals(TILES)
     fence_async_shared()
     ring = x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty
@@ -195,11 +221,10 @@ def _wide(
     copies = x_desc, w_desc, scale_desc, zero_desc, M, first
     gl.warp_specialize(
         [
-            (_part, (
-                part, ring, output, copies, blocks, steps, J, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT,
-                BIASED, BM, BN, GROUPS, TURNS, SPLIT, HALVES, XP, XS, WS, WORDS, PERSISTENT,
-            ))
-            for part in ((0, 1, 2) if GROUPS == 1 else (0, 1, 2, 3) if GROUPS == 2 else (0, 1, 2, 3, 4, 5))
+            (_part, (part, ring, output, copies, blocks, steps, S, UNPACK))
+            for part in (
+                (0, 1, 2) if S.GROUPS == 1 else (0, 1, 2, 3) if S.GROUPS == 2 else (0, 1, 2, 3, 4, 5)
+            )
         ],
         WARPS, REGISTERS,
     )  # fmt: skip
@@ -207,189 +232,164 @@ def _wide(
 
 @gluon.jit
 def _part(
-    PART: gl.constexpr, ring, output, copies, blocks, steps, J: gl.constexpr, PLANES: gl.constexpr,
-    RUNS: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr,
-    DOT: gl.constexpr, BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
-    TURNS: gl.constexpr, SPLIT: gl.constexpr, HALVES: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr,
-    WS: gl.constexpr, WORDS: gl.constexpr, PERSISTENT: gl.constexpr,
+    PART: gl.constexpr, ring, output, copies, blocks, steps, S: gl.constexpr, UNPACK: gl.constexpr
 ):  # fmt: skip
-    """What some warps do: those of a group multiply, one asks for x and one for weights."""
-    if PART <= GROUPS:
+    """What some warps do."""
+    if PART <= S.GROUPS:
         gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
-    if PERSISTENT:
+    if S.PERSISTENT:
         done = 0
         for block in range(gl.program_id(0), blocks, gl.num_programs(0)):
-            _part_of_block(
-                PART, ring, output, copies, block, done, steps, J, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK,
-                DOT, BIASED, BM, BN, GROUPS, TURNS, SPLIT, HALVES, XP, XS, WS, WORDS, True,
-            )  # fmt: skip
+            _part_of_block(PART, ring, output, copies, block, done, steps, S, UNPACK)
             done += steps
     else:
-        _part_of_block(
-            PART, ring, output, copies, gl.program_id(0), 0, steps, J, PLANES, RUNS, SCALE, ASYMMETRIC,
-            UNPACK, DOT, BIASED, BM, BN, GROUPS, TURNS, SPLIT, HALVES, XP, XS, WS, WORDS, False,
-        )  # fmt: skip
+        _part_of_block(PART, ring, output, copies, gl.program_id(0), 0, steps, S, UNPACK)
 
 
 @gluon.jit
 def _part_of_block(
-    PART: gl.constexpr, ring, output, copies, block, done, steps, J: gl.constexpr, PLANES: gl.constexpr,
-    RUNS: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr,
-    DOT: gl.constexpr, BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
-    TURNS: gl.constexpr, SPLIT: gl.constexpr, HALVES: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr,
-    WS: gl.constexpr, WORDS: gl.constexpr, PERSISTENT: gl.constexpr,
+    PART: gl.constexpr, ring, output, copies, block, done, steps, S: gl.constexpr, UNPACK: gl.constexpr
 ):  # fmt: skip
-    """What they do for a block, after `done` tiles of others."""
-    if PART < GROUPS:
-        _multiply(
-            PART, ring, output, block, done, steps, J, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT, BIASED,
-            BM, BN, GROUPS, TURNS, SPLIT, HALVES, XP, XS, WS, WORDS, PERSISTENT,
-        )  # fmt: skip
-    elif PART == GROUPS:
-        _fetch_x(ring, copies, block, done, steps, PLANES, BM, GROUPS if TURNS else 1, XP, XS)
+    """Those of a group multiply, one asks for x and one for weights; after `done` tiles of other blocks."""
+    if PART < S.GROUPS:
+        _multiply(PART, ring, output, block, done, steps, S, UNPACK)
+    elif PART == S.GROUPS:
+        _fetch_x(ring, copies, block, done, steps, S)
     else:
-        _fetch_w(ring, copies, block, done, steps, BM, BN, GROUPS, TURNS, HALVES, WS, WORDS, ASYMMETRIC)
+        _fetch_w(ring, copies, block, done, steps, S)
 
 
 @gluon.jit
-def _first_row(
-    block, M, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-    TURNS: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
+def _first_row(block, M, GROUP: gl.constexpr, S: gl.constexpr):
     """A group's first row of a block, or of each of its halves."""
-    return (block // gl.cdiv(M, BM) * (1 if TURNS else GROUPS) + (0 if TURNS else GROUP)) * (
-        BN * 64 // HALVES
-    )
+    ROWS: gl.constexpr = S.ROWS // S.HALVES
+    return block // gl.cdiv(M, S.BM) * (ROWS * S.GROUPS // S.OWN) + (0 if S.TURNS else ROWS * GROUP)
 
 
 @gluon.jit
 def _multiply(
-    GROUP: gl.constexpr, ring, output, block, done, steps, J: gl.constexpr, PLANES: gl.constexpr,
-    RUNS: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, UNPACK: gl.constexpr,
-    DOT: gl.constexpr, BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
-    TURNS: gl.constexpr, SPLIT: gl.constexpr, HALVES: gl.constexpr, XP: gl.constexpr, XS: gl.constexpr,
-    WS: gl.constexpr, WORDS: gl.constexpr, PERSISTENT: gl.constexpr,
+    GROUP: gl.constexpr, ring, output, block, done, steps, S: gl.constexpr, UNPACK: gl.constexpr
 ):  # fmt: skip
     """Multiply a group's tiles as they come; write the sum, if it is the whole one or the last part of it.
 
     A plane multiplies while the next one is unpacked; of several groups, others work while one waits. ptxas
     would wait for every wgmma if several left one from one turn to the next, or if `before` began as zeros.
     """
-    x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty = ring
+    x_smem, _, _, _, x_ready, x_empty, w_ready, w_empty = ring
     BIAS, Y, PARTS, ARRIVALS, met, M, N = output
-    ROWS: gl.constexpr = BN * 64
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * BN, 1], [16, BM, 16])
+    ROWS: gl.constexpr = S.ROWS
+    BM: gl.constexpr = S.BM
+    PLANES: gl.constexpr = S.PLANES
+    STAGES: gl.constexpr = PLANES // S.XP  # of a tile
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * S.BN, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     acc = gl.zeros([ROWS, BM], gl.float32, MMA)
-    if TURNS:
-        steps = (steps + (GROUPS - 1 - GROUP)) // GROUPS  # a share of one tile leaves none
-    place = done % WS * GROUPS + GROUP
-    mbarrier.wait(w_ready.index(place), done // WS & 1, pred=steps > 0)
-    words, scales, zeros = _tile_of(w_smem, scale_smem, zero_smem, place, WORDS, ASYMMETRIC, OPERAND)
-    before = _weights_of(words, scales, zeros, 0, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
+    if S.TURNS:
+        steps = (steps + (S.GROUPS - 1 - GROUP)) // S.GROUPS  # a share of one tile leaves none
+    place = done % S.WS * S.GROUPS + GROUP
+    mbarrier.wait(w_ready.index(place), done // S.WS & 1, pred=steps > 0)
+    words, scales, zeros = _tile_of(ring, place, S, OPERAND)
+    before = _weights_of(words, scales, zeros, 0, S, UNPACK)
     for i in range(steps):
         turn = done + i
-        place = turn % WS * GROUPS + GROUP
-        mbarrier.wait(w_ready.index(place), turn // WS & 1)
-        words, scales, zeros = _tile_of(w_smem, scale_smem, zero_smem, place, WORDS, ASYMMETRIC, OPERAND)
+        place = turn % S.WS * S.GROUPS + GROUP
+        mbarrier.wait(w_ready.index(place), turn // S.WS & 1)
+        words, scales, zeros = _tile_of(ring, place, S, OPERAND)
         for p in gl.static_range(PLANES):
-            weights = _weights_of(words, scales, zeros, p, PLANES, RUNS, SCALE, ASYMMETRIC, UNPACK, DOT)
-            stage = turn * (PLANES // XP) + p // XP
-            slot, freed = stage % XS, (stage + XS - 1) % XS
-            if TURNS:
-                slot, freed = slot * GROUPS + GROUP, freed * GROUPS + GROUP
-            if GROUPS > 1 and p > 0:
+            weights = _weights_of(words, scales, zeros, p, S, UNPACK)
+            stage = turn * STAGES + p // S.XP
+            slot, freed = stage % S.XS, (stage + S.XS - 1) % S.XS
+            if S.TURNS:
+                slot, freed = slot * S.GROUPS + GROUP, freed * S.GROUPS + GROUP
+            if S.GROUPS > 1 and p > 0:
                 acc, before = warpgroup_mma_wait(0, deps=[acc, before])
-                if p % XP == 0:
+                if p % S.XP == 0:
                     mbarrier.arrive(x_empty.index(freed), count=1)
-            if p % XP == 0:
-                mbarrier.wait(x_ready.index(slot), stage // XS & 1)
-            x = x_smem.index(slot).reshape([XP * BM, J]).slice(p % XP * BM, BM).permute((1, 0))
-            acc = warpgroup_mma(weights, x, acc, is_async=True)
+            if p % S.XP == 0:
+                mbarrier.wait(x_ready.index(slot), stage // S.XS & 1)
+            x = x_smem.index(slot).reshape([S.XP * BM, S.J]).slice(p % S.XP * BM, BM)
+            acc = warpgroup_mma(weights, x.permute((1, 0)), acc, is_async=True)
             if p == 0:
                 mbarrier.arrive(w_empty.index(place), count=1)
-            if GROUPS == 1:
+            if S.GROUPS == 1:
                 acc, before = warpgroup_mma_wait(1, deps=[acc, before])  # the plane before this one is done
-                if p % XP == 0:
+                if p % S.XP == 0:
                     mbarrier.arrive(x_empty.index(freed), count=1, pred=(i > 0) | (p > 0))
             before = weights
-        if GROUPS > 1:
+        if S.GROUPS > 1:
             acc, before = warpgroup_mma_wait(0, deps=[acc, before])
             mbarrier.arrive(x_empty.index(slot), count=1)
-    if GROUPS == 1:
+    if S.GROUPS == 1:
         acc, before = warpgroup_mma_wait(0, deps=[acc, before])
-        if PERSISTENT:
-            mbarrier.arrive(x_empty.index(((done + steps) * (PLANES // XP) - 1) % XS), count=1)
-    acc *= unit_of(DOT, True)
+        if S.PERSISTENT:
+            mbarrier.arrive(x_empty.index(((done + steps) * STAGES - 1) % S.XS), count=1)
+    acc *= unit_of(S.DOT, True)
 
-    if TURNS and GROUP == 1:
+    if S.TURNS and GROUP == 1:
         met.store(acc)
         both_are_here()
     else:
         last = True
-        if TURNS:
+        if S.TURNS:
             both_are_here()
             acc += met.load(MMA)
-        if SPLIT:
-            output_block = block if TURNS else block * GROUPS + GROUP
+        if S.SPLIT:
+            output_block = block if S.TURNS else block * S.GROUPS + GROUP
             acc, last = sum_splits(acc, PARTS, ARRIVALS, output_block, MMA)
         if last:
-            first = _first_row(block, M, BM, BN, GROUP, GROUPS, TURNS, HALVES)
-            token = block % gl.cdiv(M, BM) * BM
-            if BIASED:
-                row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
-                n, half = first + row, 0
-                if HALVES == 2:
-                    n, half = first + row // 16 * 8 + row % 8, row // 8 % 2
-                bias = gl.load(BIAS + n + half * (N // HALVES), mask=n < N // HALVES, other=0.0)
-                acc += gl.expand_dims(bias.to(gl.float32), 1)
-            y = acc.to(DOT)
-            if HALVES == 2:
-                gate, up = gl.split(y.reshape([ROWS // 16, 2, 8, BM]).permute((0, 2, 3, 1)))
-                y = silu_times(gate, up, True).reshape([ROWS // 2, BM])
-            store_block(Y, y, first, token, M, N // HALVES, 4 * BN)
+            _store(acc, BIAS, Y, _first_row(block, M, GROUP, S), block % gl.cdiv(M, S.BM) * S.BM, M, N, S)
 
 
 @gluon.jit
-def _fetch_x(
-    ring, copies, block, done, steps, PLANES: gl.constexpr, BM: gl.constexpr, OWN: gl.constexpr,
-    XP: gl.constexpr, XS: gl.constexpr,
-):  # fmt: skip
+def _store(acc, BIAS, Y, first, token, M, N, S: gl.constexpr):
+    """The sums float32 [ROWS, BM] of a group, or with two halves silu(gate) * up of them."""
+    if S.BIASED:
+        row = gl.arange(0, S.ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+        n, half = first + row, 0
+        if S.HALVES == 2:
+            n, half = first + row // 16 * 8 + row % 8, row // 8 % 2
+        bias = gl.load(BIAS + n + half * (N // S.HALVES), mask=n < N // S.HALVES, other=0.0)
+        acc += gl.expand_dims(bias.to(gl.float32), 1)
+    y = acc.to(S.DOT)
+    if S.HALVES == 2:
+        gate, up = gl.split(y.reshape([S.ROWS // 16, 2, 8, S.BM]).permute((0, 2, 3, 1)))
+        y = silu_times(gate, up, True).reshape([S.ROWS // 2, S.BM])
+    store_block(Y, y, first, token, M, N // S.HALVES, 4 * S.BN)
+
+
+@gluon.jit
+def _fetch_x(ring, copies, block, done, steps, S: gl.constexpr):
     """Ask for the planes of the tokens, XP at a time, as long as there is room; for OWN groups in turn."""
-    desc, M, plane = copies[0], copies[4], copies[5] * PLANES
+    desc, M, plane = copies[0], copies[4], copies[5] * S.PLANES
     smem, ready, empty = ring[0], ring[4], ring[5]
-    STAGES: gl.constexpr = PLANES // XP  # of a tile
-    token = block % gl.cdiv(M, BM) * BM
+    STAGES: gl.constexpr = S.PLANES // S.XP  # of a tile
+    token = block % gl.cdiv(M, S.BM) * S.BM
     for i in range(steps * STAGES):
-        stage = i // (STAGES * OWN) * STAGES + i % STAGES if OWN > 1 else done * STAGES + i
-        slot = stage % XS * OWN + (i // STAGES % OWN if OWN > 1 else 0)
-        mbarrier.wait(empty.index(slot), (stage // XS - 1) & 1, pred=stage >= XS)
+        stage = done * STAGES + i
+        slot = stage % S.XS
+        if S.OWN > 1:
+            stage = i // (STAGES * S.OWN) * STAGES + i % STAGES
+            slot = stage % S.XS * S.OWN + i // STAGES % S.OWN
+        mbarrier.wait(empty.index(slot), (stage // S.XS - 1) & 1, pred=stage >= S.XS)
         mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc, [plane + i * XP, token, 0], ready.index(slot), smem.index(slot))
+        at = [plane + i * S.XP, token, 0]
+        tma.async_copy_global_to_shared(desc, at, ready.index(slot), smem.index(slot))
 
 
 @gluon.jit
-def _fetch_w(
-    ring, copies, block, done, steps, BM: gl.constexpr, BN: gl.constexpr, GROUPS: gl.constexpr,
-    TURNS: gl.constexpr, HALVES: gl.constexpr, WS: gl.constexpr, WORDS: gl.constexpr,
-    ASYMMETRIC: gl.constexpr,
-):  # fmt: skip
+def _fetch_w(ring, copies, block, done, steps, S: gl.constexpr):
     """Ask for the groups' tiles, their scales and zeros, likewise."""
-    _, w_desc, scale_desc, zero_desc, M, first = copies
-    _, w_smem, scale_smem, zero_smem, _, _, ready, empty = ring
+    M, first, empty = copies[4], copies[5], ring[7]
+    FETCHED: gl.constexpr = S.GROUPS // S.OWN  # a turn
     for i in range(steps):
-        for g in gl.static_range(1 if TURNS else GROUPS):
+        for g in gl.static_range(FETCHED):
             turn = done + i
-            slot = turn % WS * GROUPS + g
-            if TURNS:
-                turn = i // GROUPS
-                slot = turn % WS * GROUPS + i % GROUPS
-            mbarrier.wait(empty.index(slot), (turn // WS - 1) & 1, pred=turn >= WS)
-            row = _first_row(block, M, BM, BN, g, GROUPS, TURNS, HALVES)
-            _fetch_tile(
-                w_desc, scale_desc, zero_desc, w_smem, scale_smem, zero_smem, ready.index(slot), slot, row,
-                first + i, WORDS, ASYMMETRIC,
-            )  # fmt: skip
+            slot = turn % S.WS * S.GROUPS + g
+            if S.TURNS:
+                turn = i // S.GROUPS
+                slot = turn % S.WS * S.GROUPS + i % S.GROUPS
+            mbarrier.wait(empty.index(slot), (turn // S.WS - 1) & 1, pred=turn >= S.WS)
+            _fetch_tile(ring, copies, slot, _first_row(block, M, g, S), first + i, S)
 
 
 def fits(x: Tensor, weight: TiledWeight) -> bool:
@@ -409,17 +409,18 @@ def wide_gemm(
     splits = triton.cdiv(tiles, share)
     part = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
     each, halves = plan.group_blocks, 2 if gated else 1
-    of_all, of_group = registers(plan)
     persistent = plan.persistent > 0 and splits == 1
     room = plan.persistent * multiprocessors(x.device) if persistent else outputs
+    sizes = _Sizes(
+        words, layout["PLANES"], layout["RUNS"], layout["SCALE"], layout["ASYMMETRIC"], DTYPES[x.dtype],
+        bias is not None, plan.tokens, each, plan.groups, plan.turns, splits > 1, halves, plan.x_planes,
+        plan.x_stages, plan.w_stages, persistent,
+    )  # fmt: skip
+    of_all, of_group = registers(plan)
     _wide[(min(room, outputs), splits)](
-        of_planes(x, plan.x_planes, plan.tokens, words), *of_tiles(weight, each, halves), bias,
-        y, torch.empty(part, device=x.device), weight.arrivals, x.shape[0], weight.out_features, outputs,
-        tiles, share, J=words, PLANES=layout["PLANES"], RUNS=layout["RUNS"], SCALE=layout["SCALE"],
-        ASYMMETRIC=layout["ASYMMETRIC"], UNPACK=layout["UNPACK"], DOT=DTYPES[x.dtype],
-        BIASED=bias is not None, BM=plan.tokens, BN=each, GROUPS=plan.groups, TURNS=plan.turns,
-        SPLIT=splits > 1, HALVES=halves, XP=plan.x_planes, XS=plan.x_stages, WS=plan.w_stages,
-        PERSISTENT=persistent,
+        of_planes(x, plan.x_planes, plan.tokens, words), *of_tiles(weight, each, halves), bias, y,
+        torch.empty(part, device=x.device), weight.arrivals, x.shape[0], weight.out_features, outputs, tiles,
+        share, S=sizes, UNPACK=layout["UNPACK"],
         WARPS=(4 * each,) * (plan.groups - 1) + (1, 1), REGISTERS=(of_group,) * (plan.groups - 1) + (24, 24),
         num_warps=4 * each, maxnreg=of_all, launch_pdl=True,
     )  # fmt: skip
