@@ -34,16 +34,17 @@ for scheme, bits, tokens in (("w4a16", 4, 16), ("w8a16", 8, 32)):
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), BF16)
     kernel.linear_silu(torch.empty(tokens, 1024, dtype=BF16), tensors, None, scheme)
 for scheme, symmetric, group, dtype, plan in (
-    ("w4a16", False, 128, BF16, (256, 2, 1, 1, 4, 3)), ("w8a16", True, 128, BF16, (128, 1, 2, 2, 3, 3)),
+    ("w4a16", False, 128, BF16, (256, 2, 1, 1, 4, 2, 1, 1)), ("w8a16", True, 128, BF16, (128, 1, 2, 2, 3, 3)),
     ("w4a16", False, 32, FP16, (64, 1, 1, 2, 3, 3)), ("w4a16", False, 128, BF16, (64, 4, 1, 2, 3, 4, 4)),
     ("w4a16", False, 128, BF16, (128, 1, 2, 2, 2, 2, 2)),
 ):
     weight = random_weight(128, 1024, int(scheme[1]), group, symmetric=symmetric, dtype=dtype)
-    x, y = torch.empty(300, 1024, dtype=dtype), torch.empty(300, 128, dtype=dtype)
-    scheme = WEIGHT_SCHEMES[scheme]
+    scheme, plan = WEIGHT_SCHEMES[scheme], tile_plans.WidePlan(*plan)
+    gated = bool(plan.persistent or plan.blocks == 4)
+    x, y = torch.empty(300, 1024, dtype=dtype), torch.empty(300, 128 // (1 + gated), dtype=dtype)
     tensors = TiledWeight(*scheme.prepare(weight, torch.device("cpu"), dtype))
     layout = kernel._layout(tensors, scheme.bits, scheme.unpacker())
-    hopper_kernel.wide_gemm(x, tensors, None, y, layout, tile_plans.WidePlan(*plan))
+    hopper_kernel.wide_gemm(x, tensors, None, y, layout, plan, gated)
 for plan in ((128, 256, 1, 4), (64, 128, 2, 6)):
     x = QuantizedTokens(torch.empty(300, 1024, dtype=torch.int8), torch.empty(300), BF16)
     weight = torch.empty(128, 1024, dtype=torch.int8), torch.empty(128), torch.zeros(128, dtype=torch.int32)
