@@ -1,6 +1,7 @@
 """Shared test settings. Where there is no GPU `gpu` tests skip, and Triton runs in its interpreter, or with
 QRT_TEST_PTX what it compiles is executed (tests/ptx): `some` tests, those marked `ptx`, or `all`."""
 
+import gc
 import logging
 import os
 
@@ -31,6 +32,11 @@ def pytest_collection_modifyitems(config, items):
         executed = PTX and PTX_SM == 90 and _is_small(item)
         if item.get_closest_marker("gpu") and not GPU and not executed:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """What is there before the first test stays: no need to look through all of it for garbage, each time."""
+    gc.freeze()
 
 
 def _is_small(item):
