@@ -4,6 +4,8 @@ The interpreter accepts much that the compiler refuses. Whether a kernel is inte
 module is imported, so `compiled` works in a process of its own.
 """
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -25,18 +27,26 @@ def compiled(code: str, capability: int = 90) -> dict[str, int]:
 
 
 def _main(capability: int, code: str) -> None:
+    import triton
+
     from ptx.launch import compile_only
 
     seen: dict[str, set] = {}
+    log = io.StringIO()
 
     def compiled(function, kernel, grid, arguments):
         assert kernel.asm["cubin"]
         if kernel.hash not in seen.get(function.__name__, ()) and "wgmma" in kernel.asm["ptx"]:
-            assert "serialized" not in (said := _ptxas(kernel.asm["ptx"], capability)), said
+            said = log.getvalue() or _ptxas(kernel.asm["ptx"], capability)  # compiled just now, or earlier
+            assert "serialized" not in said, said
         seen.setdefault(function.__name__, set()).add(kernel.hash)
+        log.seek(0)
+        log.truncate()
 
+    triton.knobs.nvidia.dump_ptxas_log = True
     compile_only(capability, compiled)
-    exec(code, {})
+    with contextlib.redirect_stdout(log):
+        exec(code, {})
     print(json.dumps({name: len(variants) for name, variants in seen.items()}))
 
 
