@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -26,6 +27,7 @@ def bits_of(kind: str) -> int:
     return int(re.search(r"\d+", kind).group()) * (2 if kind.endswith("x2") else 1)
 
 
+@cache  # asked for every operand of every launch
 def dtype_of(kind: str) -> np.dtype:
     """Of an operand of this type; 16-bit floats are their bits."""
     if kind == "pred":
