@@ -3,7 +3,8 @@
 
 def hasten():
     """Replace the functions of triton.language once for a launch and module: at every call of a device
-    function the interpreter looks for all of them anew, half of its time, to find them replaced."""
+    function the interpreter looks for all of them anew, half of its time, to find them replaced. And look up
+    a type's numpy type, for which it would make a table of all each time."""
     from triton.runtime import interpreter  # which settles whether triton's own functions are interpreted
 
     replace, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
@@ -20,5 +21,14 @@ def hasten():
         done.clear()
         restore(scope)
 
+    numpy_type, types = interpreter._get_np_dtype, {}
+
+    def known_numpy_type(type):
+        name = type.scalar.name
+        if name not in types:
+            types[name] = numpy_type(type)
+        return types[name]
+
     interpreter._patch_lang = replace_once
     interpreter._LangPatchScope.restore = restore_all
+    interpreter._get_np_dtype = known_numpy_type
