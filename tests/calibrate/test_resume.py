@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from select import select
 
 import pytest
 import torch
@@ -13,10 +14,18 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from tiny_models import altered
 
-CODE = (
-    "import sys, torch; torch.set_num_threads(1)\n"
-    "from qrt_calibrate.cli import main; sys.exit(main(sys.argv[1:]))"
-)
+CODE = """
+import os, sys, torch
+from qrt_calibrate import cli, pipeline  # once, which takes longer than to calibrate
+
+torch.set_num_threads(1)
+for _ in sys.stdin:
+    if not (child := os.fork()):
+        os._exit(cli.main(sys.argv[1:]))
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("gone", flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +52,18 @@ def finished(folder):
 def test_kill_at_three_moments(deep, calib, tmp_path):
     assert run(deep, calib, tmp_path / "whole") == 0
     partial = tmp_path / "out.partial"
-    for moment, delay in ((1, 0.0), (2, 0.07), (4, 0.15)):
-        command = [sys.executable, "-c", CODE, *words(deep, calib, tmp_path / "out")]
-        running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        while finished(partial) < moment and running.poll() is None:
-            time.sleep(0.005)
-        time.sleep(delay)
-        os.kill(running.pid, signal.SIGKILL)
-        running.wait()
-        assert not (tmp_path / "out").exists() and finished(partial) >= moment
+    command = [sys.executable, "-c", CODE, *words(deep, calib, tmp_path / "out")]
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, stderr=subprocess.DEVNULL, text=True, bufsize=1) as runs:
+        for moment, delay in ((1, 0.0), (2, 0.07), (4, 0.15)):
+            runs.stdin.write("once more\n")
+            running = int(runs.stdout.readline())
+            while finished(partial) < moment and not select([runs.stdout], [], [], 0.005)[0]:
+                pass  # until there are so many, or it is gone
+            time.sleep(delay)
+            os.kill(running, signal.SIGKILL)
+            assert runs.stdout.readline() == "gone\n"
+            assert not (tmp_path / "out").exists() and finished(partial) >= moment
     assert run(deep, calib, tmp_path / "out") == 0
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "out").iterdir())
