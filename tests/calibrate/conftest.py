@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from qrt_calibrate.text import read_texts
 from tiny_models import random_checkpoint
 
 
@@ -46,3 +47,9 @@ def calib(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "calib.txt"
     path.write_text(inspect.getsource(argparse))
     return path
+
+
+@pytest.fixture(scope="session")
+def default_text():
+    """The text that calibration reads unless it is given one, and its name: Python is parsed for it."""
+    return read_texts(None, None)

@@ -26,8 +26,8 @@ def test_docstrings_in_order_and_without_tests(tmp_path):
     assert list(docstrings(root)) == wanted
 
 
-def test_default_text_is_long_and_not_the_evaluation_text():
-    texts, name = read_texts(None, None)
+def test_default_text_is_long_and_not_the_evaluation_text(default_text):
+    texts, name = default_text
     text = "\n\n".join(texts)
     assert name == "python-docstrings" and len(text) > 1_000_000
     assert "Orthogonal projection" not in text and inspect.getdoc(textwrap.dedent) in text

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outliers import make_hard
 from qrt.assets import model_path
 from qrt_calibrate import cli
-from qrt_calibrate.text import read_texts
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 TINY = model_path("tiny")
@@ -46,10 +45,10 @@ def exact():
 
 
 @pytest.fixture(scope="module")
-def some_text(tmp_path_factory):
+def some_text(default_text, tmp_path_factory):
     """An eighth of the default text, from all over it: of which few windows are used."""
     path = tmp_path_factory.mktemp("text") / "docstrings.txt"
-    path.write_text("\n\n".join(read_texts(None, None)[0][::8]))
+    path.write_text("\n\n".join(default_text[0][::8]))
     return path
 
 
