@@ -7,7 +7,8 @@ for tiles before the previous kernel is done (programmatic dependent launch). Wh
 warps, or several that do not wait for each other: with row blocks of their own they share the tokens, with
 one row block they take its tiles in turn. The scale goes into the weight, rounded to the dtype of the product
 as a dequantized weight is, and one accumulator takes all of K; where it is split, the last program of an
-output block to arrive adds the partial sums in order.
+output block to arrive adds the partial sums in order. Where one program fills an SM it can take blocks in
+turn: its copies run ahead into the next one while it stores. A gate and its up meet in one thread.
 Layout: quant/weight/tiles.py.
 """
 
