@@ -232,17 +232,10 @@ def default_stride(seqlen: int) -> int:
 class Tokens:
     """A text's token ids, and where in the text each begins and ends."""
 
-    _last: ClassVar[dict[tuple[str, str], Any]] = {}  # encoded: a baseline reads what the model does
-
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        key = tokenizer.hf.backend_tokenizer.to_str(), text
-        if key not in self._last:
-            encoded = tokenizer.hf(text, return_offsets_mapping=True, verbose=False)
-            self._last.clear()
-            self._last[key] = encoded["input_ids"], encoded["offset_mapping"]
-        self.ids: list[int]
-        self._offsets: list[tuple[int, int]]
-        self.ids, self._offsets = self._last[key]
+        encoded = tokenizer.hf(text, return_offsets_mapping=True, verbose=False)
+        self.ids: list[int] = encoded["input_ids"]
+        self._offsets: list[tuple[int, int]] = encoded["offset_mapping"]
         self._text = text
 
     def window(self, start: int, end: int, first: int, begin: int | None = None) -> Window:
