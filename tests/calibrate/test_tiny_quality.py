@@ -45,20 +45,20 @@ def exact():
 
 
 @pytest.fixture(scope="module")
-def some_text(default_text, tmp_path_factory):
-    """An eighth of the default text, from all over it: of which few windows are used."""
+def text_file(default_text, tmp_path_factory):
+    """The default text, so that it is collected once."""
     path = tmp_path_factory.mktemp("text") / "docstrings.txt"
-    path.write_text("\n\n".join(default_text[0][::8]))
+    path.write_text("\n\n".join(default_text[0]))
     return path
 
 
 @pytest.fixture(scope="module")
-def cost(exact, some_text, tmp_path_factory):
+def cost(exact, text_file, tmp_path_factory):
     """cost(model, "--bits", "4", ...) -> relative growth of the perplexity."""
 
     def measure(model, *flags, samples=16):
         out = tmp_path_factory.mktemp("out") / "quantized"
-        text = ["--calib", some_text, "--n-samples", samples, "--eval-samples", 0]
+        text = ["--calib", text_file, "--n-samples", samples, "--eval-samples", 0]
         words = ["--model", model, "--out", out, *text, *flags]
         assert cli.main([str(word) for word in words]) == 0
         return perplexity(out) / exact - 1

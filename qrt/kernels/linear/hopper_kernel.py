@@ -8,7 +8,7 @@ warps, or several that do not wait for each other: with row blocks of their own 
 one row block they take its tiles in turn. The scale goes into the weight, rounded to the dtype of the product
 as a dequantized weight is, and one accumulator takes all of K; where it is split, the last program of an
 output block to arrive adds the partial sums in order. Where one program fills an SM it can take blocks in
-turn: its copies run ahead into the next one while it stores. A gate and its up meet in one thread.
+turn: its copies run ahead into the next one while it stores.
 Layout: quant/weight/tiles.py.
 """
 
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,28 +37,15 @@ from qrt.kernels.linear.device import (
     both_are_here,
     of_planes,
     of_tiles,
-    scale_of_run,
     signals,
     store_block,
     sum_splits,
 )
+from qrt.kernels.linear.hopper_tile_kernel import fetch_tile, tile_of, weights_of
 from qrt.kernels.linear.tile_plans import WidePlan, registers
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TiledWeight
-
-
-@triton.jit
-def _times(plane, scale, DTYPE: tl.constexpr):
-    """plane * scale in the 16-bit DTYPE, two at a time."""
-    if DTYPE == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "mul.bf16x2 $0, $1, $2;", "=r,r,r", [plane, scale], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "mul.f16x2 $0, $1, $2;", "=r,r,r", [plane, scale], dtype=tl.float16, is_pure=True, pack=2
-        )
 
 
 @dataclass(frozen=True)
@@ -98,90 +84,6 @@ class _Sizes:
     def ROWS(self) -> int:
         """Of a group."""
         return self.BN * 64
-
-
-@gluon.jit
-def _weights_of(words, scales, zeros, PLANE: gl.constexpr, S: gl.constexpr, UNPACK: gl.constexpr):
-    """A plane of `words` [ROWS, J] as weights in DOT, rounded once; times `unit_of` they are weights."""
-    RUN: gl.constexpr = PLANE * S.RUNS // S.PLANES
-    if S.SCALE == gl.bfloat16 and S.DOT == gl.bfloat16 and not S.ASYMMETRIC:
-        pair = (scales[RUN // 2] >> (RUN % 2 * 16)) & 0xFFFF
-        return UNPACK(words, 0, PLANE, S.DOT, True, gl.expand_dims(pair * 0x10001, 1))
-    if S.ASYMMETRIC:
-        plane = UNPACK(words, gl.expand_dims((zeros << (24 - 8 * RUN)) >> 24, 1), PLANE, S.DOT, True)
-    else:
-        plane = UNPACK(words, 0, PLANE, S.DOT, True)
-    scale = gl.expand_dims(scale_of_run(scales, RUN, S.SCALE), 1)
-    if S.SCALE == S.DOT:
-        return _times(plane, scale, S.DOT)
-    else:
-        return (plane.to(gl.float32) * scale.to(gl.float32)).to(S.DOT)
-
-
-@gluon.jit
-def _fetch_tile(ring, copies, slot, row, tile, S: gl.constexpr):
-    """Start the copy of a tile of some rows, from `row` on of each half, into a slot."""
-    _, w_smem, scale_smem, zero_smem, _, _, ready, _ = ring
-    _, w_desc, scale_desc, zero_desc, _, _ = copies
-    arrived, block, inside = ready.index(slot), row // 64, row % 64
-    WORDS: gl.constexpr = S.WORDS
-    FACTS: gl.constexpr = WORDS + S.ASYMMETRIC  # of a row: its scales, its zeros
-    mbarrier.expect(arrived, w_desc.block_type.nbytes + FACTS * scale_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(w_desc, [0, block, tile * 64 + inside, 0], arrived, w_smem.index(slot))
-    for w in gl.static_range(WORDS):
-        place = (tile * WORDS + w) * 64 + inside
-        tma.async_copy_global_to_shared(
-            scale_desc, [0, block, place], arrived, scale_smem.index(slot * WORDS + w)
-        )
-    if S.ASYMMETRIC:
-        place = tile * 64 + inside
-        tma.async_copy_global_to_shared(zero_desc, [0, block, place], arrived, zero_smem.index(slot))
-
-
-@gluon.constexpr_function
-def _by_eights(OPERAND, J):
-    """The layout of words [2, ROWS / 16, 8, J] that are the operand's [ROWS, J], eight rows of each half by
-    turns: a thread then has both halves of a column."""
-    warps = OPERAND.parent.warps_per_cta[0]
-    words = [[0, 0, 0, 8 << i] for i in range((J // 8).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [1, 0, 0, 0], *words],
-        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
-        [[0, 1 << i, 0, 0] for i in range(warps.bit_length() - 1)], [], [2, warps, 8, J],
-    )  # fmt: skip
-
-
-@gluon.jit
-def _tile_of(ring, slot, S: gl.constexpr, OPERAND: gl.constexpr):
-    """What `_fetch_tile` has brought: words [ROWS, J], scales (WORDS of int32 [ROWS]), zeros [ROWS]; without
-    zeros the first of the scales stands there."""
-    _, w_smem, scale_smem, zero_smem, _, _, _, _ = ring
-    if S.HALVES == 2:
-        PAIRED: gl.constexpr = _by_eights(OPERAND, S.J)
-        pairs = w_smem.index(slot).reshape([2, S.ROWS // 16, 8, S.J]).load(PAIRED)
-        words = gl.convert_layout(pairs.permute((1, 0, 2, 3)).reshape([S.ROWS, S.J]), OPERAND)
-    else:
-        words = w_smem.index(slot).reshape([S.ROWS, S.J]).load(OPERAND)
-    WORDS: gl.constexpr = S.WORDS
-    scales = ()
-    for w in gl.static_range(WORDS):
-        scales = scales + (_row_words(scale_smem.index(slot * WORDS + w), S, OPERAND),)
-    zeros = scales[0]
-    if S.ASYMMETRIC:
-        zeros = _row_words(zero_smem.index(slot), S, OPERAND)
-    return words, scales, zeros
-
-
-@gluon.jit
-def _row_words(smem, S: gl.constexpr, OPERAND: gl.constexpr):
-    """An int32 of each of the operand's rows, from smem [halves, .., rows]."""
-    ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
-    if S.HALVES == 2:
-        PAIRED: gl.constexpr = gl.SliceLayout(3, _by_eights(OPERAND, S.J))
-        pairs = smem.reshape([2, S.ROWS // 16, 8]).load(PAIRED)
-        return gl.convert_layout(pairs.permute((1, 0, 2)).reshape([S.ROWS]), ROW)
-    else:
-        return smem.reshape([S.ROWS]).load(ROW)
 
 
 @gluon.jit(do_not_specialize=["M", "share"])
@@ -289,15 +191,15 @@ def _multiply(
         steps = (steps + (S.GROUPS - 1 - GROUP)) // S.GROUPS  # a share of one tile leaves none
     place = done % S.WS * S.GROUPS + GROUP
     mbarrier.wait(w_ready.index(place), done // S.WS & 1, pred=steps > 0)
-    words, scales, zeros = _tile_of(ring, place, S, OPERAND)
-    before = _weights_of(words, scales, zeros, 0, S, UNPACK)
+    words, scales, zeros = tile_of(ring, place, S, OPERAND)
+    before = weights_of(words, scales, zeros, 0, S, UNPACK)
     for i in range(steps):
         turn = done + i
         place = turn % S.WS * S.GROUPS + GROUP
         mbarrier.wait(w_ready.index(place), turn // S.WS & 1)
-        words, scales, zeros = _tile_of(ring, place, S, OPERAND)
+        words, scales, zeros = tile_of(ring, place, S, OPERAND)
         for p in gl.static_range(PLANES):
-            weights = _weights_of(words, scales, zeros, p, S, UNPACK)
+            weights = weights_of(words, scales, zeros, p, S, UNPACK)
             stage = turn * STAGES + p // S.XP
             slot, freed = stage % S.XS, (stage + S.XS - 1) % S.XS
             if S.TURNS:
@@ -390,7 +292,7 @@ def _fetch_w(ring, copies, block, done, steps, S: gl.constexpr):
                 turn = i // S.GROUPS
                 slot = turn % S.WS * S.GROUPS + i % S.GROUPS
             mbarrier.wait(empty.index(slot), (turn // S.WS - 1) & 1, pred=turn >= S.WS)
-            _fetch_tile(ring, copies, slot, _first_row(block, M, g, S), first + i, S)
+            fetch_tile(ring, copies, slot, _first_row(block, M, g, S), first + i, S)
 
 
 def fits(x: Tensor, weight: TiledWeight) -> bool:

@@ -201,8 +201,7 @@ def tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, un
 
 
 def gated_tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int, unpack: Any) -> Tensor:
-    """`silu_mul` of `tile_gemm`, [T, N / 2], the same bits; in one kernel where its blocks are as wide as two
-    row blocks."""
+    """`silu_mul` of `tile_gemm`, [T, N / 2], the same bits; in one kernel by a plan that `gates`."""
     chosen, n = _chosen(x, weight, bits), weight.out_features
     gates = chosen is not None and chosen.gates and n % (2 * TILE_ROWS) == 0 and x.shape[0] > 0
     if not gates or digits_kernel.fits(x, weight, bits):

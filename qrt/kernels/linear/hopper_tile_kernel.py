@@ -1,0 +1,114 @@
+"""A tile of a quantized weight on its way to Hopper's tensor cores, in Gluon: brought by the copy engine
+(TMA), loaded as the register operand, unpacked plane by plane.
+
+Everywhere `ring` and `copies` are what `hopper_kernel` has in shared memory and brings there, S its sizes. A
+tile of a gate and its up has as many rows of both, by eights in turn: a thread then has both of a column.
+Layout: quant/weight/tiles.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from qrt.kernels.linear.device import scale_of_run
+
+
+@gluon.jit
+def fetch_tile(ring, copies, slot, row, tile, S: gl.constexpr):
+    """Start the copy of a tile of some rows, from `row` on of each half, into a slot."""
+    _, w_smem, scale_smem, zero_smem, _, _, ready, _ = ring
+    _, w_desc, scale_desc, zero_desc, _, _ = copies
+    arrived, block, inside = ready.index(slot), row // 64, row % 64
+    WORDS: gl.constexpr = S.WORDS
+    FACTS: gl.constexpr = WORDS + S.ASYMMETRIC  # of a row: its scales, its zeros
+    mbarrier.expect(arrived, w_desc.block_type.nbytes + FACTS * scale_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(w_desc, [0, block, tile * 64 + inside, 0], arrived, w_smem.index(slot))
+    for w in gl.static_range(WORDS):
+        place = (tile * WORDS + w) * 64 + inside
+        tma.async_copy_global_to_shared(
+            scale_desc, [0, block, place], arrived, scale_smem.index(slot * WORDS + w)
+        )
+    if S.ASYMMETRIC:
+        place = tile * 64 + inside
+        tma.async_copy_global_to_shared(zero_desc, [0, block, place], arrived, zero_smem.index(slot))
+
+
+@gluon.constexpr_function
+def _by_eights(OPERAND, J):
+    """The layout of words [2, ROWS / 16, 8, J] that are the operand's [ROWS, J], eight rows of each half by
+    turns: a thread then has both halves of a column."""
+    warps = OPERAND.parent.warps_per_cta[0]
+    words = [[0, 0, 0, 8 << i] for i in range((J // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [1, 0, 0, 0], *words],
+        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
+        [[0, 1 << i, 0, 0] for i in range(warps.bit_length() - 1)], [], [2, warps, 8, J],
+    )  # fmt: skip
+
+
+@gluon.jit
+def tile_of(ring, slot, S: gl.constexpr, OPERAND: gl.constexpr):
+    """What `fetch_tile` has brought: words [ROWS, J], scales (WORDS of int32 [ROWS]), zeros [ROWS]; without
+    zeros the first of the scales stands there."""
+    _, w_smem, scale_smem, zero_smem, _, _, _, _ = ring
+    if S.HALVES == 2:
+        PAIRED: gl.constexpr = _by_eights(OPERAND, S.J)
+        pairs = w_smem.index(slot).reshape([2, S.ROWS // 16, 8, S.J]).load(PAIRED)
+        words = gl.convert_layout(pairs.permute((1, 0, 2, 3)).reshape([S.ROWS, S.J]), OPERAND)
+    else:
+        words = w_smem.index(slot).reshape([S.ROWS, S.J]).load(OPERAND)
+    WORDS: gl.constexpr = S.WORDS
+    scales = ()
+    for w in gl.static_range(WORDS):
+        scales = scales + (_row_words(scale_smem.index(slot * WORDS + w), S, OPERAND),)
+    zeros = scales[0]
+    if S.ASYMMETRIC:
+        zeros = _row_words(zero_smem.index(slot), S, OPERAND)
+    return words, scales, zeros
+
+
+@gluon.jit
+def _row_words(smem, S: gl.constexpr, OPERAND: gl.constexpr):
+    """An int32 of each of the operand's rows, from smem [halves, .., rows]."""
+    ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
+    if S.HALVES == 2:
+        PAIRED: gl.constexpr = gl.SliceLayout(3, _by_eights(OPERAND, S.J))
+        pairs = smem.reshape([2, S.ROWS // 16, 8]).load(PAIRED)
+        return gl.convert_layout(pairs.permute((1, 0, 2)).reshape([S.ROWS]), ROW)
+    else:
+        return smem.reshape([S.ROWS]).load(ROW)
+
+
+@triton.jit
+def _times(plane, scale, DTYPE: tl.constexpr):
+    """plane * scale in the 16-bit DTYPE, two at a time."""
+    if DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "mul.bf16x2 $0, $1, $2;", "=r,r,r", [plane, scale], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.f16x2 $0, $1, $2;", "=r,r,r", [plane, scale], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
+def weights_of(words, scales, zeros, PLANE: gl.constexpr, S: gl.constexpr, UNPACK: gl.constexpr):
+    """A plane of `words` [ROWS, J] as weights in DOT, rounded once; times `unit_of` they are weights."""
+    RUN: gl.constexpr = PLANE * S.RUNS // S.PLANES
+    if S.SCALE == gl.bfloat16 and S.DOT == gl.bfloat16 and not S.ASYMMETRIC:
+        pair = (scales[RUN // 2] >> (RUN % 2 * 16)) & 0xFFFF
+        return UNPACK(words, 0, PLANE, S.DOT, True, gl.expand_dims(pair * 0x10001, 1))
+    if S.ASYMMETRIC:
+        plane = UNPACK(words, gl.expand_dims((zeros << (24 - 8 * RUN)) >> 24, 1), PLANE, S.DOT, True)
+    else:
+        plane = UNPACK(words, 0, PLANE, S.DOT, True)
+    scale = gl.expand_dims(scale_of_run(scales, RUN, S.SCALE), 1)
+    if S.SCALE == S.DOT:
+        return _times(plane, scale, S.DOT)
+    else:
+        return (plane.to(gl.float32) * scale.to(gl.float32)).to(S.DOT)
