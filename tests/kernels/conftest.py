@@ -25,7 +25,8 @@ def copies(request, monkeypatch):
 
 
 @pytest.fixture
-def two_sms(monkeypatch):
-    """Of a GPU, so that few blocks are taken in turn."""
+def small_gpu(monkeypatch):
+    """Two SMs and panels of two token blocks: few blocks are taken in turn, and a panel can be ragged."""
     for kernel in hopper_int8_kernel, hopper_kernel:
         monkeypatch.setattr(kernel, "multiprocessors", lambda device: 2)
+        monkeypatch.setattr(kernel, "PANEL", 2)

@@ -30,7 +30,7 @@ def named(plan):
 
 
 @pytest.mark.ptx(tokens=[70, 131, 16])
-@pytest.mark.usefixtures("copies", "two_sms")
+@pytest.mark.usefixtures("copies", "small_gpu")
 @pytest.mark.parametrize("tokens, plan", [
     (5, (8, 32, 128, 4, 4, 4)), (33, (64, 64, 256, 2, 4, 4)), (101, (64, 64, 128, 4, 4, 4)),
     (131, (128, 64, 128, 2, 4, 4)), (259, (128, 128, 128, 1, 8, 3)), (131, (128, 256, 1, 4)),
@@ -85,7 +85,7 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
 
 
 @pytest.mark.ptx(tokens=[7, 129], dtype=HALF[1:], width=[300])
-@pytest.mark.usefixtures("two_sms")
+@pytest.mark.usefixtures("small_gpu")
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("tokens, plan", [
     (0, (128, 256, 1, 4)), (1, None), (7, (16, 256, 1, 4)), (128, (128, 256, 1, 4)), (129, (128, 256, 1, 4)),

@@ -32,7 +32,7 @@ def test_sizes_of_users(device, scheme, symmetric, n, k):
     )
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
     matrix = weight.dequantize().T
-    for tokens in (1, 2, 7, 16, 33, 64, 65, 128, 129, 301, 1001, 4096):
+    for tokens in (1, 2, 7, 16, 33, 64, 65, 128, 129, 301, 1001, 4096, 9001):
         x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
         if scheme == "w8a8":
             codes, scale = affine.quantize_tokens(x)

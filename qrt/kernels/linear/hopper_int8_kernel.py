@@ -26,19 +26,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.linear.device import aligned, of_tokens, of_weight, store_block, sum_splits
+from qrt.kernels.linear.order_kernel import in_panels
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.tokens import QuantizedTokens
 
 SWIZZLED = {rank: gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)}
 INPUTS = 128  # of K a stage: one row of swizzled shared memory
 MOST_EXCHANGED = gl.constexpr(8 * 32 << 10)  # bits of a block that threads exchange at once
-GROUP = 32  # token blocks that share a block of weights before the next one
+PANEL = 16  # token blocks
 
 
 @gluon.jit(do_not_specialize=["M", "share"])
 def _hopper_int8(
     a_desc, b_desc, TOKEN_SCALES, SCALES, BIAS, Y, PARTS, ARRIVALS, M, N, steps_of_k, share,
-    BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, PANEL: gl.constexpr,
     SPLIT: gl.constexpr, SHARES: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
     PERSISTENT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -54,7 +55,7 @@ def _hopper_int8(
     first = gl.program_id(1) * share
     steps = gl.minimum(share, steps_of_k - first)
     block = gl.program_id(0)
-    token, output = _place_of(block, M, N, BM, BN, ROWS, GROUP)
+    token, output = _place_of(block, M, N, BM, BN, ROWS, PANEL)
 
     a_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BM, BK], a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.int8, [STAGES, HALVES, ROWS, BK], b_desc.layout)
@@ -74,7 +75,7 @@ def _hopper_int8(
         blocks, done = gl.cdiv(M, BM) * gl.cdiv(N, BN), 0
         while block < blocks:
             after = block + gl.num_programs(0)
-            next_token, next_output = _place_of(after, M, N, BM, BN, ROWS, GROUP)
+            next_token, next_output = _place_of(after, M, N, BM, BN, ROWS, PANEL)
             follows = next_token, next_output, after < blocks
             acc = _multiply(operands, token, output, first, steps, done, follows, STAGES, True, MMA)
             _store(acc, TOKEN_SCALES, SCALES, BIAS, Y, output, token, M, N, BIASED, HALVES, num_warps)
@@ -89,16 +90,10 @@ def _hopper_int8(
 
 
 @gluon.jit
-def _place_of(
-    block, M, N, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
+def _place_of(block, M, N, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, PANEL: gl.constexpr):
     """The first token and output of a block."""
-    token_blocks = gl.cdiv(M, BM)
-    group_size = GROUP * gl.cdiv(N, BN)
-    group = block // group_size
-    width = gl.minimum(token_blocks - group * GROUP, GROUP)
-    place = block % group_size
-    return (group * GROUP + place % width) * BM, place // width * ROWS
+    token, row = in_panels(block, gl.cdiv(M, BM), gl.cdiv(N, BN), PANEL)
+    return token * BM, row * ROWS
 
 
 @gluon.jit
@@ -238,6 +233,6 @@ def hopper_int8_gemm(
         of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3]),
         x.scale, scale, bias, y, torch.empty(part, dtype=torch.int32, device=codes.device), arrivals,
         tokens, n, steps, share, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS,
-        GROUP=GROUP, SPLIT=splits > 1, SHARES=shares, STAGES=plan.stages, HALVES=halves,
+        PANEL=PANEL, SPLIT=splits > 1, SHARES=shares, STAGES=plan.stages, HALVES=halves,
         PERSISTENT=persistent, num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
     )  # fmt: skip

@@ -42,10 +42,13 @@ from qrt.kernels.linear.device import (
     sum_splits,
 )
 from qrt.kernels.linear.hopper_tile_kernel import fetch_tile, tile_of, weights_of
+from qrt.kernels.linear.order_kernel import in_panels
 from qrt.kernels.linear.tile_plans import WidePlan, registers
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TiledWeight
+
+PANEL = 4  # token blocks, where programs take blocks in turn
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class _Sizes:
     XS: int
     WS: int
     PERSISTENT: bool
+    PANEL: int
 
     @property
     def WORDS(self) -> int:
@@ -143,35 +147,41 @@ def _part(
     if S.PERSISTENT:
         done = 0
         for block in range(gl.program_id(0), blocks, gl.num_programs(0)):
-            _part_of_block(PART, ring, output, copies, block, done, steps, S, UNPACK)
+            _part_of_block(PART, ring, output, copies, block, blocks, done, steps, S, UNPACK)
             done += steps
     else:
-        _part_of_block(PART, ring, output, copies, gl.program_id(0), 0, steps, S, UNPACK)
+        _part_of_block(PART, ring, output, copies, gl.program_id(0), blocks, 0, steps, S, UNPACK)
 
 
 @gluon.jit
 def _part_of_block(
-    PART: gl.constexpr, ring, output, copies, block, done, steps, S: gl.constexpr, UNPACK: gl.constexpr
+    PART: gl.constexpr, ring, output, copies, block, blocks, done, steps, S: gl.constexpr,
+    UNPACK: gl.constexpr,
 ):  # fmt: skip
     """Those of a group multiply, one asks for x and one for weights; after `done` tiles of other blocks."""
-    if PART < S.GROUPS:
-        _multiply(PART, ring, output, block, done, steps, S, UNPACK)
-    elif PART == S.GROUPS:
-        _fetch_x(ring, copies, block, done, steps, S)
+    token_blocks = gl.cdiv(copies[4], S.BM)
+    if S.PERSISTENT:
+        token, row = in_panels(block, token_blocks, blocks // token_blocks, S.PANEL)
     else:
-        _fetch_w(ring, copies, block, done, steps, S)
+        token, row = block % token_blocks, block // token_blocks
+    if PART < S.GROUPS:
+        _multiply(PART, ring, output, (block, token, row), done, steps, S, UNPACK)
+    elif PART == S.GROUPS:
+        _fetch_x(ring, copies, token, done, steps, S)
+    else:
+        _fetch_w(ring, copies, row, done, steps, S)
 
 
 @gluon.jit
-def _first_row(block, M, GROUP: gl.constexpr, S: gl.constexpr):
-    """A group's first row of a block, or of each of its halves."""
+def _first_row(row, GROUP: gl.constexpr, S: gl.constexpr):
+    """A group's first row of a row block, or of each of its halves."""
     ROWS: gl.constexpr = S.ROWS // S.HALVES
-    return block // gl.cdiv(M, S.BM) * (ROWS * S.GROUPS // S.OWN) + (0 if S.TURNS else ROWS * GROUP)
+    return row * (ROWS * S.GROUPS // S.OWN) + (0 if S.TURNS else ROWS * GROUP)
 
 
 @gluon.jit
 def _multiply(
-    GROUP: gl.constexpr, ring, output, block, done, steps, S: gl.constexpr, UNPACK: gl.constexpr
+    GROUP: gl.constexpr, ring, output, where, done, steps, S: gl.constexpr, UNPACK: gl.constexpr
 ):  # fmt: skip
     """Multiply a group's tiles as they come; write the sum, if it is the whole one or the last part of it.
 
@@ -180,6 +190,7 @@ def _multiply(
     """
     x_smem, _, _, _, x_ready, x_empty, w_ready, w_empty = ring
     BIAS, Y, PARTS, ARRIVALS, met, M, N = output
+    block, token, row = where
     ROWS: gl.constexpr = S.ROWS
     BM: gl.constexpr = S.BM
     PLANES: gl.constexpr = S.PLANES
@@ -240,7 +251,7 @@ def _multiply(
             output_block = block if S.TURNS else block * S.GROUPS + GROUP
             acc, last = sum_splits(acc, PARTS, ARRIVALS, output_block, MMA)
         if last:
-            _store(acc, BIAS, Y, _first_row(block, M, GROUP, S), block % gl.cdiv(M, S.BM) * S.BM, M, N, S)
+            _store(acc, BIAS, Y, _first_row(row, GROUP, S), token * BM, M, N, S)
 
 
 @gluon.jit
@@ -261,12 +272,11 @@ def _store(acc, BIAS, Y, first, token, M, N, S: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_x(ring, copies, block, done, steps, S: gl.constexpr):
+def _fetch_x(ring, copies, token, done, steps, S: gl.constexpr):
     """Ask for the planes of the tokens, XP at a time, as long as there is room; for OWN groups in turn."""
-    desc, M, plane = copies[0], copies[4], copies[5] * S.PLANES
+    desc, plane = copies[0], copies[5] * S.PLANES
     smem, ready, empty = ring[0], ring[4], ring[5]
     STAGES: gl.constexpr = S.PLANES // S.XP  # of a tile
-    token = block % gl.cdiv(M, S.BM) * S.BM
     for i in range(steps * STAGES):
         stage = done * STAGES + i
         slot = stage % S.XS
@@ -275,14 +285,14 @@ def _fetch_x(ring, copies, block, done, steps, S: gl.constexpr):
             slot = stage % S.XS * S.OWN + i // STAGES % S.OWN
         mbarrier.wait(empty.index(slot), (stage // S.XS - 1) & 1, pred=stage >= S.XS)
         mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
-        at = [plane + i * S.XP, token, 0]
+        at = [plane + i * S.XP, token * S.BM, 0]
         tma.async_copy_global_to_shared(desc, at, ready.index(slot), smem.index(slot))
 
 
 @gluon.jit
-def _fetch_w(ring, copies, block, done, steps, S: gl.constexpr):
+def _fetch_w(ring, copies, row, done, steps, S: gl.constexpr):
     """Ask for the groups' tiles, their scales and zeros, likewise."""
-    M, first, empty = copies[4], copies[5], ring[7]
+    first, empty = copies[5], ring[7]
     FETCHED: gl.constexpr = S.GROUPS // S.OWN  # a turn
     for i in range(steps):
         for g in gl.static_range(FETCHED):
@@ -292,7 +302,7 @@ def _fetch_w(ring, copies, block, done, steps, S: gl.constexpr):
                 turn = i // S.GROUPS
                 slot = turn % S.WS * S.GROUPS + i % S.GROUPS
             mbarrier.wait(empty.index(slot), (turn // S.WS - 1) & 1, pred=turn >= S.WS)
-            fetch_tile(ring, copies, slot, _first_row(block, M, g, S), first + i, S)
+            fetch_tile(ring, copies, slot, _first_row(row, g, S), first + i, S)
 
 
 def fits(x: Tensor, weight: TiledWeight) -> bool:
@@ -317,7 +327,7 @@ def wide_gemm(
     sizes = _Sizes(
         words, layout["PLANES"], layout["RUNS"], layout["SCALE"], layout["ASYMMETRIC"], DTYPES[x.dtype],
         bias is not None, plan.tokens, each, plan.groups, plan.turns, splits > 1, halves, plan.x_planes,
-        plan.x_stages, plan.w_stages, persistent,
+        plan.x_stages, plan.w_stages, persistent, PANEL,
     )  # fmt: skip
     of_all, of_group = registers(plan)
     _wide[(min(room, outputs), splits)](

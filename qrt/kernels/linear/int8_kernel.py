@@ -20,6 +20,7 @@ from qrt.kernels.linear.hopper_int8_kernel import (
     hopper_int8_gemm,
     hopper_plan,
 )
+from qrt.kernels.linear.order_kernel import in_panels
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.tuned import configs
 from qrt.quant.device import store_token
@@ -46,22 +47,17 @@ def _quantize_tokens(
 @triton.jit(do_not_specialize=["M"])
 def _int8_gemm(
     A, TOKEN_SCALES, B, SCALES, BIAS, Y, PARTS, ARRIVALS, M, N, K, share,
-    BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PANEL: tl.constexpr,
     SPLITS: tl.constexpr, SHARES: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(M, BM) * cdiv(N, BN), SPLITS), `share` of K a split, in whole blocks. SHARES: Y
     [SPLITS, M, N], what each split has of it.
 
     Y.T = B [N, K] @ A [M, K].T, so that few tokens waste little MMA.
-    Programs walk GROUP token blocks per output block before the next one: both operands stay in L2.
     """
-    token_blocks = tl.cdiv(M, BM)
-    group_size = GROUP * tl.cdiv(N, BN)
-    group = tl.program_id(0) // group_size
-    width = tl.minimum(token_blocks - group * GROUP, GROUP)
-    place = tl.program_id(0) % group_size
-    m = (group * GROUP + place % width) * BM + tl.arange(0, BM)
-    n = place // width * BN + tl.arange(0, BN)
+    token, row = in_panels(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), PANEL)
+    m = token * BM + tl.arange(0, BM)
+    n = row * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     a = A + m.to(tl.int64)[None, :] * K + k[:, None]
     b = B + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -201,7 +197,7 @@ def int8_gemm(
     _int8_gemm[(triton.cdiv(tokens, block.tokens) * triton.cdiv(n, block.outputs), splits)](
         x.codes.contiguous(), x.scale, codes, scale, bias, y, parts, arrivals, tokens, n, k, share,
         BIASED=bias is not None,
-        BM=block.tokens, BN=block.outputs, BK=block.inputs, GROUP=8, SPLITS=splits, SHARES=shares,
+        BM=block.tokens, BN=block.outputs, BK=block.inputs, PANEL=8, SPLITS=splits, SHARES=shares,
         num_warps=block.warps, num_stages=block.stages, launch_pdl=overlaps(codes.device),
     )  # fmt: skip
     return y

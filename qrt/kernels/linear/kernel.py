@@ -46,7 +46,7 @@ from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
 
 FUSED_TOKENS = {2: 64, 4: 16}  # most, by bytes of x: accumulators and planes fill the registers
-WIDE_TOKENS = 4096  # most for `hopper_kernel` where nothing was measured; more pay for dequantizing
+WIDEST = 4096  # of measured widths: more tokens have its plan
 SMALL_BYTES = 4 << 10  # of shared memory, for scales and zeros
 SCRATCH_BYTES = 64 << 20  # of dequantized weight: near the L2 cache, and small beside a model
 _TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -233,8 +233,9 @@ def _launch_fused(
 def _chosen(x: Tensor, weight: TiledWeight, bits: int) -> FusedPlan | WidePlan | None:
     """What was measured for x, where it runs, or a rule of thumb; None: `_dequantize`."""
     (tokens, k), (blocks, tiles) = x.shape, weight.packed.shape[:2]
-    width, few = width_of(tokens), tokens <= FUSED_TOKENS[x.itemsize]
-    measured, hopper = configs(x.device).get(tuning_key(k, weight.out_features, bits, width)), fits(x, weight)
+    width, few, hopper = width_of(tokens), tokens <= FUSED_TOKENS[x.itemsize], fits(x, weight)
+    key = tuning_key(k, weight.out_features, bits, min(width, WIDEST))
+    measured = configs(x.device).get(key)
     if measured is not None:
         kind, *sizes = measured
         if {"fused": few, "wide": hopper}.get(kind, False):
@@ -242,7 +243,7 @@ def _chosen(x: Tensor, weight: TiledWeight, bits: int) -> FusedPlan | WidePlan |
             return chosen
     if few:
         return fused_plan(width, blocks, tiles)
-    if hopper and measured is None and width <= WIDE_TOKENS:
+    if hopper and measured is None:
         return wide_plan(width, blocks, tiles, multiprocessors(x.device))
     return None
 
