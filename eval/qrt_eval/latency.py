@@ -26,8 +26,8 @@ from qrt_eval.console import show
 from qrt_eval.results import engine_facts, save
 from qrt_eval.shapes import shape
 
-# A device-to-device copy on one H200, bytes read and written (design section 5); other GPUs get no floor.
-COPY_BYTES_PER_S = {"NVIDIA H200": 4.3e12}
+# A device-to-device copy on one, bytes read and written, as `qrt-eval kernels` says; others get no floor.
+COPY_BYTES_PER_S = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.02e12}
 DEFAULT_WEIGHTS = "w4a16"  # of a shape
 READ_BYTES = 1 << 30  # of a CPU's memory, to see how fast it reads: far beyond its caches
 
