@@ -1,4 +1,4 @@
-"""The tiled weight-only product on Hopper for some dozens to some hundreds of tokens, in Gluon.
+"""The tiled weight-only product on Hopper for some tokens to any number of them, in Gluon.
 
 There the tensor cores are the bound, and Triton waits for every wgmma whose operand is in registers. Here the
 weights of plane p+1 are unpacked while plane p multiplies: Y.T = W @ X.T with W as the register operand, X
@@ -8,7 +8,7 @@ warps, or several that do not wait for each other: with row blocks of their own 
 one row block they take its tiles in turn. The scale goes into the weight, rounded to the dtype of the product
 as a dequantized weight is, and one accumulator takes all of K; where it is split, the last program of an
 output block to arrive adds the partial sums in order. Where one program fills an SM it can take blocks in
-turn: its copies run ahead into the next one while it stores.
+turn, by panels of tokens: its copies run ahead into the next one while it stores.
 Layout: quant/weight/tiles.py.
 """
 
@@ -125,7 +125,7 @@ def _wide(
     fence_async_shared()
     ring = x_smem, w_smem, scale_smem, zero_smem, x_ready, x_empty, w_ready, w_empty
     output = BIAS, Y, PARTS, ARRIVALS, met, M, N
-    copies = x_desc, w_desc, scale_desc, zero_desc, M, first
+    copies = x_desc, w_desc, scale_desc, zero_desc, first
     gl.warp_specialize(
         [
             (_part, (part, ring, output, copies, blocks, steps, S, UNPACK))
@@ -159,7 +159,8 @@ def _part_of_block(
     UNPACK: gl.constexpr,
 ):  # fmt: skip
     """Those of a group multiply, one asks for x and one for weights; after `done` tiles of other blocks."""
-    token_blocks = gl.cdiv(copies[4], S.BM)
+    M = output[5]
+    token_blocks = gl.cdiv(M, S.BM)
     if S.PERSISTENT:
         token, row = in_panels(block, token_blocks, blocks // token_blocks, S.PANEL)
     else:
@@ -274,7 +275,7 @@ def _store(acc, BIAS, Y, first, token, M, N, S: gl.constexpr):
 @gluon.jit
 def _fetch_x(ring, copies, token, done, steps, S: gl.constexpr):
     """Ask for the planes of the tokens, XP at a time, as long as there is room; for OWN groups in turn."""
-    desc, plane = copies[0], copies[5] * S.PLANES
+    desc, plane = copies[0], copies[4] * S.PLANES
     smem, ready, empty = ring[0], ring[4], ring[5]
     STAGES: gl.constexpr = S.PLANES // S.XP  # of a tile
     for i in range(steps * STAGES):
@@ -292,7 +293,7 @@ def _fetch_x(ring, copies, token, done, steps, S: gl.constexpr):
 @gluon.jit
 def _fetch_w(ring, copies, row, done, steps, S: gl.constexpr):
     """Ask for the groups' tiles, their scales and zeros, likewise."""
-    first, empty = copies[5], ring[7]
+    first, empty = copies[4], ring[7]
     FETCHED: gl.constexpr = S.GROUPS // S.OWN  # a turn
     for i in range(steps):
         for g in gl.static_range(FETCHED):

@@ -21,7 +21,7 @@ from qrt.kernels.linear.device import scale_of_run
 def fetch_tile(ring, copies, slot, row, tile, S: gl.constexpr):
     """Start the copy of a tile of some rows, from `row` on of each half, into a slot."""
     _, w_smem, scale_smem, zero_smem, _, _, ready, _ = ring
-    _, w_desc, scale_desc, zero_desc, _, _ = copies
+    _, w_desc, scale_desc, zero_desc, _ = copies
     arrived, block, inside = ready.index(slot), row // 64, row % 64
     WORDS: gl.constexpr = S.WORDS
     FACTS: gl.constexpr = WORDS + S.ASYMMETRIC  # of a row: its scales, its zeros
