@@ -128,6 +128,14 @@ class Attention:
         decode = step.decode
         assert decode is not None
         out: Tensor = decode_attention(
-            q, kv.buffers, step.slot_table, decode.rows, decode.kv_lens, decode.parts, kv.format, self.scale
+            q,
+            kv.buffers,
+            step.slot_table,
+            decode.rows,
+            decode.kv_lens,
+            decode.parts,
+            kv.format,
+            self.scale,
+            decode.newest,
         )
         return out

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from backends import COMPILED, GPU
 from qrt.kernels.decode_attention import decode_attention, kernel, plan, ref
 from qrt.kernels.decode_attention.plan import cut, max_cuts, max_parts, plan_parts
+from qrt.kernels.kv_write import kernel as kv_write_kernel
 from qrt.kernels.kv_write.kernel import kv_write
 from qrt.quant.kv import KV_FORMATS
 
@@ -25,12 +26,14 @@ def run(attention, q, held: Cache, splits: int | list[int] = 1):
     """Each request cut into so many parts, whatever their length; more entries than there are parts."""
     splits = torch.tensor(splits, device=q.device).expand(len(q))
     lengths = -(-held.kv_lens // splits)
-    return run_parts(attention, q, held, cut(held.rows, held.kv_lens, lengths, int(splits.sum()) + 2))
+    parts = cut(held.rows, held.kv_lens, lengths, int(splits.sum()) + 2)
+    return run_parts(attention, q, held, parts)
 
 
-def run_parts(attention, q, held: Cache, parts):
+def run_parts(attention, q, held: Cache, parts, newest=True):
+    scale = q.shape[-1] ** -0.5
     return attention(
-        q, held.buffers, held.slot_table, held.rows, held.kv_lens, parts, held.name, q.shape[-1] ** -0.5
+        q, held.buffers, held.slot_table, held.rows, held.kv_lens, parts, held.name, scale, newest
     )
 
 
@@ -69,6 +72,33 @@ def test_right_after_its_last_token_is_written(device, name, requests):
     slots = held.slot_table[held.rows, held.kv_lens - 1]
     kv_write(q, k, v, angles.cos(), angles.sin(), torch.zeros_like(slots), slots, held.buffers, None, name)
     assert error(run(kernel.decode_attention, q, held), truth(q, held)) < bound(name, dtype)
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("name, cached, count", [("fp16", 0, 72), ("int8", 125, 6), ("k8v4", 250, 8)])
+def test_a_request_whose_last_tokens_are_all_just_written(device, monkeypatch, name, cached, count):
+    """As a short chunk runs: each of its tokens attends on its own, and those before it in the chunk too, which
+    a kernel that still runs writes."""
+    monkeypatch.setattr(kv_write_kernel, "multiprocessors", lambda device: 132)
+    dtype = torch.bfloat16 if COMPILED else torch.float16
+    held = cache(name, [cached + count], 2, 64, dtype, device)
+    held = replace(
+        held,
+        rows=held.rows.repeat(count),
+        kv_lens=torch.arange(cached + 1, cached + count + 1, dtype=torch.int32, device=device),
+    )
+    fused = torch.randn(count, 8 * 64, generator=torch.Generator().manual_seed(count))
+    q, k, v = fused.to(device, dtype).unflatten(1, (8, 64)).split((4, 2, 2), 1)
+    still = torch.zeros(cached + count, 32, device=device)
+    positions = held.kv_lens - 1
+    slots = held.slot_table[held.rows.long(), positions.long()]
+    kv_write(q, k, v, still.cos(), still.sin(), positions, slots, held.buffers, None, name)
+    block = kernel.block_of(KV_FORMATS[name].block(count, 4, 2), 64, dtype)
+    parts = plan_parts(held.rows, held.kv_lens, 2, block.heads_per_sm)
+    got = run_parts(kernel.decode_attention, q, held, parts, newest=False)
+    whole = replace(held, rows=held.rows[:1], kv_lens=held.kv_lens[-1:])
+    want = from_basis(name, attend(q, *whole.decoded(0), 64**-0.5))
+    assert error(got, want) < bound(name, dtype)
 
 
 @FORMATS
@@ -289,6 +319,7 @@ def test_operator(device):
         plan_parts(held.rows, held.kv_lens, 1, PROGRAMS),
         "int4",
         0.125,
+        True,
     )
     assert error(decode_attention(*args), truth(q, held)) < bound("int4", torch.float32)
     torch.library.opcheck(decode_attention, args, test_utils=("test_schema", "test_faketensor"))
@@ -354,7 +385,7 @@ def test_a_captured_graph_serves_other_lengths(device, name):
     held = plain(name, [5000, 5000], 2, 128, torch.bfloat16, device)
     q = queries(2, 8, 128, torch.bfloat16, device, name)
     parts = plan_parts(held.rows, held.kv_lens, 2, PROGRAMS)
-    args = (q, held.buffers, held.slot_table, held.rows, held.kv_lens, parts, name, 128**-0.5)
+    args = (q, held.buffers, held.slot_table, held.rows, held.kv_lens, parts, name, 128**-0.5, True)
     decode_attention(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -63,7 +63,7 @@ def decode_rows(
             caches = [_cache(fmt, tokens, config, device) for _ in range(copies(num_bytes))]
             block = fmt.block(batch, heads, config.num_kv_heads)
             parts = plan_parts(index, lens, config.num_kv_heads, block.heads_per_sm)
-            operands = [(q, kv, table, index, lens, parts, name, scale) for kv in caches]
+            operands = [(q, kv, table, index, lens, parts, name, scale, True) for kv in caches]
             us = microseconds(decode_attention, operands)
             floor = rates.floor_us(num_bytes + 2 * q.nbytes, flops)
             yield Row("decode", name, f"{batch} x {context}", us, floor, num_bytes, flops)

@@ -1,6 +1,6 @@
 """One query token per request against the cached tokens of that request.
 
-decode_attention(q, kv, slot_table, rows, kv_lens, parts, format, scale) -> [B, Hq, D]
+decode_attention(q, kv, slot_table, rows, kv_lens, parts, format, scale, newest=False) -> [B, Hq, D]
 
 q [B, Hq, D] (heads contiguous, any token stride), in the basis of the cache; kv: the layer's buffers in the
 order of `KVFormat.buffers`; slot_table int32 [R, L]: row r, column p holds the slot of position p;
@@ -15,9 +15,10 @@ at position kv_lens - 1 and the slot of that, and decode_attention of it, in one
 they are. No request may come twice. out: [as above], or [codes, facts] of it as `Digits`, D = 128. ValueError
 for a format that is not `KVFormat.appends`.
 
-On a GPU whose kernels overlap the one launched before may write q, k, v and each request's last token. All
-else must be there before that one starts, as what a step begins with (`token_inputs`, torch's operators)
-sees to.
+On a GPU whose kernels overlap the one launched before may write q, k, v and tokens of the cache, but with
+`newest`, which loads ahead of it, and in `append_attention` no tokens but each request's last, which then is
+no other's. All else must be there before that one starts, as what a step begins with (`token_inputs`, torch's
+operators) sees to.
 
 The grid depends on shapes only and parts are read on the device, so a CUDA graph captured once serves
 every context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
@@ -43,13 +44,14 @@ def _fake(
     parts: Tensor,
     format: str,
     scale: float,
+    newest: bool = False,
 ) -> Tensor:
     return q.new_empty(q.shape)
 
 
 decode_attention = define(
     "decode_attention(Tensor q, Tensor[] kv, Tensor slot_table, Tensor rows, Tensor kv_lens, "
-    "Tensor parts, str format, float scale) -> Tensor",
+    "Tensor parts, str format, float scale, bool newest=False) -> Tensor",
     ref=ref.decode_attention,
     triton="qrt.kernels.decode_attention.kernel:decode_attention",
     fake=_fake,

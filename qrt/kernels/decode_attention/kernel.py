@@ -204,11 +204,11 @@ def _attend_kernel(
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
     MERGED: tl.constexpr, FAN: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
-    ROOM: tl.constexpr, launch_pdl: tl.constexpr,
+    NEWEST: tl.constexpr, ROOM: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """grid (Hkv / TOGETHER, P). partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new`: k, v, cos,
-    sin and the strides of k and v, or None where the cache has the last token. ROOM, unless 0: out and facts
-    are those of `Digits`."""
+    sin and the strides of k and v, or None where the cache has the last token. NEWEST: of the cache the kernel
+    before writes last tokens only. ROOM, unless 0: out and facts are those of `Digits`."""
     EARLY: tl.constexpr = launch_pdl and ROOM > 0
     if EARLY:  # what reads Digits asks for its weights before it waits
         gdc_launch_dependents()
@@ -225,7 +225,7 @@ def _attend_kernel(
         position = tl.maximum(tl.load(kv_lens + request) - 1, 0)
         angles = _angles(new, position, dims, real, D)
     if launch_pdl:  # the kernel before writes the query and the last token, which is not loaded ahead
-        if (AHEAD == 0) | (is_last & ((new is not None) | (end - start <= AHEAD * TILE))):
+        if (AHEAD == 0) | (not NEWEST) | (is_last & ((new is not None) | (end - start <= AHEAD * TILE))):
             gdc_wait()
     table = slot_table + table_row * stride_table + start + tl.arange(0, TILE)
     row = tl.arange(0, M)
@@ -298,10 +298,11 @@ def decode_attention(
     parts: Tensor,
     format: str,
     scale: float,
+    newest: bool = False,
 ) -> Tensor:
     """See the package's docstring."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(q, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, scale)
+    _launch(q, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, scale, newest)
     return out
 
 
@@ -329,7 +330,7 @@ def append_attention(
     if smoothing is not None:
         expect(smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
     new = k, v, cos, sin, token_stride(k, "k"), token_stride(v, "v")
-    _launch(q, new, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, scale)
+    _launch(q, new, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, scale, True)
 
 
 def _launch(
@@ -344,6 +345,7 @@ def _launch(
     out: Sequence[Tensor],
     format: str,
     scale: float,
+    newest: bool,
 ) -> None:
     """`new` as the kernel wants it; out [B, Hq, D], or the codes and facts of Digits."""
     B, Hq, D = expect(q, "B Hq D", name="q").values()
@@ -369,7 +371,7 @@ def _launch(
         G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts), M=heads, TILE=block.tokens, FMT=device,
         STAGES=block.stages, FIELDS=FIELDS, FAN=FAN_IN,
         MERGED=min(FAN_IN, max(1, MERGED_ROWS * block.warps // heads)),
-        TOGETHER=block.heads, AHEAD=block.stages // 2 if block.ahead else 0,
+        TOGETHER=block.heads, AHEAD=block.stages // 2 if block.ahead else 0, NEWEST=newest,
         ROOM=0 if facts is None else facts.shape[2], num_warps=block.warps,
         maxnreg=block.registers, launch_pdl=overlaps(q.device),
     )  # fmt: skip

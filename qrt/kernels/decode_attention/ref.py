@@ -24,8 +24,9 @@ def decode_attention(
     parts: Tensor,
     format: str,
     scale: float,
+    newest: bool = False,
 ) -> Tensor:
-    """See the package's docstring; `parts` do not matter here."""
+    """See the package's docstring; `parts` and `newest` do not matter here."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     longest = int(kv_lens.max()) if len(kv_lens) else 0
     many = max(1, GATHER_TOKENS // max(longest, 1))
