@@ -27,7 +27,8 @@ def peak_step_bytes(
     recorded: tuple[int, int, int],
 ) -> int:
     """Bytes of GPU memory that a request table, the most expensive step and, in memory of its own, the
-    largest recorded step (rows drawn, tokens, tokens of a chunk alone) take besides weights and K/V."""
+    largest recorded step (rows drawn, tokens, tokens of a chunk alone) take besides weights and K/V. K and V
+    of the cache before a step's chunks are counted, not run: `prefill_attention` lays them out."""
     config, tokens = model.config, limits.max_num_batched_tokens
     heads, dim = config.num_kv_heads, config.head_dim
     kv = KVStorage(formats, tokens, heads, dim, model.dtype, model.device, smoothing)
@@ -37,6 +38,7 @@ def peak_step_bytes(
     adjustments = Adjustments(config.vocab_size, (), model.device)
     Runner(model, kv, table, adjustments).launch(largest_plan(limits)).result()
     largest = torch.cuda.max_memory_allocated(model.device) - before
+    largest += 2 * limits.max_cached_tokens * heads * dim * model.dtype.itemsize
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     steps = TokenSteps(model, kv, table, recorded[:1], recorded[1:2], recorded[2:])

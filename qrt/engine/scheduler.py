@@ -35,6 +35,8 @@ from qrt.mem.slots import Ints
 
 # A request waits for a running prefill that computes at least so many tokens that it can then share.
 SHARED_TOKENS = 32
+# Before the chunks of a step together, unless one context is longer: K and V of them are laid out for it.
+CACHED_TOKENS = 1 << 16
 
 _order = attrgetter("order")
 
@@ -48,6 +50,11 @@ class Limits:
     max_num_batched_tokens: int
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Most tokens of the cache before the chunks of one step."""
+        return max(self.max_model_len, CACHED_TOKENS)
 
 
 class Scheduler:
@@ -148,16 +155,21 @@ class Scheduler:
             request for request in self.running if request.decoding and len(request) < request.max_len
         ]
         budget = self.limits.max_num_batched_tokens - len(decoding)
+        cached = self.limits.max_cached_tokens
         prefilling: list[tuple[Request, Chunk]] = []
         for request in self.running:
-            if not request.decoding and budget > 0:
+            if not request.decoding and budget > 0 and request.num_computed <= cached:
                 prefilling.append((request, self._chunk(request, budget)))
                 budget -= len(prefilling[-1][1].tokens)
+                cached -= prefilling[-1][1].start
         admitted = []
         while budget > 0 and (new := self._admit()):
             admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output)))
+            if new.num_computed > cached:  # its first chunk comes with a later step
+                break
             prefilling.append((new, self._chunk(new, budget)))
             budget -= len(prefilling[-1][1].tokens)
+            cached -= prefilling[-1][1].start
         if not decoding and not prefilling:
             return None
         decodes = tuple(request.decode() for request in decoding)

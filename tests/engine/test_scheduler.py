@@ -5,6 +5,7 @@ import pytest
 
 from qrt.config import SamplingParams
 from qrt.engine import admission, growth
+from qrt.engine import scheduler as scheduling
 from qrt.engine.plan import StepResult
 from qrt.engine.profile import largest_plan
 from qrt.engine.scheduler import Limits, Scheduler
@@ -81,6 +82,24 @@ def test_most_steps_of_decodes_place_no_slots(requests):
         placing += bool(plan.placed)
         assert all(held[r.row] == len(r.seq) >= r.num_computed for r in scheduler.running)
     assert placing <= 32 * -(-requests // growth.GROWN_AT_ONCE) / (growth.GROW_TOKENS // 2)
+
+
+def test_chunks_behind_a_long_prefix_share_the_room_for_it(monkeypatch):
+    """K and V before a step's chunks are bounded, however many requests have a prefix in the cache; the first
+    always advances, and all get there."""
+    monkeypatch.setattr(scheduling, "CACHED_TOKENS", 100)
+    scheduler = make(slots=4096, max_model_len=90, max_num_seqs=16, budget=64)
+    prefix = np.arange(40, dtype=np.int32)
+    scheduler.add("first", prefix, SamplingParams(max_tokens=1))
+    assert step(scheduler)[1][0].finish_reason
+    for i in range(9):
+        scheduler.add(str(i), np.concatenate((prefix, ids(100 + i, 7))), SamplingParams(max_tokens=1))
+    steps = []
+    while scheduler.has_work:
+        steps.append([(c.request_id, c.start) for c in step(scheduler)[0].chunks])
+    assert all(sum(start for _, start in chunks) <= 100 for chunks in steps)
+    assert [chunk for chunks in steps for chunk in chunks] == [(str(i), 40) for i in range(9)]
+    assert len(steps) == 5
 
 
 def test_decodes_leave_less_budget_and_never_none():
