@@ -52,6 +52,17 @@ def ids_of(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_torchs_default_dtype_does_not_matter(kv):
+    """Scripts around Hugging Face models set it."""
+    want = ids_of(make(kv=kv).generate(PROMPTS, GREEDY, use_tqdm=False))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert ids_of(make(kv=kv).generate(PROMPTS, GREEDY, use_tqdm=False)) == want
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_greedy_tokens_are_those_of_transformers_alone_and_batched(llm, expected):
     assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
     alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]

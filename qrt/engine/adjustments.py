@@ -33,10 +33,10 @@ class Adjustments:
         self._eos = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=device)
         self._places: dict[int, int] = {}  # of rows of the request table
         self._free: list[int] = []
-        self.bias = torch.zeros(0, vocab_size, device=device)
+        self.bias = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
         self.prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self.factors = torch.zeros(0, 5, device=device)
+        self.factors = torch.zeros(0, 5, dtype=torch.float32, device=device)
 
     def admit(self, admitted: Sequence[Admission]) -> None:
         """Take note of who has got a row: its rules and the tokens it brings."""

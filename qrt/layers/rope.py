@@ -44,7 +44,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             if rope.truncate:
                 first, last = math.floor(first), math.ceil(last)
             first, last = max(first, 0), min(last, head_dim - 1)
-            stretched = (torch.arange(head_dim // 2) - first) / max(last - first, 1e-3)
+            stretched = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / max(last - first, 1e-3)
             return torch.lerp(base, base / rope.factor, stretched.clamp(0, 1).double())
     return base
 

@@ -93,7 +93,7 @@ class RandomWeights:
         codes = self._integers(0, spec.levels, (out, in_features))
         zero = None if spec.symmetric else self._integers(spec.midpoint - 1, spec.midpoint + 2, groups)
         typical = ((spec.levels**2 - 1) / 12 * in_features) ** -0.5
-        scale = torch.rand(groups, generator=self.random, device=self.device) + 0.5
+        scale = torch.rand(groups, generator=self.random, dtype=torch.float32, device=self.device) + 0.5
         return WeightData(codes, (scale * typical).to(self.dtype), zero, bias=bias, bits=spec.bits)
 
     def _integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:

@@ -38,7 +38,8 @@ class Digits(NamedTuple):
         """Not written yet: `room` is B."""
         groups = inputs // GROUP
         codes = torch.empty(groups, 2, room, GROUP, dtype=torch.int8, device=device)
-        return cls(codes, torch.empty(2, groups, room, device=device), tokens)
+        facts = torch.empty(2, groups, room, dtype=torch.float32, device=device)
+        return cls(codes, facts, tokens)
 
     def write(self, x: Tensor) -> None:
         """Hold x [T, K]; what is not finite makes its group's scale so."""

@@ -24,12 +24,12 @@ def signs(n: int) -> Tensor:
         state ^= state >> 17
         state ^= (state << 5) & 0xFFFFFFFF
         drawn.append(1.0 if state & 1 else -1.0)
-    return torch.tensor(drawn)
+    return torch.tensor(drawn, dtype=torch.float32)
 
 
 def hadamard(n: int) -> Tensor:
     """Sylvester's matrix of +1 and -1 [n, n], n a power of two."""
-    h = torch.ones(1, 1)
+    h = torch.ones(1, 1, dtype=torch.float32)
     while h.shape[0] < n:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     return h

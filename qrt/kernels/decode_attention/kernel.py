@@ -207,8 +207,8 @@ def _attend_kernel(
     NEWEST: tl.constexpr, ROOM: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """grid (Hkv / TOGETHER, P). partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new`: k, v, cos,
-    sin and the strides of k and v, or None where the cache has the last token. NEWEST: of the cache the kernel
-    before writes last tokens only. ROOM, unless 0: out and facts are those of `Digits`."""
+    sin and the strides of k and v, or None where the cache has the last token. NEWEST: the kernel before
+    writes no tokens but the last. ROOM, unless 0: out and facts are those of `Digits`."""
     EARLY: tl.constexpr = launch_pdl and ROOM > 0
     if EARLY:  # what reads Digits asks for its weights before it waits
         gdc_launch_dependents()

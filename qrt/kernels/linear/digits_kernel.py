@@ -323,7 +323,8 @@ def digits_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int) 
         return digits_product(made, weight, bias, bits, x.dtype)
     share, parts = _share(made, weight) if blocks <= sms else tiles, None
     if (splits := triton.cdiv(tiles, share)) > 1:
-        parts = torch.empty(blocks, splits, TILE_ROWS, made.codes.shape[2], device=x.device)
+        room = (blocks, splits, TILE_ROWS, made.codes.shape[2])
+        parts = torch.empty(room, dtype=torch.float32, device=x.device)
     y = x.new_empty(x.shape[0], weight.out_features)
     _launch(made, weight, bits, _SHARES[bits], share, y, bias=bias, parts=parts)
     return y
@@ -342,7 +343,7 @@ def digits_shares(x: Digits, weight: TiledWeight, bits: int) -> Tensor:
     """fp32 [S, T, N], what each of S splits of K has of it."""
     share = _share(x, weight)
     splits = triton.cdiv(weight.packed.shape[1], share)
-    y = torch.empty(splits, x.tokens, weight.out_features, device=x.codes.device)
+    y = torch.empty(splits, x.tokens, weight.out_features, dtype=torch.float32, device=x.codes.device)
     _launch(x, weight, bits, _SHARES[bits], share, y)
     return y
 

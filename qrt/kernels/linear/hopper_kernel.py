@@ -333,8 +333,8 @@ def wide_gemm(
     of_all, of_group = registers(plan)
     _wide[(min(room, outputs), splits)](
         of_planes(x, plan.x_planes, plan.tokens, words), *of_tiles(weight, each, halves), bias, y,
-        torch.empty(part, device=x.device), weight.arrivals, x.shape[0], weight.out_features, outputs, tiles,
-        share, S=sizes, UNPACK=layout["UNPACK"],
+        torch.empty(part, dtype=torch.float32, device=x.device), weight.arrivals, x.shape[0],
+        weight.out_features, outputs, tiles, share, S=sizes, UNPACK=layout["UNPACK"],
         WARPS=(4 * each,) * (plan.groups - 1) + (1, 1), REGISTERS=(of_group,) * (plan.groups - 1) + (24, 24),
         num_warps=4 * each, maxnreg=of_all, launch_pdl=True,
     )  # fmt: skip

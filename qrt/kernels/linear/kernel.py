@@ -220,7 +220,8 @@ def _launch_fused(
     blocks, _, rows, words = weight.packed.shape
     width = width_of(tokens)
     stage_bytes = chosen.blocks * rows * words * 2 + layout["PLANES"] * words * width * x.itemsize
-    parts = torch.empty(chosen.splits * n * tokens if chosen.splits > 1 else 0, device=x.device)
+    part = chosen.splits * n * tokens if chosen.splits > 1 else 0
+    parts = torch.empty(part, dtype=torch.float32, device=x.device)
     _fused[(blocks // chosen.blocks, chosen.splits)](
         x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
         parts, weight.arrivals, tokens, n, k,

@@ -55,7 +55,8 @@ class Grid:
 
     def unpack(self, words: Tensor, scales: Tensor) -> Tensor:
         """The inverse: fp32 [..., D]."""
-        values = torch.empty(*words.shape[:-1], self.planes, words.shape[-1], device=words.device)
+        size = (*words.shape[:-1], self.planes, words.shape[-1])
+        values = torch.empty(size, dtype=torch.float32, device=words.device)
         for plane in range(self.planes):
             values[..., plane, :] = (words >> (plane * self.bits)) & ((1 << self.bits) - 1)
         return affine.decode_groups(values.flatten(-2), scales, self.center)

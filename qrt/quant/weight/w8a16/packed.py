@@ -58,7 +58,7 @@ class PackedWeight(NamedTuple):
             return F.linear(x, weight.flatten(1), bias)
         groups = x.unflatten(1, (-1, self.codes.shape[2])).transpose(0, 1)
         groups = groups.clone(memory_format=torch.contiguous_format)  # the kernel loads aligned vectors
-        total = torch.zeros(x.shape[0], self.codes.shape[1])
+        total = torch.zeros(x.shape[0], self.codes.shape[1], dtype=torch.float32)
         for part, codes, scale in zip(groups, self.codes, self.scale, strict=True):
             total += torch.ops.aten._weight_int8pack_mm(part, codes, scale)
         return (total if bias is None else total.add_(bias)).to(x.dtype)
