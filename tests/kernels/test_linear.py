@@ -47,6 +47,22 @@ def test_few_tokens(device, bits, symmetric, dtype, n, k, group, tokens):
     check(x, weight, bias)
 
 
+@pytest.fixture
+def default_bf16():
+    """Torch's default dtype, as scripts around Hugging Face models set it."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("default_bf16")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_shares_of_splits_are_fp32_whatever_the_default(device, bits):
+    weight = random_weight(64, 4096, bits, 128, dtype=torch.float32, device=device)
+    x = torch.randn(2, 4096, dtype=torch.float32, device=device)
+    assert relative(triton_linear(x, weight), reference(x, weight)) < 1e-6
+
+
 @pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -83,6 +99,18 @@ def test_extreme_zero_points(device, zero):
         weight.values, weight.scale, torch.full_like(weight.scale, zero).to(torch.uint8), bits=4
     )
     check(torch.randn(3, 512, device=device).half(), weight)
+
+
+@pytest.mark.parametrize("inputs", [256, 130, 1025])
+@pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a16", 8), ("w8a8", 8)])
+def test_inputs_that_are_not_the_weights_are_refused(device, scheme, bits, inputs):
+    """But for those that fill as many tiles as 600: what is not there of the last one is not kept."""
+    weight = random_weight(70, 600, bits, None, perm=scheme == "w8a16", dtype=HALF[0], device=device)
+    tensors = list(WEIGHT_SCHEMES[scheme].prepare(weight, device, HALF[0]))
+    x = torch.randn(3, inputs, device=device).to(HALF[0])
+    for run in linear, kernel.linear:
+        with pytest.raises(ValueError, match=rf"x: shape \[3, {inputs}\], wanted \[T K\]"):
+            run(x, tensors, None, scheme)
 
 
 @pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a16", 8), ("w8a8", 8), ("fp16", 0)])

@@ -77,7 +77,8 @@ class TiledWeight(NamedTuple):
         """(code - zero) * scale as fp32 [N, K], columns in the order of the codes."""
         blocks, tiles, rows, words = self.packed.shape
         places, midpoint = PLACES[bits], 1 << (bits - 1)
-        weight = torch.empty(blocks, rows, tiles, len(places), words, device=self.packed.device)
+        size = (blocks, rows, tiles, len(places), words)
+        weight = torch.empty(size, dtype=torch.float32, device=self.packed.device)
         by_row = self.packed.transpose(1, 2)
         for plane, place in enumerate(places):
             weight[:, :, :, plane] = ((by_row >> place) & (2 * midpoint - 1)) - midpoint
@@ -181,7 +182,7 @@ class TiledScheme(WeightScheme):
         return packed or super().prepare_cpu(weight, dtype)
 
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        weight = TiledWeight(*tensors)
+        weight = self._tiled(x, tensors)
         matrix = weight.dequantize(self.bits, x.shape[1])
         y = F.linear(weight.gather(x).float(), matrix, None if bias is None else bias.float())
         return y.to(x.dtype)
@@ -195,13 +196,24 @@ class TiledScheme(WeightScheme):
     def linear_triton(
         self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
     ) -> Tensor:
-        weight = TiledWeight(*tensors)
+        weight = self._tiled(x, tensors)
         return gemms.tiles(weight.gather(x), weight, bias, self.bits, self.unpacker())
 
     def out_features(self, tensors: Sequence[Tensor]) -> int:
         layout = self.packed if self._is_packed(tensors) else TiledWeight
         n: int = layout(*tensors).out_features
         return n
+
+    def _tiled(self, x: Tensor, tensors: Sequence[Tensor]) -> TiledWeight:
+        """The weight; ValueError unless its tiles are those of x's columns."""
+        weight = TiledWeight(*tensors)
+        most = weight.packed.shape[1] * weight.packed.shape[3] * (_WORD_BITS // self.bits)
+        tile = most // weight.packed.shape[1]
+        ordered = weight.perm.numel()
+        if x.dim() != 2 or not most - tile < x.shape[1] <= most or ordered not in (0, x.shape[1]):
+            wanted = ordered or f"{most - tile + 1} to {most}"
+            raise ValueError(f"x: shape {list(x.shape)}, wanted [T K] with K = {wanted}, the weight's inputs")
+        return weight
 
     def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
         return len(tensors) == len(self.packed._fields)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qrt.checks import expect
 from qrt.errors import UnsupportedError
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.tokens import QuantizedTokens
@@ -57,6 +58,7 @@ class W8A8Scheme(WeightScheme):
 
     def linear_int8_ref(self, x: QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         codes, scale, _ = tensors
+        expect(x.codes, "T K", name="x", K=codes.shape[1])
         y = integer_product(x.codes, codes).float() * x.scale[:, None] * scale
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
@@ -64,6 +66,7 @@ class W8A8Scheme(WeightScheme):
         self, x: Tensor | QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
     ) -> Tensor:
         codes, scale, arrivals = tensors
+        expect(x if isinstance(x, Tensor) else x.codes, "T K", name="x", K=codes.shape[1])
         return gemms.int8(x, codes, scale, arrivals, bias)
 
     linear_int8_triton = linear_triton
