@@ -182,6 +182,7 @@ class ModelConfig:
         hidden = _positive(config, "hidden_size")
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedError(f"config.json: hidden_act {config['hidden_act']!r}; qrt runs 'silu'")
+        window = arch.sliding_window(config)
         rope, max_position = _rope(config, _positive(config, "max_position_embeddings"))
         return cls(
             architecture=arch.name,
@@ -200,7 +201,9 @@ class ModelConfig:
             o_bias=arch.o_bias(config),
             mlp_bias=arch.mlp_bias(config),
             qk_norm=arch.qk_norm,
-            sliding_window=arch.sliding_window(config),
+            sliding_window=None
+            if window is None
+            else _positive({"sliding_window": window}, "sliding_window"),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
             eos_token_ids=_token_ids(config, "eos_token_id"),
         )
@@ -221,6 +224,14 @@ class ModelConfig:
             raise UnsupportedError(
                 f"config.json: head_dim {self.head_dim} is odd; RoPE turns pairs of channels"
             )
+
+
+def optional(config: Mapping[str, Any], key: str, kind: type) -> Any:
+    """An entry that may be missing or null: None then; CheckpointError where it is no `kind`."""
+    value = config.get(key)
+    if not isinstance(value, kind | None):
+        raise CheckpointError(f"config.json: {key} is {value!r}, wanted null or of type {kind.__name__}")
+    return value
 
 
 def _positive(config: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE) -> int:

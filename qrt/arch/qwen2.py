@@ -7,15 +7,15 @@ turns it on; no released one does.
 from collections.abc import Mapping
 from typing import Any
 
-from qrt.arch.base import Arch
+from qrt.arch.base import Arch, optional
 
 
 def window(config: Mapping[str, Any]) -> int | None:
     """The window in tokens if any layer slides it."""
     if not config.get("use_sliding_window"):
         return None
-    kinds = config.get("layer_types")
-    slides = config.get("max_window_layers", 28) < config["num_hidden_layers"]
+    kinds, first = optional(config, "layer_types", list), optional(config, "max_window_layers", int)
+    slides = (28 if first is None else first) < config["num_hidden_layers"]
     slides = slides if kinds is None else "sliding_attention" in kinds
     return config.get("sliding_window", 4096) if slides else None
 

@@ -12,7 +12,7 @@ def runnable(config: Mapping[str, Any], path: Path) -> Arch:
     """The architecture that `config`, the config.json of the folder `path`, names; CheckpointError where it
     names none, UnsupportedError for one that qrt does not run."""
     names = config.get("architectures") or []
-    if len(names) != 1:
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(f"{path}: config.json names no architecture ('architectures' is {names!r})")
     if names[0] in MIXTURES:
         raise UnsupportedError(

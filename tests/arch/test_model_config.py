@@ -204,6 +204,17 @@ def test_bad_config_names_the_entry(case):
     assert "config.json" in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("change, text", [
+    ({"sliding_window": -5, "max_window_layers": 0}, "sliding_window is -5, wanted a positive integer"),
+    ({"sliding_window": "64", "max_window_layers": 0}, "sliding_window is '64'"),
+    ({"layer_types": 5}, "layer_types is 5"), ({"max_window_layers": "all"}, "max_window_layers is 'all'"),
+])  # fmt: skip
+def test_bad_windows_are_named(change, text):
+    with pytest.raises(CheckpointError, match=text):
+        read("Qwen2", {**SIZES, "use_sliding_window": True, **change})
+    assert read("Qwen2", {**SIZES, "use_sliding_window": True, "max_window_layers": None}).context == 4096
+
+
 def test_unknown_architecture_lists_the_known_and_suggests():
     with pytest.raises(UnsupportedError, match=r"known: LlamaForCausalLM.*did you mean 'Qwen2ForCausalLM'\?"):
         ARCHS["Qwen2VLForCausalLM"]

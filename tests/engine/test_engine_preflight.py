@@ -49,6 +49,8 @@ def test_a_wrong_setting_is_told_before_the_weights(folder, settings, error, mes
     [
         ({"architectures": ["BertModel"]}, UnsupportedError, "unknown architecture 'BertModel'"),
         ({"architectures": None}, CheckpointError, "config.json names no architecture"),
+        ({"architectures": [["LlamaForCausalLM"]]}, CheckpointError, "config.json names no architecture"),
+        ({"architectures": 5}, CheckpointError, "config.json names no architecture"),
         ({"architectures": ["MixtralForCausalLM"]}, UnsupportedError, "mixture of experts"),
         ({"num_hidden_layers": 0}, CheckpointError, "num_hidden_layers is 0"),
     ],
