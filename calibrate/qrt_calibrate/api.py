@@ -34,7 +34,7 @@ def calibrate(
 
     `settings` are a recipe's entries, as in a --recipe file: bits, scheme, group_size, symmetric, head_bits,
     method, calib, n_samples, seqlen, eval_samples, seed, damping, exact_folds, rotations, tune, target_bits,
-    max_size, ignore, override, kv.
+    max_size, ignore, override.
     `device` is as for --device: "cuda", or None where there is one, means all GPUs.
     A model in memory needs its `tokenizer`, unless method is "rtn" and eval_samples 0. Raises QrtError as the
     command line does; an unknown entry is a ConfigError.

@@ -26,6 +26,7 @@ from qrt_calibrate.plan import Job
 from qrt_calibrate.preflight import bits_of, output_bytes
 from qrt_calibrate.recipe import Grid, Override, Recipe, grid_of
 from qrt_calibrate.rtn import round_weight
+from qrt_calibrate.selection import matches
 
 WINDOWS = 4  # that measure; hidden states of all candidates are kept
 SIXTEEN = 16
@@ -147,11 +148,14 @@ def _grid(job: Job, bits: int) -> Grid:
 
 
 def _units(job: Job) -> list[Unit]:
+    """The fused Linears that neither --ignore nor an override settles, be it on the main grid."""
+    patterns = [override.pattern for override in job.recipe.overrides]
     units = []
     for index in range(job.config.num_layers):
         for _, names in job.arch.fuse:
             parts = tuple(f"{job.layer_name(index)}.{name}" for name in names)
-            if job.grids[parts[0]] == job.recipe.grid:  # an override has settled the others
+            settled = any(matches(part, pattern) for part in parts for pattern in patterns)
+            if job.grids[parts[0]] is not None and not settled:
                 shapes = [job.checkpoint.spec(f"{part}.weight").shape for part in parts]
                 units.append(Unit(parts, sum(prod(shape) for shape in shapes)))
     return units

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from qrt.cli import ArgumentParser, run_main
 from qrt.folder import model_folder, read_config
-from qrt.quant.kv import KV_FORMATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt.quant.weight.head import HEAD_BITS
 from qrt_calibrate.method import METHODS
 from qrt_calibrate.recipe import ROTATIONS, Recipe
-from qrt_calibrate.recipe_file import read_recipe, recipe_of
+from qrt_calibrate.recipe_file import read_recipe, recipe_of, with_flags
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,11 +114,6 @@ def _add_grid(parser: ArgumentParser) -> None:
         metavar="GB",
         help="the same with a budget for all tensors of the result, in 10^9 bytes (default: none)",
     )
-    grid.add_argument(
-        "--kv",
-        choices=list(KV_FORMATS),
-        help="KV format that the checkpoint recommends, as metadata (default: none)",
-    )
 
 
 def _add_method(parser: ArgumentParser) -> None:
@@ -131,8 +125,8 @@ def _add_method(parser: ArgumentParser) -> None:
     )
     method.add_argument(
         "--calib", metavar="DATA",
-        help="text file, folder, .jsonl (text or chat messages) or dataset, ORG/NAME[:CONFIG[:SPLIT]] "
-        "(default: Python's own docstrings)",
+        help="text file, folder, .jsonl or .json (text or chat messages), or dataset, "
+        "ORG/NAME[:CONFIG[:SPLIT]] (default: Python's own docstrings)",
     )  # fmt: skip
     for flag, kind, field, what in (
         ("--n-samples", int, "n_samples", "windows of text"),
@@ -165,7 +159,7 @@ def _run(arguments: Namespace) -> None:
     given = {key: value for key, value in vars(arguments).items() if value is not None}
     for key in ("model", "out", "device", "recipe", "push_to_hub", "dry_run"):
         given.pop(key, None)
-    recipe = recipe_of({**entries, **given})
+    recipe = recipe_of(with_flags(entries, given))
     read_config(model_folder(arguments.model))
     _work(arguments, recipe)
 

@@ -55,9 +55,8 @@ class Recipe:
     rotations     of ("R1", "R2"): turned into the weights before anything else (`qrt_calibrate.rotate`)
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
     tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.tune`)
-    kv            KV format that the checkpoint recommends to qrt's server, or None
-    target_bits   bits per weight on disk that Linears may take on average; each gets 4, 8 or 16 by
-                  what it costs. None: all are on the grid, unless max_size is given
+    target_bits   bits per weight on disk that Linears may take on average, those of overrides left out;
+                  each gets 4, 8 or 16 by what it costs. None: all are on the grid, unless max_size is given
     max_size      GB (10^9 bytes) that all tensors of the result may take: the same choice, another budget
     zeros_asked   whether the grid's symmetry was asked for; else a mixture of experts is symmetric
     """
@@ -76,7 +75,6 @@ class Recipe:
     exact_folds: bool = True
     rotations: tuple[str, ...] = ()
     tune: int = 0
-    kv: str | None = None
     target_bits: float | None = None
     max_size: float | None = None
     zeros_asked: bool = False
@@ -174,8 +172,6 @@ class Recipe:
             found["tune"] = self.tune
         if not self.exact_folds:
             found["exact_folds"] = False
-        if self.kv is not None:
-            found["kv"] = self.kv
         return found
 
 

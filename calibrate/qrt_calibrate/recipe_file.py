@@ -19,24 +19,26 @@ from typing import Any
 import yaml
 
 from qrt.errors import ConfigError
-from qrt.quant.kv import KV_FORMATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt.registry import nearest
+from qrt_calibrate.method import METHODS, Scales
 from qrt_calibrate.recipe import UNQUANTIZED, Grid, Override, Recipe, default_method, grid_of, scheme_of
 
 PLAIN: dict[str, type | tuple[type, ...]] = {  # entries that go into the recipe as they are
     "method": str, "calib": str, "n_samples": int, "seqlen": int, "eval_samples": int, "seed": int,
-    "damping": (int, float), "exact_folds": bool, "kv": str, "tune": int,
+    "damping": (int, float), "exact_folds": bool, "tune": int,
     "head_bits": int,
     "target_bits": (int, float), "max_size": (int, float),
 }  # fmt: skip
 GRID: dict[str, type | tuple[type, ...]] = {"bits": int, "scheme": str, "group_size": int, "symmetric": bool}
 LISTS = ("ignore", "override", "rotations")
-ALIASES = {"damp": "damping"}
+ALIASES = {"damp": "damping", "sym": "symmetric"}  # flags' names that are not the entry's
+OPPOSITES = {"asym": "symmetric", "no_exact_fold": "exact_folds"}
+ONE_CHOICE = ({"bits", "scheme"}, {"target_bits", "max_size"})
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The entries of a YAML file, keys with underscores."""
+    """The entries of a YAML file, by the names that `recipe_of` knows."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -46,8 +48,38 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--recipe: {path} is not YAML ({reason})") from None
     if not isinstance(value, dict):
         raise ConfigError(f"--recipe: {path} holds {type(value).__name__}, wanted keys with values")
-    entries = {str(key).replace("-", "_"): entry for key, entry in value.items()}
-    return {ALIASES.get(key, key): entry for key, entry in entries.items()}
+    return _renamed(value)
+
+
+def _renamed(entries: Mapping[Any, Any]) -> dict[str, Any]:
+    """Keys with underscores, flags' names as the entries that they set; ConfigError where two set one."""
+    found: dict[str, Any] = {}
+    for given, value in entries.items():
+        key = str(given).replace("-", "_")
+        name = OPPOSITES.get(key, ALIASES.get(key, key))
+        if name in found:
+            raise ConfigError(f"recipe: {given!r} is the second key that sets {name}; give one of them")
+        if key in OPPOSITES and not isinstance(value, bool):
+            raise ConfigError(f"{given}: got {value!r}, wanted bool")
+        found[name] = not value if key in OPPOSITES else value
+    return found
+
+
+def with_flags(entries: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's entries under flags that win: over the other key of a choice too, and, where they change the
+    scheme, over a grid and a method that it cannot have."""
+    for key, value in entries.items():
+        _check(key, value)
+    displaced = {key for choice in ONE_CHOICE if choice & flags.keys() for key in choice}
+    if {"bits", "scheme"} & flags.keys():
+        scheme = scheme_of(flags.get("bits"), flags.get("scheme"))
+        changed = scheme != scheme_of(entries.get("bits"), entries.get("scheme"))
+        method = METHODS.get(entries.get("method", ""))
+        if changed and WEIGHT_SCHEMES[scheme].int8_tokens:
+            displaced |= {"group_size", "symmetric"}
+        elif changed and method is not None and method.scales is Scales.SMOOTHQUANT:
+            displaced.add("method")
+    return {key: value for key, value in entries.items() if key not in displaced} | dict(flags)
 
 
 def recipe_of(entries: Mapping[str, Any]) -> Recipe:
@@ -84,9 +116,9 @@ def _check(key: str, value: Any) -> None:
     wanted = known[key]
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         raise ConfigError(f"{key}: got {value!r}, wanted {getattr(wanted, '__name__', 'a number')}")
-    for name, choices in (("scheme", WEIGHT_SCHEMES), ("bits", WEIGHT_ONLY), ("kv", KV_FORMATS)):
-        if key == name and (value not in choices or value == UNQUANTIZED and key == "scheme"):
-            listed = ", ".join(str(choice) for choice in choices if choice != UNQUANTIZED or key == "kv")
+    for name, choices in (("scheme", WEIGHT_SCHEMES), ("bits", WEIGHT_ONLY)):
+        if key == name and (value not in choices or value == UNQUANTIZED):
+            listed = ", ".join(str(choice) for choice in choices if choice != UNQUANTIZED)
             raise ConfigError(f"{key}: got {value!r}, wanted one of {listed}")
 
 
@@ -97,7 +129,7 @@ def _override(entry: Any) -> Override:
         entry = {"match": pattern, "scheme": scheme}
     if not isinstance(entry, Mapping) or not isinstance(entry.get("match"), str) or not entry["match"]:
         raise ConfigError(f"override: got {entry!r}, wanted PATTERN=SCHEME or {{match: ..., scheme: ...}}")
-    rest = {str(key).replace("-", "_"): value for key, value in entry.items() if key != "match"}
+    rest = _renamed({key: value for key, value in entry.items() if key != "match"})
     if rest == {"scheme": UNQUANTIZED}:
         return Override(entry["match"], None)
     for key, value in rest.items():

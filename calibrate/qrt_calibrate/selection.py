@@ -45,16 +45,19 @@ def select(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None
 
 def _matching(arch: Arch, names: list[str], pattern: str, source: str) -> list[str]:
     """The names that a pattern means; ConfigError where there is none."""
-    found = [name for name in names if _matches(name, pattern)]
+    found = [name for name in names if matches(name, pattern)]
+    if not found and matches(arch.head, pattern):
+        raise ConfigError(f"{source} {pattern!r} means {arch.head}; use --head-bits, which alone rounds it")
     if not found:
-        known = [arch.head, *(projection.rpartition(".")[2] for projection in arch.projections)]
+        known = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
         raise ConfigError(
             f"{source} {pattern!r} matches no Linear{nearest(pattern, known)} (e.g. {names[0]})"
         )
     return found
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern of --ignore or of an override means the Linear of that full name."""
     if pattern.startswith(REGEX):
         try:
             return re.match(pattern.removeprefix(REGEX), name) is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
+import logging
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,8 +20,11 @@ from qrt.errors import CheckpointError, ConfigError
 from qrt_calibrate.lines import read_rows, read_text
 from qrt_calibrate.plan import Job
 
+logger = logging.getLogger(__name__)
+
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 TEXT_FILES = (".txt", ".md", ".rst")
+FILES = (*TEXT_FILES, ".jsonl", ".json", ".csv", ".parquet")  # other dots are of datasets' names
 CHAT_KEYS = ("messages", "conversations")
 TEXT_KEYS = ("text", "content", "prompt")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other names are roles as they are
@@ -48,46 +53,78 @@ def calibration(job: Job) -> Calibration:
 
 
 def read_texts(calib: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], str]:
-    """Texts and the name of their source: a text file, a folder of them, JSONL (a text a line, or chat
-    messages, which pass through the chat template), a datasets name ("org/name", "org/name:config:split"),
-    or the standard library's docstrings.
+    """Texts and the name of their source: a text file, JSONL (a text a line, or chat messages, which pass
+    through the chat template), a folder of them, a .json that is a list of such rows, a datasets name
+    ("org/name", "org/name:config:split"), or the standard library's docstrings.
     """
     if calib is None:
         return list(docstrings(Path(sysconfig.get_paths()["stdlib"]))), "python-docstrings"
     path = Path(calib)
+    name = path.name
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in (*TEXT_FILES, ".jsonl") and p.is_file())
         if not files:
             raise ConfigError(f"--calib: no {', '.join(TEXT_FILES)} or .jsonl files in {calib!r}")
-        return [text for file in files for text in _file_texts(file, tokenizer)], path.name
-    if path.is_file():
-        return list(_file_texts(path, tokenizer)), path.name
-    if path.suffix or calib.startswith((".", "/", "~")):
+        found = [text for file in files for text in _file_texts(file, tokenizer)]
+    elif path.is_file():
+        found = list(_file_texts(path, tokenizer))
+    elif path.suffix in FILES or calib.startswith((".", "/", "~")):
         raise ConfigError(f"--calib: no file {calib!r}; give a UTF-8 text file, or leave the flag out")
-    return list(_row_texts(_dataset(calib), calib, tokenizer)), calib
+    else:
+        name, found = calib, list(_row_texts(_dataset(calib), calib, tokenizer))
+    texts = [text for text in found if text is not None]
+    if not texts:
+        raise ConfigError(
+            f"--calib: of {len(found)} rows in {calib!r} none has text; give data that has some"
+        )
+    if len(texts) < len(found):
+        left_out = len(found) - len(texts)
+        logger.warning(
+            "--calib: %d of the %d texts of %s are conversations without messages, and left out",
+            left_out, len(found), calib,
+        )  # fmt: skip
+    return texts, name
 
 
-def _file_texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    if path.suffix != ".jsonl":
+def _file_texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str | None]:
+    if path.suffix == ".json":
+        yield from _row_texts(_list(path), str(path), tokenizer)
+    elif path.suffix == ".jsonl":
+        yield from _row_texts((row for _, row in read_rows(path, "--calib")), str(path), tokenizer)
+    else:
         yield read_text(path, "--calib")
-        return
-    yield from _row_texts((row for _, row in read_rows(path, "--calib")), str(path), tokenizer)
 
 
-def _row_texts(rows: Iterable[Any], source: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _list(path: Path) -> list[Any]:
+    """The rows of a .json file; ConfigError where it is no list."""
+    content = read_text(path, "--calib", "utf-8-sig")
+    try:
+        rows = json.loads(content)
+    except ValueError as error:
+        raise ConfigError(
+            f"--calib: {path} is not JSON ({error}); name it .jsonl if it is a JSON value a line"
+        ) from None
+    if not isinstance(rows, list):
+        raise ConfigError(f"--calib: {path} holds {type(rows).__name__}, wanted a list of rows")
+    return rows
+
+
+def _row_texts(rows: Iterable[Any], source: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str | None]:
     """The text of each row: a string, {"text": ...}, {"messages": [{"role", "content"}, ...]}, or ShareGPT's
-    {"conversations": [{"from", "value"}, ...]}."""
+    {"conversations": [{"from", "value"}, ...]}; None for a conversation without messages."""
     for number, row in enumerate(rows, 1):
         if isinstance(row, str):
             yield row
             continue
         row = row if isinstance(row, Mapping) else {}
-        messages = next((row[key] for key in CHAT_KEYS if row.get(key)), None)
+        messages = next((row[key] for key in CHAT_KEYS if row.get(key) is not None), None)
         text = next((row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)), None)
-        if messages is not None:
+        if messages:
             yield _rendered(messages, f"--calib: {source}, row {number}", tokenizer)
-        elif text is not None:
+        elif messages is None and text is not None:
             yield text
+        elif not row.keys().isdisjoint(CHAT_KEYS):
+            yield None
         else:
             raise ConfigError(
                 f"--calib: {source}, row {number} has keys {sorted(row)}, wanted one of "

@@ -2,7 +2,8 @@
 
 A metric's noise is one standard error, from what the files hold: losses of the same windows (paired, so that
 the text's own spread falls out), repeats of a timing, requests of a load. Where a file holds one timing only,
-3 % are assumed, and said to be.
+3 % are assumed, and said to be. Perplexities of different tokenizers do not compare; bits per byte stand in
+for them.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def run(arguments: Namespace) -> None:
             )
     for name, old, new in settings(before, after):
         print(f"{name}: {old} -> {new}")
+    if tokens_differ(before, after):
+        print("The tokenizers differ, so perplexities do not compare; bits per byte do")
     changes = compare(before, after, arguments.sigmas)
     if not changes:
         raise ConfigError("compare: the files have no metric of the same model, format and size in common")
@@ -97,6 +100,12 @@ def text_of(result: Result) -> dict[str, Any]:
     return {**found, "stride": asked}
 
 
+def tokens_differ(before: Result, after: Result) -> bool:
+    """Whether two perplexities are known to be of different tokens."""
+    one, other = (result.get("tokenizer_sha256") for result in (before, after))
+    return kind(before) == "ppl" and None not in (one, other) and one != other
+
+
 def kind(result: Result) -> str:
     """The command that wrote a file; files without its name are told by their keys."""
     told = {"kernels": "kernels", "rows": "latency", "ppl": "ppl"}
@@ -105,7 +114,7 @@ def kind(result: Result) -> str:
 
 def settings(before: Result, after: Result) -> Iterator[tuple[str, Any, Any]]:
     """Every fact in which the two runs differ: flags, model, versions, device, commit."""
-    for name in ("model", "model_sha256", "weights", "kv", "dtype", "model_id"):
+    for name in ("model", "model_sha256", "weights", "kv", "dtype", "model_id", "tokenizer_sha256"):
         if before.get(name) != after.get(name):
             yield name, before.get(name), after.get(name)
     for part in ("arguments", "environment"):
@@ -124,7 +133,8 @@ def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def compare(before: Result, after: Result, sigmas: float) -> list[Change]:
     """The changes of all metrics that both have, in the order of the second file."""
-    old, new = METRICS[kind(before)](before), METRICS[kind(after)](after)
+    metrics = _bits_per_byte if tokens_differ(before, after) else METRICS[kind(before)]
+    old, new = metrics(before), metrics(after)
     paired = paired_noise(before, after)
     changes = []
     for name, metric in new.items():
@@ -157,6 +167,15 @@ def paired_noise(before: Result, after: Result) -> dict[str, float]:
 
 def _ppl(result: Result) -> dict[str, Metric]:
     return {"ppl": Metric(result["ppl"], result.get("stderr"), False)}
+
+
+def _bits_per_byte(result: Result) -> dict[str, Metric]:
+    """In place of `ppl`; as noisy as the mean loss, its logarithm."""
+    if "bits_per_byte" not in result:
+        return {}
+    value, ppl, stderr = result["bits_per_byte"], result.get("ppl", 1.0), result.get("stderr")
+    noise = None if stderr is None or ppl <= 1 else value * stderr / ppl / math.log(ppl)
+    return {"bits per byte": Metric(value, noise, False)}
 
 
 def _kld(result: Result) -> dict[str, Metric]:

@@ -81,7 +81,14 @@ class QRTLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(pair, context ids, continuation ids) -> log-likelihood, and whether greedy decoding says it."""
+        """(pair, context ids, continuation ids) -> log-likelihood, and whether greedy decoding says it.
+        ConfigError for a continuation longer than the context: its first tokens would have no score."""
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise ConfigError(
+                f"--max-model-len: {self.max_length}, but a continuation to score has {longest} tokens; "
+                "give at least as many, or leave such tasks out"
+            )
         found = []
         with tqdm(total=len(requests), desc="Log-likelihoods", disable=disable_tqdm) as bar:
             for start in range(0, len(requests), REQUESTS_AT_ONCE):

@@ -13,7 +13,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import bits, cli
 from qrt_calibrate.bits import Unit, budget_of, measure, spend
 from qrt_calibrate.plan import plan
-from qrt_calibrate.recipe import Grid, Recipe, grid_of
+from qrt_calibrate.recipe import Grid, Override, Recipe, grid_of
 
 W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
 W4_BITS, W8_BITS = 4 + (16 + 4) / 128, 8 + 16 / 128  # per weight, with scales and zeros
@@ -58,6 +58,15 @@ def test_spending():
     assert chosen(16.0) == [None, None, W4]
 
 
+def test_what_an_override_pins_to_the_main_grid_is_not_open(llama):
+    """Nor what it pins elsewhere, and what is ignored: the budget is for the others alone."""
+    pins = (Override("q_proj", W4), Override("down_proj", W8))
+    recipe = Recipe("w4a16", W4.spec, "rtn", ignore=("o_proj",), overrides=pins, target_bits=10.0)
+    units = budget_of(plan(open_checkpoint(llama), recipe, CPU)).units
+    parts = [[part.removeprefix("model.layers.") for part in unit.parts] for unit in units]
+    assert parts == [[f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"] for layer in (0, 1)]
+
+
 @pytest.mark.parametrize("group_size", [64, -1])
 @pytest.mark.parametrize(
     "bits, symmetric, other", [(4, False, True), (4, True, True), (8, False, False), (8, True, True)]
@@ -96,6 +105,7 @@ def test_a_size_is_kept(llama, calib, tmp_path, capsys):
         ("--max-size -1", "--max-size: got -1.0, wanted a number above 0"),
         ("--max-size 1e-5", "the tensors take 0.000467"),
         ("--max-size 1", "GB where all stay as they are; choose a size between"),
+        ("--target-bits 6 --override *=w4a16", "--target-bits: every Linear is settled by an override"),
         ("--target-bits 6 --override *=w8a16", "--target-bits: every Linear is settled by an override"),
         ("--target-bits 6 --eval-samples 0", "--target-bits: needs text to measure on"),
         ("--target-bits 6 --calib gone.txt", "--calib: no file 'gone.txt'"),

@@ -12,6 +12,7 @@ import qrt
 from outliers import Profile, make_hard
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, hub, layer, pipeline, search
+from qrt_calibrate.recipe import grid_of
 from tiny_models import altered
 
 
@@ -92,6 +93,7 @@ def test_grids(run, llama, tmp_path, flags, folder, scheme):
     "flags, code, message",
     [
         (["--bts", "4"], 2, "error: unknown flag --bts; did you mean '--bits'? (see qrt-calibrate --help)"),
+        (["--kv", "int8"], 2, "error: unknown flag --kv"),
         (["--bits", "3"], 2, "argument --bits: invalid choice: 3"),
         (["--head-bits", "4"], 2, "argument --head-bits: invalid choice: 4"),
         (["--method", "gtpq"], 2, "argument --method: invalid choice: 'gtpq'"),
@@ -272,21 +274,25 @@ def test_a_broken_pair_stops_the_run(run, llama, tmp_path, monkeypatch):
 
 def test_recipes_from_a_file_and_flags_that_win(run, llama, tmp_path):
     (tmp_path / "r.yaml").write_text(
-        "bits: 8\nmethod: rtn\nkv: int8\noverride:\n"
-        "  - {match: 're:.*layers[.]1[.]mlp', scheme: w4a16, group-size: 64, symmetric: true}\n"
+        "bits: 8\nmethod: rtn\nhead_bits: 8\noverride:\n"
+        "  - {match: 're:.*layers[.]1[.]mlp', scheme: w4a16, group-size: 64, sym: true}\n"
         "  - layers.1.self_attn.o_proj=fp16\n"
     )
-    code, shown = run("--recipe", "r.yaml", "--out", "out", "--kv", "int4", model=llama)
+    code, shown = run("--recipe", "r.yaml", "--out", "out", "--head-bits", "16", model=llama)
     assert code == 0, shown.err
     read = open_checkpoint(tmp_path / "out")
     kinds = {name: read.linear(f"model.layers.1.{name}")[0] for name in awq_projections()}
     assert kinds["mlp.up_proj"] == "w4a16" and kinds["self_attn.o_proj"] == "fp16"
     assert kinds["self_attn.q_proj"] == "w8a16"
     config = read.config["quantization_config"]
-    assert config["qrt"]["kv"] == "int4" and config["format"] == "pack-quantized"
+    assert "head_bits" not in config["qrt"] and config["format"] == "pack-quantized"
     assert read.linear("model.layers.1.mlp.up_proj")[1].scale.shape[1] == 2
     for content, message in (
         ("bist: 4", "recipe: unknown key 'bist'; did you mean 'bits'?"),
+        ("kv: int8", "recipe: unknown key 'kv'"),
+        ("{asym: true, symmetric: false}", "recipe: 'symmetric' is the second key that sets symmetric; give"),
+        ("asym: 1", "asym: got 1, wanted bool"),
+        ("sym: 1", "symmetric: got 1, wanted bool"),
         ("bits: four", "bits: got 'four', wanted int"),
         ("- 4", "holds list, wanted keys with values"),
         ("a: [", "is not YAML"),
@@ -297,6 +303,34 @@ def test_recipes_from_a_file_and_flags_that_win(run, llama, tmp_path):
         (tmp_path / "r.yaml").write_text(content)
         code, shown = run("--recipe", "r.yaml", "--out", "other", model=llama)
         assert code == 1 and message in shown.err
+
+
+@pytest.mark.parametrize(
+    "content, flags, wanted",
+    [
+        ("bits: 4", "--scheme w8a8", {"scheme": "w8a8"}),
+        ("scheme: w8a8", "--bits 4", {"scheme": "w4a16"}),
+        ("target_bits: 5", "--max-size 2", {"target_bits": None, "max_size": 2.0}),
+        ("max-size: 2", "--target-bits 5", {"target_bits": 5.0, "max_size": None}),
+        ("{group_size: 64, asym: true}", "--scheme w8a8", {"scheme": "w8a8", "zeros_asked": False}),
+        ("{scheme: w8a8, method: smoothquant}", "--bits 8", {"method": "awq-gptq"}),
+        ("{bits: 4, group_size: 64, asym: true}", "--bits 8", {"spec": grid_of("w8a16", 64, False)}),
+        ("{bits: 4, method: rtn}", "--scheme w8a8", {"method": "rtn"}),
+        ("{bits: 8, sym: false}", "", {"spec": grid_of("w8a16", None, False)}),
+        ("{bits: 8, asym: true}", "--sym", {"spec": grid_of("w8a16", None, True)}),
+        ("no-exact-fold: true", "", {"exact_folds": False}),
+    ],
+)
+def test_flags_win_over_all_that_a_file_says_of_their_choice(
+    content, flags, wanted, run, llama, tmp_path, monkeypatch
+):
+    """What the file says of other choices stays, as far as the scheme of the flags can have it."""
+    made = []
+    monkeypatch.setattr(cli, "_work", lambda arguments, recipe: made.append(recipe))
+    (tmp_path / "r.yaml").write_text(content)
+    code, shown = run("--recipe", "r.yaml", *flags.split(), model=llama)
+    assert code == 0, shown.err
+    assert {key: getattr(made[0], key) for key in wanted} == wanted
 
 
 def test_push_uploads_the_folder(run, llama, tmp_path, monkeypatch):

@@ -139,6 +139,42 @@ def test_sharegpt_is_the_same_chat(tmp_path):
         read_texts(str(path), tokenizer)
 
 
+def test_a_json_file_is_a_list_of_rows(tmp_path):
+    """As ShareGPT's dumps are; markup is not text."""
+    tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.json"
+    said = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "Seven."}]
+    path.write_text(
+        "\ufeff" + json.dumps([{"id": "a", "conversations": said}, {"text": "a text"}, "a string"])
+    )
+    chat, *others = read_texts(str(path), tokenizer)[0]
+    assert chat.index("How many?") < chat.index("Seven.") and "conversations" not in chat
+    assert others == ["a text", "a string"]
+    for content, message in (
+        ('{"text": "one"}', r"c\.json holds dict, wanted a list of rows"),
+        ('"one"\n"two"', r"c\.json is not JSON \(Extra data.*name it \.jsonl if it is a JSON value a line"),
+        ('[{"txt": 1}]', r"c\.json, row 1 has keys \['txt'\], wanted one of messages"),
+        ("[]", r"of 0 rows in '.*c\.json' none has text"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            read_texts(str(path), tokenizer)
+
+
+def test_conversations_without_messages_are_left_out(tmp_path, caplog):
+    tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.jsonl"
+    said = {"messages": [{"role": "user", "content": "How many?"}]}
+    empty = [{"conversations": []}, {"messages": [], "prompt": "unsaid"}, {"messages": None}]
+    rows = [empty[0], said, *empty[1:], {"messages": None, "text": "a text"}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    chat, text = read_texts(str(path), tokenizer)[0]
+    assert "How many?" in chat and text == "a text"
+    (warning,) = caplog.messages
+    assert "3 of the 5 texts of" in warning and "are conversations without messages" in warning
+    path.write_text("\n".join(map(json.dumps, empty)))
+    with pytest.raises(ConfigError, match=r"--calib: of 3 rows in '.*c\.jsonl' none has text"):
+        read_texts(str(path), tokenizer)
+
+
 def test_a_dataset_by_name(monkeypatch):
     import datasets
 
@@ -151,7 +187,12 @@ def test_a_dataset_by_name(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert read_texts("org/name:config:validation", Chat()) == (["one", "two"], "org/name:config:validation")
     assert read_texts("wikitext", Chat())[0] == ["one", "two"]
-    assert asked == [("org/name", "config", "validation"), ("wikitext", None, "train")]
+    assert read_texts("org/Name-2.5", Chat())[1] == "org/Name-2.5"
+    assert read_texts("org/name:20231101.en", Chat())[1] == "org/name:20231101.en"
+    assert asked == [
+        ("org/name", "config", "validation"), ("wikitext", None, "train"), ("org/Name-2.5", None, "train"),
+        ("org/name", "20231101.en", "train"),
+    ]  # fmt: skip
 
 
 def test_no_tokenizer(llama, tmp_path):

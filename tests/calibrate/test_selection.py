@@ -46,6 +46,16 @@ def test_of_several_overrides_the_last_counts_and_ignore_wins():
     assert select(ARCH, 2, (), Override("down_proj", W8))["model.layers.1.mlp.down_proj"] == W8
 
 
+def test_an_override_of_the_head_points_to_its_flag():
+    for pattern in ("lm_head", "re:lm_.*"):
+        with pytest.raises(ConfigError, match=f"an override '{pattern}' means lm_head; use --head-bits"):
+            select(ARCH, 3, (), Override(pattern, W8))
+    with pytest.raises(ConfigError, match=r"an override 'lm_haed' matches no Linear \(e.g."):
+        select(ARCH, 3, (), Override("lm_haed", W8))
+    with pytest.raises(ConfigError, match="--ignore 'lm_haed' matches no Linear; did you mean 'lm_head'"):
+        select(ARCH, 3, ("lm_haed",))
+
+
 @pytest.mark.parametrize(
     "patterns, message",
     [

@@ -1,6 +1,7 @@
 """`qrt-eval compare`: noise from what the files hold, and files that do not compare."""
 
 import json
+import math
 
 import pytest
 
@@ -44,6 +45,26 @@ def test_perplexities_of_the_same_windows_are_compared_window_by_window():
     assert change.verdict == "same" and change.noise == pytest.approx(2**0.5)
     (change,) = compare(ppl(10.0, [2.0]), ppl(9.0, [2.1]), 2)  # one window has no spread
     assert change.noise == pytest.approx(2**0.5)
+
+
+def test_perplexities_of_different_tokens_are_compared_by_bits_per_byte(tmp_path, capsys):
+    """Fewer, longer tokens: a higher perplexity of a better model. Windows are of different text."""
+    before = ppl(10.0, [2.0, 3.0, 1.0], bits_per_byte=1.0, stderr=0.1, tokenizer_sha256="a")
+    after = ppl(20.0, [2.9, 3.9, 1.9], bits_per_byte=0.9, stderr=0.2, tokenizer_sha256="b")
+    (change,) = compare(before, after, 2)
+    assert (change.name, change.before, change.after) == ("bits per byte", 1.0, 0.9)
+    errors = 1.0 * 0.01 / math.log(10), 0.9 * 0.01 / math.log(20)  # of ln ppl: 1 % of ppl
+    assert change.verdict == "better" and change.noise == pytest.approx(math.hypot(*errors))
+    for name, result in (("a", before), ("b", after)):
+        (tmp_path / name).write_text(json.dumps(result))
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    said = capsys.readouterr().out
+    assert "tokenizer_sha256: a -> b" in said
+    assert "The tokenizers differ, so perplexities do not compare; bits per byte do" in said
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+    assert "tokenizers differ" not in capsys.readouterr().out
+    (change,) = compare(before, {**after, "tokenizer_sha256": None}, 2)  # not known to differ
+    assert change.name == "ppl"
 
 
 def test_timings_are_compared_by_their_repeats():

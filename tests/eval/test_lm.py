@@ -7,6 +7,7 @@ import pytest
 from schema import checked
 
 from qrt.assets import model_path
+from qrt.errors import ConfigError
 from qrt_eval.cli import main
 
 pytest.importorskip("lm_eval", reason="pip install qrt[lm]")
@@ -106,6 +107,21 @@ def test_equals_lm_evals_class_for_transformers():
     kwargs = {"until": ["\n\n", "of"], "max_gen_toks": 12, "do_sample": False}
     mine, reference = ask("generate_until", *((q, dict(kwargs)) for q, *_ in QUESTIONS[:3]))
     assert mine == reference
+
+
+@pytest.mark.model
+def test_a_continuation_longer_than_the_context_is_refused():
+    """All of 16 tokens are scored in a context of 16; a 17th would take the score of none."""
+    from qrt_eval.lm_model import QRTLM
+
+    ids = [260 + 37 * i for i in range(17)]
+    long, short = (QRTLM("tiny", dtype="float32", max_model_len=size) for size in (64, 16))
+    found, wanted = (
+        m._loglikelihood_tokens([(None, [0], ids[:16])], disable_tqdm=True) for m in (short, long)
+    )
+    assert found[0][0] == pytest.approx(wanted[0][0], abs=1e-3)
+    with pytest.raises(ConfigError, match="--max-model-len: 16, but a continuation to score has 17 tokens"):
+        short._loglikelihood_tokens([(None, [0], ids[:1]), (None, [0], ids)], disable_tqdm=True)
 
 
 @pytest.mark.model
