@@ -32,7 +32,8 @@ except ImportError as error:
 class AsyncLLM:
     """A model in a thread of this process, for one event loop. `shutdown`, or dropping it, ends the thread.
 
-    client   the engine's client, for a server in the same process
+    client   the engine's client, for a server in the same process; it lives as long as the AsyncLLM, which
+             the server must keep
     """
 
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import cast
 
 import numpy as np
 
@@ -125,15 +126,13 @@ class Request:
     def _banned(self) -> Iterator[Ban]:
         if len(self.output) + self.pending < self.params.min_tokens:
             yield from map(Ban, self.stop_ids)
-        for word in self.params.bad_words:
+        output, pending = self.output, bool(self.pending)  # at most one is pending when a step is planned
+        for word in cast("tuple[tuple[int, ...], ...]", self.params.bad_words):  # the engine takes no text
             # the word but its last token must be what the text ends with; a pending token is compared on
-            # the device, those before it here (at most one is pending when a step is planned)
-            *start, last = (int(token) for token in word)
-            if not start:
-                yield Ban(last)
-            elif self.pending:
-                known = start[:-1]
-                if not known or self.output[-len(known) :] == known:
-                    yield Ban(last, after=start[-1])
-            elif self.output[-len(start) :] == start:
-                yield Ban(last)
+            # the device, those before it here
+            known = len(word) - 1 - pending
+            if known > 0 and not (
+                output and output[-1] == word[known - 1] and tuple(output[-known:]) == word[:known]
+            ):
+                continue
+            yield Ban(word[-1], after=word[-2]) if pending and len(word) > 1 else Ban(word[-1])

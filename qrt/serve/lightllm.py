@@ -25,8 +25,8 @@ DEFAULT_MAX_NEW_TOKENS = 16
 # SamplingParams' name -> LightLLM's
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_sequences"}
 SAME = (
-    "top_k", "top_p", "seed", "ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "allowed_token_ids", "exponential_decay_length_penalty",
+    "top_k", "top_p", "min_p", "seed", "ignore_eos", "skip_special_tokens", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "allowed_token_ids", "exponential_decay_length_penalty",
 )  # fmt: skip
 NOT_RUN = (
     "regular_constraint", "guided_grammar", "guided_json", "move_kv_to_decode_node", "print_eos_token",
@@ -47,6 +47,7 @@ class Parameters(Body):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -59,6 +60,7 @@ class Parameters(Body):
     ) = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    add_special_tokens: bool = True
     max_new_tokens: Count = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: Count | None = None
     stop_sequences: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(
@@ -122,7 +124,8 @@ def lightllm_routes(service: Service) -> APIRouter:
 async def _collector(service: Service, body: GenerateRequest, shape: type[LightllmShape]) -> RequestCollector:
     service.check_running()
     params = body.parameters.sampling_params(shape.samples(body.parameters))
-    return service.collector(body.inputs, await service.encode(body.inputs), params)
+    ids = await service.encode(body.inputs, body.parameters.add_special_tokens)
+    return service.collector(body.inputs, ids, params)
 
 
 class LightllmShape:

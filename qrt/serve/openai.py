@@ -171,6 +171,7 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
         raise ConfigError("max_tokens: got 0, wanted at least 1, or echo: true")
     max_tokens = service.max_tokens(body.max_tokens) if generate else 1
     params = body.sampling_params(service.defaults, max_tokens, body.logprobs)
+    params = await service.with_bad_words(params)
     if body.echo and body.logprobs is not None:
         if body.stream and body.n > 1:
             raise ConfigError("echo with logprobs: wanted without stream, or with n 1")
@@ -195,6 +196,7 @@ async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> lis
     ids = await service.encode(text, body.add_special_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling_params(service.defaults, service.max_tokens(body.token_limit), logprobs)
+    params = await service.with_bad_words(params)
     if (
         body.uses_tools
         and service.tool_format

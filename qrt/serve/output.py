@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qrt.config import SamplingParams
+from qrt.config import MAX_TOKENS_LISTED, SamplingParams
 from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
+from qrt.errors import ConfigError
 from qrt.serve.detokenizer import Detokenizer
 from qrt.serve.tokenizer import Tokenizer
 
@@ -109,6 +110,7 @@ class RequestCollector:
         self.priority = priority
         self.cache_salt = cache_salt
         self._tokenizer = tokenizer
+        self._bad_words = encode_bad_words(params.bad_words, tokenizer)
         self._ranked = params.best_of is not None and params.best_of > params.n
         count = params.best_of or params.n
         self._indices = {f"{request_id}#{index}": index for index in range(count)}
@@ -126,7 +128,7 @@ class RequestCollector:
         prompt is scored once; completions to be ranked are scored."""
         params = self.params
         logprobs = 0 if self._ranked and params.logprobs is None else params.logprobs
-        words = encode_bad_words(params.bad_words, self._tokenizer)
+        words = self._bad_words
         shared: dict[str, Any] = {"n": 1, "best_of": None, "logprobs": logprobs, "bad_words": words}
         for engine_id, index in self._indices.items():
             seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
@@ -254,7 +256,7 @@ def encode_bad_words(
     words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], ...]:
     """The words as token ids: as the text's beginning, and after a space where that begins with another token
-    (as in vLLM)."""
+    (as in vLLM). ConfigError for more of them than a request may list."""
     encoded: list[tuple[int, ...]] = []
     for word in words:
         if not isinstance(word, str):
@@ -264,6 +266,8 @@ def encode_bad_words(
             ids = tuple(tokenizer.encode(text, add_special_tokens=False))
             if ids and ids not in encoded:
                 encoded.append(ids)
+    if (count := sum(map(len, encoded))) > MAX_TOKENS_LISTED:
+        raise ConfigError(f"bad_words: got {count} token ids, wanted at most {MAX_TOKENS_LISTED}")
     return tuple(encoded)
 
 

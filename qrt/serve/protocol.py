@@ -295,6 +295,8 @@ NOT_RUN: dict[str, Any] = {
     "ebnf": None,
     "stop_regex": None,
     "structural_tag": None,
+    "lora_path": None,
+    "custom_logit_processor": None,
     # transformers'
     "typical_p": 1.0,
     "no_repeat_ngram_size": 0,

@@ -61,7 +61,9 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 def _replica(model: str, settings: dict[str, Any], server: ServerConfig) -> FastAPI:
     """In the replica's process: a loaded model with its routes."""
     llm = AsyncLLM(model, **settings)
-    return create_app(Service(llm.client, llm.get_tokenizer(), server))
+    app = create_app(Service(llm.client, llm.get_tokenizer(), server))
+    app.state.llm = llm  # dropped, it would end the engine
+    return app
 
 
 def _value(value: Any) -> Any:

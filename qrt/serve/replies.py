@@ -200,7 +200,8 @@ class ChatReply(Reply):
         self._num_top = body.top_logprobs or 0
         self._tools = tools
         self._parallel = body.parallel_tool_calls
-        self._streams = [ToolCallStream(tools) for _ in range(self._n)] if tools else []
+        self._names = {tool.function.name for tool in body.tools or ()}
+        self._streams = [ToolCallStream(tools, self._names) for _ in range(self._n)] if tools else []
 
     def body(self) -> dict[str, Any]:
         """See Reply."""
@@ -218,7 +219,7 @@ class ChatReply(Reply):
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         reason = completion.finish_reason
         if self._tools:
-            text, calls = parse(self._tools, completion.text)
+            text, calls = parse(self._tools, self._names, completion.text)
             if calls:
                 message["content"] = text.strip() or None
                 message["tool_calls"] = [

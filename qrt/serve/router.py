@@ -1,8 +1,9 @@
 """Router: the engine's loop, and the engine process around it.
 
 Takes requests and aborts of all API processes between two steps, runs the step, and sends each API process
-one Output with all that the step brought it. `python -m qrt.serve.router` is the engine process; AsyncLLM
-runs the same Router in a thread.
+one Output with all that the step brought it. One whose requests get nothing hears once a second, by an empty
+Output, that the engine works. `python -m qrt.serve.router` is the engine process; AsyncLLM runs the same
+Router in a thread.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ logger = logging.getLogger("qrt.serve.router")  # also when it runs as __main__
 
 FAILED_STEPS = 3  # so many failed steps in a row are a broken device, not a bad request
 WATCHDOG_RENEWAL_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 LOG_SECONDS = 10.0
 TRIM_SECONDS = 10.0
 
@@ -85,8 +87,10 @@ class Router:
         self.metrics = EngineMetrics(engine, self.info)
         self._watchdog_seconds = watchdog_seconds
         self._watchdog_set = 0.0
+        self._heartbeat_sent = 0.0
         self._log_seconds = LOG_SECONDS if log_stats else None
         self._clients: dict[str, str] = {}  # request id -> who waits for it
+        self._gone: set[str] = set()  # clients that have died; no name is given twice
         self._outputs: defaultdict[str, Output] = defaultdict(lambda: Output([], [], []))
         self._answers: list[tuple[str, FromEngine]] = []
         self._failed_steps = 0
@@ -116,6 +120,8 @@ class Router:
 
     def _take(self, client: str, message: ToEngine) -> None:
         match message:
+            case Add() if client in self._gone:
+                pass  # the socket reads its peers in turn, so that Gone may come before what the dead sent
             case Add():
                 self._add(client, message)
             case Abort(ids=ids, stopped=stopped):
@@ -127,6 +133,7 @@ class Router:
             case Hello():
                 self._answers.append((client, Ready(self.info)))
             case Gone(client=gone):
+                self._gone.add(gone)
                 self._abort([id for id, owner in self._clients.items() if owner == gone])
 
     def _add(self, client: str, message: Add) -> None:
@@ -171,6 +178,11 @@ class Router:
                 del self._clients[delta.request_id]
 
     def _send(self, port: Port) -> None:
+        now = time.monotonic()
+        if now - self._heartbeat_sent >= HEARTBEAT_SECONDS:
+            self._heartbeat_sent = now
+            for client in set(self._clients.values()) - self._outputs.keys():
+                port.send(client, Output([], [], []))
         for client, output in self._outputs.items():
             port.send(client, output)
         self._outputs.clear()

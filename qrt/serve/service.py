@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from qrt.config import SamplingParams
 from qrt.errors import ConfigError
 from qrt.serve.engine_client import EngineClient, RequestStream
-from qrt.serve.output import RequestCollector
+from qrt.serve.output import RequestCollector, encode_bad_words
 from qrt.serve.settings import ServerConfig
 from qrt.serve.tokenizer import Tokenizer
 from qrt.serve.tool_calls import ToolFormat, tool_format
@@ -85,6 +86,13 @@ class Service:
                 f"{self.client.info.max_model_len} tokens; shorten it"
             )
         return await self.off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """`params` with token ids for its bad words, which are encoded once for all prompts of a body."""
+        if not (words := params.bad_words):
+            return params
+        ids = await self.off_loop(sum(map(len, words)), lambda: encode_bad_words(words, self.tokenizer))
+        return replace(params, bad_words=ids)
 
     async def off_loop(self, num_chars: int, work: Callable[[], Result]) -> Result:
         """`work` here when it is short, else in a thread."""

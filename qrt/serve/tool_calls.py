@@ -5,7 +5,8 @@
     mistral       [TOOL_CALLS][{"name": "f", "arguments": {...}}] or [TOOL_CALLS]f[ARGS]{...}
     pythonic      [f(x=1), g(y="a")], first                                          (Llama 3.2 and 4)
 
-What is no call after all stays text. Nothing of it is ever evaluated.
+What is no call after all, or one of a function that is none of the request's tools, stays text. Nothing of it
+is ever evaluated.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import re
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,8 +159,10 @@ class ToolCallStream:
     num_calls   calls so far
     """
 
-    def __init__(self, format: ToolFormat) -> None:
+    def __init__(self, format: ToolFormat, names: Collection[str]) -> None:
+        """`names`: what may be called."""
         self._format = format
+        self._names = names
         self._held = ""  # may become a marker or an opening
         self._call: str | None = None  # behind one
         self._begun = ""  # what it was
@@ -229,12 +233,14 @@ class ToolCallStream:
             return [], self._call
         if taken is None:
             return ([], self._call) if len(self._call) > MAX_CALL_CHARS else None
+        if any(call.name not in self._names for call in taken[0]):
+            return [], self._call
         return taken[0], self._call[taken[1] :]
 
 
-def parse(format: ToolFormat, text: str) -> tuple[str, list[ToolCall]]:
-    """A whole answer: what is text in it, and the calls."""
-    stream = ToolCallStream(format)
+def parse(format: ToolFormat, names: Collection[str], text: str) -> tuple[str, list[ToolCall]]:
+    """A whole answer: what is text in it, and the calls of functions in `names`."""
+    stream = ToolCallStream(format, names)
     shown, calls = stream.feed(text)
     return shown + stream.finish(), calls
 
@@ -251,7 +257,9 @@ def _json_at(text: str, start: int) -> tuple[Any, int] | None:
 
 
 def _call(value: dict[str, Any]) -> ToolCall:
-    return _named(value["name"], value.get("arguments", value.get("parameters", {})))
+    if "arguments" not in value and "parameters" not in value:
+        raise ValueError("a call without arguments")
+    return _named(value["name"], value.get("arguments", value.get("parameters")))
 
 
 def _named(name: object, arguments: object) -> ToolCall:

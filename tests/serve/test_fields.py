@@ -1,7 +1,9 @@
 """Fields of a body: which are run, refused by name or let in, and what is said of a wrong one."""
 
 import json
+import re
 import shutil
+import threading
 
 import httpx
 import openai
@@ -48,6 +50,8 @@ def client():
         {"ebnf": "root ::= root"},
         {"stop_regex": "a"},
         {"structural_tag": "{}"},
+        {"lora_path": "x"},
+        {"custom_logit_processor": "x"},
         {"typical_p": 0.5},
         {"no_repeat_ngram_size": 2},
     ],
@@ -121,6 +125,31 @@ def test_as_many_bad_words_as_may_be(client):
     body = {"prompt": "x", "max_tokens": 2, "bad_words": words}
     assert client.post("/v1/completions", json=body).status_code == 200
     assert "bad_words" in refused(client.post("/v1/completions", json={**body, "bad_words": [*words, "x"]}))
+    for route, chat in (("completions", {}), ("chat/completions", CHAT)):
+        long = [letter * 256 for letter in "abcdefgh"]
+        reply = client.post(f"/v1/{route}", json={**body, **chat, "bad_words": long})
+        assert re.fullmatch(r"bad_words: got \d+ token ids, wanted at most 1024", refused(reply))
+
+
+def test_bad_words_are_encoded_once_a_body_and_not_in_the_event_loop(monkeypatch):
+    """Many long ones take the time of a thousand prompts, while all streams would stand still."""
+    words = [f"word{number}".ljust(200) for number in range(60)]
+    body = {"prompt": ["a", "b", "c"], "max_tokens": 2, "n": 2, "bad_words": words}
+    with ThreadServer(kv="fp16") as server:
+        real, encoded = server.tokenizer.encode, []
+
+        def encode(text, *arguments, **options):
+            if "word" in text:
+                encoded.append((text.strip(), threading.current_thread() is server.thread))
+            return real(text, *arguments, **options)
+
+        monkeypatch.setattr(server.tokenizer, "encode", encode)
+        with httpx.Client(base_url=server.url, headers=bearer(), timeout=30) as client:
+            assert client.post("/v1/completions", json=body).status_code == 200
+            assert sorted(encoded) == sorted(2 * [(word.strip(), False) for word in words])
+            encoded.clear()
+            assert client.post("/v1/chat/completions", json={**CHAT, "bad_words": words}).status_code == 200
+            assert sorted(encoded) == sorted(2 * [(word.strip(), False) for word in words])
 
 
 def test_a_tokens_own_logprob_is_none_of_the_likeliest():

@@ -74,6 +74,22 @@ def test_parameters_mean_what_they_do_elsewhere(lightllm):
     assert generate(lightllm, **penalised).json()["generated_text"] == [openai_text(lightllm, **penalised)]
 
 
+def test_a_prompt_may_have_its_bos(lightllm):
+    bos = lightllm.post("/detokenize", json={"tokens": Tokenizer("tiny").encode("")}).json()["prompt"]
+    assert bos
+    lengths = [
+        lightllm.post("/generate", json={"inputs": bos + PROMPT, "parameters": given}).json()["prompt_tokens"]
+        for given in ({"return_details": True}, {"return_details": True, "add_special_tokens": False})
+    ]
+    assert lengths == [7, 6]
+
+
+def test_min_p_leaves_out_unlikely_tokens(lightllm):
+    drawn = {"do_sample": True, "seed": 1, "temperature": 2.0}
+    assert generate(lightllm, **drawn).json()["generated_text"] != [openai_text(lightllm)]
+    assert generate(lightllm, **drawn, min_p=1.0).json()["generated_text"] == [openai_text(lightllm)]
+
+
 def test_tokens_that_are_wanted_and_not(lightllm):
     tokens = [token["id"] for token in generate(lightllm, return_details=True).json()["tokens"]]
     biased = generate(lightllm, logit_bias={str(tokens[3]): 100}, return_details=True).json()["tokens"]

@@ -1,18 +1,41 @@
-"""Two replicas behind Ray Serve, on this machine."""
+"""Two replicas behind Ray Serve, on this machine; and one alone, for which ray need not be installed."""
+
+import gc
+import runpy
+import sys
+from types import ModuleType
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 
-ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'qrt[ray]')")
-from ray import serve  # noqa: E402
+from qrt.errors import ConfigError
+from qrt.serve.settings import ServerConfig
 
-from qrt.errors import ConfigError  # noqa: E402
-from qrt.serve.ray_serve import app  # noqa: E402
-
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = pytest.mark.model
 
 
-def test_arguments():
+@pytest.fixture
+def ray():
+    return pytest.importorskip("ray", reason="ray is not installed (pip install 'qrt[ray]')")
+
+
+def test_a_replica_keeps_its_engine(monkeypatch):
+    stub = ModuleType("ray")
+    stub.serve = ModuleType("ray.serve")
+    monkeypatch.setitem(sys.modules, "ray", stub)
+    replica = runpy.run_module("qrt.serve.ray_serve")["_replica"]
+    served = replica("tiny", {"kv_cache_memory_bytes": 2**25}, ServerConfig(model_names=("tiny",)))
+    gc.collect()
+    with TestClient(served) as client:
+        reply = client.post("/v1/completions", json={"prompt": "The", "max_tokens": 2})
+        assert reply.status_code == 200 == client.get("/health").status_code, reply.text
+
+
+@pytest.mark.slow
+def test_arguments(ray):
+    from qrt.serve.ray_serve import app
+
     with pytest.raises(ConfigError, match="wanted a checkpoint folder"):
         app({})
     with pytest.raises(ConfigError, match="unknown setting 'replica'"):
@@ -21,7 +44,12 @@ def test_arguments():
         app({"model": "tiny", "max_num_seqs": "0"})
 
 
-def test_replicas_answer():
+@pytest.mark.slow
+def test_replicas_answer(ray):
+    from ray import serve
+
+    from qrt.serve.ray_serve import app
+
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": 8399})

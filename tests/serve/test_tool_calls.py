@@ -13,6 +13,7 @@ from qrt.serve.tool_calls import FORMATS, ToolCallStream, parse, tool_format
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}'
 LLAMA = '{"name": "get_weather", "parameters": {"city": "Köln", "days": 2}}'
+OTHER = CALL.replace("get_weather", "open_door")
 ARGUMENTS = {"city": "Köln", "days": 2}
 ANSWERS = {
     "hermes": f"<tool_call>\n{CALL}\n</tool_call>",
@@ -25,29 +26,36 @@ CASES = [
     ("hermes", f"I look.\n{ANSWERS['hermes']}\n{ANSWERS['hermes']}", "I look.", 2),
     ("hermes", "no <tool_call> but text, 1 < 2 <tool", "no <tool_call> but text, 1 < 2 <tool", 0),
     ("hermes", "<tool_call>{broken</tool_call> after", "<tool_call>{broken</tool_call> after", 0),
+    ("hermes", f"<tool_call>{OTHER}</tool_call>", f"<tool_call>{OTHER}</tool_call>", 0),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', 0),
     ("llama3_json", f"<|python_tag|>{LLAMA}", "", 1),
     ("llama3_json", f"{LLAMA}; {LLAMA}", "", 2),
     ("llama3_json", '{"answer": 42}', '{"answer": 42}', 0),
     ("llama3_json", '{"name": "x"', '{"name": "x"', 0),
+    ("llama3_json", '{"name": "get_weather", "age": 30}', '{"name": "get_weather", "age": 30}', 0),
+    ("llama3_json", OTHER, OTHER, 0),
     ("llama3_json", "{ not json }", "{ not json }", 0),
     ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{json.dumps(ARGUMENTS)}", "", 1),
     ("mistral", f"[TOOL_CALLS][{CALL}, {CALL}]", "", 2),
     ("mistral", "[TOOL_CALLS] nothing { of the kind", "[TOOL_CALLS] nothing { of the kind", 0),
+    ("mistral", f"[TOOL_CALLS][{CALL}, {OTHER}]", f"[TOOL_CALLS][{CALL}, {OTHER}]", 0),
     ("pythonic", '[get_weather(city="Köln", days=2), get_weather(city="Köln", days=2)]', "", 2),
     ("pythonic", "[1, 2, 3] is a list", "[1, 2, 3] is a list", 0),
+    ("pythonic", "[Alice(age=30)]", "[Alice(age=30)]", 0),
     ("pythonic", "[open('/etc/passwd').read()]", "[open('/etc/passwd').read()]", 0),
 ]
 
 
 @pytest.mark.parametrize("name, text, shown, count", CASES)
 def test_whole_and_in_pieces(name, text, shown, count):
-    whole, calls = parse(FORMATS[name], text)
+    names = {"get_weather"}
+    whole, calls = parse(FORMATS[name], names, text)
     assert whole.strip() == shown.strip() and len(calls) == count
     for call in calls:
         assert call.name == "get_weather" and json.loads(call.arguments) == ARGUMENTS
     for seed in range(30):
-        rng, stream, pieces, found, rest = random.Random(seed), ToolCallStream(FORMATS[name]), "", [], text
+        rng, stream = random.Random(seed), ToolCallStream(FORMATS[name], names)
+        pieces, found, rest = "", [], text
         while rest:
             size = rng.choice((1, 1, 2, 5, 20))
             piece, new = stream.feed(rest[:size])
@@ -62,7 +70,7 @@ def test_whole_and_in_pieces(name, text, shown, count):
 def test_arguments_of_every_kind_one_character_at_a_time():
     arguments = {"a": [True, False, None, -1.5e-3], "b": {"c": 'q"\\', "d": "\u00e9\n"}, "e": []}
     text = json.dumps({"name": "f", "parameters": arguments})
-    stream, calls = ToolCallStream(FORMATS["llama3_json"]), []
+    stream, calls = ToolCallStream(FORMATS["llama3_json"], {"f"}), []
     for character in text + " ":
         shown, new = stream.feed(character)
         assert not shown.strip()
@@ -105,6 +113,7 @@ def client(request):
             "alone": ANSWERS[request.param],
             "twice": TWICE[request.param],
             "plain": "No tool is needed.",
+            "unknown": ANSWERS[request.param].replace("get_weather", "open_door"),
         }
         script(server.engine, server.tokenizer, answers)
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
@@ -150,6 +159,16 @@ def test_streamed_the_name_comes_once(client):
     assert content.strip() == "Let me see." and names == ["get_weather"]
     assert json.loads(arguments) == ARGUMENTS
     assert reasons[-1] == "tool_calls" and not any(reasons[:-1])
+
+
+@pytest.mark.model
+def test_a_call_of_no_tool_of_the_request_is_text(client):
+    choice = ask(client, "unknown").choices[0]
+    assert choice.finish_reason == "stop" and choice.message.tool_calls is None
+    chunks = [chunk.choices[0] for chunk in ask(client, "unknown", stream=True)]
+    assert chunks[-1].finish_reason == "stop" and not any(chunk.delta.tool_calls for chunk in chunks)
+    streamed = "".join(chunk.delta.content or "" for chunk in chunks)
+    assert streamed == choice.message.content and "open_door" in streamed
 
 
 @pytest.mark.model

@@ -1,0 +1,65 @@
+"""The engine's loop, its clients and its clock played by the test."""
+
+import pytest
+
+from qrt.config import EngineConfig, SamplingParams
+from qrt.engine.engine import Engine
+from qrt.serve import router as router_module
+from qrt.serve.messages import Add, Gone, Hello, fields_of
+from qrt.serve.router import Router
+from qrt.serve.step_output import Output
+
+pytestmark = pytest.mark.model
+
+
+class Port:
+    """What comes before each step; then the loop ends. Also its clock: a quarter of a second a step.
+
+    sent   (when, to whom, what)
+    """
+
+    def __init__(self, *rounds) -> None:
+        self.rounds, self.now, self.sent = list(rounds), 0.0, []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def receive(self, wait):
+        self.now += 0.25
+        return self.rounds.pop(0) if self.rounds else None
+
+    def send(self, client, message) -> None:
+        self.sent.append((self.now, client, message))
+
+
+def add(id: str) -> Add:
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    return Add(id, [5, 6, 7], fields_of(params), 0.0)
+
+
+@pytest.fixture
+def router():
+    return Router(Engine(EngineConfig("tiny", max_num_seqs=1, kv_cache_memory_bytes=2**25)))
+
+
+def test_who_waits_hears_once_a_second_that_the_engine_works(router, monkeypatch):
+    """Though every step is another client's. Who waits for nothing hears nothing."""
+    port = Port([("api-0", add("a")), ("api-1", add("b")), ("api-2", Hello())], *[[] for _ in range(19)])
+    monkeypatch.setattr(router_module, "time", port)
+    router.run(port)
+    (first, message), *later = [(when, message) for when, who, message in port.sent if who == "api-1"]
+    assert (first, message.accepted) == (0.25, ["b"])
+    assert [when for when, _ in later] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert all(message == Output([], [], []) for _, message in later)
+    assert sum(bool(m.deltas) for _, who, m in port.sent if who == "api-0") > 15
+    assert [type(m).__name__ for _, who, m in port.sent if who == "api-2"] == ["Ready"]
+
+
+def test_nothing_is_generated_for_who_is_gone(router):
+    """Gone, which is the supervisor's, may overtake what the dead process has sent."""
+    before = [("api-0", add("a")), ("api-1", add("b")), ("supervisor", Gone("api-0"))]
+    port = Port([*before, ("api-0", add("c")), ("api-1", add("d"))], [("api-0", add("e"))], [])
+    router.run(port)
+    accepted = [id for _, who, message in port.sent if who == "api-1" for id in message.accepted]
+    scheduler = router.engine.scheduler
+    assert accepted == ["b", "d"] == [request.id for request in scheduler.running + scheduler.waiting]
