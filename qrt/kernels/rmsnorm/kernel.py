@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
@@ -31,6 +32,8 @@ def _rmsnorm(
     k = tl.arange(0, BLOCK_K)
     inside = (row < ROWS)[:, None] & (k < K)[None, :]
     weight = tl.load(WEIGHT + k, mask=k < K, other=0.0).to(tl.float32)
+    if launch_pdl and IDS is not None:  # begins a step: what `token_inputs` says is there before others start
+        gdc_wait()
     after_previous(launch_pdl)
     token = row // HEADS
     if IDS is not None:
