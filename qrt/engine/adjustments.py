@@ -99,9 +99,11 @@ class Adjustments:
         self.counts[place] = torch.bincount(sent["output"], minlength=self._vocab)
 
     def _grow(self) -> None:
-        """Twice as many places."""
+        """Twice as many places; none where memory is short."""
         more = max(1, len(self.bias))
+        grown = [
+            torch.cat([old, old.new_zeros(more, old.shape[1])])
+            for old in (self.bias, self.prompt, self.counts, self.factors)
+        ]
         self._free += range(len(self.bias), len(self.bias) + more)
-        for name in ("bias", "prompt", "counts", "factors"):
-            old = getattr(self, name)
-            setattr(self, name, torch.cat([old, old.new_zeros(more, old.shape[1])]))
+        self.bias, self.prompt, self.counts, self.factors = grown

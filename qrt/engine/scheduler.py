@@ -163,10 +163,8 @@ class Scheduler:
                 budget -= len(prefilling[-1][1].tokens)
                 cached -= prefilling[-1][1].start
         admitted = []
-        while budget > 0 and (new := self._admit()):
+        while budget > 0 and (new := self._admit(cached)):
             admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output)))
-            if new.num_computed > cached:  # its first chunk comes with a later step
-                break
             prefilling.append((new, self._chunk(new, budget)))
             budget -= len(prefilling[-1][1].tokens)
             cached -= prefilling[-1][1].start
@@ -293,8 +291,9 @@ class Scheduler:
         self.running.remove(request)
         self._refused = None
 
-    def _admit(self) -> Request | None:
-        """Start the first waiting request, or None when there is none or it must wait on."""
+    def _admit(self, room: int) -> Request | None:
+        """Start the first waiting request, whose prefix in the cache has at most `room` tokens, or None when
+        there is none or it must wait on."""
         if not self.waiting or not self._rows or self.waiting[0] is self._refused:
             return None
         request = self.waiting[0]
@@ -302,7 +301,7 @@ class Scheduler:
         if not request.generates and len(ids) > 1:
             ids = ids[:-1]  # it is predicted, and predicts nothing
         cached = self.kv.cached(ids, request.cache_salt) if reuse else 0
-        if reuse and self._shares_soon(request, ids, cached):
+        if cached > room or reuse and self._shares_soon(request, ids, cached):
             return None
         spare = self._spare(request, len(ids) - cached) if self.running else 0
         seq = self.kv.start(ids, reuse=reuse, spare=spare, salt=request.cache_salt)

@@ -29,6 +29,34 @@ def expected(logits, prompt, output, params):
     return result
 
 
+@pytest.mark.parametrize("short_at", range(4))
+def test_a_place_that_has_no_memory_is_none(monkeypatch, short_at):
+    """The next request finds all as it was, and grows it."""
+    adjustments = Adjustments(VOCAB, [EOS], torch.device("cpu"))
+    sampling = Sampling(
+        0.0, 0, 1.0, 0, None, adjustment=Adjustment.of(SamplingParams(presence_penalty=0.5), 1)
+    )
+    new = [Admission(row, sampling, np.array([1], np.int32)) for row in range(3)]
+    adjustments.admit(new[:1])
+    calls, cat = [], torch.cat
+
+    def short(tensors):
+        calls.append(tensors)
+        if len(calls) == short_at + 1:
+            raise torch.OutOfMemoryError
+        return cat(tensors)
+
+    monkeypatch.setattr(torch, "cat", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        adjustments.admit(new[1:2])
+    adjustments.admit(new[2:])
+    place, logits = torch.tensor(adjustments.places([2])), torch.zeros(1, VOCAB)
+    adjustments.count(place, torch.tensor([4]))
+    assert adjustments.apply(logits, place, torch.ones(1))[0].tolist() == [
+        -0.5 * (i == 4) for i in range(VOCAB)
+    ]
+
+
 WAYS = [
     {"repetition_penalty": 1.3}, {"presence_penalty": 0.7}, {"frequency_penalty": -1.1},
     {"logit_bias": {3: 2.5, 4: -100.0}}, {"allowed_token_ids": [1, 2, 3, EOS]},

@@ -96,7 +96,9 @@ def test_chunks_behind_a_long_prefix_share_the_room_for_it(monkeypatch):
         scheduler.add(str(i), np.concatenate((prefix, ids(100 + i, 7))), SamplingParams(max_tokens=1))
     steps = []
     while scheduler.has_work:
-        steps.append([(c.request_id, c.start) for c in step(scheduler)[0].chunks])
+        plan, _ = step(scheduler)
+        steps.append([(c.request_id, c.start) for c in plan.chunks])
+        assert {new.row for new in plan.admitted} <= {c.row for c in plan.chunks}, "a failed step must end it"
     assert all(sum(start for _, start in chunks) <= 100 for chunks in steps)
     assert [chunk for chunks in steps for chunk in chunks] == [(str(i), 40) for i in range(9)]
     assert len(steps) == 5
