@@ -15,7 +15,7 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
-	QRT_TEST_PTX=some $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels tests/model
+	QRT_TEST_PTX=some $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels tests/model tests/test_ptx.py
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

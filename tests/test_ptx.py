@@ -4,10 +4,17 @@ import numpy as np
 import pytest
 import torch
 
+from backends import PTX, PTX_SM
+from ptx import launch
 from ptx.grid import Grid
 from ptx.memory import Descriptor, Tensors, swizzled
 from ptx.text import parse
 from ptx.values import Fault
+from qrt.kernels.decode_attention import kernel as decode_attention
+from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.kv_write import kernel as kv_write
+from qrt.kernels.rmsnorm.kernel import rmsnorm
+from qrt.quant.kv import KV_FORMATS
 
 KERNEL = """
 .visible .entry kernel(.param .u64 kernel_param_0, .param .align 64 .b8 kernel_param_1[128])
@@ -228,6 +235,92 @@ def test_what_the_kernel_before_does_not_write_may_be_read_early():
     run(body, out, threads=64, written=(out[32:],), overlaps=True)
     with pytest.raises(Fault, match="is read before"):
         run(body, out, threads=64, written=(out[31:],), overlaps=True)
+
+
+def launched(body, out, programs=1, overlaps=True):
+    """As `run`, behind what was launched before."""
+    tensors = Tensors()
+    tensors.add(out.data_ptr(), out.nbytes, "out")
+    code = parse(KERNEL % (64, body))
+    launch.run(code, (programs,), [out.data_ptr(), None], tensors, 4096, overlaps)
+
+
+WRITE, READ = WAITS + STORE, "ld.global.b32 %r9, [%rd3];" + WAITS
+LETS = "griddepcontrol.launch_dependents;"
+SECOND = "setp.eq.s32 %p1, %r2, 1;"  # of two programs
+
+
+@pytest.mark.parametrize("between, fence", [
+    (LETS + WAITS, False),
+    (WAITS + LETS, True),
+    (WAITS, True),
+    (LETS + WAITS + LETS, False),
+    (SECOND + "@%p1 griddepcontrol.wait;" + LETS + WAITS, True),  # all must let it start
+    (SECOND + "@%p1 ret;" + LETS + WAITS, False),
+    (SECOND + "@%p1 ret;" + WAITS, True),
+    (FIRST_WARP + "@%p1 griddepcontrol.wait;" + LETS + WAITS, False),  # a thread of a program is enough
+    (FIRST_WARP + "@%p1 griddepcontrol.wait; bar.sync 0;" + LETS, True),
+])  # fmt: skip
+def test_kernels_before_the_one_before_may_still_run(between, fence):
+    """Unless that one has waited for them before it lets the next one start."""
+    out, other = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    for times in 1, 2:
+        launched(WRITE, out)
+        for _ in range(times):
+            launched(between + STORE, other, programs=2)
+        if fence:
+            launched(READ, out)
+        else:
+            with pytest.raises(Fault, match="is read before"):
+                launched(READ, out)
+
+
+def test_behind_what_does_not_start_early_nothing_older_runs():
+    out, other = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    launched(WRITE, out)
+    launched(LETS + WRITE, other, overlaps=False)
+    launched(READ, out)
+
+
+def test_what_two_kernels_write_to_one_tensor_may_all_still_be_written():
+    out = torch.zeros(128, dtype=torch.int32)
+    for changes in False, True:
+        launched("mov.b32 %r9, 7;" + WRITE, out)
+        launched(LETS + WAITS + "mov.b32 %r9, 8; st.global.b32 [%rd3+128], %r9;", out)
+        assert out.tolist() == [7] * 32 + [8] * 64 + [0] * 32
+        if changes:
+            out.zero_()  # by torch
+            launched(READ, out)
+        else:
+            with pytest.raises(Fault, match="is read before"):
+                launched(FIRST_WARP + "@%p1 ld.global.b32 %r9, [%rd3];" + WAITS, out)
+
+
+@pytest.mark.ptx
+@pytest.mark.skipif(not PTX or PTX_SM != 90, reason="executes kernels compiled for Hopper")
+@pytest.mark.parametrize("between", [False, True])
+def test_tokens_that_a_kernel_before_still_writes_are_not_loaded_ahead(monkeypatch, between):
+    """decode_attention of a chunk all of whose tokens kv_write has just written, told that only the newest
+    are so, with or without a kernel between the two."""
+    monkeypatch.setattr(kv_write, "multiprocessors", lambda device: 132)
+    count, dtype, fmt = 72, torch.bfloat16, KV_FORMATS["fp16"]
+    q, k, v = torch.randn(count, 8, 64, dtype=dtype).split((4, 2, 2), 1)
+    buffers = [spec.zeros("cpu") for spec in fmt.buffers(count, 2, 64, dtype).values()]
+    angles, slots = torch.ones(count, 32), torch.arange(count, dtype=torch.int32)
+    rows, lens = torch.zeros_like(slots), slots + 1
+    block = decode_attention.block_of(fmt.block(count, 4, 2), 64, dtype)
+    parts = plan_parts(rows, lens, 2, block.heads_per_sm)
+
+    def attend(newest):
+        kv_write.kv_write(q, k, v, angles, angles, slots, slots, buffers, None, "fp16")
+        if between:
+            rmsnorm(torch.ones(4, 128, dtype=dtype), torch.ones(128, dtype=dtype), 1e-5)
+        held = buffers, slots[None], rows, lens
+        decode_attention.decode_attention(q, *held, parts, "fp16", 0.125, newest)
+
+    attend(newest=False)
+    with pytest.raises(Fault, match="is read before"):
+        attend(newest=True)
 
 
 def test_which_bytes_a_kernel_writes_is_known():

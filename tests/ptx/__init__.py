@@ -4,7 +4,7 @@ Triton's interpreter knows neither Gluon nor anything asynchronous, and CI has n
 grid has registers of its own (a numpy array each, a lane a thread) and warps take turns. The copy engine
 delivers as late as the program allows, or as early, and shared memory begins as NaN. A fault is raised where
 a GPU would hang or be wrong in silence: an access outside its tensor or not aligned, threads that wait for
-ever, more arrivals than an mbarrier counts, shared memory that two warps use in no order, what the kernel
+ever, more arrivals than an mbarrier counts, shared memory that two warps use in no order, what a kernel
 before may still write.
 
     QRT_TEST_PTX=some pytest tests/kernels            those that CI runs this way too: marked `ptx`

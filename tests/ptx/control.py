@@ -18,11 +18,14 @@ def _nothing(grid: Grid, i: Instruction) -> Work:
     return lambda lanes: None
 
 
-def _kernel_before(grid: Grid, i: Instruction) -> Work:
+def _other_kernels(grid: Grid, i: Instruction) -> Work:
     def wait(lanes: Lanes) -> None:
         grid.races.knows[lanes // 32, -1] = 1
 
-    return wait if i.opcode[1] == "wait" else _nothing(grid, i)
+    def let_start(lanes: Lanes) -> None:
+        grid.hasty[grid.program[lanes[grid.races.knows[lanes // 32, -1] == 0]]] = True
+
+    return {"wait": wait, "launch_dependents": let_start}[i.opcode[1]]
 
 
 def _jump(grid: Grid, i: Instruction) -> Work:
@@ -172,6 +175,6 @@ def _reduce(grid: Grid, i: Instruction) -> Work:
 OPERATIONS = {
     "bra": _jump, "brx": _jump_by_table, "ret": _end, "exit": _end, "bar": _barrier, "barrier": _barrier,
     "mbarrier": _mbarrier, "elect": _elect, "shfl": _shuffle, "vote": _vote, "redux": _reduce,
-    "griddepcontrol": _kernel_before, "setmaxnreg": _nothing, "prefetch": _nothing, "createpolicy": _nothing,
+    "griddepcontrol": _other_kernels, "setmaxnreg": _nothing, "prefetch": _nothing, "createpolicy": _nothing,
     "fence": _nothing, "membar": _nothing,
 }  # fmt: skip

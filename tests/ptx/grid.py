@@ -52,6 +52,7 @@ class Grid:
         self.met: dict[tuple[int, int], list[int]] = {}  # warps by program and number of a barrier
         self.copies: list[tuple] = []
         self.fetchers = np.zeros(warps, bool)  # who has asked for copies
+        self.hasty = np.zeros(programs, bool)  # have let the next kernel start before they waited
         self._early = copies == "early"
         self.products, self.fetches = Deferred(self.lanes), Deferred(self.lanes)
         self.random = None if seed is None else np.random.default_rng(seed)
@@ -80,6 +81,12 @@ class Grid:
                     self._deadlock()
         if not self.races.knows[:, -1].any():
             raise Fault("no thread waits for the kernel before, so who waits for this one does not either")
+
+    def is_fence(self) -> bool:
+        """Whether the kernel before is done when the next one starts: some program waits for it before that
+        lets the next one start, or ends."""
+        waits = self.races.knows[:, -1].reshape(len(self.hasty), -1).any(1)
+        return bool((waits & ~self.hasty).any())
 
     def _copy_is_due(self) -> bool:
         if self.random is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # most that a progr
 SMS = 4  # of the GPU that is not there
 _codes: dict[str, Code] = {}  # by a kernel's hash
 settings: dict[str, Any] = {}  # of every Grid from here on: copies, seed
-written: dict[tuple[int, int], Any] = {}  # `Tensors.left` of the launch before
+written: dict[tuple[int, int], Any] = {}  # `Tensors.left` of launches that may not be done
 
 
 class Driver:
@@ -76,14 +77,25 @@ def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
     tensors = Tensors()
     for name, kind in kernel.src.signature.items():
         _add(kind, bound[name], name, parameters, tensors)
-    tensors.follow(written)
     if kernel.hash not in _codes:
         _codes[kernel.hash] = parse(kernel.asm["ptx"])
     code, shape = _codes[kernel.hash], shape(bound) if callable(shape) else shape
     parameters += [0] * (len(code.parameters) - len(parameters))  # two pointers, which nobody follows
     about = kernel.metadata
-    Grid(code, shape, parameters, tensors, about.shared, overlaps=about.launch_pdl, **settings).run()
-    written.clear()
+    run(code, shape, parameters, tensors, about.shared, about.launch_pdl)
+
+
+def run(
+    code: Code, shape: Sequence[int], parameters: list[Any], tensors: Tensors, shared: int, overlaps: bool
+) -> None:
+    """A launch, behind those before it: where it `overlaps` the last of these may still run, and so may older
+    ones up to a fence."""
+    tensors.follow(written)
+    grid = Grid(code, shape, parameters, tensors, shared, overlaps=overlaps, **settings)
+    grid.run()
+    if grid.is_fence():
+        written.clear()
+        tensors.before.clear()
     written.update(tensors.left())
 
 

@@ -26,7 +26,7 @@ def _bytes_at(address: int, count: int) -> np.ndarray:
 class Tensors:
     """What a kernel may touch: tensors that it is given, by address.
 
-    before    which bytes of a tensor (its begin and end) the kernel before has written, which may not be done
+    before    which bytes of a tensor (its begin and end) kernels before have written, which may not be done
     written   which ones this one has
     """
 
@@ -46,7 +46,7 @@ class Tensors:
         self._places.append((address, address + count))
 
     def follow(self, written: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]) -> None:
-        """The kernel before has left this (`left`). Where it is something else now an operator of torch has
+        """Kernels before have left this (`left`). Where it is something else now an operator of torch has
         written, behind which nothing starts early."""
         for (first, last), (there, data) in written.items():
             for begin, end in self._places:
@@ -54,11 +54,15 @@ class Tensors:
                 part = slice(begin - first, max(end, begin) - first)
                 mine = there[part]
                 if mine.any() and (_bytes_at(begin, len(mine))[mine] == data[part][mine]).all():
-                    self.before[begin, end] = mine
+                    self.before[begin, end] = mine | self.before.get((begin, end), False)
 
     def left(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
-        """Which bytes of which tensors are written, and their tensors' as they are now."""
-        return {place: (there, self._known[place][1].copy()) for place, there in self.written.items()}
+        """Which bytes of which tensors are written, by kernels before too, and those tensors as they are
+        now."""
+        masks = dict(self.before)
+        for place, there in self.written.items():
+            masks[place] = there | masks.get(place, False)
+        return {place: (there, _bytes_at(place[0], len(there)).copy()) for place, there in masks.items()}
 
     def find(
         self, address: np.ndarray, count: int, write: bool = False
@@ -160,7 +164,7 @@ def _read(grid: Grid, space: str, lanes: Lanes, address: np.ndarray, count: int)
     for (begin, end), there in grid.tensors.before.items():
         place = early[(early >= begin) & (early < end)] - begin
         if there[np.minimum(place[:, None] + np.arange(count), end - begin - 1)].any():
-            raise Fault("what the kernel before may still write is read before that is waited for")
+            raise Fault("what a kernel before may still write is read before that is waited for")
     for which, tensor, place in grid.tensors.find(address, count):
         data[which] = tensor[place]
     return data
@@ -321,7 +325,7 @@ def _copy_box(grid: Grid, i: Instruction) -> Work:
             box, program = grid.parameter(int(tensor(lane)[0])), int(grid.program[lane[0]])
             knew = grid.races.knows[lane[0] // 32].copy()
             if not knew[-1] and any(begin <= box.address < end for begin, end in grid.tensors.before):
-                raise Fault("what the kernel before may still write is copied before that is waited for")
+                raise Fault("what a kernel before may still write is copied before that is waited for")
             grid.copies.append((box, first, program, int(to(lane)[0]), int(barrier(lane)[0]), knew))
 
     return copy
