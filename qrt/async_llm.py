@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from itertools import count
 from typing import Any
 
@@ -32,15 +32,16 @@ except ImportError as error:
 class AsyncLLM:
     """A model in a thread of this process, for one event loop. `shutdown`, or dropping it, ends the thread.
 
-    client   the engine's client, for a server in the same process; it lives as long as the AsyncLLM, which
-             the server must keep
+    client      the engine's client, for a server in the same process; it lives as long as the AsyncLLM, which
+                the server must keep
+    tokenizer   qrt's own, which prompts and outputs go through
     """
 
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
         """`settings` as LLM's."""
         config = engine_config(model, {"kv": kv, **settings})
-        self._tokenizer = Tokenizer(config.tokenizer or config.model)
-        engine = Engine(config, eos_token_ids=self._tokenizer.eos_token_ids)
+        self.tokenizer = Tokenizer(config.tokenizer or config.model)
+        engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
         self.client = ThreadClient(Router(engine))
         weakref.finalize(self, self.client.end)  # the thread holds the engine, its memory with it
         self._defaults = engine.generation.sampling
@@ -58,9 +59,9 @@ class AsyncLLM:
         """Whether requests are taken."""
         return not self.client.stopped
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the checkpoint, or that given as `tokenizer`."""
-        return self._tokenizer
+    def get_tokenizer(self) -> Any:
+        """As vLLM the transformers tokenizer, of the checkpoint or that given as `tokenizer`."""
+        return self.tokenizer.for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends; used where no parameters are given."""
@@ -95,10 +96,12 @@ class AsyncLLM:
         finally:
             del self._running[collector.request_id]
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its iterator yields once more what there is, with finish_reason "abort"."""
-        if request_id in self._running:
-            self.client.abort(self._running[request_id].engine_ids)
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request, or several: each's iterator yields once more what there is, with finish_reason
+        "abort"."""
+        for id in (request_id,) if isinstance(request_id, str) else request_id:
+            if id in self._running:
+                self.client.abort(self._running[id].engine_ids)
 
     async def check_health(self) -> None:
         """EngineError when nothing is generated any more."""
@@ -132,12 +135,12 @@ class AsyncLLM:
     def _collector(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
     ) -> RequestCollector:
-        text, ids, salt = split_prompt(prompt, self._tokenizer)
+        text, ids, salt = split_prompt(prompt, self.tokenizer)
         serial = next(self._ids)
         name = request_id if request_id is not None else f"async-{serial}"
         # to the engine each has another: of one that was left tokens may still come when its id is used again
         collector = RequestCollector(
-            f"{name}-{serial}", text, ids, params, self._tokenizer, priority=priority, cache_salt=salt
+            f"{name}-{serial}", text, ids, params, self.tokenizer, priority=priority, cache_salt=salt
         )
         collector.request_id = name
         return collector

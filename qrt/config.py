@@ -153,7 +153,7 @@ class SamplingParams:
     top_p           of those, the fewest likeliest whose probability reaches p (1: off)
     min_p           tokens at least this share of the likeliest one's probability (0: off); before the other
                     two
-    seed            makes a request reproducible whatever it is batched with
+    seed            makes a request reproducible whatever it is batched with (None or -1: none)
     max_tokens      None: all that the context leaves
     min_tokens      nothing that ends the text is drawn before
     stop            strings that end the text, which is cut before them unless `include_stop_str_in_output`
@@ -213,6 +213,8 @@ class SamplingParams:
         self._check_numbers()
         self._check_counts()
         self._check_lists()
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
 
     def _check_numbers(self) -> None:
         for name, low, high in (

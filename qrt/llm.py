@@ -34,14 +34,15 @@ class LLM:
 
     Calls of several threads run one after the other.
 
-    engine    the engine; it must not be driven from elsewhere at the same time
+    engine      the engine; it must not be driven from elsewhere at the same time
+    tokenizer   qrt's own, which prompts and outputs go through
     """
 
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
         """`settings` are the fields of EngineConfig; an unknown one is a ConfigError."""
         config = engine_config(model, {"kv": kv, **settings})
-        self._tokenizer = Tokenizer(config.tokenizer or config.model)
-        self.engine = Engine(config, eos_token_ids=self._tokenizer.eos_token_ids)
+        self.tokenizer = Tokenizer(config.tokenizer or config.model)
+        self.engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
         self._ids = count()
         self._lock = Lock()
         self._pid = os.getpid()
@@ -71,9 +72,9 @@ class LLM:
         """Of activations: "float32", "float16" or "bfloat16"."""
         return str(self.engine.model.dtype).removeprefix("torch.")
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the checkpoint, or that given as `tokenizer`."""
-        return self._tokenizer
+    def get_tokenizer(self) -> Any:
+        """As vLLM the transformers tokenizer, of the checkpoint or that given as `tokenizer`."""
+        return self.tokenizer.for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends; used where no parameters are given."""
@@ -147,8 +148,8 @@ class LLM:
         }
         prompts = []
         for conversation in conversations:
-            text = self._tokenizer.render_chat(conversation, **options)
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            text = self.tokenizer.render_chat(conversation, **options)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -199,10 +200,10 @@ class LLM:
                 yield delta
 
     def _collector(self, prompt: Prompt, params: SamplingParams, priority: int) -> RequestCollector:
-        text, ids, salt = split_prompt(prompt, self._tokenizer)
+        text, ids, salt = split_prompt(prompt, self.tokenizer)
         self.engine.validate(ids, params)
         name = str(next(self._ids))
-        return RequestCollector(name, text, ids, params, self._tokenizer, priority=priority, cache_salt=salt)
+        return RequestCollector(name, text, ids, params, self.tokenizer, priority=priority, cache_salt=salt)
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int

@@ -63,7 +63,7 @@ def expected(folder, reference, llm):
     """What transformers continues PROMPTS with, greedily, 64 tokens each."""
     outputs = []
     for prompt in PROMPTS:
-        ids = torch.tensor([llm.get_tokenizer().encode(prompt)])
+        ids = torch.tensor([llm.tokenizer.encode(prompt)])
         options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         out = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
         outputs.append(out[0, ids.shape[1] :].tolist())
@@ -79,7 +79,7 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_batched(llm, expected
     assert ids_of(together) == expected
     assert ids_of(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)) == expected[:1]
     for output, prompt in zip(together, PROMPTS, strict=True):
-        tokenizer = llm.get_tokenizer()
+        tokenizer = llm.tokenizer
         assert output.prompt == prompt and output.prompt_token_ids == tokenizer.encode(prompt)
         assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
         assert output.finished and output.outputs[0].finish_reason == "length"
@@ -151,13 +151,13 @@ def test_logprobs_are_those_of_transformers(llm, reference):
         for other, logprob in row.items():
             assert logprob.logprob == pytest.approx(float(truth[place, other]), abs=1e-4)
             assert logprob.rank == int((truth[place] > truth[place, other]).sum()) + 1
-            assert logprob.decoded_token == llm.get_tokenizer().decode([other])
+            assert logprob.decoded_token == llm.tokenizer.decode([other])
     total = sum(
         row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)
     )
     assert completion.cumulative_logprob == pytest.approx(total, abs=1e-4)
     special = llm.generate({"prompt_token_ids": [5, 1, 7]}, params, use_tqdm=False)[0].prompt_logprobs
-    assert special[1][1].decoded_token == llm.get_tokenizer().hf.convert_ids_to_tokens(1)
+    assert special[1][1].decoded_token == llm.get_tokenizer().convert_ids_to_tokens(1)
     plain = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0]
     assert plain.prompt_logprobs is None and plain.outputs[0].logprobs is None
     assert plain.outputs[0].cumulative_logprob is None
@@ -192,19 +192,19 @@ def test_attend_cache_shows_the_loss_of_the_kv_format(folder):
 
 
 def test_stop_strings_and_stop_ids(llm, expected):
-    text = llm.get_tokenizer().decode(expected[0])
+    text = llm.tokenizer.decode(expected[0])
     stop = text[20:23]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop=[stop, "never there"])
     completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
     assert completion.text == text[: text.index(stop)]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-    assert stop in llm.get_tokenizer().decode(completion.token_ids) and not llm.engine.has_work
+    assert stop in llm.tokenizer.decode(completion.token_ids) and not llm.engine.has_work
     last = expected[0][20]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop_token_ids=[last])
     completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
     end = expected[0].index(last)
     assert completion.token_ids == expected[0][: end + 1] and completion.stop_reason == last
-    assert completion.text == llm.get_tokenizer().decode(expected[0][:end]), "the stop token is no text"
+    assert completion.text == llm.tokenizer.decode(expected[0][:end]), "the stop token is no text"
 
 
 def test_defaults_and_ends_come_from_generation_config(llm):
@@ -225,7 +225,7 @@ def test_damaged_generation_config(folder, tmp_path):
 
 
 def test_prompts_in_every_form_give_the_same(llm, expected):
-    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    ids = llm.tokenizer.encode(PROMPTS[0])
     forms = [PROMPTS[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}, ids]
     assert ids_of(llm.generate(forms, GREEDY, use_tqdm=False)) == [expected[0]] * 4
     for form in forms:
@@ -240,7 +240,7 @@ def test_chat(llm, expected):
     rendered = "<|user|>the dog</s>"
     output = llm.chat(messages, GREEDY, use_tqdm=False)[0]
     assert output.prompt == rendered
-    assert output.prompt_token_ids == llm.get_tokenizer().encode(rendered)
+    assert output.prompt_token_ids == llm.tokenizer.encode(rendered)
     parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "dog"}]
     joined = llm.chat([{"role": "user", "content": parts}, {"role": "user", "content": None}], use_tqdm=False)
     assert joined[0].prompt == "<|user|>the\ndog<|user|></s>"

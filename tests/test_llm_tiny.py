@@ -41,7 +41,7 @@ def expected(llm):
     reference = transformers.AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float32)
     outputs = []
     for prompt in PROMPTS:
-        ids = torch.tensor([llm.get_tokenizer().encode(prompt)])
+        ids = torch.tensor([llm.tokenizer.encode(prompt)])
         options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         out = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
         outputs.append(out[0, ids.shape[1] :].tolist())
@@ -130,7 +130,7 @@ def test_skipped_layers_are_unquantized():
 
 
 def test_bad_words_are_encoded_and_do_not_come(llm, expected):
-    text = llm.get_tokenizer().decode(expected[0])
+    text = llm.tokenizer.decode(expected[0])
     word = next(word for word in text.split() if len(word) > 3 and word.isalpha())
     params = replace(GREEDY, bad_words=[word])
     output = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
@@ -153,11 +153,21 @@ def test_seeded_text_repeats_in_another_batch(llm):
     assert batch[1].outputs[0].token_ids == alone.token_ids and batch[1].outputs[0].text == alone.text
 
 
+def test_a_seed_of_minus_one_is_none(llm):
+    """As in vLLM; one that a completion gets of its neighbour's stays a seed."""
+    assert SamplingParams(seed=-1) == SamplingParams()
+    params = SamplingParams(n=3, seed=-2, max_tokens=12, ignore_eos=True)
+    first, second = (llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs for _ in range(2))
+    assert [output.token_ids for output in first] == [output.token_ids for output in second]
+    drawn = [llm.generate(PROMPTS[0], replace(params, n=1, seed=-1), use_tqdm=False) for _ in range(2)]
+    assert ids_of(drawn[0]) != ids_of(drawn[1])
+
+
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 def test_quantized_kv_keeps_the_perplexity(llm, kv):
     """Loose bounds on a short text; the evaluator measures the promise (0.1 % and 1.5 %) on long ones."""
     text = "The Python interpreter reads a file, compiles it and runs the code. " * 2 + PROMPTS[3] * 6
-    ids = [llm.get_tokenizer().encode(text)]
+    ids = [llm.tokenizer.encode(text)]
     exact = float(llm.score(ids)[0].mean())
     loss = float(make(kv=kv, attend_cache=True).score(ids)[0].mean())
     assert abs(loss - exact) < {"int8": 0.01, "int4": 0.08}[kv]
@@ -171,6 +181,15 @@ def test_chat_and_defaults(llm):
     assert output.prompt.endswith("<|assistant|>") and output.outputs[0].token_ids
 
 
+def test_the_tokenizer_is_that_of_transformers(llm):
+    """As in vLLM; what its caller lets it cut, the engine does not."""
+    tokenizer = llm.get_tokenizer()
+    assert isinstance(tokenizer, transformers.PreTrainedTokenizerBase) and llm.get_tokenizer() is tokenizer
+    whole = tokenizer(PROMPTS[0]).input_ids
+    assert len(tokenizer(PROMPTS[0], truncation=True, max_length=2).input_ids) == 2 < len(whole)
+    assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].prompt_token_ids == whole
+
+
 def test_the_start_up_lines_say_what_runs(caplog):
     with caplog.at_level(logging.INFO, logger="qrt"):
         make(kv="int8")
@@ -180,7 +199,7 @@ def test_the_start_up_lines_say_what_runs(caplog):
 
 
 def test_what_greedy_decoding_says_has_rank_one(llm, expected):
-    prompt = llm.get_tokenizer().encode(PROMPTS[0])
+    prompt = llm.tokenizer.encode(PROMPTS[0])
     first, single = llm.score_ranked([prompt + expected[0][:8], prompt[:1]])
     assert first.ranks[len(prompt) - 1 :].tolist() == [1] * 8 and len(first) == len(prompt) + 7
     assert first.ranks.max() > 1 and len(single) == 0

@@ -141,7 +141,7 @@ def ready_baseline(
 ) -> tuple[LLM, list[Window], dict[str, Any]]:
     """A baseline that has not run yet: the model, the windows of `text`, and the facts of both."""
     llm = reader_model(model, kv, arguments.dtype, arguments.seqlen)
-    windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
+    windows, seqlen = cut(arguments.protocol, text, llm.tokenizer, llm.max_model_len, arguments)
     facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen, "run": model_facts(llm)}
     return llm, windows, facts
 
@@ -244,7 +244,7 @@ def worst_positions(llm: LLM, base: Reference, positions: Positions, count: int)
         ids = base.windows[window].ids
         words = [(ids[max(0, position - CONTEXT_TOKENS) : position], "context"), ((ids[position],), "token")]
         words += [((int(positions.base_top[index]),), "base_top"), ((int(positions.top[index]),), "top")]
-        texts = {name: llm.get_tokenizer().decode(some, skip_special_tokens=False) for some, name in words}
+        texts = {name: llm.tokenizer.decode(some, skip_special_tokens=False) for some, name in words}
         found.append({"window": window, "position": position, "kl": float(positions.kl[index]), **texts})
     return found
 

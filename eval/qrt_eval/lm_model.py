@@ -37,7 +37,7 @@ class QRTLM(TemplateLM):
         if isinstance(model, str):
             model = LLM(model, kv=kv, attend_cache=True, device=device, **settings)
         self.llm = model
-        self._text = model.get_tokenizer()
+        self._text = model.tokenizer
         self.tokenizer = self._text.hf
 
     @property

@@ -91,7 +91,7 @@ def measure(llm: LLM, length: int, depth: float, trials: int, seed: int) -> dict
 
 def make_trials(llm: LLM, length: int, depth: float, trials: int, seed: int) -> Iterator[Trial]:
     """Prompts of exactly length - ANSWER_TOKENS tokens: task, filler with the needle in it, question."""
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.tokenizer
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)

@@ -79,7 +79,7 @@ def scorer(model: str, kv: str, dtype: str = "auto", max_model_len: int | None =
 
 def _measure(arguments: Namespace, model: str, kv: str, text: EvalText, partial: PartialResult) -> Perplexity:
     llm = scorer(model, kv, arguments.dtype)
-    windows, seqlen = cut(arguments.protocol, text, llm.get_tokenizer(), llm.max_model_len, arguments)
+    windows, seqlen = cut(arguments.protocol, text, llm.tokenizer, llm.max_model_len, arguments)
     return perplexity(llm, arguments.protocol, windows, seqlen, text, arguments.batch, partial)
 
 
@@ -177,5 +177,5 @@ def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def quick_perplexity(llm: LLM, text: EvalText, seqlen: int, limit: int) -> Perplexity:
     """Perplexity of the first `limit` windows by the `gptq` protocol."""
-    windows = PROTOCOLS["gptq"].windows(text, llm.get_tokenizer(), seqlen, None, limit)
+    windows = PROTOCOLS["gptq"].windows(text, llm.tokenizer, seqlen, None, limit)
     return perplexity(llm, "gptq", windows, seqlen, text)

@@ -89,7 +89,7 @@ def text_facts(text: EvalText) -> dict[str, Any]:
 def model_facts(llm: LLM) -> dict[str, Any]:
     """Which model ran, and as what."""
     config = llm.engine.config
-    tokenizer = llm.get_tokenizer().hf.backend_tokenizer.to_str()
+    tokenizer = llm.tokenizer.hf.backend_tokenizer.to_str()
     return {
         **engine_facts(llm.engine, config.model),
         "model_sha256": checkpoint_sha256(config.model),

@@ -59,7 +59,7 @@ def server_config(arguments: Namespace) -> ServerConfig:
             **_given(arguments, ServerConfig),
             "model_names": tuple(arguments.served_model_name or (Path(_model(arguments)).name,)),
             "api_keys": tuple(_keys(arguments)),
-            "allowed_origins": tuple(arguments.allowed_origins),
+            "allowed_origins": tuple(origin for word in arguments.allowed_origins for origin in word),
             "chat_template": _chat_template(arguments.chat_template),
         }
     )

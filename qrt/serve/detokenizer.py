@@ -6,7 +6,8 @@ strings that end the text and never gives out what may be the start of one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from qrt.config import SamplingParams
 from qrt.serve.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
+        prompt_ids = list(islice(self._shown(reversed(prompt_ids)), LONGEST_WINDOW))[::-1]
         whole = self._whole(prompt_ids)
         self._window, self._text = self._tail(prompt_ids[:whole])
         self._given = len(self._text)  # characters of `_text` that are out
@@ -34,6 +36,7 @@ class TextStream:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that the tokens make certain; what may be an unfinished character waits."""
+        token_ids = list(self._shown(token_ids))
         if len(token_ids) > 1 and self._decode([*self._window, *token_ids]).endswith(INCOMPLETE):
             return "".join(self._add([token_id]) for token_id in token_ids)
         return self._add(token_ids)
@@ -59,6 +62,10 @@ class TextStream:
         text = self._text[self._given :]
         self._given = len(self._text)
         return text
+
+    def _shown(self, token_ids: Iterable[int]) -> Iterable[int]:
+        """What comes into the window: behind many that are skipped a text of nothing would begin anew."""
+        return self._tokenizer.shown(token_ids) if self._skip_special else token_ids
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip_special)

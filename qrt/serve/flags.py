@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,10 +123,11 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--api-key-file", metavar="FILE", help="keys, one a line (default: none)")
     group.add_argument(
         "--allowed-origins",
+        type=_origins,
         nargs="+",
         default=[],
         metavar="ORIGIN",
-        help="web pages elsewhere that may ask (default: none)",
+        help="web pages elsewhere that may ask: * or scheme://host, or a JSON list of them (default: none)",
     )
     group.add_argument("--chat-template", metavar="FILE", help="Jinja file (default: the checkpoint's)")
     group.add_argument(
@@ -339,6 +341,16 @@ def _number(text: str) -> int:
         return int(float(text[:-1]) * factor) if factor > 1 else int(text)
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number such as 4096, 32k or 32K") from None
+
+
+def _origins(text: str) -> list[Any]:
+    """One, or those of a JSON list."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        return list(json.loads(text))
+    except (ValueError, RecursionError):
+        raise argparse.ArgumentTypeError(f'got {text!r}, wanted a JSON list such as ["*"]') from None
 
 
 def _lightllm_kv(text: str) -> str:

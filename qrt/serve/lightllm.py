@@ -23,9 +23,9 @@ from qrt.serve.strict_json import StrictJsonRoute
 
 DEFAULT_MAX_NEW_TOKENS = 16
 # SamplingParams' name -> LightLLM's
-RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_sequences"}
+RENAMED = {"min_tokens": "min_new_tokens", "stop": "stop_sequences"}
 SAME = (
-    "top_k", "top_p", "min_p", "seed", "ignore_eos", "skip_special_tokens", "presence_penalty",
+    "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "skip_special_tokens", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "allowed_token_ids", "exponential_decay_length_penalty",
 )  # fmt: skip
 NOT_RUN = (
@@ -60,6 +60,7 @@ class Parameters(Body):
     ) = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    input_penalty: bool | None = None
     add_special_tokens: bool = True
     max_new_tokens: Count = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: Count | None = None
@@ -69,23 +70,43 @@ class Parameters(Body):
     return_details: bool = Field(False, validation_alias=AliasChoices("return_details", "details"))
     return_full_text: bool = False
 
-    def sampling_params(self, sample: bool) -> SamplingParams:
-        """Greedy unless `sample`; UnsupportedError for what is not run."""
+    def sampling_params(
+        self, sample: bool, defaults: dict[str, Any], max_tokens: int | None
+    ) -> SamplingParams:
+        """Greedy unless `sample`; what is left out comes from `defaults`, the model's. `max_tokens` as
+        `Service.max_tokens` has it. UnsupportedError for what is not run."""
         extra = self.model_extra or {}
         if refused := [name for name in NOT_RUN if extra.get(name) not in (None, False)]:
             raise UnsupportedError(f"{', '.join(refused)}: not run by this server; leave it out")
         given = {name: getattr(self, name) for name in SAME}
         given.update({ours: getattr(self, theirs) for ours, theirs in RENAMED.items()})
         given = {name: value for name, value in given.items() if value is not None}
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return SamplingParams(
+        given = {**defaults, **given, "max_tokens": max_tokens}
+        if not sample:
+            given["temperature"] = 0.0
+        params = SamplingParams(
             n=self.n or self.best_of or 1,  # LightLLM returns all of best_of
-            temperature=temperature if sample else 0.0,
             logprobs=0,
             logit_bias=by_token_id(self.logit_bias),
             bad_words=tuple((token,) for token in self.invalid_token_ids),
             **given,
         )
+        self._check_input_penalty(params)
+        return params
+
+    def _check_input_penalty(self, params: SamplingParams) -> None:
+        """In LightLLM it says of all penalties at once whether they count the prompt's tokens."""
+        if self.input_penalty is False and params.repetition_penalty != 1:
+            raise UnsupportedError(
+                "input_penalty: got false with repetition_penalty, which counts the prompt's tokens here; "
+                "leave input_penalty out"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if self.input_penalty and getattr(params, name) != 0:
+                raise UnsupportedError(
+                    f"input_penalty: got true with {name}, which counts the output's tokens alone here; "
+                    "leave input_penalty out"
+                )
 
 
 class GenerateRequest(Body):
@@ -93,6 +114,7 @@ class GenerateRequest(Body):
 
     inputs: str
     parameters: Parameters = Field(default_factory=lambda: Parameters.model_validate({}))
+    multimodal_params: dict[str, Any] = {}
 
 
 def lightllm_routes(service: Service) -> APIRouter:
@@ -123,7 +145,11 @@ def lightllm_routes(service: Service) -> APIRouter:
 
 async def _collector(service: Service, body: GenerateRequest, shape: type[LightllmShape]) -> RequestCollector:
     service.check_running()
-    params = body.parameters.sampling_params(shape.samples(body.parameters))
+    if any(body.multimodal_params.values()):
+        raise UnsupportedError("multimodal_params: only text is run by this server; leave it out")
+    defaults = {} if service.config.use_tgi_api else service.defaults  # TGI has its own, for all models
+    max_tokens = service.max_tokens(body.parameters.max_new_tokens)
+    params = body.parameters.sampling_params(shape.samples(body.parameters), defaults, max_tokens)
     ids = await service.encode(body.inputs, body.parameters.add_special_tokens)
     return service.collector(body.inputs, ids, params)
 

@@ -1,7 +1,8 @@
 """EngineMetrics: counts and times of the engine's requests, in Prometheus' text format and as one log line.
 
-Names are vLLM's with the prefix `qrt:`. All is counted in the engine process, so that every API process
-answers `/metrics` with the same figures. Times of a request start when its API process got it.
+Names are vLLM's with the prefix `qrt:`, and so is the label `model_name`. All is counted in the engine
+process, so that every API process answers `/metrics` with the same figures. Times of a request start when its
+API process got it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960, 1920)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+LABELS = ("model_name",)
 RATE_SECONDS = 10.0  # what tokens per second are taken over
 
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
@@ -45,7 +47,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_prompt_tokens": ("Prompt tokens of a request.", TOKENS),
     "request_generation_tokens": ("Output tokens of a request.", TOKENS),
     "request_params_max_tokens": ("max_tokens of a request, where given.", TOKENS),
-    "iteration_tokens_total": ("Tokens sampled in a step.", TOKENS),
+    "iteration_tokens_total": ("Tokens of prompts begun in a step and tokens sampled in it.", TOKENS),
     "engine_step_seconds": ("Duration of a step.", TOKEN_SECONDS),
 }
 
@@ -85,9 +87,13 @@ class _Times:
 
 
 class EngineMetrics(Collector):
-    """Fed by the Router, read as text. One thread at a time."""
+    """Fed by the Router, read as text. One thread at a time.
 
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+    model_name   the label of all families
+    """
+
+    def __init__(self, engine: Engine, info: EngineInfo, model_name: str) -> None:
+        self.model_name = model_name
         self._engine = engine
         self._info = info
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
@@ -117,7 +123,7 @@ class EngineMetrics(Collector):
 
     def step(self, started: float, deltas: Iterable[RequestDelta]) -> None:
         """A step that began at `started` has given `deltas`."""
-        now = time.monotonic()
+        now, num_prompt = time.monotonic(), self._num_prompt
         self._note_started(started)
         num_tokens, gaps = 0, Counter[float]()
         for delta in deltas:
@@ -132,7 +138,7 @@ class EngineMetrics(Collector):
         for gap, count in gaps.items():
             self._histograms["inter_token_latency_seconds"].add(gap, count)
         self._num_output += num_tokens
-        self._histograms["iteration_tokens_total"].add(num_tokens)
+        self._histograms["iteration_tokens_total"].add(self._num_prompt - num_prompt + num_tokens)
         self._histograms["engine_step_seconds"].add(now - started)
         self._note_rate(now)
 
@@ -190,6 +196,7 @@ class EngineMetrics(Collector):
         return {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
+            "server_load": len(scheduler.running) + len(scheduler.waiting),  # vLLM's
             "waiting_prompt_tokens": sum(len(request.prompt) for request in scheduler.waiting),
             "kv_used_tokens": used,
             "kv_cached_tokens": kv.evictable_slots,
@@ -227,14 +234,16 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Any]:
         """All families, read at this moment."""
-        load = self.load()
+        load, model = self.load(), [self.model_name]
         gauges = {
             "num_requests_running": ("Requests that run.", load["running"]),
             "num_requests_waiting": ("Requests that wait for their first or next step.", load["waiting"]),
             "kv_cache_usage_perc": ("Slots that running requests hold, 1 = all.", load["kv_usage"]),
         }
         for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"qrt:{name}", text, value)
+            gauge = GaugeMetricFamily(f"qrt:{name}", text, labels=LABELS)
+            gauge.add_metric(model, value)
+            yield gauge
         counters = {
             "num_preemptions": ("Requests paused for lack of slots.", load["preemptions"]),
             "prefix_cache_queries": ("Prompt tokens looked up.", load["prefix_query_tokens"]),
@@ -243,22 +252,28 @@ class EngineMetrics(Collector):
             "generation_tokens": ("Tokens sampled.", self._num_output),
         }
         for name, (text, value) in counters.items():
-            yield CounterMetricFamily(f"qrt:{name}", text, value)
-        success = CounterMetricFamily("qrt:request_success", "Ended requests.", labels=["finished_reason"])
+            counter = CounterMetricFamily(f"qrt:{name}", text, labels=LABELS)
+            counter.add_metric(model, value)
+            yield counter
+        success = CounterMetricFamily(
+            "qrt:request_success", "Ended requests.", labels=[*LABELS, "finished_reason"]
+        )
         for reason in FinishReason:
-            success.add_metric([reason.value], self._finished[reason.value])
+            success.add_metric([*model, reason.value], self._finished[reason.value])
         yield success
         errors = CounterMetricFamily(
-            "qrt:request_errors", "HTTP requests answered by an error.", labels=["code"]
+            "qrt:request_errors", "HTTP requests answered by an error.", labels=[*LABELS, "code"]
         )
         for code, count in sorted(self._errors.items()):
-            errors.add_metric([str(code)], count)
+            errors.add_metric([*model, str(code)], count)
         yield errors
         for name, histogram in self._histograms.items():
-            yield HistogramMetricFamily(
-                f"qrt:{name}", HISTOGRAMS[name][0], histogram.cumulative(), histogram.sum
-            )
-        yield InfoMetricFamily("qrt:cache_config", "The KV pool.", self._cache_config())
+            family = HistogramMetricFamily(f"qrt:{name}", HISTOGRAMS[name][0], labels=LABELS)
+            family.add_metric(model, histogram.cumulative(), histogram.sum)
+            yield family
+        config = InfoMetricFamily("qrt:cache_config", "The KV pool.", labels=LABELS)
+        config.add_metric(model, self._cache_config())
+        yield config
 
     def _cache_config(self) -> dict[str, str]:
         info = self._info

@@ -189,7 +189,7 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
 
 async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> list[RequestCollector]:
     """The conversation through the chat template, tokenized."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ConfigError("top_logprobs: wanted only with logprobs: true")
     messages = [message.for_template() for message in body.messages]
     text = await service.render_chat(messages, **body.template_arguments(tools=body.uses_tools))

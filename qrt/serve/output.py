@@ -132,6 +132,8 @@ class RequestCollector:
         shared: dict[str, Any] = {"n": 1, "best_of": None, "logprobs": logprobs, "bad_words": words}
         for engine_id, index in self._indices.items():
             seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
+            if seed == -1:  # which would be none; of the others none is so far away
+                seed = -(2**63)
             prompt_logprobs = params.prompt_logprobs if index == 0 else None
             yield engine_id, replace(params, seed=seed, prompt_logprobs=prompt_logprobs, **shared)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
@@ -61,7 +61,9 @@ class Sampling(Body):
     min_tokens: Count = 0
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: bool = Field(  # or by SGLang's name
+        False, validation_alias=AliasChoices("include_stop_str_in_output", "no_stop_trim")
+    )
     prompt_logprobs: Count | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -202,9 +204,11 @@ class Conversation(Body):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     def template_arguments(self, *, tools: bool = True) -> dict[str, Any]:
-        """For `Tokenizer.render_chat`; its own names win over chat_template_kwargs."""
+        """For `Tokenizer.render_chat`; its own names win over chat_template_kwargs, those over
+        reasoning_effort, which as in vLLM also says whether to think."""
         if self.given("chat_template") is not None:
             raise ConfigError(
                 "chat_template: a request cannot bring one; start the server with --chat-template"
@@ -212,7 +216,10 @@ class Conversation(Body):
         named = self.chat_template_kwargs or {}
         if reserved := RESERVED.intersection(named):
             raise ConfigError(f"chat_template_kwargs: {min(reserved)} is not the template's own")
+        effort = self.reasoning_effort
+        thinking = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
         return {
+            **thinking,
             **named,
             "tools": [tool.for_template() for tool in self.tools] if tools and self.tools else None,
             "documents": self.documents,
@@ -282,6 +289,7 @@ NOT_RUN: dict[str, Any] = {
     "use_beam_search": False,
     "length_penalty": 1.0,
     "prompt_embeds": None,
+    "logprob_token_ids": None,
     "truncate_prompt_tokens": None,
     "logits_processors": None,
     "thinking_token_budget": None,
@@ -297,7 +305,10 @@ NOT_RUN: dict[str, Any] = {
     "structural_tag": None,
     "lora_path": None,
     "custom_logit_processor": None,
+    "return_hidden_states": False,
+    "input_ids": None,
     # transformers'
     "typical_p": 1.0,
     "no_repeat_ngram_size": 0,
+    "watermarking": False,
 }

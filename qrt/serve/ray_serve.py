@@ -61,7 +61,8 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 def _replica(model: str, settings: dict[str, Any], server: ServerConfig) -> FastAPI:
     """In the replica's process: a loaded model with its routes."""
     llm = AsyncLLM(model, **settings)
-    app = create_app(Service(llm.client, llm.get_tokenizer(), server))
+    llm.client.router.metrics.model_name = server.model_names[0]
+    app = create_app(Service(llm.client, llm.tokenizer, server))
     app.state.llm = llm  # dropped, it would end the engine
     return app
 

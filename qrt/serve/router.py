@@ -16,6 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -78,13 +79,15 @@ class Router:
         self,
         engine: Engine,
         *,
+        model_name: str | None = None,
         watchdog_seconds: float | None = None,
         log_stats: bool = False,
     ) -> None:
-        """A step of more than `watchdog_seconds` ends the process, with all threads' stacks on stderr."""
+        """Metrics call the model `model_name`, or as its folder. A step of more than `watchdog_seconds` ends
+        the process, with all threads' stacks on stderr."""
         self.engine = engine
         self.info = engine_info(engine)
-        self.metrics = EngineMetrics(engine, self.info)
+        self.metrics = EngineMetrics(engine, self.info, model_name or Path(engine.config.model).name)
         self._watchdog_seconds = watchdog_seconds
         self._watchdog_set = 0.0
         self._heartbeat_sent = 0.0
@@ -251,6 +254,7 @@ def main() -> None:
         engine = Engine(spec.engine, eos_token_ids=eos)
         router = Router(
             engine,
+            model_name=spec.server.model_names[0],
             watchdog_seconds=spec.server.watchdog_timeout,
             log_stats=not spec.server.disable_log_stats,
         )

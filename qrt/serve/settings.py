@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from qrt.config import MAX_LOGPROBS
@@ -23,6 +24,7 @@ MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
 MAX_SECONDS = 10**6  # of a time limit: eleven days; timers of the system do not take all that a float holds
 MAX_ECHO_CHARS = 200  # of the client's own input in an error
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#*]+")
 MAX_SOCKET_PATH_BYTES = 107  # the kernel's sockaddr_un has 108, the last one zero
 
 
@@ -41,6 +43,7 @@ class ServerConfig:
 
     model_names             what requests may call the model, the first one first
     api_keys                any of them is let in; none lets everybody in
+    allowed_origins         of web pages elsewhere that may ask: "*" (any), or scheme://host
     chat_template           Jinja text instead of the checkpoint's
     tool_call_parser        how tool calls are read: "auto" by the chat template, a family's name, or "none"
     api_server_count        processes that speak HTTP
@@ -90,5 +93,10 @@ class ServerConfig:
             check_socket_path("uds", self.uds)
         if any(not key for key in self.api_keys):
             raise ConfigError("api_key: got an empty key, wanted one that is not empty")
+        for origin in self.allowed_origins:
+            if not isinstance(origin, str) or not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins: got {origin!r}, wanted * or scheme://host, such as https://a.example"
+                )
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile, ssl_certfile: got one of the two, wanted both or neither")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,24 @@ class Tokenizer:
         named = self.hf.special_tokens_map.items()
         self._special_tokens = {name: token for name, token in named if isinstance(token, str)}
         self._max_token_chars = max(map(len, self._backend.get_vocab()), default=1)
+
+    @cached_property
+    def for_callers(self) -> Any:
+        """A copy of `hf`: what a caller lets cut or pad does so from then on, to `encode` too."""
+        return deepcopy(self.hf)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that `decode` skips."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def shown(self, token_ids: Iterable[int]) -> Iterator[int]:
+        """Those that `decode` does not skip; ConfigError for what cannot be a token id."""
+        try:
+            yield from (token_id for token_id in token_ids if token_id not in self.special_ids)
+        except TypeError as error:
+            raise ConfigError(f"token ids: wanted integers of 0 or more below 2^32 ({error})") from error
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from qrt_eval.ppl import scorer
 @pytest.mark.model
 def test_a_prompt_holds_its_key_at_its_depth():
     llm = scorer("tiny", "fp16")
-    text = llm.get_tokenizer().decode
+    text = llm.tokenizer.decode
     for depth in (0.0, 0.5, 1.0):
         first, second = passkey.make_trials(llm, 400, depth, 2, seed=0)
         assert len(first.prompt) == len(second.prompt) == 400 - passkey.ANSWER_TOKENS
@@ -32,13 +32,10 @@ class Knowing:
     max_model_len = 2048
 
     def __init__(self, llm, knows):
-        self.llm, self.knows = llm, knows
-
-    def get_tokenizer(self):
-        return self.llm.get_tokenizer()
+        self.tokenizer, self.knows = llm.tokenizer, knows
 
     def _key(self, prompt):
-        text = self.get_tokenizer().decode(prompt)
+        text = self.tokenizer.decode(prompt)
         return text[text.index("pass key is ") + 12 :][:5]
 
     def generate(self, prompts, params, use_tqdm):
@@ -48,7 +45,7 @@ class Knowing:
     def score(self, ids):
         found = []
         for row in ids:
-            text = self.get_tokenizer().decode(row)
+            text = self.tokenizer.decode(row)
             right = text.endswith(f"is {self._key(row)}") == self.knows
             found.append(torch.full((len(row) - 1,), -0.1 if right else -3.0))
         return found

@@ -26,10 +26,10 @@ SETTINGS = {"attend_cache": True, "enable_prefix_caching": False}
 def test_windows_do_not_overlap_and_drop_the_tail(tmp_path):
     (tmp_path / "a.txt").write_text("some words and more of them " * 20)
     text, llm = load_text(str(tmp_path / "a.txt")), LLM("tiny", **SETTINGS)
-    ids = llm.get_tokenizer().encode(text.text)
-    windows = PROTOCOLS["gptq"].windows(text, llm.get_tokenizer(), 16, None, None)
+    ids = llm.tokenizer.encode(text.text)
+    windows = PROTOCOLS["gptq"].windows(text, llm.tokenizer, 16, None, None)
     assert [token for window in windows for token in window.ids] == ids[: len(ids) // 16 * 16]
-    assert len(PROTOCOLS["gptq"].windows(text, llm.get_tokenizer(), 16, None, 2)) == 2
+    assert len(PROTOCOLS["gptq"].windows(text, llm.tokenizer, 16, None, 2)) == 2
 
 
 @pytest.mark.model
@@ -43,7 +43,7 @@ def test_quantized_kv_equals_torch_quantizing_every_k_and_v(kv, bound):
     stored = llm.engine.runner.kv
     tables = [stored.layer(i).smoothing for i in range(len(stored))]
     theirs = quantized_model(model_path("tiny"), int(kv[3:]), tables)
-    windows = PROTOCOLS["gptq"].windows(text, llm.get_tokenizer(), seqlen, None, count)
+    windows = PROTOCOLS["gptq"].windows(text, llm.tokenizer, seqlen, None, count)
     ids = torch.tensor([window.ids for window in windows])
     with torch.no_grad():
         logp = theirs(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]

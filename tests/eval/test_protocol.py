@@ -50,7 +50,7 @@ def logprobs(hf, ids) -> torch.Tensor:
 
 
 def measure(llm, name, text, seqlen, stride=None, limit=None, batch_size=8):
-    windows = PROTOCOLS[name].windows(text, llm.get_tokenizer(), seqlen, stride, limit)
+    windows = PROTOCOLS[name].windows(text, llm.tokenizer, seqlen, stride, limit)
     return perplexity(llm, name, windows, seqlen, text, batch_size)
 
 

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 from servers import wait_until
+from transformers import PreTrainedTokenizerBase
 
 from qrt import LLM, AsyncLLM, SamplingParams
 from qrt.errors import ConfigError
@@ -91,6 +92,26 @@ def test_aborts_refusals_and_the_end():
         with pytest.raises(EngineError, match="shut down"):
             await anext(llm.generate("The", LONG))
         assert not llm.is_running
+
+    asyncio.run(run())
+
+
+def test_several_are_aborted_at_once_and_the_tokenizer_is_that_of_transformers():
+    """As in vLLM."""
+
+    async def run():
+        llm = AsyncLLM("tiny", kv="int8")
+        assert isinstance(llm.get_tokenizer(), PreTrainedTokenizerBase)
+        running = {name: llm.generate("The", LONG, request_id=name) for name in "abc"}
+        for outputs in running.values():
+            await anext(outputs)
+        await llm.abort(name for name in ("a", "not there", "b"))
+        for name in "ab":
+            assert (await last(running[name])).outputs[0].finish_reason == "abort"
+        assert not (await anext(running["c"])).finished
+        await llm.abort("c")
+        assert (await last(running["c"])).outputs[0].finish_reason == "abort"
+        await llm.shutdown()
 
     asyncio.run(run())
 

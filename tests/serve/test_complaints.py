@@ -211,23 +211,28 @@ def test_the_watchdog_ends_a_step_that_does_not_end():
     assert ended.returncode == 1 and "most recent call first" in ended.stderr
 
 
-def test_metrics_count_what_happened(client, http, server):
-    def read():
-        families = text_string_to_metric_families(http.get("/metrics").text)
-        return {(s.name, *sorted(s.labels.values())): s.value for f in families for s in f.samples}
+def read_metrics(http):
+    """Values by name and labels, of which all have the model's name."""
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    assert all(sample.labels.pop("model_name") == "tiny" for sample in samples)
+    return {(sample.name, *sorted(sample.labels.values())): sample.value for sample in samples}
 
-    before = read()
+
+def test_metrics_count_what_happened(client, http, server):
+    before = read_metrics(http)
     for _ in range(3):
         complete(client, max_tokens=7, extra_body={"ignore_eos": True})
     assert http.post("/v1/completions", json={"prompt": 1.5}).status_code == 400
     wait_idle(server)
-    after = read()
+    after = read_metrics(http)
 
     def grown(*key):
         return after[key] - before.get(key, 0)
 
     assert grown("qrt:generation_tokens_total") == 21
     assert grown("qrt:prompt_tokens_total") == 3 * len(server.tokenizer.encode(PROMPT))
+    assert grown("qrt:iteration_tokens_total_sum") == 21 + 3 * len(server.tokenizer.encode(PROMPT))
     assert grown("qrt:request_success_total", "length") == 3
     assert grown("qrt:request_errors_total", "400") == 1
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
@@ -239,12 +244,7 @@ def test_metrics_count_what_happened(client, http, server):
 
 def test_a_stop_string_is_no_abort(client, http, server):
     """It is found in the API process, which ends the request: the figures are those of a finished one."""
-
-    def read():
-        families = text_string_to_metric_families(http.get("/metrics").text)
-        return {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
-
-    before = read()
+    before = read_metrics(http)
     text = complete(client, max_tokens=40, temperature=0, extra_body={"ignore_eos": True}).choices[0].text
     stop = text[len(text) // 2 :][:3]
     choice = complete(client, max_tokens=40, temperature=0, stop=[stop], extra_body={"ignore_eos": True})
@@ -252,7 +252,7 @@ def test_a_stop_string_is_no_abort(client, http, server):
     with complete(client, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}) as stream:
         next(iter(stream))
     wait_idle(server)
-    after = read()
+    after = read_metrics(http)
     for reason in ("stop", "length", "abort"):
         name = "qrt:request_success_total", reason
         assert after[name] - before[name] == 1, reason

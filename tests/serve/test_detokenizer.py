@@ -49,6 +49,16 @@ def continuation(tokenizer, prompt, ids):
     return tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
 
 
+@pytest.mark.parametrize("count", [1, 6, 10, 100])
+def test_no_space_is_lost_behind_special_tokens_that_are_skipped(tokenizer, count):
+    """At the prompt's end and, where the window begins anew, in the output."""
+    first, second = (tokenizer.encode(text, add_special_tokens=False) for text in ("the dog", "The dog runs"))
+    special = [min(tokenizer.special_ids)] * count
+    for prompt, ids in ((first + special, second), (first, second * 3 + special * 3 + second)):
+        pieces, rest, _ = stream(tokenizer, prompt, ids)
+        assert "".join(pieces) + rest == continuation(tokenizer, prompt, ids)
+
+
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_pieces_add_up_wherever_the_prompt_ends(tokenizer, kind, text):
     ids = tokenizer.encode(text)

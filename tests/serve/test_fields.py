@@ -54,6 +54,10 @@ def client():
         {"custom_logit_processor": "x"},
         {"typical_p": 0.5},
         {"no_repeat_ngram_size": 2},
+        {"logprob_token_ids": [5]},
+        {"return_hidden_states": True},
+        {"input_ids": [5]},
+        {"watermarking": True},
     ],
     ids=lambda field: next(iter(field)),
 )
@@ -71,7 +75,7 @@ def test_openais_client_asks_once_for_what_is_not_run(client):
 
     def count() -> float:
         families = text_string_to_metric_families(client.get("/metrics").text)
-        return sum(s.value for f in families for s in f.samples if s.labels == {"code": "501"})
+        return sum(s.value for f in families for s in f.samples if s.labels.get("code") == "501")
 
     sdk, before = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key=KEY, max_retries=2), count()
     with pytest.raises(openai.InternalServerError, match="response_format"):
@@ -82,6 +86,7 @@ def test_openais_client_asks_once_for_what_is_not_run(client):
 def test_a_chat_is_not_echoed(client):
     assert "echo" in refused(client.post("/v1/chat/completions", json={**CHAT, "echo": True}), 501)
     off = {"echo": False, "detokenize": True, "typical_p": 1.0, "return_token_ids": False}
+    off |= {"logprob_token_ids": None, "return_hidden_states": False, "watermarking": False}
     assert client.post("/v1/chat/completions", json={**CHAT, **off}).status_code == 200
 
 
@@ -117,6 +122,20 @@ def test_the_checkpoint_names_the_most_tokens(tmp_path, most):
                     assert tokens(client, {**body, "max_tokens": 40}) == limit
                     left = tokens(client, {**body, "max_tokens": None})
                     assert left == limit if config == "auto" else left > 50
+
+
+def test_a_seed_of_minus_one_is_none(client):
+    """As in vLLM, where it is the default of some clients."""
+    drawn = {"max_tokens": 12, "temperature": 1, "ignore_eos": True, "seed": -1}
+    own = {"max_new_tokens": 12, "do_sample": True, "ignore_eos": True, "seed": -1}
+    for route, body in (
+        ("/v1/completions", {"prompt": "x", **drawn}),
+        ("/v1/chat/completions", {**CHAT, **drawn}),
+        ("/generate", {"inputs": "x", "parameters": own}),
+    ):
+        replies = [client.post(route, json=body).raise_for_status().json() for _ in range(2)]
+        texts = [str(reply.get("choices") or reply["generated_text"]) for reply in replies]
+        assert texts[0] != texts[1], route
 
 
 def test_as_many_bad_words_as_may_be(client):
@@ -163,6 +182,14 @@ def test_a_tokens_own_logprob_is_none_of_the_likeliest():
                 assert refused(reply) == f"{field}: got 1, wanted at most 0"
 
 
+def test_no_top_logprobs_need_no_logprobs(client):
+    """0 is vLLM's default, which its clients send."""
+    reply = client.post("/v1/chat/completions", json={**CHAT, "top_logprobs": 0}).raise_for_status()
+    assert reply.json()["choices"][0]["logprobs"] is None
+    reply = client.post("/v1/chat/completions", json={**CHAT, "top_logprobs": 1})
+    assert refused(reply) == "top_logprobs: wanted only with logprobs: true"
+
+
 def test_documents_reach_the_template():
     template = "{% for d in documents or [] %}{{ d.text }} {% endfor %}{{ messages[0].content }}"
     with ThreadServer(kv="fp16", chat_template=template) as server:
@@ -173,6 +200,42 @@ def test_documents_reach_the_template():
             reply = client.post("/v1/chat/completions", json={**body, "max_tokens": 1})
             assert reply.json()["usage"]["prompt_tokens"] == len(ids)
             assert "documents" in refused(client.post("/tokenize", json={**body, "documents": [1]}))
+
+
+def test_reasoning_effort_reaches_the_template():
+    """Beside enable_thinking, as in vLLM; what chat_template_kwargs says of the same wins."""
+    template = "{{ reasoning_effort }} {{ enable_thinking }} {{ messages[0].content }}"
+    with ThreadServer(kv="fp16", chat_template=template) as server:
+        with httpx.Client(base_url=server.url, headers=bearer(), timeout=30) as client:
+            for given, rendered in (
+                ({}, "  x"),
+                ({"reasoning_effort": None}, "  x"),
+                ({"reasoning_effort": "high"}, "high True x"),
+                ({"reasoning_effort": "none"}, "none False x"),
+                ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": 0}}, "low 0 x"),
+                ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": 5}}, "5 True x"),
+            ):
+                wanted = server.tokenizer.encode(rendered, add_special_tokens=False)
+                body = {"messages": CHAT["messages"], **given}
+                assert client.post("/tokenize", json=body).json()["tokens"] == wanted
+                reply = client.post("/v1/chat/completions", json={**body, "max_tokens": 1})
+                assert reply.json()["usage"]["prompt_tokens"] == len(wanted), given
+            reply = client.post("/v1/chat/completions", json={**CHAT, "reasoning_effort": "hard"})
+            assert refused(reply).startswith("reasoning_effort: got 'hard', wanted 'none'")
+
+
+def test_sglangs_name_keeps_the_stop_string(client):
+    body = {"prompt": "The president of the", "max_tokens": 40, "temperature": 0}
+
+    def text(**given):
+        return client.post("/v1/completions", json={**body, **given}).json()["choices"][0]["text"]
+
+    whole = text()
+    stop = whole[8:12]
+    end = whole.index(stop)
+    assert text(stop=stop, no_stop_trim=None) == text(stop=stop) == whole[:end]
+    assert text(stop=stop, no_stop_trim=True) == whole[: end + 4]
+    assert text(stop=stop, include_stop_str_in_output=True) == whole[: end + 4]
 
 
 def test_unknown_fields_that_change_nothing_are_let_in(client):

@@ -149,6 +149,7 @@ def test_what_a_file_cannot_say(text, message, tmp_path, capsys):
         ("--tensor-parallel-size 2", "one GPU"),
         ("-tp 2", "one GPU"),
         ("--max-model-len 4x", "wanted a number such as 4096, 32k or 32K"),
+        ('--allowed-origins ["*"', """--allowed-origins: got '["*"', wanted a JSON list such as ["*"]"""),
         ("--llm_kv_type fp8kv_sph", "wanted one of None, int8kv, int4kv"),
         ("--help=kvs", "no group 'kvs'; did you mean 'kv'?"),
     ],
@@ -178,6 +179,21 @@ def test_who_is_reachable_from_outside_without_a_key_is_warned(monkeypatch, caps
     for words, warned in (("", 0), ("--host 0.0.0.0", 1), ("--host 0.0.0.0 --api-key k", 0), ("--uds x", 0)):
         assert main(["tiny", *words.split()]) == 0
         assert capsys.readouterr().err.count("reachable from outside without a key") == warned
+
+
+def test_origins(tmp_path):
+    """vLLM takes a JSON list, which would be an origin that no page has."""
+
+    def origins(*words):
+        return configs("--allowed-origins", *words)[1].allowed_origins
+
+    assert origins('["*"]') == ("*",) == origins("*")
+    both = ("https://a.example", "http://localhost:3000")
+    assert origins(*both) == both == origins('["https://a.example", "http://localhost:3000"]')
+    file = tmp_path / "server.yaml"
+    for text in ('["*"]', """'["*"]'""", "'*'"):
+        file.write_text(f"allowed-origins: {text}")
+        assert configs("--config", str(file))[1].allowed_origins == ("*",)
 
 
 def test_keys(tmp_path, monkeypatch):
@@ -212,6 +228,12 @@ def test_keys(tmp_path, monkeypatch):
             ["tiny", "--max-num-queued-tokens", "9" * 20],
             f"max_num_queued_tokens: got {'9' * 20}, wanted at most",
         ),
+        (
+            ["tiny", "--allowed-origins", "a.example"],
+            "allowed_origins: got 'a.example', wanted * or scheme://",
+        ),
+        (["tiny", "--allowed-origins", "https://a.example/"], "allowed_origins: got 'https://a.example/', "),
+        (["tiny", "--allowed-origins", '["*", 5]'], "allowed_origins: got 5, wanted * or scheme://host"),
         (["tiny", "--seed", "9" * 20], f"seed: got {'9' * 20}, wanted an integer of 64 bits"),
         (
             ["tiny", "--kv", "int5"],

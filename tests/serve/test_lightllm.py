@@ -1,12 +1,14 @@
 """LightLLM's dialect and its TGI flavour, against the OpenAI endpoint of the same server."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import httpx
 import pytest
-from servers import ThreadServer, bearer
+from servers import ThreadServer, bearer, refused
 
+from qrt.assets import model_path
 from qrt.config import SamplingParams
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
@@ -165,6 +167,7 @@ def test_what_shapes_the_draw_asks_for_one_in_tgi(lightllm, tgi, parameters, dra
         ({"watermark": True}, 501),
         ({"logit_bias": {"x": 1}}, 400),
         ({"invalid_token_ids": [10**6]}, 400),
+        ({"input_penalty": 5}, 400),
     ],
 )
 def test_refusals(lightllm, parameters, code):
@@ -172,6 +175,62 @@ def test_refusals(lightllm, parameters, code):
     assert reply.status_code == code and reply.json()["error"]["code"] == code
     reply = lightllm.post("/generate_stream", json={"inputs": "x", "parameters": {"best_of": 2}})
     assert reply.status_code == 400
+
+
+@pytest.mark.parametrize("given", [{"images": [{"type": "url", "data": "x"}]}, {"audios": ["x"]}, {"x": 1}])
+def test_more_than_text_is_refused(lightllm, given):
+    for route in ("/generate", "/generate_stream"):
+        assert "multimodal_params" in refused(
+            lightllm.post(route, json={"inputs": "x", "multimodal_params": given}), 501
+        )
+    assert "multimodal_params" in refused(
+        lightllm.post("/generate", json={"inputs": "x", "multimodal_params": [5]})
+    )
+    for nothing in (None, {}, {"images": [], "audios": None}):
+        reply = lightllm.post("/generate", json={"inputs": "x", "multimodal_params": nothing})
+        assert reply.status_code == 200
+
+
+def test_what_penalties_count_is_not_a_requests_choice(lightllm):
+    """Repetition counts the prompt, the others do not; asking for what is done is fine."""
+    for counted, penalty in (
+        (False, {"repetition_penalty": 1.2}),
+        (True, {"presence_penalty": 0.5}),
+        (True, {"frequency_penalty": 0.5}),
+    ):
+        (name,) = penalty
+        body = {"inputs": PROMPT, "parameters": {"input_penalty": counted, **penalty}}
+        message = refused(lightllm.post("/generate", json=body), 501)
+        assert message.startswith(f"input_penalty: got {str(counted).lower()} with {name}, which counts the")
+        text = generate(lightllm, **penalty).json()["generated_text"]
+        assert generate(lightllm, input_penalty=not counted, **penalty).json()["generated_text"] == text
+    for counted in (True, False):
+        assert generate(lightllm, input_penalty=counted, presence_penalty=0, repetition_penalty=1)
+
+
+@pytest.mark.parametrize("use_tgi_api", [False, True])
+def test_the_checkpoint_names_what_a_request_leaves_out(tmp_path, use_tgi_api):
+    """As at the OpenAI endpoints, but for do_sample; TGI has defaults of its own. The cap is everybody's."""
+    folder = shutil.copytree(model_path("tiny"), tmp_path / "model")
+    recommended = {"temperature": 1.9, "top_k": 1, "repetition_penalty": 1.8, "max_new_tokens": 9}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    for config in ("auto", "vllm"):
+        engine = {"model": str(folder), "generation_config": config}
+        for client in serve(engine=engine, use_tgi_api=use_tgi_api):
+
+            def text(client=client, **given):
+                whole = generate(client, ignore_eos=True, **given).json()["generated_text"]
+                return whole if isinstance(whole, str) else whole[0]
+
+            neutral = {"repetition_penalty": 1.0, "max_tokens": 9 if config == "auto" else 12}
+            greedy = openai_text(client, ignore_eos=True, **neutral)
+            penalised = openai_text(client, ignore_eos=True, **{**neutral, "repetition_penalty": 1.8})
+            assert greedy != penalised
+            plain = use_tgi_api or config == "vllm"
+            assert text() == (greedy if plain else penalised)
+            assert text(repetition_penalty=1.0) == greedy
+            drawn = text(do_sample=True, seed=1, temperature=1.9, repetition_penalty=1.0)
+            assert drawn != greedy if plain else drawn == greedy, "top_k"
 
 
 def test_loads(lightllm):

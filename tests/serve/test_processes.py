@@ -125,7 +125,7 @@ def gone(pid: int) -> bool:
 @pytest.fixture
 def pair(tmp_path):
     """A server of two API processes, to be killed."""
-    server = Processes(tmp_path, "--api-server-count", "2")
+    server = Processes(tmp_path, "--api-server-count", "2", "--served-model-name", "mine", "tiny")
     yield server
     server.stop()
 
@@ -157,6 +157,7 @@ def test_deaths(pair, tmp_path):
     server.wait(lambda: server.log.read_text().count("ready: serving") == 2)
     (engine,), apis = server.children("router"), server.children("httpserver")
     assert len(apis) == 2
+    assert 'qrt:num_requests_running{model_name="mine"} 0.0' in server.get("/metrics").text
     (folder,) = tmp_path.glob("qrt-*")
     (engine_socket,) = folder.iterdir()
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, engine_socket)]

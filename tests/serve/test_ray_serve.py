@@ -25,11 +25,12 @@ def test_a_replica_keeps_its_engine(monkeypatch):
     stub.serve = ModuleType("ray.serve")
     monkeypatch.setitem(sys.modules, "ray", stub)
     replica = runpy.run_module("qrt.serve.ray_serve")["_replica"]
-    served = replica("tiny", {"kv_cache_memory_bytes": 2**25}, ServerConfig(model_names=("tiny",)))
+    served = replica("tiny", {"kv_cache_memory_bytes": 2**25}, ServerConfig(model_names=("mine",)))
     gc.collect()
     with TestClient(served) as client:
         reply = client.post("/v1/completions", json={"prompt": "The", "max_tokens": 2})
         assert reply.status_code == 200 == client.get("/health").status_code, reply.text
+        assert 'qrt:num_requests_running{model_name="mine"} 0.0' in client.get("/metrics").text
 
 
 @pytest.mark.slow

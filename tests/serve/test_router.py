@@ -55,6 +55,24 @@ def test_who_waits_hears_once_a_second_that_the_engine_works(router, monkeypatch
     assert [type(m).__name__ for _, who, m in port.sent if who == "api-2"] == ["Ready"]
 
 
+def test_metrics_of_a_step(router):
+    """The prompt's tokens beside those sampled, as in vLLM; and the load under vLLM's name."""
+    router.run(Port([("api-0", add("a")), ("api-1", add("b"))], [], []))
+    (steps,) = (f for f in router.metrics.collect() if f.name == "qrt:iteration_tokens_total")
+    values = {sample.name: sample.value for sample in steps.samples}
+    assert (values["qrt:iteration_tokens_total_sum"], values["qrt:iteration_tokens_total_count"]) == (6, 3)
+    load = router.metrics.load()
+    assert load["server_load"] == 2 == load["running"] + load["waiting"]
+
+
+def test_metrics_name_the_model():
+    """As it is served, else as its folder."""
+    engine = Engine(EngineConfig("tiny", kv_cache_memory_bytes=2**25))
+    for given, label in (({}, "tiny"), ({"model_name": "a/b"}, "a/b")):
+        samples = [s for family in Router(engine, **given).metrics.collect() for s in family.samples]
+        assert samples and all(sample.labels["model_name"] == label for sample in samples)
+
+
 def test_nothing_is_generated_for_who_is_gone(router):
     """Gone, which is the supervisor's, may overtake what the dead process has sent."""
     before = [("api-0", add("a")), ("api-1", add("b")), ("supervisor", Gone("api-0"))]

@@ -256,7 +256,7 @@ def test_a_full_queue_answers_429_and_what_runs_goes_on(server, client, monkeypa
     assert all(reply.json()["usage"]["completion_tokens"] == 6 for reply in replies if reply.is_success)
     full = next(reply for reply in replies if reply.status_code == 429)
     assert "wait already" in refused(full, 429) and full.headers["Retry-After"] == "1"
-    assert 'request_errors_total{code="429"}' in client.get("/metrics").text
+    assert 'request_errors_total{code="429",model_name="tiny"}' in client.get("/metrics").text
     wait_idle(server)
 
 
@@ -306,7 +306,8 @@ def test_a_defect_is_a_number_and_a_log_line(server, monkeypatch, caplog):
     assert "ZeroDivisionError" in caplog.text
     assert reply.headers["X-Request-Id"] == "mine-2" and reply.headers["X-Content-Type-Options"] == "nosniff"
     assert reply.headers["Access-Control-Allow-Origin"] == "https://a.example"
-    assert 'request_errors_total{code="500"} 1.0' in httpx.get(f"{server.url}/metrics", headers=JSON).text
+    figures = httpx.get(f"{server.url}/metrics", headers=JSON).text
+    assert 'request_errors_total{code="500",model_name="tiny"} 1.0' in figures
 
 
 def test_request_ids_and_log_lines_cannot_be_forged(server):
