@@ -16,6 +16,7 @@ from qrt.errors import ConfigError
 from qrt.quant.kv import KV_FORMATS
 from qrt.registry import nearest
 from qrt.serve.elsewhere import ELSEWHERE
+from qrt.serve.flags_file import file_words
 from qrt.serve.settings import ServerConfig
 from qrt.serve.tool_calls import FORMATS
 
@@ -61,7 +62,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         _print_help(top, arguments.help)
     if arguments.config:
         try:
-            words = _file_words(top, Path(arguments.config))
+            words = file_words(top, Path(arguments.config))
         except (ConfigError, OSError, yaml.YAMLError) as error:
             top.error(f"--config: {' '.join(str(error).split())}")
         of_file = top.parse_args(words)
@@ -374,38 +375,3 @@ def _print_help(top: ArgumentParser, group: str) -> None:
     formatter.end_section()
     print(formatter.format_help(), end="")
     top.exit()
-
-
-def _file_words(top: ArgumentParser, path: Path) -> list[str]:
-    """A YAML file's keys as flags; ConfigError for one that is none."""
-    try:
-        entries: Any = yaml.safe_load(path.read_text("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: got {error}, wanted UTF-8") from error
-    if not isinstance(entries, dict):
-        raise ConfigError(f"{path}: wanted `flag: value` lines")
-    known = top._option_string_actions
-    words: list[str] = []
-    for key, value in entries.items():
-        flag = f"--{str(key).replace('_', '-')}"
-        if flag in ELSEWHERE:
-            raise ConfigError(f"{path}: {key}: {ELSEWHERE[flag]}")
-        if flag not in known or flag in ("--config", "--help"):
-            names = [name.removeprefix("--") for name in known if name.startswith("--")]
-            raise ConfigError(f"{path}: unknown key {str(key)!r}{nearest(flag.removeprefix('--'), names)}")
-        if isinstance(value, bool):
-            words += _switch(flag, value, known)
-        elif isinstance(value, list):
-            words += [flag, *map(str, value)]
-        elif value is not None:
-            words.append(f"{flag}={value}")
-    return words
-
-
-def _switch(flag: str, value: bool, known: dict[str, Any]) -> list[str]:
-    if known[flag].nargs != 0:
-        raise ConfigError(f"{flag.removeprefix('--')}: got {value}, wanted a value that is not true or false")
-    if value:
-        return [flag]
-    negative = f"--no-{flag.removeprefix('--')}"
-    return [negative] if negative in known else []

@@ -1,0 +1,48 @@
+"""`--config FILE`: a YAML file of flags, its keys as their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qrt.cli import ArgumentParser
+from qrt.errors import ConfigError
+from qrt.registry import nearest
+from qrt.serve.elsewhere import ELSEWHERE
+
+
+def file_words(top: ArgumentParser, path: Path) -> list[str]:
+    """The words that a file stands for; ConfigError for a key that is no flag of `top`."""
+    try:
+        entries: Any = yaml.safe_load(path.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: got {error}, wanted UTF-8") from error
+    if not isinstance(entries, dict):
+        raise ConfigError(f"{path}: wanted `flag: value` lines")
+    known = top._option_string_actions
+    words: list[str] = []
+    for key, value in entries.items():
+        flag = f"--{str(key).replace('_', '-')}"
+        if flag in ELSEWHERE:
+            raise ConfigError(f"{path}: {key}: {ELSEWHERE[flag]}")
+        if flag not in known or flag in ("--config", "--help"):
+            names = [name.removeprefix("--") for name in known if name.startswith("--")]
+            raise ConfigError(f"{path}: unknown key {str(key)!r}{nearest(flag.removeprefix('--'), names)}")
+        if isinstance(value, bool):
+            words += _switch(flag, value, known)
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        elif value is not None:
+            words.append(f"{flag}={value}")
+    return words
+
+
+def _switch(flag: str, value: bool, known: dict[str, Any]) -> list[str]:
+    if known[flag].nargs != 0:
+        raise ConfigError(f"{flag.removeprefix('--')}: got {value}, wanted a value that is not true or false")
+    if value:
+        return [flag]
+    negative = f"--no-{flag.removeprefix('--')}"
+    return [negative] if negative in known else []
