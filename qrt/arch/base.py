@@ -183,6 +183,8 @@ class ModelConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedError(f"config.json: hidden_act {config['hidden_act']!r}; qrt runs 'silu'")
         window = arch.sliding_window(config)
+        if window is not None:
+            window = _positive({"sliding_window": window}, "sliding_window")
         rope, max_position = _rope(config, _positive(config, "max_position_embeddings"))
         return cls(
             architecture=arch.name,
@@ -201,9 +203,7 @@ class ModelConfig:
             o_bias=arch.o_bias(config),
             mlp_bias=arch.mlp_bias(config),
             qk_norm=arch.qk_norm,
-            sliding_window=None
-            if window is None
-            else _positive({"sliding_window": window}, "sliding_window"),
+            sliding_window=window,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
             eos_token_ids=_token_ids(config, "eos_token_id"),
         )

@@ -15,10 +15,10 @@ at position kv_lens - 1 and the slot of that, and decode_attention of it, in one
 they are. No request may come twice. out: [as above], or [codes, facts] of it as `Digits`, D = 128. ValueError
 for a format that is not `KVFormat.appends`.
 
-On a GPU whose kernels overlap the one launched before may write q, k, v and tokens of the cache, but with
-`newest`, which loads ahead of it, and in `append_attention` no tokens but each request's last, which then is
-no other's. All else must be there before that one starts, as what a step begins with (`token_inputs`, torch's
-operators) sees to.
+On a GPU whose kernels overlap the one launched before may write q, k, v and tokens of the cache. With
+`newest`, by which tiles are loaded before that one is done, and in `append_attention` it may write no tokens
+but the last of each request, and no request may come twice. All else must be there before that one starts, as
+what a step begins with (`token_inputs`, torch's operators) sees to.
 
 The grid depends on shapes only and parts are read on the device, so a CUDA graph captured once serves
 every context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
