@@ -143,7 +143,7 @@ def test_integer_products_agree_with_and_without_vnni(vnni, monkeypatch):
     if vnni and not torch.cpu._is_vnni_supported():
         pytest.skip("this CPU has no VNNI")
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
-    for tokens, n, k in ((1, 64, 2048), (3, 7, 33), (70, 130, 1500), (2, 1, 1), (0, 5, 64)):
+    for tokens, n, k in ((1, 64, 2048), (3, 7, 33), (70, 130, 1500), (2, 1, 1), (2, 9, 1), (0, 5, 64)):
         a, b = (torch.randint(-128, 128, (rows, k)).to(torch.int8) for rows in (tokens, n))
         assert torch.equal(integer_product(a, b), (a.long() @ b.long().T).int())
         a, b = a.fill_(-128), b.fill_(-128)

@@ -18,8 +18,9 @@ _EXACT_INPUTS = 1024  # sums of so many int8 products (at most 2^14 each) are in
 
 def integer_product(a: Tensor, b: Tensor) -> Tensor:
     """a [T, K] @ b [N, K].T of int8 codes, exact, int32 [T, N]. `torch._int_mm` is so where the CPU adds int8
-    products in 32 bits (VNNI); elsewhere it is a plain loop, or may saturate at 16 bits."""
-    if a.device.type == "cpu" and torch.cpu._is_vnni_supported():
+    products in 32 bits (VNNI), but for K of 1, where torch 2.13 reads past it; elsewhere it is a plain loop,
+    or may saturate at 16 bits."""
+    if a.device.type == "cpu" and a.shape[1] > 1 and torch.cpu._is_vnni_supported():
         return torch._int_mm(a, b.T)
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
     for left, right in zip(a.split(_EXACT_INPUTS, 1), b.split(_EXACT_INPUTS, 1), strict=True):
