@@ -8,7 +8,7 @@ are raised one after the other, each time where a byte saves most KL, until the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -34,10 +34,12 @@ SIXTEEN = 16
 
 @dataclass(frozen=True)
 class Unit:
-    """A fused Linear: the full names of its parts, and its weights."""
+    """A fused Linear: the full names of its parts, its weights, and width -> bits per weight on disk, scales
+    and zeros counted."""
 
     parts: tuple[str, ...]
     weights: int
+    sizes: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -63,22 +65,29 @@ class Budget:
 
     units         fused Linears whose width is open
     grids         width -> what a unit becomes, None: it stays as it is
-    sizes         width -> bits per weight on disk, scales and zeros counted
     bits          per weight, that the units may take on average
     rest_bytes    of all other tensors of the result
     """
 
     units: list[Unit]
     grids: dict[int, Grid | None]
-    sizes: dict[int, float]
     bits: float
     rest_bytes: float
 
+    @property
+    def weights(self) -> int:
+        """Of all units."""
+        return sum(unit.weights for unit in self.units)
+
+    @property
+    def narrowest(self) -> float:
+        """Bits per weight where all units are at their narrowest."""
+        return _average(self.units, [min(unit.sizes.values()) for unit in self.units])
+
     def line(self, own: Grid) -> str:
         """For the screen, before anything is chosen and while all units are on their `own` grid."""
-        weights = sum(unit.weights for unit in self.units)
-        bits = (min(self.sizes.values()), self.bits)
-        least, most = ((self.rest_bytes + weights * each / 8) / 1e9 for each in bits)
+        bits = (self.narrowest, self.bits)
+        least, most = ((self.rest_bytes + self.weights * each / 8) / 1e9 for each in bits)
         return (
             f"bits are still to be chosen for {len(self.units)} fused Linears: {bits[0]:.4g} to "
             f"{bits[1]:.4g} per weight, output {least:.4g} to {most:.4g} GB; that takes time of its own, and "
@@ -88,32 +97,28 @@ class Budget:
 
 def budget_of(job: Job) -> Budget:
     """The choice that the recipe's target_bits or max_size leaves; ConfigError where that is none."""
-    recipe, in_features, scale_bytes = job.recipe, job.config.hidden_size, job.scale_dtype.itemsize
+    recipe = job.recipe
     grids: dict[int, Grid | None] = {bits: _grid(job, bits) for bits in WEIGHT_ONLY} | {SIXTEEN: None}
-    sizes = {
-        bits: bits_of(grid, in_features, scale_bytes) if grid else float(SIXTEEN)
-        for bits, grid in grids.items()
-    }
-    units = _units(job)
+    units = _units(job, grids)
     if not units:
         raise ConfigError(
             f"{recipe.budget_flag}: every Linear is settled by an override or --ignore; remove one of them, "
             "or the budget"
         )
     weights = sum(unit.weights for unit in units)
-    rest = output_bytes(job) - weights * bits_of(recipe.grid, in_features, scale_bytes) / 8
+    rest = output_bytes(job) - sum(unit.weights * unit.sizes[recipe.spec.bits] for unit in units) / 8
     bits = recipe.target_bits
     if bits is None:
         assert recipe.max_size is not None
         bits = 8 * (recipe.max_size * 1e9 - rest) / weights
-    budget = Budget(units, grids, sizes, bits, rest)
-    _check_range(recipe, budget, weights)
+    budget = Budget(units, grids, bits, rest)
+    _check_range(recipe, budget)
     return budget
 
 
-def _check_range(recipe: Recipe, budget: Budget, weights: int) -> None:
+def _check_range(recipe: Recipe, budget: Budget) -> None:
     """ConfigError for a budget that the narrowest widths exceed, or that the Linears keep as they are."""
-    narrowest, widest = min(budget.sizes.values()), max(budget.sizes.values())
+    narrowest, widest = budget.narrowest, float(SIXTEEN)
     if narrowest <= budget.bits < widest:
         return
     if recipe.target_bits is not None:
@@ -121,7 +126,7 @@ def _check_range(recipe: Recipe, budget: Budget, weights: int) -> None:
             f"--target-bits: got {recipe.target_bits}, wanted at least the {narrowest:g} bits per weight of "
             f"the narrowest grid, and less than the {widest:g} that Linears have"
         )
-    least, most = ((budget.rest_bytes + weights * bits / 8) / 1e9 for bits in (narrowest, widest))
+    least, most = ((budget.rest_bytes + budget.weights * bits / 8) / 1e9 for bits in (narrowest, widest))
     raise ConfigError(
         f"--max-size: got {recipe.max_size} GB, but the tensors take {least:.4g} GB where all Linears are at "
         f"their narrowest, and {most:.4g} GB where all stay as they are; choose a size between"
@@ -135,7 +140,7 @@ def allocate(job: Job, budget: Budget, windows: Tensor) -> Allocation:
     """
     rounded = {bits: grid for bits, grid in budget.grids.items() if grid}
     prices = measure(job, budget.units, rounded, windows)
-    return spend(budget.units, prices, budget.sizes, budget.grids, budget.bits)
+    return spend(budget.units, prices, budget.grids, budget.bits)
 
 
 def _grid(job: Job, bits: int) -> Grid:
@@ -147,7 +152,7 @@ def _grid(job: Job, bits: int) -> Grid:
     return Grid(WEIGHT_ONLY[bits], grid_of(WEIGHT_ONLY[bits], own.spec.group_size or -1, symmetric))
 
 
-def _units(job: Job) -> list[Unit]:
+def _units(job: Job, grids: Mapping[int, Grid | None]) -> list[Unit]:
     """The fused Linears that neither --ignore nor an override settles, be it on the main grid."""
     patterns = [override.pattern for override in job.recipe.overrides]
     units = []
@@ -157,8 +162,18 @@ def _units(job: Job) -> list[Unit]:
             settled = any(matches(part, pattern) for part in parts for pattern in patterns)
             if job.grids[parts[0]] is not None and not settled:
                 shapes = [job.checkpoint.spec(f"{part}.weight").shape for part in parts]
-                units.append(Unit(parts, sum(prod(shape) for shape in shapes)))
+                sizes = {
+                    bits: bits_of(grid, shapes[0][1], job.scale_dtype.itemsize) if grid else float(SIXTEEN)
+                    for bits, grid in grids.items()
+                }
+                units.append(Unit(parts, sum(prod(shape) for shape in shapes), sizes))
     return units
+
+
+def _average(units: list[Unit], sizes: Iterable[float]) -> float:
+    """Bits per weight of units that take `sizes`."""
+    bits = sum(unit.weights * size for unit, size in zip(units, sizes, strict=True))
+    return bits / sum(unit.weights for unit in units)
 
 
 @torch.no_grad()
@@ -208,15 +223,19 @@ def _divergence(decoder: Decoder, exact: Tensor, hidden: Tensor) -> float:
     return total / len(exact)
 
 
+def _cost(unit: Unit, width: int, wider: int) -> float:
+    """Bits that a wider unit takes in addition."""
+    return unit.weights * (unit.sizes[wider] - unit.sizes[width])
+
+
 def spend(
     units: list[Unit],
     prices: Mapping[tuple[int, int], float],
-    sizes: Mapping[int, float],
     grids: Mapping[int, Grid | None],
     target_bits: float,
 ) -> Allocation:
     """Raise widths greedily, from the narrowest, which fit."""
-    widths = sorted(sizes)
+    widths = sorted(grids)
     total = sum(unit.weights for unit in units)
     chosen = dict.fromkeys(range(len(units)), widths[0])
 
@@ -224,7 +243,7 @@ def spend(
         return prices.get((number, width), 0.0)  # 16 bits are exact
 
     def average() -> float:
-        return sum(units[number].weights * sizes[width] for number, width in chosen.items()) / total
+        return _average(units, (units[number].sizes[width] for number, width in chosen.items()))
 
     curve = [Point(average(), sum(price(*pair) for pair in chosen.items()), f"all at {widths[0]} bits")]
     while True:
@@ -233,8 +252,7 @@ def spend(
             ((price(number, width) - price(number, wider)) / cost, number, wider)
             for number, width in chosen.items()
             for wider in widths
-            if wider > width
-            and (cost := units[number].weights * (sizes[wider] - sizes[width])) <= room + 1e-6
+            if wider > width and (cost := _cost(units[number], width, wider)) <= room + 1e-6
         ]
         worth = [move for move in moves if move[0] > 0]
         if not worth:

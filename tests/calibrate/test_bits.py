@@ -1,6 +1,7 @@
 """--target-bits: prices are true KL divergences, and the budget is kept and well spent."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import bits, cli
 from qrt_calibrate.bits import Unit, budget_of, measure, spend
 from qrt_calibrate.plan import plan
+from qrt_calibrate.preflight import output_bytes
 from qrt_calibrate.recipe import Grid, Override, Recipe, grid_of
 
 W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
@@ -28,7 +30,7 @@ def test_prices_are_those_of_the_whole_model(llama):
         ("model.layers.0.self_attn.o_proj",),
         ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
     ]
-    prices = measure(job, [Unit(part, 1) for part in parts], {4: W4, 8: W8}, windows)
+    prices = measure(job, [Unit(part, 1, {}) for part in parts], {4: W4, 8: W8}, windows)
     assert set(prices) == {(unit, bits) for unit in (0, 1) for bits in (4, 8)}
     for number, part in enumerate(parts):
         model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
@@ -44,12 +46,13 @@ def test_prices_are_those_of_the_whole_model(llama):
 
 def test_spending():
     """Bytes go where they save most; what saves nothing gets none."""
-    units = [Unit(("a",), 100), Unit(("b",), 100), Unit(("c",), 200)]
+    sizes = {4: 4.0, 8: 8.0, 16: 16.0}
+    units = [Unit(("a",), 100, sizes), Unit(("b",), 100, sizes), Unit(("c",), 200, sizes)]
     prices = {(0, 4): 1.0, (0, 8): 0.1, (1, 4): 0.5, (1, 8): 0.45, (2, 4): 0.0, (2, 8): 0.0}
-    sizes, grids = {4: 4.0, 8: 8.0, 16: 16.0}, {4: W4, 8: W8, 16: None}
+    grids = {4: W4, 8: W8, 16: None}
 
     def chosen(target):
-        found = spend(units, prices, sizes, grids, target)
+        found = spend(units, prices, grids, target)
         assert found.curve[-1].bits <= target and found.curve[-1].kl <= found.curve[0].kl
         return [override.grid for override in found.overrides]
 
@@ -90,6 +93,21 @@ def test_a_size_is_kept(llama, calib, tmp_path, capsys):
     assert "--max-size: got 1e-05 GB, but the tensors take 0.000467" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="two budgets for one choice"):
         Recipe("w4a16", W4.spec, "awq", target_bits=5.0, max_size=1.0)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.7, 0.8, 0.9])
+def test_a_size_is_kept_with_a_scale_per_channel(share, llama):
+    """Which weighs more in a Linear of few inputs."""
+    source, spec = open_checkpoint(llama), grid_of("w4a16", -1, False)
+    recipe = Recipe("w4a16", spec, "rtn", max_size=share * source.num_bytes / 1e9)
+    job = plan(source, recipe, CPU)
+    budget = budget_of(job)
+    prices = {(number, width): 1 / width for number in range(len(budget.units)) for width in (4, 8)}
+    found = spend(budget.units, prices, budget.grids, budget.bits)
+    chosen = plan(source, replace(recipe, overrides=found.overrides), CPU)
+    assert output_bytes(chosen) <= share * source.num_bytes
+    taken = output_bytes(chosen) - budget.rest_bytes  # and the 16 bytes of each packed Linear's shape
+    assert found.curve[-1].bits == pytest.approx(8 * taken / budget.weights, abs=0.01)
 
 
 @pytest.mark.parametrize(
