@@ -155,13 +155,9 @@ class KVManager:
         """
         if not self.prefix_caching or len(ids) <= seq.num_cached:
             return
-        match = self._cache.match(ids, seq.salt)
-        if match.length > seq.num_cached:
-            return
-        end = self._cache.insert(match, ids, seq.slots[: len(ids)])
-        self._cache.lock(self._cache.match(ids, seq.salt))
-        self._cache.unlock(seq._node)
-        seq._node, seq.num_cached = end, len(ids)
+        new = slice(seq.num_cached, len(ids))
+        if end := self._cache.extend(seq._node, ids[new], seq.slots[new], seq.salt):
+            seq._node, seq.num_cached = end, len(ids)
 
     def release(self, seq: SequenceKV, ids: Sequence[int] | Ints, keep: bool = True) -> None:
         """End or pause `seq`. `ids` [n <= len(seq)] are the tokens whose K/V have been written, the first n

@@ -124,6 +124,17 @@ class RadixCache:
         self._offer(end)
         return end
 
+    def extend(self, end: Node, ids: Ints, slots: Ints, salt: str | None = None) -> Node | None:
+        """Add `ids` [n > 0] and their `slots` behind the prefix that ends at `end`; one lock of it moves to
+        their end, which is returned; None, and no change, where the first of them is cached there already."""
+        edge = _edge(end, int(ids[0]), salt)
+        if edge in end.children:
+            return None
+        leaf = Node(ids.copy(), slots.copy(), end, edge, ref=1, last_use=end.last_use)
+        end.children[edge] = leaf
+        self.locked += len(ids)
+        return leaf
+
     def evict(self, need: int) -> Ints:
         """Forget `need` unlocked tokens (all of them, if there are fewer), least recently used leaf token
         first, so that a long leaf is shortened from its end. Their slots are the caller's."""

@@ -366,6 +366,18 @@ def test_one_slot_extends_are_cheap(count_lines):
     kv.check()
 
 
+def test_publishing_costs_what_is_new(count_lines):
+    """A prompt that is computed in a thousand steps, and another one that is the same."""
+    kv, prompt = KVManager(20_000), ids_of(8000)
+    first, second = kv.start(prompt), kv.start(prompt)
+    for end in range(8, 8001, 8):
+        for seq in (first, second):
+            lines, _ = count_lines(kv.publish, seq, prompt[:end])
+            assert lines < 40
+    assert (first.num_cached, second.num_cached) == (8000, 0)
+    kv.check()
+
+
 def test_sequences_lie_in_whole_runs_on_a_full_pool():
     """A busy server's cache is always full; sequences must not be scattered for it."""
     rng = np.random.default_rng(0)
