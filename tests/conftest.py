@@ -4,6 +4,7 @@ QRT_TEST_PTX what it compiles is executed (tests/ptx): `some` tests, those marke
 import gc
 import logging
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -70,3 +71,26 @@ def seeded():
 def device() -> torch.device:
     """Where kernel tests put their tensors: the GPU, or the CPU with Triton's interpreter."""
     return torch.device("cuda" if GPU else "cpu")
+
+
+@pytest.fixture
+def count_lines():
+    """`count_lines(f, *args)` -> (lines of Python run inside f, its result): counted, not timed."""
+
+    def count(function, *args, **kwargs):
+        lines = 0
+
+        def trace(frame, event, arg):
+            nonlocal lines
+            lines += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            sys.settrace(before)
+        return lines, result
+
+    return count

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,6 +56,13 @@ class Limits:
     def max_cached_tokens(self) -> int:
         """Most tokens of the cache before the chunks of one step."""
         return max(self.max_model_len, CACHED_TOKENS)
+
+
+class Growing(NamedTuple):
+    """Slots that running requests hold, and that they are still expected to take."""
+
+    held: list[int]
+    left: list[int]
 
 
 class Scheduler:
@@ -162,8 +170,8 @@ class Scheduler:
                 prefilling.append((request, self._chunk(request, budget)))
                 budget -= len(prefilling[-1][1].tokens)
                 cached -= prefilling[-1][1].start
-        admitted = []
-        while budget > 0 and (new := self._admit(cached)):
+        admitted, growing = [], Growing([], [])
+        while budget > 0 and (new := self._admit(cached, growing)):
             admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output)))
             prefilling.append((new, self._chunk(new, budget)))
             budget -= len(prefilling[-1][1].tokens)
@@ -291,9 +299,9 @@ class Scheduler:
         self.running.remove(request)
         self._refused = None
 
-    def _admit(self, room: int) -> Request | None:
+    def _admit(self, room: int, growing: Growing) -> Request | None:
         """Start the first waiting request, whose prefix in the cache has at most `room` tokens, or None when
-        there is none or it must wait on."""
+        there is none or it must wait on. `growing`: as `_spare` left it for this plan."""
         if not self.waiting or not self._rows or self.waiting[0] is self._refused:
             return None
         request = self.waiting[0]
@@ -303,7 +311,7 @@ class Scheduler:
         cached = self.kv.cached(ids, request.cache_salt) if reuse else 0
         if cached > room or reuse and self._shares_soon(request, ids, cached):
             return None
-        spare = self._spare(request, len(ids) - cached) if self.running else 0
+        spare = self._spare(request, len(ids) - cached, growing) if self.running else 0
         seq = self.kv.start(ids, reuse=reuse, spare=spare, salt=request.cache_salt)
         if seq is None:
             self._refused = request
@@ -319,14 +327,17 @@ class Scheduler:
         self._growth.start(request)
         return request
 
-    def _spare(self, request: Request, need: int) -> int:
-        """Slots that must stay available beside the `need` slots of a new request, for all to grow."""
-        held, left = [need], [self._left(request, len(request))]
-        for other in self.running:
-            assert other.seq is not None
-            held.append(len(other.seq) - other.seq.num_cached)
-            left.append(self._left(other, len(other.seq)))
-        return peak_slots(held, left) - sum(held)
+    def _spare(self, request: Request, need: int, growing: Growing) -> int:
+        """Slots that must stay available beside the `need` slots of a new request, for all to grow. It joins
+        those that are `growing`, which are the running ones."""
+        if not growing.held:
+            for other in self.running:
+                assert other.seq is not None
+                growing.held.append(len(other.seq) - other.seq.num_cached)
+                growing.left.append(self._left(other, len(other.seq)))
+        growing.held.append(need)
+        growing.left.append(self._left(request, len(request)))
+        return peak_slots(growing.held, growing.left) - sum(growing.held)
 
     def _left(self, request: Request, slots: int) -> int:
         """Slots that a request is still expected to take."""
@@ -337,14 +348,15 @@ class Scheduler:
 
     def _shares_soon(self, request: Request, ids: Ints, cached: int) -> bool:
         """Whether a running prefill computes tokens that the request can share once they are published."""
-        if not self.kv.prefix_caching:
+        size = cached + SHARED_TOKENS
+        if not self.kv.prefix_caching or len(ids) <= size:
             return False
+        last = ids.item(size - 1)  # most prompts that differ do so here
         for other in self.running:
-            if other.published or not other.generates or other.cache_salt != request.cache_salt:
+            if other.published or len(other.prompt) < size or other.prompt.item(size - 1) != last:
                 continue
-            size = min(len(other.prompt), len(ids) - 1)
-            differ = np.flatnonzero(other.prompt[:size] != ids[:size])
-            if (differ[0] if len(differ) else size) >= cached + SHARED_TOKENS:
+            shares = other.generates and other.cache_salt == request.cache_salt
+            if shares and np.array_equal(other.prompt[:size], ids[:size]):
                 return True
         return False
 

@@ -60,6 +60,15 @@ def test_a_pool_for_all_requests_admits_all_at_once():
     assert len(plan.decodes) == 8 and scheduler.num_pauses == 0
 
 
+def test_many_requests_that_come_at_once_are_planned_in_few_steps(count_lines):
+    """A step that starts 256 of them looks at each pair for a moment only."""
+    scheduler, rng = make(slots=1 << 16, max_num_seqs=256, budget=256 * 64), np.random.default_rng(0)
+    for i in range(256):
+        scheduler.add(str(i), rng.integers(0, 1000, 64, dtype=np.int32), LONG)
+    lines, plan = count_lines(scheduler.plan)
+    assert len(plan.chunks) == 256 and lines < 5 * 256**2 / 2
+
+
 @pytest.mark.parametrize("requests", [8, 200])
 def test_most_steps_of_decodes_place_no_slots(requests):
     """Requests of any lengths come to be given slots in the same steps, each slot before it is needed, and of
