@@ -88,6 +88,35 @@ class TextStream:
         return window, text
 
 
+class TokenPlaces:
+    """Ids to the places in the text where each one's begins; all parts of a character stand where it does."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        before: Sequence[int],
+        skip_special_tokens: bool,
+        start: int,
+        unseen: int = 0,
+    ) -> None:
+        """`before` are the tokens before the first, whose text begins at `start`. The first `unseen` tokens
+        are not in the text."""
+        self._stream = TextStream(tokenizer, before, skip_special_tokens)
+        self._next = start
+        self._unseen = unseen
+
+    def feed(self, token_ids: Iterable[int]) -> list[int]:
+        """The place of each."""
+        places = []
+        for token_id in token_ids:
+            places.append(self._next)
+            if self._unseen:
+                self._unseen -= 1
+            else:
+                self._next += len(self._stream.feed([token_id]))
+        return places
+
+
 class StopStrings:
     """Text to text, up to the first stop string.
 

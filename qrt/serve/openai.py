@@ -81,7 +81,7 @@ def openai_routes(service: Service) -> APIRouter:
             text = body.text
         ids = await service.encode(text, body.add_special_tokens)
         reply = {"count": len(ids), "max_model_len": service.client.info.max_model_len, "tokens": ids}
-        strings = [service.tokenizer.decode([id], False) for id in ids] if body.return_token_strs else None
+        strings = [service.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None
         return {**reply, "token_strs": strings}
 
     @routes.post("/detokenize", responses=errors())

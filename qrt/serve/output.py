@@ -11,7 +11,7 @@ from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
 from qrt.errors import ConfigError
-from qrt.serve.detokenizer import Detokenizer
+from qrt.serve.detokenizer import Detokenizer, TokenPlaces
 from qrt.serve.tokenizer import Tokenizer
 
 
@@ -242,16 +242,22 @@ class RequestCollector:
         return described
 
     def token_text(self, token_id: int) -> str:
-        """Of one token alone, special or not."""
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        """Of one token, special or not."""
+        return self._tokenizer.token_text(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Of one token alone, though it be a part of a character."""
         return self._tokenizer.token_bytes(token_id)
 
-    def shown_chars(self, token_id: int) -> int:
-        """Characters of one token alone in the completion's text: none of a special token that is skipped."""
-        return len(self._tokenizer.decode([token_id], self.params.skip_special_tokens))
+    def output_places(self, start: int) -> TokenPlaces:
+        """Of a completion's tokens, in a text in which theirs begins at `start`."""
+        return TokenPlaces(self._tokenizer, self.prompt_ids, self.params.skip_special_tokens, start)
+
+    def prompt_places(self) -> TokenPlaces:
+        """Of the prompt's tokens. BOS has no text where the tokenizer has put it before one."""
+        first, special = self.prompt_ids[0], self._tokenizer.special_ids
+        added = first in special and not (self.prompt or "").startswith(self.token_text(first))
+        return TokenPlaces(self._tokenizer, [], False, 0, unseen=int(added))
 
 
 def encode_bad_words(

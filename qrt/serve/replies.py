@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import msgspec
 
-from qrt.serve.detokenizer import INCOMPLETE
+from qrt.serve.detokenizer import INCOMPLETE, TokenPlaces
 from qrt.serve.output import CompletionDelta, CompletionOutput, Logprob, RequestCollector, TokenLogprobs
 from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest, Sampling
 from qrt.serve.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
@@ -114,19 +113,20 @@ class CompletionReply(Reply):
         super().__init__(id, model, body, collectors)
         self._echo = body.echo
         self._echo_logprobs = body.echo and body.logprobs is not None
-        self._offsets: dict[int, int] = {}  # of each choice, where the next token's text starts
+        self._places: dict[int, TokenPlaces] = {}  # of each choice of a stream
 
     def opening(self, number: int, index: int) -> Iterator[dict[str, Any]]:
         """With echo, each choice begins with its prompt."""
         if self._echo:
             text = self.collectors[index].prompt or ""
-            self._offsets[number] = len(text)
             yield _text_choice(number, text, self._prompt_logprobs_of(index), None, None)
 
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """See Reply."""
-        prompt = (self.collectors[index].prompt or "") if self._echo else ""
-        logprobs, _ = self._logprobs_of(index, completion.logprobs, len(prompt))
+        prompt = self._echoed(index)
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = _legacy_logprobs(completion.logprobs, self._new_places(index))
         if logprobs and (before := self._prompt_logprobs_of(index)):
             logprobs = {name: before[name] + logprobs[name] for name in logprobs}
         text = prompt + completion.text
@@ -137,35 +137,35 @@ class CompletionReply(Reply):
 
     def chunk_choices(self, number: int, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
         """See Reply."""
-        offset = self._offsets.get(number, 0)
-        logprobs, self._offsets[number] = self._logprobs_of(number // self._n, delta.logprobs, offset)
+        logprobs = None
+        if delta.logprobs is not None:
+            if number not in self._places:
+                self._places[number] = self._new_places(number // self._n)
+            logprobs = _legacy_logprobs(delta.logprobs, self._places[number])
         yield _text_choice(number, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
-    def _logprobs_of(
-        self, index: int, rows: list[TokenLogprobs] | None, offset: int
-    ) -> tuple[dict[str, Any] | None, int]:
-        """Of output tokens whose text starts at `offset`, and where it ends."""
-        if rows is None:
-            return None, offset
-        widths = [self.collectors[index].shown_chars(next(iter(row))) for row in rows]
-        return _legacy_logprobs(rows, widths, offset), offset + sum(widths)
+    def _echoed(self, index: int) -> str:
+        """The prompt's text, where it comes before the completion's."""
+        return (self.collectors[index].prompt or "") if self._echo else ""
+
+    def _new_places(self, index: int) -> TokenPlaces:
+        """Of a completion's tokens."""
+        return self.collectors[index].output_places(len(self._echoed(index)))
 
     def _prompt_logprobs_of(self, index: int) -> dict[str, Any] | None:
         """Of the echoed prompt, whose first token has none."""
         if not self._echo_logprobs:
             return None
         collector = self.collectors[index]
-        texts = [collector.token_text(token) for token in collector.prompt_ids]
-        widths = [len(text) for text in texts]
-        if not (collector.prompt or "").startswith(texts[0]):
-            widths[0] = 0  # BOS, which the tokenizer has put before a prompt that came as text
+        places = collector.prompt_places()
+        first = places.feed(collector.prompt_ids[:1])
         known = [row for row in collector.prompt_logprobs if row is not None]
-        logprobs = _legacy_logprobs(known, widths[1:], widths[0])
+        logprobs = _legacy_logprobs(known, places)
         return {
-            "tokens": [texts[0], *logprobs["tokens"]],
+            "tokens": [collector.token_text(collector.prompt_ids[0]), *logprobs["tokens"]],
             "token_logprobs": [None, *logprobs["token_logprobs"]],
             "top_logprobs": [None, *logprobs["top_logprobs"]],
-            "text_offset": [0, *logprobs["text_offset"]],
+            "text_offset": [*first, *logprobs["text_offset"]],
         }
 
 
@@ -288,14 +288,14 @@ def _number(entry: Logprob) -> float:
     return max(entry.logprob, LEAST_LOGPROB)
 
 
-def _legacy_logprobs(rows: list[TokenLogprobs], widths: list[int], offset: int) -> dict[str, Any]:
-    """Four parallel lists; the first token's text starts at `offset`, and `widths` are their characters."""
+def _legacy_logprobs(rows: list[TokenLogprobs], places: TokenPlaces) -> dict[str, Any]:
+    """Four parallel lists."""
     chosen = [next(iter(row.values())) for row in rows]
     return {
         "tokens": [entry.decoded_token for entry in chosen],
         "token_logprobs": [_number(entry) for entry in chosen],
         "top_logprobs": [_by_text(row) for row in rows],
-        "text_offset": list(accumulate(widths, initial=offset))[: len(rows)],
+        "text_offset": places.feed(next(iter(row)) for row in rows),
     }
 
 

@@ -94,10 +94,22 @@ class Tokenizer:
         except (OverflowError, TypeError) as error:
             raise ConfigError(f"token ids: wanted integers of 0 or more below 2^32 ({error})") from error
 
+    def token_text(self, token_id: int) -> str:
+        """What one token, special or not, writes inside a text: SentencePiece's decoder strips the space of
+        the first."""
+        before, chars = self._before
+        text = self.decode([*before, token_id], skip_special_tokens=False)
+        return text[chars:]
+
+    @cached_property
+    def _before(self) -> tuple[list[int], int]:
+        """A token that a text may begin with, and the length of its own."""
+        before = self.encode("a", add_special_tokens=False)[-1:]
+        return before, len(self.decode(before, skip_special_tokens=False))
+
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token alone, special or not, writes: also the bytes of a part of a character, for which
-        `decode` has only U+FFFD."""
-        text = self.decode([token_id], skip_special_tokens=False)
+        """As `token_text`: also the bytes of a part of a character, for which that has only U+FFFD."""
+        text = self.token_text(token_id)
         token = self._backend.id_to_token(token_id) or ""
         if "\ufffd" in text and (byte := BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])

@@ -59,7 +59,7 @@ def test_bytes_of_parts_of_characters(tokenizer):
     content = whole["logprobs"]["content"]
     assert sum(entry["token"] == "\ufffd" for entry in content) > 1, "some are parts of a character"
     written = bytes(byte for entry in content for byte in entry["bytes"]).decode()
-    assert written.replace(" ", "") == TEXT.replace(" ", "")  # SentencePiece's decoder strips a token's space
+    assert written == whole["message"]["content"] and written.strip() == TEXT
     streamed = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
     assert streamed == content
     for entry in content:
@@ -78,7 +78,7 @@ def test_the_likeliest_of_one_text_stands_for_all(tokenizer):
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("as_text", [False, True])
 def test_offsets_of_a_stream_are_those_of_the_whole(tokenizer, echo, as_text):
-    """And of plain text they are where each token stands in it, though special tokens come between."""
+    """And they are where each token stands in the text, though special tokens come between."""
     ids = tokenizer.encode("the dog", add_special_tokens=False)
     ids = [*ids[:2], 2, *ids[2:], 1]
     prompt_ids = tokenizer.encode("the fox")
@@ -90,16 +90,26 @@ def test_offsets_of_a_stream_are_those_of_the_whole(tokenizer, echo, as_text):
     assert streamed == logprobs["text_offset"]
     output = len(prompt) if echo else 0
     before = len(streamed) - len(ids)
-    shown = [tokenizer.decode([token]) for token in ids]
+    shown = ["" if token in tokenizer.special_ids else tokenizer.token_text(token) for token in ids]
+    assert "".join(shown) == whole["text"][output:]
     assert streamed[before:] == [output + len("".join(shown[:place])) for place in range(len(ids))]
 
 
-def test_a_token_stands_where_its_offset_says(tmp_path):
-    tokenizer = Tokenizer(small_tokenizers.save(small_tokenizers.byte_level(), tmp_path))
-    prompt_ids = [0, *tokenizer.encode("the fox runs", add_special_tokens=False)]  # with a BOS
-    ids = [2, *tokenizer.encode(" and on", add_special_tokens=False)]
-    given = {"prompt": "the fox runs", "prompt_ids": prompt_ids, "echo": True, "logprobs": 1}
-    whole, _ = reply(CompletionReply, tokenizer, ids, **given)
-    rows = zip(whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"], strict=True)
-    for token, offset in rows:
-        assert whole["text"].startswith(token, offset) or token in small_tokenizers.SPECIAL
+@pytest.mark.parametrize("prompt", ["the fox runs", "naïve 你好", "🦄 the fox"])
+@pytest.mark.parametrize("bos", [[0], []])
+def test_a_token_stands_where_its_offset_says(tokenizer, prompt, bos):
+    """Also behind characters of several tokens, which all stand where the character does."""
+    prompt_ids = [*bos, *tokenizer.encode(prompt, add_special_tokens=False)]
+    ids = [2, *tokenizer.encode("the dog 🦄 and on", add_special_tokens=False)]
+    given = {"prompt": prompt, "prompt_ids": prompt_ids, "echo": True, "logprobs": 1}
+    whole, chunks = reply(CompletionReply, tokenizer, ids, **given)
+    logprobs = whole["logprobs"]
+    assert logprobs["text_offset"][len(prompt_ids)] == len(prompt)
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    assert [offset for chunk in chunks for offset in chunk["logprobs"]["text_offset"]] == logprobs[
+        "text_offset"
+    ]
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        shown = "" if token in small_tokenizers.SPECIAL else token.strip("\ufffd")
+        shown = shown if offset else shown.lstrip()  # SentencePiece's first token has a space
+        assert whole["text"].startswith(shown, offset + token.startswith("\ufffd"))

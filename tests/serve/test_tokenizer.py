@@ -55,6 +55,16 @@ def test_tokenizer_json_is_taken_as_it_is(folder, named, tmp_path):
         assert serving.decode(ids) == truth.decode(ids)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
+def test_texts_of_tokens_keep_their_space(kind, tmp_path):
+    """Which SentencePiece's decoder strips of a token alone, so that two tokens would have one text."""
+    tokenizer = Tokenizer(small_tokenizers.save(getattr(small_tokenizers, kind)(), tmp_path))
+    ids = tokenizer.encode("the dog, the dog", add_special_tokens=False)
+    assert "".join(map(tokenizer.token_text, ids)).lstrip() == "the dog, the dog"
+    assert b"".join(map(tokenizer.token_bytes, ids)).lstrip() == b"the dog, the dog"
+    assert tokenizer.token_text(0) == "<s>" and tokenizer.token_text(2**31) == ""
+
+
 def test_ids_that_are_none(folder):
     tokenizer = Tokenizer(folder)
     assert tokenizer.decode([2**31]) == ""
