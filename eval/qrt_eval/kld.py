@@ -27,7 +27,7 @@ from qrt_eval.console import show
 from qrt_eval.divergence import Positions
 from qrt_eval.forward import PromptReader, scored_states
 from qrt_eval.partial import UNKEPT, PartialResult, cut_of
-from qrt_eval.ppl import same_tokenizer
+from qrt_eval.ppl import check_finite, same_tokenizer
 from qrt_eval.protocol import PROTOCOLS, Gptq, Loss, Window, cut
 from qrt_eval.reference import Reference
 from qrt_eval.results import checkpoint_sha256, model_facts, save, text_facts
@@ -153,12 +153,16 @@ def compute_reference(
     chunk: int,
     needed: Container[int] | None = None,
 ) -> Reference:
-    """Run a baseline over `windows`, or those of them that are `needed`; keeps its head and hidden states."""
+    """Run a baseline over `windows`, or those of them that are `needed`; keeps its head and hidden states.
+    QrtError when they are no numbers."""
     head, reader = reference.head_of(llm), PromptReader(llm, chunk)
     bar = tqdm(enumerate(windows), total=len(windows), unit="window", desc="Baseline")
     hidden = [
         scored_states(reader, w.ids, w.first) if needed is None or i in needed else None for i, w in bar
     ]
+    for states in hidden:
+        if states is not None:
+            check_finite(llm, states)
     return Reference(facts, windows, hidden, head)
 
 
@@ -172,7 +176,7 @@ def diverge(
     key: Mapping[str, Any] | None = None,
 ) -> Divergence:
     """Compare a model with the baseline at every scored position, from where an interrupted run called `key`
-    left off; ConfigError when it reads other tokens."""
+    left off; ConfigError when it reads other tokens, QrtError when it predicts no numbers."""
     facts = model_facts(llm)
     if not same_tokenizer(facts, base.facts["run"]):
         raise ConfigError(
@@ -197,6 +201,7 @@ def diverge(
             assert states is not None
             started = time.perf_counter()
             parts.append(window_positions(reader, base, window, states, top_p))
+            check_finite(llm, parts[-1].nll)
             value = {"seconds": time.perf_counter() - started, **parts[-1].to_json()}
             partial.add(key, {i: value})
         seconds += value["seconds"]

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from qrt.config import SamplingParams
 from qrt.errors import ConfigError
 from qrt.llm import LLM
+from qrt_eval.ppl import check_finite
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ class QRTLM(TemplateLM):
         self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """(pair, context ids, continuation ids) -> log-likelihood, and whether greedy decoding says it.
-        ConfigError for a continuation longer than the context: its first tokens would have no score."""
+        ConfigError for a continuation longer than the context: its first tokens would have no score;
+        QrtError where a score is no number."""
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest > self.max_length:
             raise ConfigError(
@@ -96,6 +98,7 @@ class QRTLM(TemplateLM):
                 ids = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in batch]
                 for (pair, _, continuation), scores in zip(batch, self.llm.score_ranked(ids), strict=True):
                     last = slice(len(scores) - len(continuation), None)
+                    check_finite(self.llm, scores.logprobs[last])
                     total = float(scores.logprobs[last].double().sum())
                     found.append((total, bool((scores.ranks[last] == 1).all())))
                     if pair is not None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.table import Table
 from tqdm import tqdm
 
@@ -22,7 +23,7 @@ from qrt.errors import ConfigError
 from qrt.llm import LLM
 from qrt_eval.console import show
 from qrt_eval.kld import release
-from qrt_eval.ppl import scorer
+from qrt_eval.ppl import check_finite, scorer
 from qrt_eval.results import model_facts, save
 
 TASK = "There is an important number hidden in a lot of irrelevant text. Find it and remember it.\n"
@@ -73,7 +74,9 @@ def measure(llm: LLM, length: int, depth: float, trials: int, seed: int) -> dict
     outputs = llm.generate([{"prompt_token_ids": trial.prompt} for trial in chosen], params, use_tqdm=False)
     written = [o.outputs[0].text.strip().startswith(t.key) for o, t in zip(outputs, chosen, strict=True)]
     ids = [trial.prompt + key for trial in chosen for key in trial.keys]
-    scores = iter(llm.score(ids))
+    found = llm.score(ids)
+    check_finite(llm, torch.cat(found))
+    scores = iter(found)
     first, won = [], []
     for trial in chosen:
         logprobs = [float(next(scores)[len(trial.prompt) - 1 :].sum()) for _ in trial.keys]

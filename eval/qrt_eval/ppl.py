@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
 from tqdm import tqdm
 
+from qrt.errors import QrtError
 from qrt.llm import LLM
 from qrt_eval.console import show
 from qrt_eval.partial import UNKEPT, PartialResult, cut_of
@@ -119,10 +121,22 @@ def perplexity(
 
 
 def score(llm: LLM, windows: Sequence[Window]) -> list[Loss]:
-    """The losses of some windows, summed in float64."""
+    """The losses of some windows, summed in float64; QrtError where one is no number."""
     logprobs = llm.score([window.ids for window in windows])
     scored = [-row.double()[window.first - 1 :] for window, row in zip(windows, logprobs, strict=True)]
+    for nll in scored:
+        check_finite(llm, nll)
     return [Loss(float(nll.sum()), float(nll.square().sum()), len(nll)) for nll in scored]
+
+
+def check_finite(llm: LLM, found: Tensor) -> None:
+    """QrtError where what a model has `found`, losses or states, holds NaN or infinity: no figure of it would
+    mean anything."""
+    if not found.isfinite().all():
+        raise QrtError(
+            f"{llm.engine.config.model}: predicts NaN or infinity in {llm.engine.model.dtype}; if float16 is "
+            "too narrow for it try --dtype float32, else the checkpoint is damaged"
+        )
 
 
 def _so_far(protocol: str, windows: Sequence[Window], losses: Mapping[int, Loss]) -> float:

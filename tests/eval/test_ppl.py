@@ -19,6 +19,7 @@ from qrt_eval.partial import PartialResult, cut_of
 from qrt_eval.ppl import quick_perplexity
 from qrt_eval.protocol import PROTOCOLS
 from qrt_eval.text import load_text
+from tiny_models import altered
 
 SETTINGS = {"attend_cache": True, "enable_prefix_caching": False}
 
@@ -30,6 +31,34 @@ def test_windows_do_not_overlap_and_drop_the_tail(tmp_path):
     windows = PROTOCOLS["gptq"].windows(text, llm.tokenizer, 16, None, None)
     assert [token for window in windows for token in window.ids] == ids[: len(ids) // 16 * 16]
     assert len(PROTOCOLS["gptq"].windows(text, llm.tokenizer, 16, None, 2)) == 2
+
+
+def overflowing(folder):
+    """The bundled model with activations that float16 does not hold."""
+
+    def change(tensors):
+        tensors["model.layers.2.post_attention_layernorm.weight"] *= 1e5
+
+    return altered(model_path("tiny"), folder, change)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ppl pydoc --seqlen 16 --limit 2",
+        "kld pydoc --seqlen 16 --limit 2 --baseline tiny",
+        "kld pydoc --seqlen 16 --limit 2",
+        "passkey --kv fp16 --context 256 --depth 0.5 --trials 1",
+    ],
+)
+def test_a_model_that_predicts_no_numbers_has_no_result(command, tmp_path, capsys):
+    """A result file would hold NaN, which JSON has not, and figures that mean nothing."""
+    wide, result = overflowing(tmp_path / "wide"), tmp_path / "result.json"
+    words = f"--model {wide} --json {result} --dtype".split()
+    assert main([*command.split(), *words, "float16"]) == 1
+    assert f"{wide}: predicts NaN or infinity in torch.float16; if float16" in capsys.readouterr().err
+    assert not result.exists()
+    assert main([*command.split(), *words, "float32"]) == 0 and "NaN" not in result.read_text()
 
 
 @pytest.mark.model
