@@ -88,6 +88,14 @@ def load(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: a result of {kind(result)}, which has nothing to compare (known: {known})"
         )
+    try:
+        for metric in METRICS[kind(result)](result).values():
+            float(metric.value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: lacks what a result of {kind(result)} holds ({type(error).__name__}: {error}); write "
+            "it again with --json"
+        ) from None
     return result
 
 

@@ -126,7 +126,20 @@ def test_strides_differ_whether_given_or_not(tmp_path, capsys):
     assert "stride differs (7 and 4)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"environment": {}, "command": "nothing"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"a": 1}',
+        '{"environment": {}, "command": "nothing"}',
+        '{"environment": {}, "command": "ppl"}',
+        '{"environment": {}, "ppl": null}',
+        '{"environment": {}, "command": "kld"}',
+        '{"environment": {}, "command": "sweep", "cells": [{"weights": "fp16"}]}',
+        '{"environment": {}, "rows": null}',
+    ],
+)
 def test_what_is_no_result_is_refused(content, tmp_path, capsys):
     (tmp_path / "a").write_text(content)
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 1
