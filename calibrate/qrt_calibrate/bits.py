@@ -29,7 +29,7 @@ from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.selection import matches
 
 WINDOWS = 4  # that measure; hidden states of all candidates are kept
-SIXTEEN = 16
+SIXTEEN = 16  # stands for what a Linear has, 32 in a float32 checkpoint
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ class Budget:
         """Bits per weight where all units are at their narrowest."""
         return _average(self.units, [min(unit.sizes.values()) for unit in self.units])
 
+    @property
+    def widest(self) -> float:
+        """Bits per weight where all units stay as they are."""
+        return _average(self.units, [max(unit.sizes.values()) for unit in self.units])
+
     def line(self, own: Grid) -> str:
         """For the screen, before anything is chosen and while all units are on their `own` grid."""
         bits = (self.narrowest, self.bits)
@@ -118,7 +123,7 @@ def budget_of(job: Job) -> Budget:
 
 def _check_range(recipe: Recipe, budget: Budget) -> None:
     """ConfigError for a budget that the narrowest widths exceed, or that the Linears keep as they are."""
-    narrowest, widest = budget.narrowest, float(SIXTEEN)
+    narrowest, widest = budget.narrowest, budget.widest
     if narrowest <= budget.bits < widest:
         return
     if recipe.target_bits is not None:
@@ -161,12 +166,15 @@ def _units(job: Job, grids: Mapping[int, Grid | None]) -> list[Unit]:
             parts = tuple(f"{job.layer_name(index)}.{name}" for name in names)
             settled = any(matches(part, pattern) for part in parts for pattern in patterns)
             if job.grids[parts[0]] is not None and not settled:
-                shapes = [job.checkpoint.spec(f"{part}.weight").shape for part in parts]
+                specs = [job.checkpoint.spec(f"{part}.weight") for part in parts]
+                weights, stored = sum(prod(s.shape) for s in specs), sum(s.num_bytes for s in specs)
                 sizes = {
-                    bits: bits_of(grid, shapes[0][1], job.scale_dtype.itemsize) if grid else float(SIXTEEN)
+                    bits: bits_of(grid, specs[0].shape[1], job.scale_dtype.itemsize)
+                    if grid
+                    else 8 * stored / weights
                     for bits, grid in grids.items()
                 }
-                units.append(Unit(parts, sum(prod(shape) for shape in shapes), sizes))
+                units.append(Unit(parts, weights, sizes))
     return units
 
 
@@ -259,7 +267,8 @@ def spend(
             break
         _, number, wider = max(worth, key=lambda move: (move[0], -move[1], -move[2]))
         chosen[number] = wider
-        change = f"{', '.join(units[number].parts)} to {wider} bits"
+        bits = wider if grids[wider] else units[number].sizes[wider]
+        change = f"{', '.join(units[number].parts)} to {bits:g} bits"
         curve.append(Point(average(), sum(price(*pair) for pair in chosen.items()), change))
     overrides = [
         Override(part, grids[width]) for number, width in chosen.items() for part in units[number].parts

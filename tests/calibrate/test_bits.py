@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -20,6 +21,11 @@ from qrt_calibrate.recipe import Grid, Override, Recipe, grid_of
 W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
 W4_BITS, W8_BITS = 4 + (16 + 4) / 128, 8 + 16 / 128  # per weight, with scales and zeros
 CPU = torch.device("cpu")
+
+
+@cache
+def cached(make_checkpoint, dtype):
+    return make_checkpoint("LlamaForCausalLM", dtype=dtype)
 
 
 @torch.no_grad()
@@ -95,10 +101,12 @@ def test_a_size_is_kept(llama, calib, tmp_path, capsys):
         Recipe("w4a16", W4.spec, "awq", target_bits=5.0, max_size=1.0)
 
 
+@pytest.mark.parametrize("group_size", [-1, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("share", [0.5, 0.6, 0.7, 0.8, 0.9])
-def test_a_size_is_kept_with_a_scale_per_channel(share, llama):
-    """Which weighs more in a Linear of few inputs."""
-    source, spec = open_checkpoint(llama), grid_of("w4a16", -1, False)
+def test_a_size_is_kept_whatever_the_grid_and_the_dtype(share, dtype, group_size, make_checkpoint):
+    """A scale per channel weighs more in a Linear of few inputs, and what stays in float32 has 32 bits."""
+    source, spec = open_checkpoint(cached(make_checkpoint, dtype)), grid_of("w4a16", group_size, False)
     recipe = Recipe("w4a16", spec, "rtn", max_size=share * source.num_bytes / 1e9)
     job = plan(source, recipe, CPU)
     budget = budget_of(job)
