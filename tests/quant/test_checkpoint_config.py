@@ -1,14 +1,17 @@
 """What a quantization_config may say: refused by name where it changes the meaning, else read alike."""
 
 import re
+from itertools import permutations
 
 import pytest
 import torch
+from compressed_tensors.utils.match import match_targets
 from damage import activations, edit, grid, in_group, refuse, top
 from safetensors.torch import load_file, save_file
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
+from qrt.quant.checkpoint.compressed_tensors import target_of
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -159,3 +162,11 @@ def test_a_regular_expression_matches_from_the_start_of_a_name(copy, ignore, pla
     edit(w4 / "config.json", lambda v: v["quantization_config"].update(ignore=[ignore]))
     module = Q if "q_proj" in ignore else "model.layers.0.mlp.up_proj"
     assert open_checkpoint(w4).grid(module)[0] == ("fp16" if plain else "w4a16")
+
+
+@pytest.mark.parametrize("module", [Q, "model.layers.0.mlp.down_proj", "lm_head"])
+def test_of_several_targets_that_counts_which_compressed_tensors_takes(module):
+    known = ["Linear", Q, "re:.*proj$", "re:.*down_proj$", "re:model", "re:.*[.]q", "lm"]
+    for targets in permutations(known, 3):
+        theirs = match_targets(module, torch.nn.Linear(1, 1), targets)
+        assert target_of(module, targets) == next(iter(theirs), None), targets

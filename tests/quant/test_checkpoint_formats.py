@@ -263,6 +263,11 @@ GROUPS = {
         "format": "pack-quantized",
         "weights": {"num_bits": 8, "group_size": -1},
     },
+    "values": {  # of regular expressions the first in the alphabet counts, whichever group is first
+        "targets": ["re:.*[.]v_proj"],
+        "format": "pack-quantized",
+        "weights": {"num_bits": 4, "group_size": 32},
+    },
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,9 +113,10 @@ class CompressedTensors(CheckpointFormat):
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not groups:
             raise CheckpointError(f"{where}: config_groups is {groups!r}, wanted at least one group")
-        self._groups = [_group(where, name, entry, config.get("format")) for name, entry in groups.items()]
+        read = [_group(where, name, entry, config.get("format")) for name, entry in groups.items()]
+        self._groups = {target: group for group in read for target in group.targets}  # the last one wins
         modules = {name.rpartition(".")[0] for name in tensors.names()}
-        for target in (target for group in self._groups for target in group.targets):
+        for target in self._groups:
             if modules and not target.startswith(REGEX) and target != LINEAR and target not in modules:
                 raise UnsupportedError(
                     f"{where}: target {target!r} is neither a module of this checkpoint nor {LINEAR!r}, "
@@ -135,12 +136,11 @@ class CompressedTensors(CheckpointFormat):
         return ("fp16", None) if group is None else (group.scheme, group.spec)
 
     def _group_of(self, module: str) -> Group | None:
-        """The group that means `module` most exactly, of equals the first in the file; None where it is
-        ignored or no group targets it."""
-        if match_rank(module, self._ignore):
+        """The group of the target that means `module`; None where it is ignored or no group targets it."""
+        if target_of(module, self._ignore) is not None:
             return None
-        ranked = [(rank, group) for group in self._groups if (rank := match_rank(module, group.targets))]
-        return max(ranked, key=lambda pair: pair[0])[1] if ranked else None
+        target = target_of(module, self._groups)
+        return None if target is None else self._groups[target]
 
 
 def _is_dense(entry: Any) -> bool:
@@ -148,14 +148,13 @@ def _is_dense(entry: Any) -> bool:
     return isinstance(entry, Mapping) and entry.get("format") == "dense"
 
 
-def match_rank(module: str, targets: Sequence[str]) -> int:
-    """How exactly `targets` mean a Linear called `module`: 3 by name, 2 by "re:<regex from its start>",
-    1 by class, 0 not at all."""
+def target_of(module: str, targets: Collection[str]) -> str | None:
+    """The one of `targets` that means a Linear called `module`, as compressed-tensors chooses: its name, else
+    of all "re:<regex from its start>" that match the first in the alphabet, else its class."""
     if module in targets:
-        return 3
-    if any(t.startswith(REGEX) and re.match(t.removeprefix(REGEX), module) for t in targets):
-        return 2
-    return int(LINEAR in targets)
+        return module
+    found = [t for t in targets if t.startswith(REGEX) and re.match(t.removeprefix(REGEX), module)]
+    return min(found, default=LINEAR if LINEAR in targets else None)
 
 
 def quantization_config(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
-from qrt.quant.checkpoint.compressed_tensors import match_rank, quantization_config, stored_as
+from qrt.quant.checkpoint.compressed_tensors import quantization_config, stored_as, target_of
 from qrt.quant.checkpoint.folder import INDEX, SINGLE, TensorFolder
 from qrt.quant.checkpoint.parts import Parts
 from qrt.quant.checkpoint.reader import Checkpoint
@@ -144,7 +144,7 @@ class CheckpointWriter:
         assert self._dtype in (None, weight.scale.dtype), (
             f"{module}: scale {weight.scale.dtype}, model {self._dtype}"
         )
-        assert not match_rank(module, self._ignore), f"{module} is on the ignore list"
+        assert target_of(module, self._ignore) is None, f"{module} is on the ignore list"
         tensors = stored_as(scheme).layout.encode(weight)
         if weight.bias is not None:
             tensors["bias"] = weight.bias
