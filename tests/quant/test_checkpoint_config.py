@@ -87,6 +87,7 @@ def test_a_group_index_of_uneven_groups_is_refused(copy):
     "change",
     [
         grid("actorder", "static"),
+        grid("actorder", "dynamic"),
         grid("actorder", True),
         grid("observer", "memoryless_minmax"),
         top(kv_cache_scheme=None, sparsity_config={}, transform_config={}, version="0.19.0"),

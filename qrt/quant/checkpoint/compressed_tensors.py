@@ -63,7 +63,8 @@ WEIGHTS: dict[str, tuple[Any, ...]] = {
     "symmetric": (True, False),
     "strategy": ("group", "channel"),
     "dynamic": (False,),
-    "actorder": (None, False, True, "weight", "static", "group"),  # the last, also True, has a weight_g_idx
+    # the last two, also True, have a weight_g_idx
+    "actorder": (None, False, True, "weight", "static", "group", "dynamic"),
     "block_structure": (None,),
 }
 FP8_BLOCKS = {"tensor": (None, None), "channel": (1, None)}  # rows and columns of a scale; None: all of them
