@@ -1,5 +1,6 @@
 """What a quantization_config may say: refused by name where it changes the meaning, else read alike."""
 
+import json
 import re
 from itertools import permutations
 
@@ -22,6 +23,14 @@ def test_other_quant_methods_are_refused_by_name(copy, method):
     edit(plain / "config.json", lambda v: v.update(quantization_config={"quant_method": method, "bits": 4}))
     pattern = re.escape(f"quant_method {str(method)!r} is not read") + ".*qrt-calibrate"
     refuse(plain, UnsupportedError, pattern)
+
+
+def test_a_separate_config_names_its_quant_method_too(copy):
+    """As ModelOpt writes it."""
+    plain = copy("plain")
+    config = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (plain / "hf_quant_config.json").write_text(json.dumps(config))
+    refuse(plain, UnsupportedError, "quant_method 'modelopt' is not read.*qrt-calibrate")
 
 
 FP8_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}

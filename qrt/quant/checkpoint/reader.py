@@ -31,7 +31,12 @@ FORMATS: Registry[Callable[[Mapping[str, Any], TensorFolder], CheckpointFormat]]
 UNREAD = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
 # No weights either: derived from the config, as old checkpoints store it, or scales of a static KV cache
 DERIVED = ("rotary_emb.inv_freq", *(f"self_attn.{name}" for name in ("k_scale", "v_scale", "kv_scale")))
-SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and llm-awq
+# quant_method by file, of AutoGPTQ, llm-awq and ModelOpt
+SEPARATE_CONFIGS = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 
 
 class Checkpoint(TensorFolder):
@@ -114,10 +119,10 @@ def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     entry = config.get("quantization_config")
     entry = config.get("compression_config") if entry is None else entry  # old compressed-tensors
     if entry is None:
-        for file, method in SEPARATE_CONFIGS.items():
-            if is_file(path / file):
-                return {**read_json(path / file), "quant_method": method}
-        return {}
+        file = next((file for file in SEPARATE_CONFIGS if is_file(path / file)), None)
+        if file is None:
+            return {}
+        entry = {**read_json(path / file), "quant_method": SEPARATE_CONFIGS[file]}
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}/config.json: quantization_config is {entry!r}, wanted an object")
     method = str(entry.get("quant_method"))
