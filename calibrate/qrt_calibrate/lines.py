@@ -30,10 +30,21 @@ def read_lines(path: Path, flag: str) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
+def parse(content: str) -> Any:
+    """The value of some JSON; ValueError where it is none, or where a string holds half of a surrogate pair
+    (of an emoji that was cut), which no tokenizer takes."""
+    value = json.loads(content)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a string holds half of a surrogate pair") from None
+    return value
+
+
 def read_rows(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
     """The JSON values of the lines, with their numbers; ConfigError naming the line that is none."""
     for number, line in read_lines(path, flag):
         try:
-            yield number, json.loads(line)
+            yield number, parse(line)
         except ValueError as error:
             raise ConfigError(f"{flag}: {path}, line {number} is not JSON ({error})") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import logging
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qrt.errors import CheckpointError, ConfigError
-from qrt_calibrate.lines import read_rows, read_text
+from qrt_calibrate.lines import parse, read_rows, read_text
 from qrt_calibrate.plan import Job
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ def _list(path: Path) -> list[Any]:
     """The rows of a .json file; ConfigError where it is no list."""
     content = read_text(path, "--calib", "utf-8-sig")
     try:
-        rows = json.loads(content)
+        rows = parse(content)
     except ValueError as error:
         raise ConfigError(
             f"--calib: {path} is not JSON ({error}); name it .jsonl if it is a JSON value a line"

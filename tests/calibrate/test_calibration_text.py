@@ -112,6 +112,21 @@ def test_folders_and_rows(tmp_path):
         read_texts(str(tmp_path / "empty"), Chat())
 
 
+@pytest.mark.parametrize(("name", "where"), [("c.jsonl", "c.jsonl, line 2 is"), ("c.json", "c.json is")])
+def test_half_of_a_surrogate_pair_is_no_text(name, where, tmp_path):
+    """As in dumps that cut an emoji in two: tokenizers do not take it. Whole ones are text."""
+    path, rows = tmp_path / name, ['{"text": "\\ud83d\\ude00"}', '{"text": "\\ud83d"}']
+
+    def write(rows):
+        path.write_text("\n".join(rows) if name == "c.jsonl" else f"[{', '.join(rows)}]")
+
+    write(rows[:1])
+    assert read_texts(str(path), Chat())[0] == ["\U0001f600"]
+    write(rows)
+    with pytest.raises(ConfigError, match=f"{where} not JSON .a string holds half of a surrogate pair"):
+        read_texts(str(path), Chat())
+
+
 def test_sharegpt_is_the_same_chat(tmp_path):
     """By the bundled model's own template; what it would print nothing of is named."""
     tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.jsonl"
