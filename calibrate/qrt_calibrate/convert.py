@@ -18,6 +18,7 @@ from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint import awq, gptq, open_checkpoint
 from qrt.quant.checkpoint.compressed_tensors import quantization_config, stored_as
 from qrt.quant.checkpoint.writer import OutputFolder
+from qrt.quant.packing import WORD_BITS
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WeightData
 
@@ -44,8 +45,8 @@ def convert(model: str | Path, target: str, out: Path) -> int:
     """Write checkpoint `model` into the new folder `out` in format `target`; the number of quantized Linears.
 
     UnsupportedError, naming the Linear and why, where the format cannot hold a weight exactly: act-order or
-    a scale in another dtype than the model's for compressed-tensors; other than 4 bits, groups that differ,
-    or scales that fp16 does not hold for AWQ; scales that fp16 does not hold for GPTQ; a head for both.
+    a scale in another dtype than the model's for compressed-tensors; other than 4 bits or act-order for AWQ;
+    a head, grids that differ, scales that fp16 does not hold or words that are not full for it and for GPTQ.
     """
     source = open_checkpoint(model)
     if not source.quantization:
@@ -70,6 +71,9 @@ def convert(model: str | Path, target: str, out: Path) -> int:
                 why = "engines read its head in 16 bits; calibrate the original again, with --head-bits 16"
                 raise _refusal(module, target, why)
             grids[module] = scheme, spec_of(weight)
+            first = next(iter(grids))
+            if grids[module] != grids[first] and target != "compressed-tensors":
+                raise _refusal(module, target, f"the format holds one grid, and {first} has another")
             bias = {} if weight.bias is None else {"bias": weight.bias}
             tensors = encode(target, module, scheme, weight, dtype) | bias
             folder.add({f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
@@ -119,6 +123,10 @@ def encode(
         if weight.bits != awq.BITS or weight.perm is not None or weight.out_features % 8:
             raise _refusal(module, target, "it holds 4-bit weights in input order, 8 outputs a word")
         return awq.encode(weight)
+    word = WORD_BITS // weight.bits
+    for name, size in (("inputs", weight.in_features), ("outputs", weight.out_features)):
+        if size % word:
+            raise _refusal(module, target, f"a word holds {word} of its {size} {name}")
     return gptq.encode(weight)
 
 
@@ -130,8 +138,6 @@ def settings_of(target: str, grids: Grids, left_out: list[str]) -> dict[str, Any
     if target == "compressed-tensors":
         others = {module: grid for module, grid in grids.items() if grid != default}
         return quantization_config(*default, left_out, {}, others, sorted(grids))
-    if len(set(grids.values())) > 1:
-        raise UnsupportedError(f"{target}: the checkpoint has {len(set(grids.values()))} grids, it holds one")
     spec = default[1]
     group = spec.group_size or -1
     if target == "awq":

@@ -70,19 +70,27 @@ def test_the_old_name_of_a_quantization_config_goes(made, tmp_path):
     assert "compression_config" not in written and written["quantization_config"]["quant_method"] == "gptq"
 
 
+def requantize(folder, module, spec):
+    """Put a Linear of a GPTQ checkpoint on another grid; its weight."""
+    tensors, config = load_file(folder / "model.safetensors"), folder / "config.json"
+    weight = open_checkpoint(folder).linear(module)[1].dequantize()
+    weight = round_weight(weight, spec, torch.float16)
+    tensors.pop(f"{module}.weight", None)
+    tensors |= {f"{module}.{name}": tensor.contiguous() for name, tensor in gptq.encode(weight).items()}
+    save_file(tensors, folder / "model.safetensors")
+    settings = json.loads(config.read_text())
+    settings["quantization_config"]["dynamic"] = {f"+:^{module}$": {"bits": spec.bits}}
+    config.write_text(json.dumps(settings))
+    return weight
+
+
 def test_a_quantized_head_of_gptq_is_one_by_name(made, tmp_path):
     """Whatever config.json said of tying: the head is no longer the embedding."""
     folder = tmp_path / "gptq"
     assert convert(made(), "gptq", folder) == 0
-    tensors, config = (
-        load_file(folder / "model.safetensors"),
-        json.loads((folder / "config.json").read_text()),
-    )
-    head = round_weight(tensors.pop("lm_head.weight").float(), group(4, False), torch.float16)
-    tensors |= {f"lm_head.{name}": tensor.contiguous() for name, tensor in gptq.encode(head).items()}
+    head = requantize(folder, "lm_head", group(4, False))
+    config = json.loads((folder / "config.json").read_text())
     config["tie_word_embeddings"] = config["quantization_config"]["lm_head"] = True
-    del config["quantization_config"]["dynamic"]["-:^lm_head$"]
-    save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     assert convert(folder, "compressed-tensors", tmp_path / "out") == 0
     out = open_checkpoint(tmp_path / "out")
@@ -94,11 +102,18 @@ def test_a_quantized_head_of_gptq_is_one_by_name(made, tmp_path):
 
 def test_what_would_lose_is_refused(made, tmp_path, capsys):
     plain = random_checkpoint(tmp_path / "plain", "LlamaForCausalLM", num_hidden_layers=1)
-    q = "model.layers.0.self_attn.q_proj"
+    q, down = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+    wide = random_checkpoint(tmp_path / "wide", "LlamaForCausalLM", dtype=torch.float16, hidden_size=100)
+    odd, mixed = tmp_path / "odd", tmp_path / "mixed"
+    quantize_checkpoint(wide, odd, "w4a16", QuantSpec(4, True, Granularity.CHANNEL))
+    assert convert(made(), "gptq", mixed) == 0
+    requantize(mixed, down, group(8, False))
     for model, to, message in (
         (plain, "awq", "not quantized; qrt-calibrate --model quantizes it"),
         (made(8), "awq", f"{q}: cannot become awq without loss: it holds 4-bit weights"),
         (made(4, dtype=torch.float32), "gptq", f"{q}: cannot become gptq without loss: fp16, which the"),
+        (odd, "gptq", f"{q}: cannot become gptq without loss: a word holds 8 of its 100 inputs"),
+        (mixed, "gptq", f"{down}: cannot become gptq without loss: the format holds one grid"),
     ):
         assert convert(model, to, tmp_path / "out") == 1
         assert message in capsys.readouterr().err
