@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from qrt.engine.plan import Placement
 from qrt.engine.request import Request
 from qrt.mem.manager import KVManager
+from qrt.mem.slots import Ints
 
 GROW_TOKENS = 16  # that a decoding request is given slots for at a time while there is room
 GROWN_AT_ONCE = 64  # requests that are given some before they must have them: each costs the host some time
@@ -31,6 +32,15 @@ class Growth:
         not."""
         assert request.seq is not None
         self._placed[request.row] = [Placement(request.row, 0, request.seq.slots.copy())]
+
+    def publish(self, request: Request, ids: Ints) -> None:
+        """Share the first tokens of a request, which goes on with slots of another's where they are the
+        same."""
+        assert request.seq is not None
+        start = request.seq.num_cached
+        slots = self._kv.publish(request.seq, ids)
+        if len(slots):
+            self._placed.setdefault(request.row, []).append(Placement(request.row, start, slots))
 
     def taken(self) -> tuple[Placement, ...]:
         """What the next plan tells the request table; it is told once."""

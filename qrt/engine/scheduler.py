@@ -277,7 +277,7 @@ class Scheduler:
     def _publish(self, request: Request, end: int) -> None:
         """Share the first `end` tokens of a prompt, which have been computed."""
         if request.generates and request.seq is not None:
-            self.kv.publish(request.seq, request.prompt[:end])
+            self._growth.publish(request, request.prompt[:end])
             request.published = end >= len(request.prompt)
 
     def _pause(self, request: Request) -> None:

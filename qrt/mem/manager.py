@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qrt.mem.prefix import Node, RadixCache
+from qrt.mem.prefix import Match, Node, RadixCache
 from qrt.mem.slots import RUN, Ints, SlotAllocator
 
 
@@ -41,7 +41,7 @@ class SequenceKV:
 
     @property
     def slots(self) -> Ints:
-        """int32 [len]: the slot of each position, a view; valid until the next `extend`."""
+        """int32 [len]: the slot of each position, a view; valid until the next `extend` or `publish`."""
         return self._buffer[: self._length]
 
     @property
@@ -146,18 +146,25 @@ class KVManager:
         seq._append(slots)
         return slots
 
-    def publish(self, seq: SequenceKV, ids: Ints) -> None:
+    def publish(self, seq: SequenceKV, ids: Ints) -> Ints:
         """Let others share the first tokens of a running sequence, `ids` int32 [n], whose K/V have been
         written.
 
-        They move to the prefix cache, locked by `seq`. Nothing happens without prefix caching, or where
-        another sequence has put the same tokens there: then the slots of `seq` stay its own.
+        They move to the prefix cache, locked by `seq`. Of those that another sequence has put there, `seq` goes
+        on with the slots in the cache, and its own become free: the former are returned, int32 [m], the first
+        for the position that `num_cached` was. Nothing happens without prefix caching, or where others have put
+        all of them there: then the slots of `seq` stay its own.
         """
+        taken = np.empty(0, np.int32)
         if not self.prefix_caching or len(ids) <= seq.num_cached:
-            return
-        new = slice(seq.num_cached, len(ids))
-        if end := self._cache.extend(seq._node, ids[new], seq.slots[new], seq.salt):
-            seq._node, seq.num_cached = end, len(ids)
+            return taken
+        if not self._publish(seq, ids):
+            match = self._cache.match(ids, seq.salt)
+            if match.length == len(ids):
+                return taken
+            taken = self._share(seq, match)
+            self._publish(seq, ids)
+        return taken
 
     def release(self, seq: SequenceKV, ids: Sequence[int] | Ints, keep: bool = True) -> None:
         """End or pause `seq`. `ids` [n <= len(seq)] are the tokens whose K/V have been written, the first n
@@ -203,6 +210,27 @@ class KVManager:
                 locks[node] += 1
                 node = node.parent
         assert all(node.ref == locks[node] for node in self._cache.nodes())
+
+    def _publish(self, seq: SequenceKV, ids: Ints) -> bool:
+        """Whether nobody else has put the first of the tokens there that `seq` has not shared so far."""
+        new = slice(seq.num_cached, len(ids))
+        end = self._cache.extend(seq._node, ids[new], seq.slots[new], seq.salt)
+        if end is not None:
+            seq._node, seq.num_cached = end, len(ids)
+        return end is not None
+
+    def _share(self, seq: SequenceKV, match: Match) -> Ints:
+        """The slots of what `seq` has not shared so far of a cached prefix: it reads them, and no longer its
+        own."""
+        old = seq._node
+        seq._node = self._cache.lock(match)
+        self._cache.unlock(old)
+        new = slice(seq.num_cached, match.length)
+        slots = self._cache.slots(seq._node)[new]
+        self._slots.free(seq.slots[new])
+        seq.slots[new] = slots
+        seq.num_cached = match.length
+        return slots
 
     def _alloc(self, n: int, tail: int | None = None) -> Ints:
         """`n` slots of which the caller knows that they can be had."""

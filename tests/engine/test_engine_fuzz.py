@@ -258,6 +258,20 @@ def test_prompts_that_come_together_are_computed_once():
     assert all(tokens(own) == greedy(prompt, 5) for own in deltas.values())
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("same", [0, 1, 20])
+def test_prompts_that_begin_alike_are_computed_once(same, overlap):
+    """As with a token that begins every text: groups of equal prompts come at once."""
+    engine = fake_engine(max_num_seqs=12, pool=512, overlap=overlap)
+    prompts = [[1] * same + [2 + i] + [(7 * j) % VOCAB for j in range(60)] for i in range(3)]
+    for i, prompt in enumerate(prompts * 4):
+        engine.add(str(i), prompt, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    deltas = run(engine)
+    cached = [deltas[str(i)][0].num_cached for i in range(12)]
+    assert cached == 3 * [0] + 9 * [same + 60]
+    assert all(tokens(own) == greedy(prompts[int(name) % 3], 9) for name, own in deltas.items())
+
+
 def test_slots_of_a_group_are_those_of_one_prompt():
     engine = fake_engine(max_num_seqs=8, pool=128)
     prompt = [(7 * i) % VOCAB for i in range(60)]
