@@ -150,10 +150,10 @@ class KVManager:
         """Let others share the first tokens of a running sequence, `ids` int32 [n], whose K/V have been
         written.
 
-        They move to the prefix cache, locked by `seq`. Of those that another sequence has put there, `seq` goes
-        on with the slots in the cache, and its own become free: the former are returned, int32 [m], the first
-        for the position that `num_cached` was. Nothing happens without prefix caching, or where others have put
-        all of them there: then the slots of `seq` stay its own.
+        They move to the prefix cache, locked by `seq`. Of those that another sequence has put there, `seq`
+        goes on with the slots in the cache, and its own become free: the former are returned, int32 [m], the
+        first for the position that `num_cached` was. Nothing happens without prefix caching, or where others
+        have put all of them there: then the slots of `seq` stay its own.
         """
         taken = np.empty(0, np.int32)
         if not self.prefix_caching or len(ids) <= seq.num_cached:
