@@ -11,8 +11,8 @@ from qrt.quant.checkpoint.reader import DERIVED
 
 
 def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None:
-    """CheckpointError for weights that are missing and tensors that the architecture does not use, zero
-    biases apart; UnsupportedError for those that are not FLOATS."""
+    """CheckpointError for weights that are missing or, outside of layers, of other sizes, and tensors that
+    the architecture does not use, zero biases apart; UnsupportedError for those that are not FLOATS."""
     where, names = checkpoint.path, set(checkpoint.names())
     wanted, biases = _weights(arch, config), _biases(arch, config)
     if missing := sorted(wanted - names):
@@ -26,6 +26,12 @@ def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None
             raise UnsupportedError(
                 f"{where}: {name} is {checkpoint.spec(name).dtype}, wanted {' or '.join(map(str, FLOATS))}; "
                 "save the model in one of them"
+            )
+    for name, shape in _outer_shapes(arch, config).items():
+        if name in names and (came := checkpoint.spec(name).shape) != shape:
+            raise CheckpointError(
+                f"{where}: {name} has shape {list(came)}, config.json says {list(shape)}; correct "
+                "config.json (vocab_size, hidden_size) or download the checkpoint again"
             )
     unused = sorted(name for name in names - known if not name.endswith(DERIVED))
     unused = [name for name in unused if not (_is_bias(name, known) and not checkpoint.tensor(name).any())]
@@ -43,6 +49,13 @@ def _weights(arch: Arch, config: ModelConfig) -> set[str]:
     modules = {f"{arch.layers}.{index}.{name}" for index in range(config.num_layers) for name in inside}
     modules |= {arch.embed, arch.norm} | (set() if config.tied_embeddings else {arch.head})
     return {f"{module}.weight" for module in modules}
+
+
+def _outer_shapes(arch: Arch, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of the weights outside of layers, whose sizes no layer's run tells."""
+    table = config.vocab_size, config.hidden_size
+    shapes = {arch.embed: table, arch.head: table, arch.norm: (config.hidden_size,)}
+    return {f"{module}.weight": shape for module, shape in shapes.items()}
 
 
 def _biases(arch: Arch, config: ModelConfig) -> set[str]:

@@ -205,6 +205,12 @@ def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
             llama, folder / "fine", lambda t: t.update({norm: t[norm].double()})
         ): f"{norm} is torch.float64",
         edit_config(
+            llama, folder / "vocab", vocab_size=500
+        ): "embed_tokens.weight has shape [512, 128], config.json says [500, 128]; correct",
+        altered(
+            llama, folder / "short", lambda t: t.update({"model.norm.weight": torch.ones(64)})
+        ): "model.norm.weight has shape [64], config.json says [128]",
+        edit_config(
             llama, folder / "type", model_type=None
         ): "calibration runs, does not read it (The checkpoint",
     }
