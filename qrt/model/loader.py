@@ -67,7 +67,8 @@ class CheckpointWeights:
         self.unquantized: list[str] = []
 
     def linear(self, modules: tuple[str, ...], shape: LinearShape) -> Linear:
-        """Read, check and stack; CheckpointError when the parts are not quantized alike."""
+        """Read, check and stack; CheckpointError when the parts are not quantized alike, UnsupportedError for
+        a grid that no kernel runs."""
         schemes, parts = [], []
         for module, out in zip(modules, shape.outs, strict=True):
             scheme, part = self.checkpoint.linear(module)
@@ -86,7 +87,10 @@ class CheckpointWeights:
                 f"{self.checkpoint.path}: {', '.join(modules)}: {error}: {remedy}"
             ) from error
         self.unquantized += modules if weight.scale is None else ()
-        return Linear.pack(schemes[0], weight, self.device, self.dtype)
+        try:
+            return Linear.pack(schemes[0], weight, self.device, self.dtype)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.checkpoint.path}: {', '.join(modules)}: {error}") from error
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read and check an embedding or a norm."""
@@ -124,10 +128,11 @@ def _cap_to_window(config: ModelConfig) -> ModelConfig:
 def _untie(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> ModelConfig:
     """A head that is stored and differs from the embedding is a head of its own, whatever the config says."""
     stored = [name for name in checkpoint.names() if name.startswith(f"{arch.head}.")]
-    if not config.tied_embeddings or not stored:
+    embedding = f"{arch.embed}.weight"
+    if not config.tied_embeddings or not stored or not checkpoint.has(embedding):
         return config
     if stored == [f"{arch.head}.weight"]:
-        if torch.equal(checkpoint.tensor(stored[0]), checkpoint.tensor(f"{arch.embed}.weight")):
+        if torch.equal(checkpoint.tensor(stored[0]), checkpoint.tensor(embedding)):
             return config
     logger.warning(
         "%s is stored apart from the embedding: used, though config.json says they are tied", arch.head

@@ -104,6 +104,13 @@ def test_a_stored_head_that_differs_wins_over_the_config(broken, caplog):
     assert "lm_head is stored apart" in caplog.text
 
 
+def test_a_tied_embedding_that_is_stored_as_the_head_alone_is_missing(broken):
+    def rename(held):
+        held["lm_head.weight"] = held.pop("model.embed_tokens.weight")
+
+    refuses(broken("tied", rename), CheckpointError, r"1 missing .*: model\.embed_tokens$")
+
+
 def test_derived_buffers_and_zero_biases_of_old_tools_are_fine(broken):
     def add(held):
         held["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
@@ -213,6 +220,11 @@ def test_context_is_capped_to_a_sliding_window_with_one_line(tmp_path, caplog):
 def test_parts_of_a_fused_projection_must_be_quantized_alike(saved, tmp_path):
     quantize_checkpoint(saved["plain"], tmp_path, "w4a16", G32, ignore=["lm_head", Q])
     refuses(tmp_path, CheckpointError, rf"{Q} is fp16, .*k_proj is w4a16.*quantize or ignore them together")
+
+
+def test_a_grid_that_no_kernel_runs_is_refused_with_the_linears_name(saved, tmp_path):
+    quantize_checkpoint(saved["plain"], tmp_path, "w4a16", QuantSpec(4, False, Granularity.GROUP, 16))
+    refuses(tmp_path, UnsupportedError, rf"{tmp_path}: model\.layers\.0\.self_attn\.q_proj, .*groups of 16")
 
 
 def test_layers_left_unquantized_are_logged_once_by_name(saved, tmp_path, caplog):
