@@ -35,9 +35,9 @@ def test_a_separate_config_names_its_quant_method_too(copy):
 
 FP8_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 REFUSED = [
-    ("w4", grid("num_bits", 3), "pack-quantized with 3-bit"),
+    ("w4", grid("num_bits", 3), "pack-quantized with 3-bit .*; start .* qrt-calibrate"),
     ("w4", grid("num_bits", 16), "pack-quantized with 16-bit"),
-    ("w4", grid("type", "float"), r"weights\.type is 'float'"),
+    ("w4", grid("type", "float"), r"weights\.type is 'float'; qrt reads 'int'; start .* qrt-calibrate"),
     ("w4", grid("strategy", "tensor"), r"weights\.strategy is 'tensor'"),
     ("w4", grid("dynamic", True), r"weights\.dynamic is True"),
     ("w4", activations(), "4-bit group weights and int8 activations"),
@@ -51,7 +51,7 @@ REFUSED = [
     ("w8a8", in_group(output_activations={"num_bits": 8}), "output_activations"),
     ("w8a8", in_group(format="float-quantized"), r"weights\.type is 'int'; qrt reads 'float'"),
     ("w4", in_group(format="marlin-24"), "marlin-24"),
-    ("w4", in_group(targets=["Linear", "Embedding"]), "target 'Embedding' is neither a module"),
+    ("w4", in_group(targets=["Linear", "Embedding"]), "target 'Embedding' is neither a module.*; start"),
     ("w4", top(config_groups={"W4A16": ["Linear"]}), "not presets"),
     ("w4", top(kv_cache_scheme=FP8_KV), "kv_cache_scheme is not read.*--kv"),
     ("w4", top(transform_config={"config_groups": {"R1": {}}}), "transform_config is not read"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import FLOATS, CheckpointFormat, bias_of, group_count, setting
+from qrt.quant.checkpoint.format import FLOATS, REMEDY, CheckpointFormat, bias_of, group_count, setting
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.packing import pack, unpack
 from qrt.quant.weight.base import WeightData
@@ -40,7 +40,7 @@ class AwqGemm(CheckpointFormat):
             )
         bits = setting(where, config, ("bits", "w_bit"), BITS)
         if bits != BITS:
-            raise UnsupportedError(f"{where}: AWQ with {bits} bits is not read; qrt reads {BITS}")
+            raise UnsupportedError(f"{where}: AWQ with {bits} bits is not read; qrt reads {BITS}; {REMEDY}")
         self._group = setting(where, config, ("group_size", "q_group_size"), 128)
         self._symmetric = config.get("zero_point", True) is False
 

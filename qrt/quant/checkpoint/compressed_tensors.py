@@ -18,7 +18,7 @@ from typing import Any
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import CheckpointFormat, block_of
+from qrt.quant.checkpoint.format import REMEDY, CheckpointFormat, block_of
 from qrt.quant.checkpoint.layout import FloatQuantized, IntQuantized, Layout, PackQuantized
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.spec import Granularity, QuantSpec
@@ -121,7 +121,7 @@ class CompressedTensors(CheckpointFormat):
             if modules and not target.startswith(REGEX) and target != LINEAR and target not in modules:
                 raise UnsupportedError(
                     f"{where}: target {target!r} is neither a module of this checkpoint nor {LINEAR!r}, "
-                    "the one class that qrt runs quantized"
+                    f"the one class that qrt runs quantized; {REMEDY}"
                 )
 
     def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:
@@ -252,7 +252,7 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
         f"{where}: {layout} with {bits}-bit {weights['strategy']} weights"
         f"{' and int8 activations' if activations is not None else ''} is not read; qrt reads pack-quantized "
         "4 and 8 bits without activations, int-quantized symmetric 8-bit channels with int8 activations, and "
-        "float-quantized"
+        f"float-quantized; {REMEDY}"
     )
 
 
@@ -283,9 +283,8 @@ def _arguments(where: str, entry: Any, wanted: Mapping[str, tuple[Any, ...]]) ->
         values["group_size"] = None
     for key, allowed in wanted.items():
         if values[key] not in allowed:
-            raise UnsupportedError(
-                f"{where}.{key} is {values[key]!r}; qrt reads {' or '.join(repr(value) for value in allowed)}"
-            )
+            known = " or ".join(repr(value) for value in allowed)
+            raise UnsupportedError(f"{where}.{key} is {values[key]!r}; qrt reads {known}; {REMEDY}")
     return values
 
 

@@ -15,6 +15,7 @@ from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+REMEDY = "start from the unquantized model and quantize it with qrt-calibrate"
 
 
 class CheckpointFormat(ABC):
@@ -83,7 +84,8 @@ def order_of(tensors: TensorFolder, name: str, groups: int, in_features: int) ->
         return None
     if not torch.equal(index.sort().values, torch.arange(in_features) // (in_features // groups)):
         raise UnsupportedError(
-            f"{tensors.path}: {name} does not name {groups} groups of {in_features // groups} inputs each"
+            f"{tensors.path}: {name} does not name {groups} groups of {in_features // groups} inputs each; "
+            f"{REMEDY}"
         )
     order = index.argsort(stable=True)
     return None if torch.equal(order, torch.arange(in_features)) else order

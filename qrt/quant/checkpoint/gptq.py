@@ -22,7 +22,15 @@ from torch import Tensor
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import FLOATS, CheckpointFormat, bias_of, group_count, order_of, setting
+from qrt.quant.checkpoint.format import (
+    FLOATS,
+    REMEDY,
+    CheckpointFormat,
+    bias_of,
+    group_count,
+    order_of,
+    setting,
+)
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.packing import WORD_BITS, pack, packed_words, unpack
 from qrt.quant.weight import WEIGHT_ONLY
@@ -48,7 +56,9 @@ class Gptq(CheckpointFormat):
                 f"{' and '.join(VERSIONS)}: quantize again in one of them, or with qrt-calibrate"
             )
         if config.get("pack_dtype", "int32") != "int32":
-            raise UnsupportedError(f"{self._where}.pack_dtype {config['pack_dtype']!r}: qrt reads 'int32'")
+            raise UnsupportedError(
+                f"{self._where}.pack_dtype {config['pack_dtype']!r}: qrt reads 'int32'; {REMEDY}"
+            )
         self._minus_one = VERSIONS[version] == 1
         self._config = config
         self._rules = _rules(self._where, config.get("dynamic") or {})
@@ -71,7 +81,9 @@ class Gptq(CheckpointFormat):
         bits = setting(self._where, config, ("bits",))
         if bits not in WEIGHT_ONLY:
             known = " and ".join(map(str, WEIGHT_ONLY))
-            raise UnsupportedError(f"{self._where}: GPTQ with {bits} bits is not read; qrt reads {known}")
+            raise UnsupportedError(
+                f"{self._where}: GPTQ with {bits} bits is not read; qrt reads {known}; {REMEDY}"
+            )
         words = tensors.tensor(f"{module}.qweight", "W N", torch.int32)
         k, n = words.shape[0] * WORD_BITS // bits, words.shape[1]
         groups = group_count(tensors, module, setting(self._where, config, ("group_size",), -1), k)

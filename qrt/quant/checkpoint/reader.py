@@ -10,7 +10,7 @@ from typing import Any
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.folder import is_file, model_folder, read_config, read_json
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import FLOATS, CheckpointFormat
+from qrt.quant.checkpoint.format import FLOATS, REMEDY, CheckpointFormat
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.checkpoint.shard import Shard
 from qrt.quant.spec import QuantSpec
@@ -128,7 +128,6 @@ def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     method = str(entry.get("quant_method"))
     if method not in FORMATS:
         raise UnsupportedError(
-            f"{path}: quant_method {method!r} is not read (known: {', '.join(FORMATS)}); "
-            "start from the unquantized model and quantize it with qrt-calibrate"
+            f"{path}: quant_method {method!r} is not read (known: {', '.join(FORMATS)}); {REMEDY}"
         )
     return dict(entry)
