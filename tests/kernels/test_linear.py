@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends import COMPILED, GPU
 from qrt.kernels.linear import device as shared
-from qrt.kernels.linear import hopper_kernel, kernel, linear, linear_silu, tile_plans
+from qrt.kernels.linear import hopper_kernel, int8_kernel, kernel, linear, linear_silu, tile_plans
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
@@ -360,3 +360,24 @@ def test_replays_in_a_cuda_graph(device, bits):
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, want)
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("scheme, plan", [
+    ("w4a16", ("wide", 64, 1, 2, 2, 4, 4)), ("w8a8", ("block", 64, 64, 256, 2, 4, 4)),
+    ("w8a8", ("hopper", 64, 64, 2, 8)),
+])  # fmt: skip
+def test_blocks_that_have_no_counter_are_not_split(device, monkeypatch, scheme, plan):
+    """Of fewer rows than there are blocks of tokens, whose counters would be other memory."""
+    if not COMPILED and plan[0] != "block":
+        pytest.skip("Hopper's kernels")
+    n, k, tokens = 1, 2048, 100
+    table = {tile_plans.tuning_key(k, n, 4, 128): [*plan], int8_kernel.tuning_key(k, n, 128): [*plan]}
+    for module in kernel, int8_kernel:
+        monkeypatch.setattr(module, "configs", lambda device: table)
+    weight = random_weight(n, k, 4 if scheme == "w4a16" else 8, dtype=HALF[1], device=device)
+    *tensors, _ = WEIGHT_SCHEMES[scheme].prepare(weight, device, HALF[1])
+    memory = torch.tensor([0, 5, 5], dtype=torch.int32, device=device)
+    x = torch.randn(tokens, k, device=device).to(HALF[1])
+    y = kernel.linear(x, [*tensors, memory[:n]], None, scheme)
+    assert relative(y, reference(x, weight)) < 0.02 and memory.tolist() == [0, 5, 5]

@@ -81,7 +81,7 @@ def test_residual_is_added_in_place(device, implementation, dtype, shape):
 @pytest.mark.ptx(dtype=[torch.bfloat16], implementation=[kernel])
 @pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 256), (13, 1000), (3, 4096), (0, 64)])
+@pytest.mark.parametrize("shape", [(1, 256), (13, 1000), (3, 4096), (5, 1), (0, 64)])
 def test_int8_is_the_norm_quantized(device, implementation, dtype, shape):
     """Codes and scales bit for bit, and the residual."""
     device = CPU if implementation is ref else device  # on a GPU torch divides by a number inexactly

@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.linear.device import aligned, of_tokens, of_weight, store_block, sum_splits
 from qrt.kernels.linear.order_kernel import in_panels
+from qrt.kernels.linear.split_kernel import split_evenly
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.tokens import QuantizedTokens
 
@@ -222,8 +223,8 @@ def hopper_int8_gemm(
     (tokens, k), n = x.codes.shape, codes.shape[0]
     outputs = triton.cdiv(tokens, plan.tokens) * triton.cdiv(n, plan.outputs)
     steps = triton.cdiv(k, INPUTS)
-    share = triton.cdiv(steps, plan.splits)
-    splits, shares = triton.cdiv(steps, share), y.dim() == 3
+    share, splits = split_evenly(steps, plan.splits, outputs, len(arrivals))
+    shares = y.dim() == 3
     part = outputs * splits * plan.tokens * plan.outputs if splits > 1 and not shares else 0
     rows = (halves, plan.outputs // halves, INPUTS)
     persistent = plan.persistent > 0 and splits == 1 and steps >= plan.stages

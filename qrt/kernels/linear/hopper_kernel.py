@@ -43,6 +43,7 @@ from qrt.kernels.linear.device import (
 )
 from qrt.kernels.linear.hopper_tile_kernel import fetch_tile, tile_of, weights_of
 from qrt.kernels.linear.order_kernel import in_panels
+from qrt.kernels.linear.split_kernel import split_evenly
 from qrt.kernels.linear.tile_plans import WidePlan, registers
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.weight.device import unit_of
@@ -319,8 +320,7 @@ def wide_gemm(
     silu(gate) * up of it, for a plan that `gates` and halves of whole row blocks."""
     blocks, tiles, rows, words = weight.packed.shape
     outputs = triton.cdiv(x.shape[0], plan.tokens) * triton.cdiv(blocks, plan.blocks)
-    share = triton.cdiv(tiles, plan.splits)
-    splits = triton.cdiv(tiles, share)
+    share, splits = split_evenly(tiles, plan.splits, outputs, len(weight.arrivals))
     part = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
     each, halves = plan.group_blocks, 2 if gated else 1
     persistent = plan.persistent > 0 and splits == 1

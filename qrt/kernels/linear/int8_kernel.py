@@ -21,7 +21,7 @@ from qrt.kernels.linear.hopper_int8_kernel import (
     hopper_plan,
 )
 from qrt.kernels.linear.order_kernel import in_panels
-from qrt.kernels.linear.split_kernel import sum_splits
+from qrt.kernels.linear.split_kernel import split_evenly, sum_splits
 from qrt.kernels.tuned import configs
 from qrt.quant.device import store_token
 from qrt.quant.tokens import QuantizedTokens
@@ -98,7 +98,7 @@ def quantize_tokens(x: Tensor) -> QuantizedTokens:
     codes = torch.empty(tokens, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
     wide = k > WHOLE_ROW
-    block = triton.next_power_of_2(k) // (8 if wide else 1)  # in eight, so that little lies beyond the row
+    block = max(4, triton.next_power_of_2(k) // (8 if wide else 1))  # in eight: little lies beyond the row
     if tokens:
         _quantize_tokens[(tokens,)](
             x, codes, scale, k, ASM=not triton.knobs.runtime.interpret, BLOCK=block,
@@ -183,8 +183,8 @@ def int8_gemm(
     (tokens, k), n = x.codes.shape, codes.shape[0]
     block = _chosen(x, n)
     inputs = INPUTS if isinstance(block, HopperPlan) else block.inputs
-    share = triton.cdiv(triton.cdiv(k, block.splits), inputs) * inputs
-    splits = triton.cdiv(k, share)
+    outputs = triton.cdiv(tokens, block.tokens) * triton.cdiv(n, block.outputs)
+    share, splits = split_evenly(triton.cdiv(k, inputs), block.splits, outputs, len(arrivals))
     size, dtype = ((splits, tokens, n), torch.float32) if shares else ((tokens, n), x.dtype)
     y = torch.empty(size, dtype=dtype, device=codes.device)
     if tokens == 0:
@@ -194,8 +194,8 @@ def int8_gemm(
         return y
     summed = splits > 1 and not shares
     parts = torch.empty(splits * n * tokens if summed else 0, dtype=torch.int32, device=codes.device)
-    _int8_gemm[(triton.cdiv(tokens, block.tokens) * triton.cdiv(n, block.outputs), splits)](
-        x.codes.contiguous(), x.scale, codes, scale, bias, y, parts, arrivals, tokens, n, k, share,
+    _int8_gemm[(outputs, splits)](
+        x.codes.contiguous(), x.scale, codes, scale, bias, y, parts, arrivals, tokens, n, k, share * inputs,
         BIASED=bias is not None,
         BM=block.tokens, BN=block.outputs, BK=block.inputs, PANEL=8, SPLITS=splits, SHARES=shares,
         num_warps=block.warps, num_stages=block.stages, launch_pdl=overlaps(codes.device),

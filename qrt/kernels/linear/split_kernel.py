@@ -20,3 +20,10 @@ def sum_splits(acc, parts, arrivals, at, inside, size, split, SPLITS: tl.constex
             acc += tl.load(parts + s * size + at, mask=inside, other=0, cache_modifier=".cg")
         tl.store(arrivals, 0)
     return acc, last
+
+
+def split_evenly(steps: int, splits: int, blocks: int, counters: int) -> tuple[int, int]:
+    """Steps over K of a split, and how many splits have one: at most `splits`, and one where not each of the
+    blocks has a counter."""
+    share = triton.cdiv(steps, splits if blocks <= counters else 1)
+    return share, triton.cdiv(steps, share)

@@ -77,7 +77,7 @@ def _launch(
     rows = (tokens if ids is None else len(ids)) * heads
     if rows == 0:
         return
-    block_k = triton.next_power_of_2(k)
+    block_k = max(4, triton.next_power_of_2(k))  # four codes are made at a time
     block_rows = max(1, min(_BLOCK_ELEMENTS // block_k, triton.next_power_of_2(rows)))
     # a few tokens' digits wait for one program; of many tokens two shall fit on an SM
     warps = (32 if room else 16) if block_k > _BLOCK_ELEMENTS else max(1, block_rows * block_k // 256)
