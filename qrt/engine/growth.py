@@ -42,11 +42,11 @@ class Growth:
         if len(slots):
             self._placed.setdefault(request.row, []).append(Placement(request.row, start, slots))
 
-    def taken(self) -> tuple[Placement, ...]:
-        """What the next plan tells the request table; it is told once."""
-        placed = tuple(placement for row in self._placed.values() for placement in row)
-        self._placed.clear()
-        return placed
+    def taken(self, rows: set[int]) -> tuple[Placement, ...]:
+        """What the next plan, which works on `rows`, tells the request table of them; it is told once. Should
+        the step fail, nobody who goes on has missed it."""
+        told = [row for row in self._placed if row in rows]
+        return tuple(placement for row in told for placement in self._placed.pop(row))
 
     def give(self, request: Request) -> bool:
         """Slots for a request that is `short`; False when there is room for none."""

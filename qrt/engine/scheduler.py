@@ -180,7 +180,7 @@ class Scheduler:
             return None
         decodes = tuple(request.decode() for request in decoding)
         chunks = tuple(chunk for _, chunk in prefilling)
-        placed = self._growth.taken()
+        placed = self._growth.taken({work.row for work in decodes + chunks})
         self._planned.append(decoding + [request for request, _ in prefilling])
         self._move_on(decoding, prefilling)
         return Plan(tuple(admitted), placed, decodes, chunks)
