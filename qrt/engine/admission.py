@@ -7,12 +7,21 @@ still has to grow, the k-th to stop growing marks a peak: until then the first k
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import ArrayLike
 
 # An output is expected to become this long, then a tenth longer than it is (never longer than it may).
 EXPECTED_TOKENS = 1024
 EXPECTED_GROWTH = 1.1
+
+
+class Growing(NamedTuple):
+    """Slots that running requests hold, and that they are still expected to take."""
+
+    held: list[int]
+    left: list[int]
 
 
 def peak_slots(held: ArrayLike, left: ArrayLike) -> int:

@@ -19,12 +19,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
 from qrt.config import SamplingParams
-from qrt.engine.admission import expected_output, peak_slots
+from qrt.engine.admission import Growing, expected_output, peak_slots
 from qrt.engine.growth import Growth, short
 from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta
@@ -58,13 +57,6 @@ class Limits:
         return max(self.max_model_len, CACHED_TOKENS)
 
 
-class Growing(NamedTuple):
-    """Slots that running requests hold, and that they are still expected to take."""
-
-    held: list[int]
-    left: list[int]
-
-
 class Scheduler:
     """Waiting and running requests, and the slots they hold. One thread at a time.
 
@@ -96,7 +88,7 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
         self._conservative = conservative
-        self._num_added = 0
+        self._num_added = self._queued = 0  # requests so far; tokens that wait
 
     @property
     def has_work(self) -> bool:
@@ -145,7 +137,7 @@ class Scheduler:
         request = Request(request_id, prompt, params, sampling, stop_ids, max_len, order, cache_salt)
         self._num_added += 1
         self._requests[request_id] = request
-        insort(self.waiting, request, key=_order)
+        self._wait(request)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its slots; nothing happens when it is not, or no longer, there."""
@@ -154,6 +146,7 @@ class Scheduler:
             self._stop(request, keep=True)
         elif request is not None:
             self.waiting.remove(request)
+            self._queued -= len(request)
 
     def plan(self) -> Plan | None:
         """The next step; None when nothing can run, or nothing before the launched step is committed."""
@@ -228,11 +221,15 @@ class Scheduler:
             raise QueueFullError(
                 f"{len(self.waiting)} requests wait already, the most that may; try again later"
             )
-        queued = 0 if tokens is None else sum(map(len, self.waiting))
-        if tokens is not None and queued and queued + num_tokens > tokens:
+        if tokens is not None and self._queued and self._queued + num_tokens > tokens:
             raise QueueFullError(
-                f"{queued} tokens wait already, and {tokens} are the most that may; try again later"
+                f"{self._queued} tokens wait already, and {tokens} are the most that may; try again later"
             )
+
+    def _wait(self, request: Request) -> None:
+        """Queue a request that does not run."""
+        insort(self.waiting, request, key=_order)
+        self._queued += len(request)
 
     def _sampling(self, params: SamplingParams, prompt_len: int) -> Sampling:
         """The parameters settled; without a seed the request draws from the engine's, by order of arrival."""
@@ -283,7 +280,7 @@ class Scheduler:
     def _pause(self, request: Request) -> None:
         """Take back the slots of a running request; it waits with what it has."""
         self._stop(request, keep=True)
-        insort(self.waiting, request, key=_order)
+        self._wait(request)
         self.num_pauses += 1
 
     def _stop(self, request: Request, keep: bool) -> None:
@@ -317,6 +314,7 @@ class Scheduler:
             self._refused = request
             return None
         del self.waiting[0]
+        self._queued -= len(request)
         insort(self.running, request, key=_order)
         request.seq = seq
         request.row = self._rows.pop()

@@ -69,6 +69,14 @@ def test_many_requests_that_come_at_once_are_planned_in_few_steps(count_lines):
     assert len(plan.chunks) == 256 and lines < 5 * 256**2 / 2
 
 
+def test_a_request_that_must_wait_does_not_look_at_those_before_it(count_lines):
+    limits = Limits(128, 4, 16, max_num_queued_reqs=1000, max_num_queued_tokens=4000)
+    scheduler = Scheduler(KVManager(256), limits)
+    for i in range(1000):
+        lines, _ = count_lines(scheduler.add, str(i), ids(1, 2, 3), LONG)
+        assert lines < 200
+
+
 @pytest.mark.parametrize("requests", [8, 200])
 def test_most_steps_of_decodes_place_no_slots(requests):
     """Requests of any lengths come to be given slots in the same steps, each slot before it is needed, and of
