@@ -1,5 +1,11 @@
-"""Mistral 7B and its dense successors: Llama's shape; v0.1 slides a window over every layer."""
+"""Mistral 7B and its dense successors: Llama's shape without biases; v0.1 slides a window in every layer."""
 
 from qrt.arch.base import Arch
 
-MISTRAL = Arch("MistralForCausalLM", sliding_window=lambda config: config.get("sliding_window", 4096))
+MISTRAL = Arch(
+    "MistralForCausalLM",
+    qkv_bias=lambda config: False,
+    o_bias=lambda config: False,
+    mlp_bias=lambda config: False,
+    sliding_window=lambda config: config.get("sliding_window", 4096),
+)

@@ -51,6 +51,7 @@ CASES = {
     "mistral-v0.1": ("Mistral", {"sliding_window": 1024, **OLD_THETA}),
     "mistral-v0.3": ("Mistral", {"sliding_window": None, "head_dim": 64, "rope_parameters": OLD_THETA}),
     "mistral-default-window": ("Mistral", {}),
+    "mistral-without-biases": ("Mistral", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2", {"rope_theta": 1e6, "sliding_window": 2048, "use_sliding_window": False}),
     "qwen2.5-upper-layers-slide": (
         "Qwen2",
