@@ -18,7 +18,7 @@ from qrt.arch import Arch
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import Checkpoint
 from qrt_calibrate.experts import spell_out
-from qrt_calibrate.head import HEAD_ROWS, RoundedHead
+from qrt_calibrate.head import HEAD_ROWS, AnyHead, PlainHead
 
 BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations inside it
 
@@ -41,7 +41,7 @@ class Decoder:
         self._device = device
         self._layers = model.get_submodule(arch.layers)
         self._norm = model.get_submodule(arch.norm)
-        self._head: tuple[nn.Module, Tensor] | None = None
+        self._head: tuple[nn.Module, PlainHead] | None = None
         self._arguments = {device: _layer_arguments(model, arch, seqlen, device)}
 
     def embed(self, windows: Tensor) -> Tensor:
@@ -96,30 +96,27 @@ class Decoder:
                 wrong = self.logits(hidden).softmax(-1)
                 drawn = torch.multinomial(wrong, 1, generator=generator)
                 wrong.scatter_add_(-1, drawn, wrong.new_full(drawn.shape, -1.0))
-                parts = zip(wrong.split(HEAD_ROWS, -1), head.split(HEAD_ROWS), strict=True)
+                parts = zip(wrong.split(HEAD_ROWS, -1), head.weight.split(HEAD_ROWS), strict=True)
                 pull = sum((part @ rows.float() for part, rows in parts), torch.zeros_like(normed))
             normed.backward(pull)
         assert leaf.grad is not None
         return leaf.grad
 
-    def logits(self, hidden: Tensor, rounded: RoundedHead | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, other: AnyHead | None = None) -> Tensor:
         """Hidden states [T, H] behind the last layer -> logits [T, V], fp32 on the device, by the head as
-        it was read or by a `rounded` one."""
+        it was read or by an `other` one."""
         norm, head = self._final()
-        hidden = norm(hidden.to(self._device))
-        if rounded is not None:
-            return rounded.logits(hidden)
-        return torch.cat([nn.functional.linear(hidden, rows.float()) for rows in head.split(HEAD_ROWS)], -1)
+        return (other or head).logits(norm(hidden.to(self._device)))
 
-    def _final(self) -> tuple[nn.Module, Tensor]:
-        """The last norm, and the head's weight as stored."""
+    def _final(self) -> tuple[nn.Module, PlainHead]:
+        """The last norm, and the head as it was read."""
         if self._head is None:
             norm = copy.deepcopy(self._norm)
             weight = read(self._checkpoint, f"{self._arch.norm}.weight")
             norm.load_state_dict({"weight": weight.to(self._device, torch.float32)}, assign=True)
             stored = self._checkpoint.has(f"{self._arch.head}.weight")
             head = read(self._checkpoint, f"{self._arch.head if stored else self._arch.embed}.weight")
-            self._head = norm, head.to(self._device)
+            self._head = norm, PlainHead(head.to(self._device))
         return self._head
 
 

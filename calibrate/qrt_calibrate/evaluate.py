@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt_calibrate.decoder import Decoder
-from qrt_calibrate.head import RoundedHead
+from qrt_calibrate.head import AnyHead
 from qrt_calibrate.streams import Streams
 
 
@@ -30,9 +30,7 @@ class Cost:
 
 
 @torch.no_grad()
-def measure_cost(
-    decoder: Decoder, streams: Streams, windows: Tensor, head: RoundedHead | None
-) -> Cost | None:
+def measure_cost(decoder: Decoder, streams: Streams, windows: Tensor, head: AnyHead | None) -> Cost | None:
     """The cost on the windows of `streams` that do not calibrate, whose token ids are `windows` [B, T]; None
     where there are none. Hidden states are those behind the last layer; `head` is the rounded model's, where
     it has one of its own."""

@@ -23,6 +23,18 @@ def round_head(weight: Tensor, grid: Grid, dtype: torch.dtype, device: torch.dev
     return fuse([for_writer(round_weight(part, grid.spec, dtype), None) for part in parts])
 
 
+class PlainHead:
+    """A head that is not quantized, `weight` [V, H] where it runs."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states fp32 [T, H] -> fp32 [T, V]."""
+        parts = self.weight.split(HEAD_ROWS)
+        return torch.cat([nn.functional.linear(hidden, rows.float()) for rows in parts], -1)
+
+
 class RoundedHead:
     """A head as it is stored, on `device`."""
 
@@ -38,3 +50,6 @@ class RoundedHead:
         sizes = [len(part) for part in self._weight.values.split(HEAD_ROWS)]
         parts = split(self._weight, sizes)
         return torch.cat([nn.functional.linear(hidden, part.dequantize()) for part in parts], -1)
+
+
+AnyHead = PlainHead | RoundedHead

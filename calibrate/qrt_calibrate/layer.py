@@ -299,9 +299,10 @@ class LayerWork:
     def _round_all(self) -> LayerResult:
         """Round to nearest, one weight after the other; no activations are looked at."""
         wrong = size = 0.0
-        rest = dict(self._tensors)
+        grids = {f"{name}.weight" for name in self.grids}
+        rest = {name: self._restored(name, own) for name, own in self._tensors.items() if name not in grids}
         for name, grid in self.grids.items():
-            weight = rest.pop(f"{name}.weight").to(self.job.device, torch.float32)
+            weight = self._tensors[f"{name}.weight"].to(self.job.device, torch.float32)
             data = round_weight(weight, grid.spec, self.job.scale_dtype)
             wrong += float((data.dequantize() - weight).square().sum())
             size += float(weight.square().sum())
@@ -331,7 +332,7 @@ class LayerWork:
 
     def _restored(self, name: str, tensor: Tensor) -> Tensor:
         """`tensor` on the CPU in the dtype it was stored in."""
-        return tensor.to("cpu", self._tensors[name].dtype)
+        return tensor.to("cpu", self.job.checkpoint.spec(f"{self.name}.{name}").dtype)
 
     # -- figures -------------------------------------------------------------------------------------------
 

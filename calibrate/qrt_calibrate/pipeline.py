@@ -22,7 +22,7 @@ from qrt_calibrate.bits import WINDOWS, Budget, Point, allocate, budget_of
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read, read_layer
 from qrt_calibrate.evaluate import Cost, measure_cost
 from qrt_calibrate.fold import linear
-from qrt_calibrate.head import RoundedHead, round_head
+from qrt_calibrate.head import AnyHead, PlainHead, RoundedHead, round_head
 from qrt_calibrate.layer import LayerResult, LayerWork
 from qrt_calibrate.plan import Job, plan
 from qrt_calibrate.precision import EXACT, TF32, products
@@ -133,8 +133,8 @@ class Run:
         if text is not None:
             self._decoder = Decoder(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
             hidden = self._decoder.embed(text.windows)
-            calibrating = job.recipe.windows[0]
-            self._streams = Streams(hidden, calibrating, job.devices, writer.working_folder)
+            calibrating, stored = job.recipe.windows[0], job.checkpoint.spec(f"{job.arch.embed}.weight").dtype
+            self._streams = Streams(hidden, calibrating, job.devices, writer.working_folder, stored)
             self._measure_gradients()
 
     def _measure_gradients(self) -> None:
@@ -213,7 +213,7 @@ class Run:
                 head = round_head(weight, job.recipe.head, job.scale_dtype, job.device)
                 self._writer.add_linear(job.arch.head, head)
             elif not name.startswith(inside):
-                self._writer.add_tensor(name, read(job.checkpoint, name))
+                self._writer.add_tensor(name, read(job.checkpoint, name).to(job.checkpoint.spec(name).dtype))
         self._writer.finish_step(REST, {})
 
     def tune(self) -> dict[str, float] | None:
@@ -271,8 +271,13 @@ class Run:
         """What the whole cost, on the windows kept apart for it."""
         if self._decoder is None or self._streams is None or self._text is None:
             return None
-        weight, grid = self._head(), self._job.recipe.head
-        head = RoundedHead(weight, grid, self._job.device) if weight and grid else None
+        weight, grid, checkpoint = self._head(), self._job.recipe.head, self._job.checkpoint
+        head: AnyHead | None = None
+        if weight and grid:
+            head = RoundedHead(weight, grid, self._job.device)
+        elif isinstance(checkpoint, RotatedCheckpoint) and checkpoint.turns_stream:
+            stored = self._writer.read_tensor(REST, f"{self._job.arch.head}.weight")
+            head = PlainHead(stored.to(self._job.device))
         return measure_cost(self._decoder, self._streams, self._text.windows, head)
 
     def _head(self) -> WeightData | None:

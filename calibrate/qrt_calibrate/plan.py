@@ -108,7 +108,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         checkpoint = UntiedCheckpoint(checkpoint, arch)
     job = Job(checkpoint, arch, config, recipe, devices, grids)
     if recipe.rotations:
-        exact = frozenset(f"{name}.weight" for name in job.written)
+        exact = frozenset((*checkpoint.names(), f"{arch.head}.weight"))  # the writer rounds what is left
         turned = RotatedCheckpoint(checkpoint, arch, recipe.rotations, exact, devices[0])
         job = replace(job, checkpoint=turned)
     tied = bool(job.checkpoint.config.get("tie_word_embeddings"))

@@ -74,11 +74,17 @@ class Streams:
     """Hidden states of B windows [B, T, H], of which the first `calibrating` calibrate and the others only
     evaluate. Batches of windows go round the devices, so that each has its share of both.
 
-    A share lies on its GPU if it fits there, else in RAM, else in files in `folder` (mapped).
+    A share lies on its GPU if it fits there, else in RAM, else in files in `folder` (mapped). `stored` is the
+    dtype of the embedding that the rounded model begins with.
     """
 
     def __init__(
-        self, hidden: Tensor, calibrating: int, devices: Sequence[torch.device], folder: Path
+        self,
+        hidden: Tensor,
+        calibrating: int,
+        devices: Sequence[torch.device],
+        folder: Path,
+        stored: torch.dtype = torch.float32,
     ) -> None:
         count, self.seqlen, _ = hidden.shape
         self.calibrating = calibrating
@@ -90,8 +96,8 @@ class Streams:
             numbers = torch.cat(batches[begin :: len(used)])
             own = hidden if len(used) == 1 else hidden[numbers]
             exact, rounded = (
-                place(own, device, folder / f"hidden-{name}-{begin}", len(used))
-                for name in ("exact", "rounded")
+                place(states, device, folder / f"hidden-{name}-{begin}", len(used))
+                for name, states in (("exact", own), ("rounded", own.to(stored).float()))
             )
             self.shares.append(Share(exact, rounded, numbers, calibrating, batch, device))
 

@@ -15,6 +15,7 @@ from qrt_calibrate.decoder import read_layer
 from qrt_calibrate.pipeline import Run
 from qrt_calibrate.recipe_file import recipe_of
 from qrt_calibrate.rotate import Gate, RotatedCheckpoint, turn
+from qrt_calibrate.text import cut_windows, load_tokenizer
 from tiny_models import random_checkpoint
 
 CASES = [
@@ -160,6 +161,28 @@ def test_the_result_is_a_plain_checkpoint(scheme, make_checkpoint, calib, tmp_pa
     assert report["recipe"]["rotations"] == ["R1", "R2"] and any(
         "head differs" in f for f in report["findings"]
     )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("flags", ["", "--ignore o_proj", "--method rtn"])
+def test_the_reported_cost_is_that_against_the_original(flags, make_checkpoint, calib, tmp_path):
+    """What rotating loses where its result is stored in 16 bits is part of it."""
+    source = make_checkpoint("Qwen2ForCausalLM", tie_word_embeddings=True)
+    words = [*BOTH, "--bits", "8", "--group-size", "64", *flags.split()]
+    assert cli.main(command(source, calib, tmp_path / "out", *words)) == 0
+    count = 1 if "rtn" in flags else 5
+    windows = cut_windows([calib.read_text()], load_tokenizer(source), count, 64, seed=0)[-1:]
+    p, q = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(windows)
+        .logits[:, :-1]
+        .log_softmax(-1)
+        for folder in (source, tmp_path / "out")
+    )
+    cost = json.loads((tmp_path / "out" / "qrt_report.json").read_text())["cost"]
+    assert cost["kl"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=0.02)
+    for name, own in (("exact_ppl", p), ("ppl", q)):
+        loss = -own.gather(-1, windows[:, 1:, None]).mean()
+        assert cost[name] == pytest.approx(float(loss.exp()), rel=1e-3), name
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(llama, calib, tmp_path, monkeypatch):
