@@ -57,6 +57,10 @@ def convert(model: str | Path, target: str, out: Path) -> int:
     if any(name.startswith(f"{arch.head}.") for name in source.names()):
         modules.append(arch.head)
     dtype: torch.dtype = getattr(torch, config.dtype)
+    if target != "compressed-tensors" and arch.head in modules:
+        if source.linear(arch.head)[1].scale is not None:
+            why = "engines read its head in 16 bits; calibrate the original again, with --head-bits 16"
+            raise _refusal(arch.head, target, why)
     folder = OutputFolder(out, source, None, max_shard_bytes=5_000_000_000)
     grids: dict[str, tuple[str, QuantSpec]] = {}
     folder.begin()
@@ -67,9 +71,6 @@ def convert(model: str | Path, target: str, out: Path) -> int:
                 if not source.has(f"{module}.weight") or source.spec(f"{module}.weight").dtype.itemsize < 2:
                     raise UnsupportedError(f"{module}: fp8 weights are not converted; quantize the original")
                 continue
-            if module == arch.head and target != "compressed-tensors":
-                why = "engines read its head in 16 bits; calibrate the original again, with --head-bits 16"
-                raise _refusal(module, target, why)
             grids[module] = scheme, spec_of(weight)
             first = next(iter(grids))
             if grids[module] != grids[first] and target != "compressed-tensors":
