@@ -15,6 +15,7 @@ from qrt.config import EngineConfig
 from qrt.serve.settings import ServerConfig
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+END_ENGINE = signal.SIGUSR1  # from the supervisor to the engine process
 CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 
 
@@ -51,13 +52,16 @@ def child_spec(kind: str) -> Spec:
     return spec
 
 
-def end_on_sigterm() -> None:
-    """SIGTERM ends this process at once, as a clean exit."""
+def leave_sigterm_to_supervisor() -> None:
+    """Who sends it to all processes at once, as systemd does, means a drain, which the engine has to live
+    through. The supervisor ends it by END_ENGINE, as a clean exit."""
 
     def end(number: int, frame: Any) -> None:
+        signal.signal(END_ENGINE, signal.SIG_IGN)
         sys.exit(0)
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(END_ENGINE, end)
 
 
 class LineFormatter(logging.Formatter):

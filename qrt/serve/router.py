@@ -43,7 +43,7 @@ from qrt.serve.messages import (
     params_of,
 )
 from qrt.serve.metrics import EngineMetrics
-from qrt.serve.process import child_spec, end_on_sigterm
+from qrt.serve.process import child_spec, leave_sigterm_to_supervisor
 from qrt.serve.sockets import EnginePort
 from qrt.serve.step_output import FromEngine, Output
 from qrt.serve.tokenizer import Tokenizer
@@ -247,7 +247,7 @@ QUESTIONS: dict[str, Callable[[Router], bytes]] = {
 def main() -> None:
     """The engine process: its Spec on stdin, requests over the socket the Spec names."""
     spec = child_spec("engine")
-    end_on_sigterm()
+    leave_sigterm_to_supervisor()
 
     def work() -> None:
         eos = Tokenizer(spec.engine.tokenizer or spec.engine.model).eos_token_ids

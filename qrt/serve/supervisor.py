@@ -23,7 +23,7 @@ import msgspec
 
 from qrt.config import EngineConfig
 from qrt.serve.messages import EngineInfo, Gone, Hello, decode_ready
-from qrt.serve.process import Spec
+from qrt.serve.process import END_ENGINE, Spec
 from qrt.serve.settings import ServerConfig, check_socket_path
 from qrt.serve.sockets import ClientSocket
 
@@ -162,16 +162,19 @@ class Supervisor:
                 "ending: running requests have %g s; a second signal ends now", self._server.shutdown_timeout
             )
         children = [(task, child) for task, (_, child) in self._apis.items()]
-        await self._terminate(children, self._server.shutdown_timeout + END_SECONDS)
-        await self._terminate([(asyncio.create_task(engine.wait()), engine)], END_SECONDS)
+        await self._terminate(children, signal.SIGTERM, self._server.shutdown_timeout + END_SECONDS)
+        await self._terminate([(asyncio.create_task(engine.wait()), engine)], END_ENGINE, END_SECONDS)
 
     async def _terminate(
-        self, children: list[tuple[asyncio.Task[int], asyncio.subprocess.Process]], seconds: float
+        self,
+        children: list[tuple[asyncio.Task[int], asyncio.subprocess.Process]],
+        number: signal.Signals,
+        seconds: float,
     ) -> None:
-        """SIGTERM, and SIGKILL for what lives on after `seconds` or a second signal."""
+        """That signal, and SIGKILL for what lives on after `seconds` or a second one to the server."""
         for _, child in children:
             with contextlib.suppress(ProcessLookupError):
-                child.terminate()
+                child.send_signal(number)
         pending = {task for task, _ in children}
         now = asyncio.create_task(self._now.wait())
         deadline = time.monotonic() + seconds

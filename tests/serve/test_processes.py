@@ -198,7 +198,8 @@ def test_deaths(pair, tmp_path):
 
 
 def test_sigterm_drains_though_the_disk_of_the_log_is_full(tmp_path):
-    """What runs is answered, what is new is refused, the exit code is 0; every write to the log fails."""
+    """What runs is answered, what is new is refused, the exit code is 0; every write to the log fails. All
+    processes get the signal at once, as systemd sends it to those of a service."""
     with open("/dev/full", "wb") as log:
         flags = ("--enable-log-requests", "--shutdown-timeout", str(PATIENCE))
         server = Processes(tmp_path, *flags, log=log.fileno())
@@ -207,7 +208,8 @@ def test_sigterm_drains_though_the_disk_of_the_log_is_full(tmp_path):
         running = Request(server, stream=False, max_tokens=400)
         running.start()
         server.wait(lambda: server.load()["running"] == 1)
-        server.process.terminate()
+        for pid in (*server.children("router"), *server.children("httpserver"), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
         server.wait(lambda: server.get("/readiness").status_code == 503)
         refused = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE)
         assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
