@@ -17,7 +17,7 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qrt.errors import ConfigError
@@ -92,14 +92,19 @@ class Mistral(ToolFormat):
             return None
         if text[start] == "[":
             decoded = _json_at(text, start)
-            return None if decoded is None else ([_call(value) for value in decoded[0]], decoded[1])
+            return None if decoded is None else ([self._known(_call(v)) for v in decoded[0]], decoded[1])
         named = re.compile(r"([\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?\s*(?=\{)").match(text, start)
         if named is None:
             if "{" in text or len(text) > 1000:
                 raise ValueError("no call")
             return None
         decoded = _json_at(text, named.end())
-        return None if decoded is None else ([_named(named[1], decoded[0])], decoded[1])
+        return None if decoded is None else ([self._known(_named(named[1], decoded[0]))], decoded[1])
+
+    @staticmethod
+    def _known(call: ToolCall) -> ToolCall:
+        """By an id of nine letters and digits: Mistral's templates refuse to show a call of any other."""
+        return replace(call, id=uuid.uuid4().hex[:9])
 
 
 class Pythonic(ToolFormat):

@@ -9,6 +9,8 @@ from scripted import script
 from servers import KEY, ThreadServer
 
 from qrt.errors import ConfigError
+from qrt.serve.chat_template import ChatTemplate
+from qrt.serve.protocol import ChatMessage
 from qrt.serve.tool_calls import FORMATS, ToolCallStream, parse, tool_format
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}'
@@ -65,6 +67,21 @@ def test_whole_and_in_pieces(name, text, shown, count):
         assert pieces == whole
         assert [(c.name, c.arguments) for c in found] == [(c.name, c.arguments) for c in calls]
         assert len({call.id for call in found}) == count
+
+
+@pytest.mark.parametrize("text", [ANSWERS["mistral"], f"[TOOL_CALLS]get_weather[ARGS]{LLAMA}"])
+def test_templates_of_mistral_show_the_call_again(text):
+    """They refuse one whose id is not nine letters and digits."""
+    template = (
+        "{% for message in messages %}{% for call in message.tool_calls %}{% if call.id|length != 9 %}"
+        "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+        "{% endif %}[TOOL_CALLS]{{ call.function|tojson }}{% endfor %}{% endfor %}"
+    )
+    (call,) = parse(FORMATS["mistral"], {"get_weather"}, text)[1]
+    function = {"name": call.name, "arguments": call.arguments}
+    message = {"role": "assistant", "tool_calls": [{"id": call.id, "function": function}]}
+    shown = ChatTemplate(template, {}).render([ChatMessage.model_validate(message).for_template()])
+    assert shown.startswith("[TOOL_CALLS]") and call.id.isalnum()
 
 
 def test_arguments_of_every_kind_one_character_at_a_time():
