@@ -17,6 +17,7 @@ from qrt.cli import ArgumentParser, run_main
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint import awq, gptq, open_checkpoint
 from qrt.quant.checkpoint.compressed_tensors import quantization_config, stored_as
+from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.checkpoint.writer import OutputFolder
 from qrt.quant.packing import WORD_BITS
 from qrt.quant.spec import Granularity, QuantSpec
@@ -56,7 +57,11 @@ def convert(model: str | Path, target: str, out: Path) -> int:
     modules = [f"{arch.layers}.{i}.{name}" for i in range(config.num_layers) for name in arch.projections]
     if any(name.startswith(f"{arch.head}.") for name in source.names()):
         modules.append(arch.head)
-    dtype: torch.dtype = getattr(torch, config.dtype)
+    dtype = getattr(torch, config.dtype, None)
+    if dtype not in FLOATS:
+        raise CheckpointError(
+            f"{source.path}/config.json: dtype {config.dtype!r}, wanted float16, bfloat16 or float32"
+        )
     if target != "compressed-tensors" and arch.head in modules:
         if source.linear(arch.head)[1].scale is not None:
             why = "engines read its head in 16 bits; calibrate the original again, with --head-bits 16"

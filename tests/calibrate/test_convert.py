@@ -108,8 +108,12 @@ def test_what_would_lose_is_refused(made, tmp_path, capsys):
     quantize_checkpoint(wide, odd, "w4a16", QuantSpec(4, True, Granularity.CHANNEL))
     assert convert(made(), "gptq", mixed) == 0
     requantize(mixed, down, group(8, False))
+    unknown = shutil.copytree(made(), tmp_path / "unknown")
+    config = json.loads((unknown / "config.json").read_text())
+    (unknown / "config.json").write_text(json.dumps({**config, "dtype": "auto"}))
     for model, to, message in (
         (plain, "awq", "not quantized; qrt-calibrate --model quantizes it"),
+        (unknown, "gptq", f"{unknown}/config.json: dtype 'auto', wanted float16, bfloat16 or float32"),
         (made(8), "awq", f"{q}: cannot become awq without loss: it holds 4-bit weights"),
         (made(4, dtype=torch.float32), "gptq", f"{q}: cannot become gptq without loss: fp16, which the"),
         (odd, "gptq", f"{q}: cannot become gptq without loss: a word holds 8 of its 100 inputs"),
