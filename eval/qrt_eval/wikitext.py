@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from io import StringIO
 from pathlib import Path
 
 from qrt.config import ENV
@@ -56,7 +57,7 @@ def read_rows(data_file: str | None) -> tuple[list[str], str]:
         raw = path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); {HELP}") from error
-    return [row if row.strip() else "" for row in raw.splitlines(keepends=True)], str(path)
+    return [row if row.strip() else "" for row in StringIO(raw)], str(path)  # ends at "\n" alone
 
 
 def raw_text(rows: Sequence[str]) -> str:

@@ -27,6 +27,15 @@ def test_rows_join_as_the_dataset_has_them(tmp_path, caplog):
     assert text.text == "\n\n = A = \n\n\n\n\n b c \n" and text.raw == " \n = A = \n \n b c \n"
 
 
+def test_a_row_ends_where_its_line_does(tmp_path):
+    """As the dataset's are cut; not at U+2028, U+0085 and others of the kind."""
+    raw = " a\u2028b \x85 c \x1c d \n \n e\x0b\x0c f \n"
+    (tmp_path / "w").write_text(raw, newline="")
+    text = texts.load_text("wikitext", str(tmp_path / "w"))
+    assert text.raw == raw
+    assert text.text == " a\u2028b \x85 c \x1c d \n\n\n\n\n e\x0b\x0c f \n"
+
+
 def test_the_dataset_gives_the_file_back(monkeypatch):
     import datasets
 
