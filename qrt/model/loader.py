@@ -87,6 +87,8 @@ class CheckpointWeights:
                 f"{self.checkpoint.path}: {', '.join(modules)}: {error}: {remedy}"
             ) from error
         self.unquantized += modules if weight.scale is None else ()
+        if not shape.bias:
+            weight = replace(weight, bias=None)  # zeros: _check_names
         try:
             return Linear.pack(schemes[0], weight, self.device, self.dtype)
         except UnsupportedError as error:
