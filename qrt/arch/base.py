@@ -182,6 +182,7 @@ class ModelConfig:
         hidden = _positive(config, "hidden_size")
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedError(f"config.json: hidden_act {config['hidden_act']!r}; qrt runs 'silu'")
+        layers = _positive(config, "num_hidden_layers", most=MAX_LAYERS)  # before windows, which compare it
         window = arch.sliding_window(config)
         if window is not None:
             window = _positive({"sliding_window": window}, "sliding_window")
@@ -191,7 +192,7 @@ class ModelConfig:
             vocab_size=_positive(config, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=_positive(config, "intermediate_size"),
-            num_layers=_positive(config, "num_hidden_layers", most=MAX_LAYERS),
+            num_layers=layers,
             num_heads=heads,
             num_kv_heads=_positive(config, "num_key_value_heads", heads),
             head_dim=_positive(config, "head_dim", hidden // heads),

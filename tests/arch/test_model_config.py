@@ -208,6 +208,7 @@ def test_bad_config_names_the_entry(case):
 @pytest.mark.parametrize("change, text", [
     ({"sliding_window": -5, "max_window_layers": 0}, "sliding_window is -5, wanted a positive integer"),
     ({"sliding_window": "64", "max_window_layers": 0}, "sliding_window is '64'"),
+    ({"num_hidden_layers": None}, "num_hidden_layers is None"),
     ({"layer_types": 5}, "layer_types is 5"), ({"max_window_layers": "all"}, "max_window_layers is 'all'"),
 ])  # fmt: skip
 def test_bad_windows_are_named(change, text):
