@@ -27,7 +27,7 @@ from qrt.serve.operations import operation_routes
 from qrt.serve.service import Service, new_id
 
 PAGE = Path(__file__).parent / "page"
-OPEN_ROUTES = ("/", "/health", "/healthz", "/liveness", "/readiness")  # answered without a key
+OPEN_ROUTES = ("/", "/health", "/healthz", "/liveness", "/readiness")  # to be read without a key
 OPEN_FOLDER = "/page/"
 # the page asks nobody but this server, and nobody frames it
 PAGE_POLICY = (
@@ -147,7 +147,7 @@ class Sender:
 def _is_open(scope: Scope) -> bool:
     """By the path that the router reads: the one below --root-path."""
     path = get_route_path(scope)
-    return path in OPEN_ROUTES or path.startswith(OPEN_FOLDER)
+    return scope["method"] in ("GET", "HEAD") and (path in OPEN_ROUTES or path.startswith(OPEN_FOLDER))
 
 
 def _digest(text: bytes) -> bytes:

@@ -117,6 +117,12 @@ class GenerateRequest(Body):
     multimodal_params: dict[str, Any] = {}
 
 
+class RootRequest(GenerateRequest):
+    """`POST /`, where TGI's clients ask."""
+
+    stream: bool = False
+
+
 def lightllm_routes(service: Service) -> APIRouter:
     """The routes, in LightLLM's shape or TGI's."""
     routes = APIRouter(route_class=StrictJsonRoute)
@@ -128,7 +134,9 @@ def lightllm_routes(service: Service) -> APIRouter:
         collector = await _collector(service, body, shape)
         stream = await service.submit([collector], arrived, request)
         reply = shape(service, body, collector)
-        return await answer_whole(request, stream, Deadline(service, arrived), reply.body)
+        listed = isinstance(body, RootRequest)
+        whole = (lambda: [reply.body()]) if listed else reply.body
+        return await answer_whole(request, stream, Deadline(service, arrived), whole)
 
     @routes.post("/generate_stream", response_class=StreamingResponse, responses=EVENTS)
     async def generate_stream(body: GenerateRequest, request: Request) -> Response:
@@ -139,6 +147,12 @@ def lightllm_routes(service: Service) -> APIRouter:
         stream = await service.submit([collector], arrived, request)
         reply = shape(service, body, collector)
         return answer_events(stream, Deadline(service, arrived), reply.events, end=b"")
+
+    if service.config.use_tgi_api:
+
+        @routes.post("/", response_model=None, include_in_schema=False)
+        async def root(body: RootRequest, request: Request) -> Response:
+            return await (generate_stream if body.stream else generate)(body, request)
 
     return routes
 

@@ -21,6 +21,7 @@ def client(server):
 def test_every_route_wants_a_key_but_health(server, client):
     for path in OPEN:
         assert client.get(path).status_code == 200
+        refused(client.post(path), 401)
     paths = server.server.config.app.openapi()["paths"]
     assert len(paths) > 12
     for path in [*paths, "/openapi.json", "/v1/embeddings", "/get_model_info", "/nowhere", "/v1/models/x"]:

@@ -138,6 +138,17 @@ def test_tgi(tgi):
     assert got[-1]["generated_text"] == openai_text(tgi) and got[-1]["details"]["finish_reason"] == "length"
 
 
+def test_clients_of_tgi_ask_at_the_root(lightllm, tgi):
+    """huggingface_hub's and TGI's own: a list of one, or with `stream` what /generate_stream sends."""
+    (body,) = generate(tgi, "/", details=True).json()
+    assert body == generate(tgi, details=True).json()
+    asked = {"inputs": PROMPT, "parameters": {"max_new_tokens": 12}, "stream": True}
+    assert events(tgi.post("/", json=asked)) == events(generate(tgi, "/generate_stream"))
+    refused(tgi.post("/", json=asked, headers={"Authorization": ""}), 401)
+    assert tgi.get("/").headers["content-type"].startswith("text/html"), "the page is there too"
+    refused(lightllm.post("/", json=asked), 405)
+
+
 @pytest.mark.parametrize(
     "parameters, drawn",
     [
