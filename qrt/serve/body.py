@@ -23,6 +23,7 @@ from qrt.errors import ConfigError
 from qrt.serve.settings import MAX_STOP_CHARS
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+Limit = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Count
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # as long as a body: one error is enough of it
 TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKENS_LISTED)]

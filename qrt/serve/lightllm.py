@@ -13,7 +13,7 @@ from pydantic import AliasChoices, ConfigDict, Field
 from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.answer import Deadline, answer_events, answer_whole
-from qrt.serve.body import Body, Count, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
+from qrt.serve.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
 from qrt.serve.openapi import EVENTS, errors
 from qrt.serve.output import CompletionDelta, CompletionOutput, RequestCollector, TokenLogprobs
 from qrt.serve.replies import LEAST_LOGPROB, event
@@ -62,7 +62,7 @@ class Parameters(Body):
     skip_special_tokens: bool | None = None
     input_penalty: bool | None = None
     add_special_tokens: bool = True
-    max_new_tokens: Count = DEFAULT_MAX_NEW_TOKENS
+    max_new_tokens: Limit = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: Count | None = None
     stop_sequences: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(
         None, validation_alias=AliasChoices("stop_sequences", "stop")
@@ -78,6 +78,10 @@ class Parameters(Body):
         extra = self.model_extra or {}
         if refused := [name for name in NOT_RUN if extra.get(name) not in (None, False)]:
             raise UnsupportedError(f"{', '.join(refused)}: not run by this server; leave it out")
+        if max_tokens is not None and (self.min_new_tokens or 0) > max_tokens:
+            raise ConfigError(
+                f"min_new_tokens: got {self.min_new_tokens}, wanted at most max_new_tokens {max_tokens}"
+            )
         given = {name: getattr(self, name) for name in SAME}
         given.update({ours: getattr(self, theirs) for ours, theirs in RENAMED.items()})
         given = {name: value for name, value in given.items() if value is not None}

@@ -195,7 +195,8 @@ async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> lis
     text = await service.render_chat(messages, **body.template_arguments(tools=body.uses_tools))
     ids = await service.encode(text, body.add_special_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(service.defaults, service.max_tokens(body.token_limit), logprobs)
+    name, max_tokens = body.token_limit
+    params = body.sampling_params(service.defaults, service.max_tokens(max_tokens), logprobs)
     params = await service.with_bad_words(params)
     if (
         body.uses_tools
@@ -203,15 +204,17 @@ async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> lis
         and service.tool_format.marker in service.tokenizer.hf.all_special_tokens
     ):
         params = replace(params, skip_special_tokens=False)  # or the marks of the calls would be gone
-    _check_length(service, len(ids), body.token_limit)
+    _check_length(service, len(ids), max_tokens, name)
     return [service.collector(text, ids, params, **body.engine_options())]
 
 
-def _check_length(service: Service, num_prompt: int, max_tokens: int | None) -> None:
+def _check_length(
+    service: Service, num_prompt: int, max_tokens: int | None, name: str = "max_tokens"
+) -> None:
     """As vLLM: more tokens than the context are wrong; more than it has left are cut."""
     longest = service.client.info.max_model_len
     if max_tokens is not None and max_tokens > longest:
-        raise ConfigError(f"max_tokens: got {max_tokens}, wanted at most {longest}, the model's context")
+        raise ConfigError(f"{name}: got {max_tokens}, wanted at most {longest}, the model's context")
     if num_prompt > longest:
         raise ConfigError(f"prompt: got {num_prompt} tokens, wanted at most {longest}, the model's context")
 

@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.serve.body import Body, Count, LogitBias, Penalty, Stop, TokenList, Tokens, by_token_id
+from qrt.serve.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenList, Tokens, by_token_id
 from qrt.serve.settings import (
     MAX_DOCUMENTS,
     MAX_MESSAGES,
@@ -237,8 +237,8 @@ RESERVED = {
 class ChatCompletionRequest(Conversation, Sampling):
     """`POST /v1/chat/completions`."""
 
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool = False
     top_logprobs: Count | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -250,9 +250,11 @@ class ChatCompletionRequest(Conversation, Sampling):
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
-    def token_limit(self) -> int | None:
-        """The most tokens of the answer, by whichever name."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def token_limit(self) -> tuple[str, int | None]:
+        """The name that the most tokens of the answer came by, and what they are."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
 
     def check_tool_choice(self) -> None:
         """ConfigError for what it cannot be, UnsupportedError for what would need a grammar."""

@@ -138,6 +138,26 @@ def test_a_seed_of_minus_one_is_none(client):
         assert texts[0] != texts[1], route
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 5000),
+        ("max_completion_tokens", 0),
+        ("max_completion_tokens", 5000),
+        ("max_new_tokens", 0),
+        ("min_new_tokens", 20),
+    ],
+)
+def test_an_error_says_the_name_that_the_request_has(client, name, value):
+    if name.endswith("new_tokens"):
+        reply = client.post("/generate", json={"inputs": "x", "parameters": {name: value}})
+    else:
+        body = {"messages": CHAT["messages"], name: value}
+        reply = client.post("/v1/chat/completions", json=body)
+    assert re.match(rf"(parameters\.)?{name}: ", refused(reply))
+
+
 def test_as_many_bad_words_as_may_be(client):
     """Each of them is two lists of tokens to the engine: as the text's beginning, and behind a space."""
     words = [f"word{number}" for number in range(128)]
