@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -47,5 +46,7 @@ def measure_cost(decoder: Decoder, streams: Streams, windows: Tensor, head: AnyH
     tokens = (len(windows) - first) * (windows.shape[1] - 1)
     if not tokens:
         return None
-    loss, exact_loss, kl, agreement = (totals / tokens).tolist()
-    return Cost(tokens, math.exp(exact_loss), math.exp(loss), kl, agreement)
+    means = totals / tokens
+    means[:2].exp_()  # infinity where no float is as large, which `Report.files` refuses
+    ppl, exact_ppl, kl, agreement = means.tolist()
+    return Cost(tokens, exact_ppl, ppl, kl, agreement)

@@ -286,7 +286,8 @@ class LayerWork:
             shrink = search_clip(weight, moments.hessian.diagonal(), spec, dtype) if steps.clip else 1.0
             return round_weight(weight, spec, dtype, shrink)
         correction, trust = moments.take_correction(weight, factor.solve)
-        weight = correction.mul_(trust).add_(weight)
+        most = torch.finfo(dtype).max / 2  # a loader would make infinity of more; a dead input asks for it
+        weight = correction.mul_(trust).add_(weight).clamp_(-most, most)
         shrink = search_clip(weight, factor.importance(), spec, dtype) if steps.clip else 1.0
         scale, zero = choose_qparams(weight, spec, dtype, shrink)
         rows = [Factor.of(block, ROW_DAMPING) for block in felt.trusted((weight != 0).any(1))] if felt else []

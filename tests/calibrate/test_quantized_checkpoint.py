@@ -9,13 +9,14 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outliers import Profile, make_hard
+from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate import cli
 from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.recipe import Recipe
 from qrt_calibrate.text import cut_windows
-from tiny_models import LLAMA3_ROPE
+from tiny_models import LLAMA3_ROPE, altered
 
 CASES = [
     ("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
@@ -130,6 +131,29 @@ def test_the_reported_cost_is_that_of_what_transformers_loads(hard, calib, tmp_p
             loss = F.nll_loss(logits.flatten(0, 1), windows[:, 1:].flatten())
             assert ppl == pytest.approx(float(loss.exp()), rel=1e-3 if scheme == "w4a16" else 3e-2)
         assert cost.agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()), abs=0.05)
+
+
+@torch.no_grad()
+def test_an_input_that_is_almost_dead_asks_for_no_weight_beyond_the_dtype(make_checkpoint, calib, tmp_path):
+    """What earlier layers lack could be made good for by some 1e11 times an input of 1e-13: NaN in fp16."""
+
+    def change(tensors):
+        tensors["model.layers.1.post_attention_layernorm.weight"] *= 1e-6
+
+    made = make_checkpoint("MistralForCausalLM", dtype=torch.float16)
+    source = altered(made, tmp_path / "dead", change)
+    report = calibrate(str(source), recipe(calib), tmp_path / "out", CPU)
+    figures = report.layers[1].figures
+    assert figures["output error"] < figures["output error, rtn"]
+    weight = open_checkpoint(tmp_path / "out").linear("model.layers.1.mlp.down_proj")[1]
+    assert weight.dequantize().half().isfinite().all()
+
+
+def test_a_perplexity_beyond_floats_is_refused_by_name(llama, calib, tmp_path):
+    """And no traceback: a loss of a thousand nats is a model that does not run."""
+    source = altered(llama, tmp_path / "loud", lambda tensors: tensors["model.norm.weight"].mul_(1e4))
+    with pytest.raises(CheckpointError, match="a figure of the result is NaN or infinite"):
+        calibrate(str(source), recipe(calib, method="rtn"), tmp_path / "out", CPU)
 
 
 @torch.no_grad()
