@@ -164,15 +164,15 @@ class Engine:
 
     def _check_allowed(self, params: SamplingParams) -> None:
         """ConfigError where no token may be drawn, at first or ever."""
-        if params.allowed_token_ids is None:
-            return
+        allowed = params.allowed_token_ids
         banned = {word[-1] for word in params.bad_words if isinstance(word, tuple)}
         if params.min_tokens:
             banned |= {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-        if banned.issuperset(params.allowed_token_ids):
+        if banned.issuperset(range(self.model.config.vocab_size) if allowed is None else allowed):
+            left = "no token" if allowed is None else f"none of {list(allowed)[:8]}"
             raise ConfigError(
                 "allowed_token_ids: the ends of bad_words, or min_tokens and what ends the text, may leave "
-                f"none of {list(params.allowed_token_ids)[:8]}; wanted one that may always be drawn"
+                f"{left}; wanted one that may always be drawn"
             )
 
     def add(

@@ -14,7 +14,7 @@ from fake_decoder import EOS, VOCAB, FakeDecoder, fake_engine, greedy, next_logi
 from qrt.config import SamplingParams
 from qrt.engine import admission, growth, scheduler
 from qrt.engine.request import FinishReason
-from qrt.errors import QueueFullError
+from qrt.errors import ConfigError, QueueFullError
 
 _alone = fake_engine(max_num_seqs=1, enable_prefix_caching=False, overlap=False)
 
@@ -368,6 +368,15 @@ def test_bad_words_never_come(overlap):
     assert got[:5] == wanted[:5] and got[5] != wanted[5]
     for word in words:
         assert not [i for i in range(30) if tuple(got[i : i + len(word)]) == word]
+
+
+def test_where_every_token_ends_the_text_none_may_be_drawn_before():
+    engine, every = fake_engine(), [token for token in range(VOCAB) if token != EOS]
+    with pytest.raises(ConfigError, match="may leave no token"):
+        engine.add("a", [1, 2], SamplingParams(stop_token_ids=every, min_tokens=1))
+    engine.add("b", [1, 2], SamplingParams(stop_token_ids=every))
+    engine.add("c", [1, 2], SamplingParams(stop_token_ids=every, min_tokens=1, max_tokens=3, ignore_eos=True))
+    assert {name: len(tokens(own)) for name, own in run(engine).items()} == {"b": 1, "c": 2}
 
 
 def test_what_waits_is_bounded_in_tokens_too():
