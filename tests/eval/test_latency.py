@@ -46,6 +46,12 @@ def test_rows_of_both(tmp_path):
     assert [row["kv_bytes_per_step"] for row in theirs] == [n * 9 * 2 * 2 * 32 * 2 * 2 for n in (1, 2)]
 
 
+def test_one_slow_step_of_a_hundred_is_not_the_99th_percentile():
+    row = latency.summary(4, 8, 101, 0.5, [0.010] * 99 + [1.0])
+    assert row["decode_ms_per_step"] == pytest.approx(10) and row["decode_tokens_per_s"] == pytest.approx(400)
+    assert row["decode_ms_p99"] == pytest.approx(10 + 0.01 * 990)  # numpy's, as of qrt-eval serve
+
+
 @pytest.mark.parametrize("command", ["latency", "throughput"])
 def test_a_step_that_fails_is_said_so(command, monkeypatch, capsys):
     def fail(self, step, kv):
