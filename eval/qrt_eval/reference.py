@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from qrt.errors import ConfigError, UnsupportedError
+from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.llm import LLM
 from qrt_eval.protocol import Window
 
@@ -53,7 +53,8 @@ class Reference:
         return F.linear(states.to(self.head.device), self.head)
 
     def save(self, path: str | Path) -> None:
-        """Write the file, of a reference that has all states; folders are made as needed."""
+        """Write the file, of a reference that has all states; folders are made as needed. It appears whole or
+        not at all; QrtError where the disk refuses."""
         assert all(states is not None for states in self.hidden)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +65,13 @@ class Reference:
             "ids": torch.tensor([token for w in self.windows for token in w.ids], dtype=torch.int32),
             "windows": torch.tensor(sizes, dtype=torch.int32),
         }
-        save_file(tensors, target, metadata={KEY: json.dumps(self.facts)})
+        part = target.with_name(target.name + ".writing")
+        try:
+            save_file(tensors, part, metadata={KEY: json.dumps(self.facts)})
+            part.replace(target)
+        except (SafetensorError, OSError) as error:
+            part.unlink(missing_ok=True)
+            raise QrtError(f"--save-base {target}: cannot be written ({error})") from None
 
 
 def head_of(llm: LLM) -> Tensor:

@@ -6,15 +6,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from schema import checked
 from test_ppl import copy_with_fewer_merges
 from transformers import AutoModelForCausalLM
 
 from qrt.assets import model_path
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, QrtError
 from qrt_eval import divergence, kld, reference
 from qrt_eval.cli import main
-from qrt_eval.protocol import PROTOCOLS
+from qrt_eval.protocol import PROTOCOLS, Window
 from qrt_eval.text import load_text
 from tiny_models import altered
 
@@ -149,6 +150,23 @@ def test_a_saved_baseline_gives_the_same(changed, tmp_path, capsys):
     int8, int4 = first
     assert 0 < int8["kl_mean"] < 1e-3 < int4["kl_mean"] < 0.1 and int8["top1_agreement"] > 0.98
     assert "int4" in capsys.readouterr().out
+
+
+def test_a_baseline_that_the_disk_refuses(tmp_path, monkeypatch):
+    """One line, and no part of a file; one that was there stays."""
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"the beginning")
+        raise SafetensorError("No space left on device")
+
+    base = reference.Reference({}, [Window((1, 2), 1, 1)], [torch.zeros(1, 4)], torch.zeros(9, 4))
+    path = tmp_path / "base.safetensors"
+    base.save(path)
+    before = path.read_bytes()
+    monkeypatch.setattr(reference, "save_file", full)
+    with pytest.raises(QrtError, match=r"--save-base .*base\.safetensors: cannot be written .No space left"):
+        base.save(path)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
 
 
 @pytest.mark.model
