@@ -23,7 +23,20 @@ from qrt.serve.output import RequestCollector, RequestOutput
 from qrt.serve.prompt import Prompt, split_prompt
 from qrt.serve.tokenizer import Message, Tokenizer
 
-ALIASES = {"kv_cache_dtype": "kv"}  # vLLM's name
+ALIASES = {"kv_cache_dtype": "kv", "async_scheduling": "overlap"}  # vLLM's names
+# Settings of vLLM's that are no fields of EngineConfig, with the value that asks for what is so anyway.
+ANYWAY: dict[str, Any] = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "trust_remote_code": False,
+    "quantization": None,
+    "tokenizer_mode": "auto",
+    "enable_chunked_prefill": True,
+    "swap_space": 0,
+    "cpu_offload_gb": 0,
+    "enable_lora": False,
+    "speculative_config": None,
+}
 
 
 class LLM:
@@ -238,6 +251,8 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     given: dict[str, Any] = {}
     for name, value in settings.items():
         field = ALIASES.get(name, name)
+        if name in ANYWAY and value == ANYWAY[name]:
+            continue
         if field not in known:
             from qrt.serve.elsewhere import ELSEWHERE
 

@@ -13,6 +13,7 @@ from qrt.assets import model_path
 from qrt.engine import scheduler
 from qrt.engine.graphs import TokenSteps
 from qrt.errors import ConfigError, QrtError
+from qrt.llm import engine_config
 
 pytestmark = pytest.mark.model
 
@@ -226,3 +227,20 @@ def test_a_fork_is_told_so(llm):
     wanted = f"LLM: made in process {os.getpid()}, used in its fork {child}, wanted the same process"
     assert len(lines) == 2 and all(line.startswith(wanted) for line in lines)
     assert llm.generate([[1, 2]], use_tqdm=False), "here it goes on"
+
+
+def test_settings_of_vllm_that_ask_for_what_is_so_are_taken():
+    """Scripts hand them on with vLLM's defaults; asking for anything else is refused by name."""
+    asked = {
+        "tensor_parallel_size": 1,
+        "trust_remote_code": False,
+        "quantization": None,
+        "tokenizer_mode": "auto",
+        "enable_chunked_prefill": True,
+        "cpu_offload_gb": 0,
+    }
+    assert engine_config("tiny", asked) == engine_config("tiny", {})
+    assert engine_config("tiny", {"async_scheduling": False}).overlap is False
+    for name, value in {**dict.fromkeys(asked, 2), "trust_remote_code": True}.items():
+        with pytest.raises(ConfigError, match=f"unknown setting {name!r}"):
+            engine_config("tiny", {name: value})
