@@ -110,7 +110,8 @@ class CheckpointWeights:
 
     def _mismatch(self, name: str, came: Iterable[int], wanted: Iterable[int]) -> CheckpointError:
         return CheckpointError(
-            f"{self.checkpoint.path}: {name} has shape {list(came)}, config.json says {list(wanted)}"
+            f"{self.checkpoint.path}: {name} has shape {list(came)}, config.json says {list(wanted)}; "
+            "correct config.json or download the checkpoint again"
         )
 
 
@@ -149,7 +150,8 @@ def _check_names(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> Non
     found = {name.rpartition(".")[0] for name in names}
     if missing := sorted(wanted - found) + sorted(biases - set(names)):
         raise CheckpointError(
-            f"{checkpoint.path}: {len(missing)} missing that config.json asks for: {first_few(missing)}"
+            f"{checkpoint.path}: {len(missing)} missing that config.json asks for: {first_few(missing)}; "
+            "correct config.json or download the checkpoint again"
         )
     known = wanted | {arch.head} if config.tied_embeddings else wanted
     unused = [n for n in names if n.rpartition(".")[0] not in known and not n.endswith(DERIVED)]
@@ -158,7 +160,7 @@ def _check_names(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> Non
     if unused:
         raise CheckpointError(
             f"{checkpoint.path}: {len(unused)} tensors that {config.architecture} with this config.json "
-            f"does not use: {first_few(unused)}"
+            f"does not use: {first_few(unused)}; correct config.json or delete them"
         )
 
 

@@ -96,7 +96,10 @@ def _locate(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[Te
     if not isinstance(code, str):
         raise _damaged(path, f"tensor {name!r} has dtype {code!r}")
     if code not in DTYPES:
-        raise UnsupportedError(f"{path}: tensor {name!r} has dtype {code}; qrt reads {', '.join(DTYPES)}")
+        raise UnsupportedError(
+            f"{path}: tensor {name!r} has dtype {code}; qrt reads {', '.join(DTYPES)}; "
+            "start from the original checkpoint"
+        )
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise _damaged(path, f"tensor {name!r} has shape {list(shape)} and data_offsets {[begin, end]}")
     spec = TensorSpec(shape, DTYPES[code])
