@@ -37,12 +37,12 @@ class TextStream:
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that the tokens make certain; what may be an unfinished character waits."""
         token_ids = list(self._shown(token_ids))
-        if len(token_ids) > 1 and self._decode([*self._window, *token_ids]).endswith(INCOMPLETE):
+        if len(token_ids) > 1 and INCOMPLETE in self._decode([*self._window, *token_ids]):
             return "".join(self._add([token_id]) for token_id in token_ids)
         return self._add(token_ids)
 
     def _add(self, token_ids: Sequence[int]) -> str:
-        """One token, or several that end with a whole character."""
+        """One token, or several of whole characters."""
         self._window += token_ids
         self._text = self._decode(self._window)
         whole = len(self._text.rstrip(INCOMPLETE))

@@ -75,6 +75,20 @@ def test_pieces_add_up_wherever_the_prompt_ends(tokenizer, kind, text):
         assert detokenizer.text == "".join(pieces) + rest and detokenizer.num_tokens == len(output)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_that_are_no_text_are_one_text_however_they_come(tokenizer, seed):
+    """A busy process gives out several tokens at once."""
+    rng = random.Random(seed)
+    ids = [rng.randrange(3, 300) for _ in range(60)]
+    pieces, rest, _ = stream(tokenizer, [5], ids)
+    at_once = TextStream(tokenizer, [5], True)
+    text = ""
+    while ids:
+        count = rng.randrange(1, 8)
+        text, ids = text + at_once.feed(ids[:count]), ids[count:]
+    assert text + at_once.finish() == "".join(pieces) + rest
+
+
 def test_a_character_comes_with_its_last_byte(kind, tokenizer):
     if kind == "metaspace":
         pytest.skip("no bytes")
