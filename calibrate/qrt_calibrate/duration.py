@@ -7,6 +7,7 @@ the machine changes it. It costs one layer's forward on one batch and slices of 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -32,18 +33,18 @@ ORDER = 1024  # of the Hessian that is factorized
 
 @torch.no_grad()
 def expected_seconds(job: Job) -> float:
-    """Seconds for all layers, from what the first one's parts take, and for the head."""
+    """Seconds for all layers, from what the first one's parts take on the grids of each, and for the head."""
     tensors = read_layer(job.checkpoint, job.layer_name(0))
-    grids = job.layer_grids(0)
+    layers = [job.layer_name(index) for index in range(job.config.num_layers)]
     seconds = 0.0
     for fused, parts in job.arch.fuse:
-        if parts[0] in grids:
-            stacked, times = (parts[:1], len(parts)) if _apart(job, fused) else (parts, 1)
-            weight = torch.cat([tensors[f"{part}.weight"] for part in stacked])
-            seconds += times * _rounding(job, grids[parts[0]], weight.to(job.device, torch.float32))
+        stacked, times = (parts[:1], len(parts)) if _apart(job, fused) else (parts, 1)
+        weight = torch.cat([tensors[f"{part}.weight"] for part in stacked])
+        for grid, count in Counter(job.grids[f"{layer}.{parts[0]}"] for layer in layers).items():
+            if grid is not None:
+                seconds += count * times * _rounding(job, grid, weight.to(job.device, torch.float32))
     if any(job.recipe.windows):
-        seconds += _reading(job, tensors)
-    seconds *= job.config.num_layers
+        seconds += _reading(job, tensors) * len(layers)
     if job.recipe.head is not None:
         weight = job.checkpoint.tensor(f"{job.arch.head}.weight")
         few = weight[:SLICE].to(job.device, torch.float32)

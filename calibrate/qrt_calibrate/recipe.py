@@ -51,7 +51,7 @@ class Recipe:
     calib         text file, folder, JSONL or datasets name; None is the default text
     n_samples     windows of `seqlen` tokens each, drawn with `seed`
     eval_samples  further windows of the text on which the result is compared with the original; 0: none
-    damping       share of the Hessian's mean diagonal that GPTQ adds to it
+    damping       share of the Hessian's diagonal that GPTQ adds to it
     rotations     of ("R1", "R2"): turned into the weights before anything else (`qrt_calibrate.rotate`)
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
     tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.tune`)

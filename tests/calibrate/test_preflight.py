@@ -62,6 +62,9 @@ def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, mo
     slices = sum(rows / min(rows, duration.SLICE) for rows in stacks)
     rounded = expected(method="rtn", eval_samples=0)
     assert rounded == pytest.approx(2 * slices)  # two layers
+    for layer in ("0", "1"):  # left alone
+        one = expected(method="rtn", eval_samples=0, override=[f"model.layers.{layer}.*=fp16"])
+        assert one == pytest.approx(slices)
     headed = expected(method="rtn", eval_samples=0, head_bits=8)
     assert headed - rounded == pytest.approx(512 / duration.SLICE)
     windows = expected(method="rtn", eval_samples=3) - rounded
