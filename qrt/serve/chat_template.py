@@ -146,8 +146,9 @@ class ChatTemplate:
         **named: Any,
     ) -> str:
         """The prompt. With `continue_final_message` it ends inside the last message, which the model goes on
-        with. `named` are the template's own. A content of text parts is joined, None is empty. ConfigError
-        when the template refuses, or does too much; UnsupportedError for tools or documents it never shows.
+        with. `named` are the template's own. A content of text parts is joined, None is empty; OpenAI's role
+        developer is the system's where the template knows none. ConfigError when the template refuses, or
+        does too much; UnsupportedError for tools or documents it never shows.
         """
         for name, items in (("tools", tools), ("documents", documents)):
             if items and name not in self._text:
@@ -156,6 +157,8 @@ class ChatTemplate:
                     "or give a template that does"
                 )
         messages = [{**message, "content": _text_of(message.get("content"))} for message in messages]
+        if "developer" not in self._text:
+            messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
         if continue_final_message and add_generation_prompt:
             raise ConfigError("continue_final_message: wanted without add_generation_prompt")
         given = {

@@ -50,6 +50,16 @@ def test_what_the_template_never_shows_is_refused(name):
     assert "function" in ChatTemplate(plain + "{{ " + name + " }}", {}).render(MESSAGES, **{name: items})
 
 
+def test_a_developer_is_the_system_where_the_template_knows_none():
+    """Qwen 2.5's template shows the roles it knows, and none of the rest."""
+    messages = [{"role": "developer", "content": "In French."}, {"role": "user", "content": "Hi"}]
+    known = "{% for m in messages %}{% if m.role in ('system', 'user') %}<{{ m.role }}>{{ m.content }}"
+    shown = ChatTemplate(known + "{% endif %}{% endfor %}", {}).render(messages)
+    assert shown == "<system>In French.<user>Hi"
+    own = "{% for m in messages %}{% if m.role == 'developer' %}{{ m.content }}{% endif %}{% endfor %}"
+    assert ChatTemplate(own, {}).render(messages) == "In French."
+
+
 def test_the_final_message_goes_on():
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}", {})
     text = template.render(MESSAGES, continue_final_message=True)
