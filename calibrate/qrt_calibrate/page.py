@@ -65,7 +65,7 @@ endfor %}
 def render(name: str, title: str, facts: Mapping[str, Any]) -> str:
     """The page of a report's `facts` (Report.to_json)."""
     layers = facts["layers"]
-    columns = [column for column in layers[0] if column != "name"]
+    columns = list(dict.fromkeys(column for layer in layers for column in layer if column != "name"))
     most = max(layer[columns[0]] for layer in layers) or 1.0
     recipe = {**facts["recipe"], **(facts["calibration"] or {}), **facts["versions"]}
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE)

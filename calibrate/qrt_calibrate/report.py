@@ -123,7 +123,7 @@ class Report:
     def print(self, console: Console) -> None:
         """Write the table and the closing lines."""
         table = Table(title=self.title)
-        columns = list(self.layers[0].figures)
+        columns = list(dict.fromkeys(column for layer in self.layers for column in layer.figures))
         table.add_column("layer", no_wrap=True)
         for column in (*columns, "seconds"):
             table.add_column(column, justify="right")

@@ -178,6 +178,15 @@ def test_ignored_linears_are_untouched(llama, calib, tmp_path):
             assert torch.equal(source.tensor(name), out.tensor(name)), name
 
 
+def test_figures_that_the_first_layer_has_not_are_shown(llama, calib, tmp_path, capsys):
+    """Such as that a later one could not be rounded by GPTQ."""
+    flags = ["--model", llama, "--calib", calib, "--n-samples", 4, "--seqlen", 64, "--eval-samples", 0]
+    words = [*flags, "--method", "gptq", "--ignore", "model.layers.0.*", "--out", tmp_path / "out"]
+    assert cli.main([str(word) for word in words]) == 0
+    assert "damping" in capsys.readouterr().out
+    assert "<th>damping</th>" in (tmp_path / "out" / "qrt_report.html").read_text()
+
+
 def test_two_runs_write_the_same_bytes(llama, calib, tmp_path):
     """One here, one in a process of its own."""
     flags = f"--bits 4 --n-samples 4 --seqlen 64 --calib {calib} --model {llama} --out {tmp_path}/".split()
