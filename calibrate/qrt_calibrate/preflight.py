@@ -129,9 +129,19 @@ def output_bytes(job: Job) -> int:
 
 def _stored_bytes(job: Job, name: str, grid: Grid) -> int:
     """Of one quantized Linear's tensors, without its bias."""
-    shape = job.checkpoint.spec(f"{name}.weight").shape
-    packed = round(prod(shape) * bits_of(grid, shape[1], job.scale_dtype.itemsize) / 8)
-    return packed + SHAPE_BYTES * (not WEIGHT_SCHEMES[grid.scheme].int8_tokens)
+    rows, inputs = job.checkpoint.spec(f"{name}.weight").shape
+    spec = grid.spec
+    groups = inputs // spec.group_of(inputs)
+    scales = rows * groups * job.scale_dtype.itemsize
+    if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+        return rows * inputs + scales
+    zeros = 0 if spec.symmetric else groups * _in_words(rows * spec.bits)
+    return rows * _in_words(inputs * spec.bits) + scales + zeros + SHAPE_BYTES
+
+
+def _in_words(bits: int) -> int:
+    """Bytes of the 32-bit words that hold some bits."""
+    return -(-bits // 32) * 4
 
 
 def bits_of(grid: Grid, in_features: int, scale_bytes: int) -> float:

@@ -8,6 +8,7 @@ import torch
 from qrt.arch import ARCHS
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, duration
+from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe_file import recipe_of
@@ -78,6 +79,16 @@ def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, mo
     assert tuned - yaqa == pytest.approx(2 * 10 * (6 * 4 + 3))
     longer = make_checkpoint("LlamaForCausalLM", num_hidden_layers=4)
     assert expected(longer, eval_samples=1) == pytest.approx(2 * expected(eval_samples=1))
+
+
+@pytest.mark.parametrize("entries", [{"bits": 4}, {"bits": 4, "symmetric": True}, {"bits": 8}])
+def test_bytes_are_those_of_whole_words(entries, make_checkpoint, tmp_path):
+    """Of features that do not fill 32 bits with codes or zero points."""
+    sizes = {"intermediate_size": 90, "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
+    folder = make_checkpoint("LlamaForCausalLM", **sizes, head_dim=20)
+    recipe = recipe_of({"group_size": -1, "method": "rtn", "eval_samples": 0, **entries})
+    report = calibrate(str(folder), recipe, tmp_path / "out", CPU)
+    assert preflight(report.job).output_bytes == report.stored_bytes
 
 
 def test_what_cannot_be_split_is_said(llama):
