@@ -23,7 +23,8 @@ from operator import attrgetter
 import numpy as np
 
 from qrt.config import SamplingParams
-from qrt.engine.admission import Growing, expected_output, peak_slots
+from qrt.engine import growth
+from qrt.engine.admission import Growing, expected_output
 from qrt.engine.growth import Growth, short
 from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta
@@ -37,6 +38,8 @@ from qrt.mem.slots import Ints
 SHARED_TOKENS = 32
 # Before the chunks of a step together, unless one context is longer: K and V of them are laid out for it.
 CACHED_TOKENS = 1 << 16
+# Plans for which a request without room is not looked at: until then the expected peak has hardly fallen.
+PATIENCE = 16
 
 _order = attrgetter("order")
 
@@ -84,6 +87,7 @@ class Scheduler:
         self._rows = list(range(min(limits.max_num_seqs, limits.max_num_batched_tokens)))[::-1]
         self._growth = Growth(kv)
         self._refused: Request | None = None  # had no room, and none has been given back since
+        self._patience = 0  # plans until it is looked at again
         self._max_len = min(limits.max_model_len, kv.num_slots)
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
@@ -163,7 +167,7 @@ class Scheduler:
                 prefilling.append((request, self._chunk(request, budget)))
                 budget -= len(prefilling[-1][1].tokens)
                 cached -= prefilling[-1][1].start
-        admitted, growing = [], Growing([], [])
+        admitted, growing = [], Growing()
         while budget > 0 and (new := self._admit(cached, growing)):
             admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output)))
             prefilling.append((new, self._chunk(new, budget)))
@@ -297,11 +301,14 @@ class Scheduler:
         self._refused = None
 
     def _admit(self, room: int, growing: Growing) -> Request | None:
-        """Start the first waiting request, whose prefix in the cache has at most `room` tokens, or None when
-        there is none or it must wait on. `growing`: as `_spare` left it for this plan."""
-        if not self.waiting or not self._rows or self.waiting[0] is self._refused:
+        """Start the first waiting request, whose prefix in the cache has at most `room` tokens; None when
+        there is none or it must wait on. `growing` is as `_spare` left it in this plan."""
+        if not self.waiting or not self._rows:
             return None
         request = self.waiting[0]
+        if request is self._refused and self._patience:
+            self._patience -= 1
+            return None
         ids, reuse = request.ids, not request.scoring
         if not request.generates and len(ids) > 1:
             ids = ids[:-1]  # it is predicted, and predicts nothing
@@ -311,7 +318,7 @@ class Scheduler:
         spare = self._spare(request, len(ids) - cached, growing) if self.running else 0
         seq = self.kv.start(ids, reuse=reuse, spare=spare, salt=request.cache_salt)
         if seq is None:
-            self._refused = request
+            self._refused, self._patience = request, PATIENCE
             return None
         del self.waiting[0]
         self._queued -= len(request)
@@ -326,23 +333,23 @@ class Scheduler:
         return request
 
     def _spare(self, request: Request, need: int, growing: Growing) -> int:
-        """Slots that must stay available beside the `need` slots of a new request, for all to grow. It joins
-        those that are `growing`, which are the running ones."""
+        """Slots that must stay available beside the `need` of a new request, for all to grow. It joins those
+        that are `growing`, which are the running ones."""
         if not growing.held:
             for other in self.running:
                 assert other.seq is not None
-                growing.held.append(len(other.seq) - other.seq.num_cached)
-                growing.left.append(self._left(other, len(other.seq)))
-        growing.held.append(need)
-        growing.left.append(self._left(request, len(request)))
-        return peak_slots(growing.held, growing.left) - sum(growing.held)
+                cached, late = other.seq.num_cached, max(0, other.prefill_len - other.num_computed)
+                left = max(self._left(other), len(other.seq) - len(other))
+                growing.add(len(other) - cached, left, len(other.seq) - cached, late)
+        growing.add(need, self._left(request), need, need)
+        budget = max(1, self.limits.max_num_batched_tokens - len(self.running))
+        return growing.spare(growth.GROW_TOKENS + growing.prefill // budget)
 
-    def _left(self, request: Request, slots: int) -> int:
-        """Slots that a request is still expected to take."""
+    def _left(self, request: Request) -> int:
+        """Tokens that a request is still expected to grow by."""
         done, most = len(request) - len(request.prompt), request.max_len - len(request.prompt)
-        conservative = self._conservative or request.params.ignore_eos
-        output = expected_output(done, most, conservative=conservative)
-        return max(0, len(request.prompt) + output - slots)
+        known = self._conservative or request.params.ignore_eos
+        return max(0, expected_output(done, most, conservative=known) - done)
 
     def _shares_soon(self, request: Request, ids: Ints, cached: int) -> bool:
         """Whether a running prefill computes tokens that the request can share once they are published."""

@@ -69,6 +69,31 @@ def test_many_requests_that_come_at_once_are_planned_in_few_steps(count_lines):
     assert len(plan.chunks) == 256 and lines < 5 * 256**2 / 2
 
 
+def test_a_request_starts_when_those_that_run_have_grown_enough():
+    """At first both might need 127 slots at once, those given ahead included; ten tokens later, 117."""
+    scheduler = make(slots=120, budget=100, prefix_caching=False)
+    scheduler.add("a", np.arange(50, dtype=np.int32), SamplingParams(max_tokens=20, ignore_eos=True))
+    scheduler.add("b", np.arange(60, 80, dtype=np.int32), SamplingParams(max_tokens=60, ignore_eos=True))
+    steps = [shape(step(scheduler)[0]) for _ in range(20)]
+    assert steps[0] == ([], [("a", 0, 50)])
+    assert (["a"], [("b", 0, 20)]) in steps and scheduler.num_pauses == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_conservative_admission_pauses_nobody(seed):
+    """Though slots are given ahead, and prompts take several steps."""
+    rng = np.random.default_rng(seed)
+    kv = KVManager(int(rng.choice([100, 128, 256])), prefix_caching=seed % 2 == 0)
+    limits = Limits(100, int(rng.choice([4, 16])), int(rng.choice([8, 32, 500])))
+    scheduler = Scheduler(kv, limits, conservative=True)
+    for i in range(40):
+        prompt = rng.integers(0, 1000, rng.integers(1, 40), dtype=np.int32)
+        scheduler.add(str(i), prompt, SamplingParams(max_tokens=int(rng.integers(1, 60))))
+    while scheduler.has_work:
+        step(scheduler)
+    assert scheduler.num_pauses == 0
+
+
 def test_a_request_that_must_wait_does_not_look_at_those_before_it(count_lines):
     limits = Limits(128, 4, 16, max_num_queued_reqs=1000, max_num_queued_tokens=4000)
     scheduler = Scheduler(KVManager(256), limits)
