@@ -9,18 +9,19 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from qrt.errors import QrtError
 from qrt.serve.engine_client import RequestStream, ShutdownError
 from qrt.serve.http_errors import error_body, unexpected_error
 from qrt.serve.output import CompletionDelta
-from qrt.serve.replies import event
+from qrt.serve.replies import encode, event
 from qrt.serve.service import Service
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody reads the reply
 PING_SECONDS = 15.0  # of silence, after which a comment shows proxies that the stream lives
+INLINE_SCORES = 4096  # log-probabilities up to which writing a reply takes no thread
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -59,7 +60,11 @@ async def answer_whole(
         raise HTTPException(504, deadline.message) from None
     finally:
         stream.close()
-    return JSONResponse(body()) if finished else Response(status_code=CLIENT_CLOSED_REQUEST)
+    if not finished:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    large = stream.num_scores > INLINE_SCORES
+    data = await asyncio.to_thread(lambda: encode(body())) if large else encode(body())
+    return Response(data, media_type="application/json")
 
 
 async def _unless_disconnected(request: Request, stream: RequestStream) -> bool:

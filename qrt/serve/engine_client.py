@@ -104,6 +104,11 @@ class RequestStream:
         """Whether a delta is there already."""
         return bool(self._running and self._deltas)
 
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities that have come."""
+        return sum(collector.num_scores for collector in self._collectors)
+
     def __aiter__(self) -> RequestStream:
         return self
 

@@ -143,6 +143,17 @@ class RequestCollector:
         return sum(len(completion.token_ids) for completion in self._completions)
 
     @property
+    def num_scores(self) -> int:
+        """Log-probabilities in its reply: those of the prompt, which each completion repeats, and of the
+        output so far."""
+        params, count = self.params, 0
+        if params.prompt_logprobs is not None:
+            count += params.n * len(self.prompt_ids) * (params.prompt_logprobs + 1)
+        if params.logprobs is not None:
+            count += self.num_output_tokens * (params.logprobs + 1)
+        return count
+
+    @property
     def finished(self) -> bool:
         """Whether all completions have ended."""
         return all(completion.finish_reason for completion in self._completions)

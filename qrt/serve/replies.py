@@ -16,12 +16,12 @@ from qrt.serve.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
 
 LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
 
-_encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder().encode
 
 
 def event(data: Any) -> bytes:
     """One server-sent event."""
-    return b"data: %b\n\n" % _encode(data)
+    return b"data: %b\n\n" % encode(data)
 
 
 class Reply(ABC):

@@ -17,6 +17,7 @@ MAX_HEADERS = 128
 MAX_JSON_DEPTH = 64
 MAX_PROMPTS = 1024
 MAX_N = 128
+MAX_SCORES = 2**22  # log-probabilities of prompts in one reply, each some 250 bytes until it is written
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096

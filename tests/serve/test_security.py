@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from hypothesis import strategies as st
 from servers import ThreadServer, bearer, refused, wait_idle, wait_until
 
 import qrt.serve.http_errors as http_errors
+import qrt.serve.service as service
 from qrt.serve.lightllm import GenerateRequest
 from qrt.serve.openai import Detokenize, TokenizeChat
 from qrt.serve.process import LineFormatter
 from qrt.serve.protocol import NOT_RUN, ChatCompletionRequest, CompletionRequest
+from qrt.serve.replies import CompletionReply
 
 pytestmark = pytest.mark.model
 JSON = {**bearer(), "Content-Type": "application/json"}
@@ -163,6 +166,29 @@ def test_amplifiers_are_capped(client, untouched, field):
     """4xx, with the field's name and little else, and nothing runs."""
     reply = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **field})
     assert len(refused(reply, 404 if "model" in field else 400)) < 1100
+
+
+@pytest.mark.parametrize("asked", [{"echo": True, "logprobs": 20}, {"prompt_logprobs": 20}])
+def test_log_probabilities_of_prompts_are_capped(client, untouched, monkeypatch, asked):
+    """Each completion's reply repeats them: a small request would be answered by gigabytes."""
+    monkeypatch.setattr(service, "MAX_SCORES", 3 * 100 * 21)
+    body = {"prompt": [5] * 100, "max_tokens": 1, "n": 4, **asked}
+    assert "prompts x n: got 8400 log-probabilities" in refused(client.post("/v1/completions", json=body))
+
+
+def test_a_reply_of_many_log_probabilities_is_not_written_in_the_event_loop(server, client, monkeypatch):
+    """It would stand still for seconds."""
+    real, inside = CompletionReply.body, []
+
+    def body(reply):
+        inside.append(threading.current_thread() is server.thread)
+        return real(reply)
+
+    monkeypatch.setattr(CompletionReply, "body", body)
+    for asked in ({"prompt_logprobs": 20}, {"logprobs": 20, "echo": True}, {"logprobs": 1}):
+        body = {"prompt": [5] * 300, "max_tokens": 2, **asked}
+        assert client.post("/v1/completions", json=body).status_code == 200
+    assert inside == [False, False, True], "a thread takes its time, too"
 
 
 @pytest.mark.parametrize(
