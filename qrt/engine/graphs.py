@@ -15,8 +15,10 @@ tokens are of the table's last row: they attend nothing and write the pad slot. 
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -49,6 +51,19 @@ def default_sizes(max_num_seqs: int) -> list[int]:
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs]
 
 
+@contextmanager
+def _garbage_left() -> Iterator[None]:
+    """No garbage is collected: a graph in it, of an engine that is gone, cannot be destroyed while another is
+    recorded."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class TokenSteps:
     """Steps of few tokens over one model, K/V storage and request table.
 
@@ -79,7 +94,8 @@ class TokenSteps:
         self._drawn = torch.empty(self.rows[-1], dtype=torch.int32, device=device)  # 1, and 0 of padding
         self._sent: list[int] | None = None  # the rows of a step of decodes alone that the device knows
         self._hidden = torch.zeros(most, model.config.hidden_size, dtype=model.dtype, device=device)
-        self._recorded: dict[tuple[Callable[[int], Tensor], int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # by names: methods would keep this, the model and the pool alive until garbage is collected
+        self._recorded: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def handles(self, plan: Plan) -> bool:
         """Whether the plan is such a step."""
@@ -107,9 +123,9 @@ class TokenSteps:
             body(size)  # compiles the kernels
             torch.cuda.synchronize(self._table.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with _garbage_left(), torch.cuda.graph(graph, pool=pool):
                 result = body(size)
-            self._recorded[body, size] = graph, result
+            self._recorded[body.__name__, size] = graph, result
 
     @torch.inference_mode()
     def run_largest(self) -> None:
@@ -179,7 +195,7 @@ class TokenSteps:
 
     def _run(self, body: Callable[[int], Tensor], size: int) -> Tensor:
         """As it was recorded, or kernel by kernel."""
-        if recorded := self._recorded.get((body, size)):
+        if recorded := self._recorded.get((body.__name__, size)):
             graph, result = recorded
             graph.replay()
             return result

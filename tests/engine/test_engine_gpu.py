@@ -1,5 +1,7 @@
 """The engine on a GPU: pool sized by measurement, results near those of the CPU."""
 
+import gc
+
 import pytest
 import torch
 
@@ -108,3 +110,19 @@ def test_the_same_batch_gives_the_same_tokens(folder):
         deltas = run(Engine(config), requests)
         results.append({name: [t for d in own for t in d.token_ids] for name, own in deltas.items()})
     assert results[0] == results[1] and all(len(tokens) == 40 for tokens in results[0].values())
+
+
+def test_the_memory_of_an_engine_that_is_gone_is_free(folder):
+    """At once: its weights and its pool may be most of the GPU, and the next one asks for them."""
+    config = EngineConfig(
+        str(folder), dtype="bfloat16", kv="int8", kv_cache_memory_bytes=512 << 20, max_num_seqs=8
+    )
+    run(Engine(config), {"first": ([3, 4, 5], SamplingParams(max_tokens=4))})  # leaves what is kept for ever
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        run(Engine(config), {"again": ([3, 4, 5], SamplingParams(max_tokens=4))})
+        assert torch.cuda.memory_allocated() < before + (64 << 20)
+    finally:
+        gc.enable()

@@ -1,5 +1,9 @@
 """Padded decode steps against the engine without them, on a CPU; recording is tested on a GPU."""
 
+import gc
+import weakref
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -117,3 +121,48 @@ def test_default_sizes():
 def test_bad_sizes_are_refused():
     with pytest.raises(ConfigError, match="cudagraph_capture_sizes: got 0"):
         EngineConfig("tiny", cudagraph_capture_sizes=(4, 0))
+
+
+class Recording(list):
+    """In place of CUDA's graphs: whether garbage may be collected while one is recorded."""
+
+    def install(self, monkeypatch):
+        for name in ("graph_pool_handle", "synchronize", "CUDAGraph"):
+            monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    @contextmanager
+    def graph(self, graph, pool):
+        self.append(gc.isenabled())
+        yield
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_while_a_graph_is_recorded(folder, monkeypatch, enabled):
+    """CUDA gives up where a graph of an engine that is gone is destroyed in between."""
+    engine = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20))
+    recording, runner = Recording(), engine.runner
+    recording.install(monkeypatch)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        TokenSteps(runner.model, runner.kv, runner.table, [1, 2]).record()
+        assert recording == [False] * 6 and gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+def test_an_engine_that_is_gone_leaves_no_garbage(folder, monkeypatch):
+    """Its weights and its pool would fill the GPU until garbage is collected, which nobody may do in time."""
+    Recording().install(monkeypatch)
+    engine = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20))
+    runner = engine.runner
+    runner.token_steps = TokenSteps(runner.model, runner.kv, runner.table, [1, 2])
+    runner.token_steps.record()
+    left = weakref.ref(runner.model), weakref.ref(runner.kv)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine, runner
+        assert [one() for one in left] == [None, None]
+    finally:
+        gc.enable()
