@@ -121,10 +121,11 @@ class EngineMetrics(Collector):
         """An HTTP request has been answered with an error."""
         self._errors[code] += 1
 
-    def step(self, started: float, deltas: Iterable[RequestDelta]) -> None:
+    def step(self, started: float, deltas: Sequence[RequestDelta]) -> None:
         """A step that began at `started` has given `deltas`."""
         now, num_prompt = time.monotonic(), self._num_prompt
-        self._note_started(started)
+        running = [request.id for request in self._engine.scheduler.running]
+        self._note_started(running + [delta.request_id for delta in deltas], started)
         num_tokens, gaps = 0, Counter[float]()
         for delta in deltas:
             times = self._requests.get(delta.request_id)
@@ -142,17 +143,15 @@ class EngineMetrics(Collector):
         self._histograms["engine_step_seconds"].add(now - started)
         self._note_rate(now)
 
-    def _note_started(self, started: float) -> None:
-        """Requests that wait no longer; their prompts count from now."""
-        if not self._not_started:
-            return
-        waiting = {request.id for request in self._engine.scheduler.waiting}
-        for request_id in self._not_started - waiting:
+    def _note_started(self, request_ids: Iterable[str], started: float) -> None:
+        """Requests that a step has worked on; the prompts of those that it was the first for count from now.
+        Those that wait are not looked at: they may be thousands."""
+        for request_id in self._not_started.intersection(request_ids):
             times = self._requests[request_id]
             times.started = started
             self._num_prompt += times.num_prompt
             self._histograms["request_queue_time_seconds"].add(started - times.arrived)
-        self._not_started &= waiting
+            self._not_started.discard(request_id)
 
     def _note_tokens(self, times: _Times, now: float, count: int, gaps: Counter[float]) -> None:
         if times.first is None:

@@ -1,0 +1,59 @@
+"""EngineMetrics on what a scheduler says and steps give, without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from qrt.engine.output import RequestDelta
+from qrt.engine.request import FinishReason
+from qrt.serve.messages import Add
+from qrt.serve.metrics import EngineMetrics
+
+
+class Queue:
+    """A scheduler of so many requests, of which the first ones run."""
+
+    def __init__(self, count: int):
+        self.scheduler = SimpleNamespace(
+            waiting=[SimpleNamespace(id=str(i)) for i in range(count)], running=[]
+        )
+        self.metrics = EngineMetrics(self, None, "model")
+        for i in range(count):
+            self.metrics.added(Add(str(i), [5] * (i + 1), {}, arrived=10.0 + i))
+
+    def start(self, count: int):
+        self.scheduler.running += self.scheduler.waiting[:count]
+        del self.scheduler.waiting[:count]
+
+    def waits(self):
+        """Requests that have started, and how long they waited in all."""
+        histogram = self.metrics._histograms["request_queue_time_seconds"]
+        return sum(histogram.counts), histogram.sum
+
+
+def test_a_request_waits_until_its_first_step():
+    queue = Queue(5)
+    queue.metrics.step(20.0, [])
+    assert queue.waits() == (0, 0.0)
+    queue.start(2)
+    queue.metrics.step(21.0, [RequestDelta("0", (7,))])
+    assert queue.waits() == (2, 11.0 + 10.0)
+    queue.metrics.step(22.0, [RequestDelta("1", (7,), FinishReason.LENGTH)])
+    assert queue.waits() == (2, 21.0), "once"
+    queue.scheduler.waiting.pop(0)  # starts and ends in one step
+    queue.metrics.step(23.0, [RequestDelta("2", (7,), FinishReason.LENGTH)])
+    assert queue.waits() == (3, 21.0 + 11.0)
+    queue.metrics.ended("3", FinishReason.ABORT)
+    queue.metrics.step(24.0, [])
+    assert queue.waits() == (3, 32.0)
+
+
+@pytest.mark.parametrize("running", [0, 3])
+def test_a_step_costs_the_same_however_many_wait(count_lines, running):
+    counts = []
+    for waiting in (10, 2000):
+        queue = Queue(running + waiting)
+        queue.start(running)
+        queue.metrics.step(3000.0, [])
+        counts.append(count_lines(queue.metrics.step, 3001.0, [])[0])
+    assert counts[0] == counts[1]
