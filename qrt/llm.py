@@ -19,24 +19,12 @@ from qrt.engine.logprobs import Scores, concat
 from qrt.engine.output import RequestDelta
 from qrt.errors import ConfigError, QrtError
 from qrt.registry import nearest
+from qrt.serve.elsewhere import ELSEWHERE, is_so_anyway
 from qrt.serve.output import RequestCollector, RequestOutput
 from qrt.serve.prompt import Prompt, split_prompt
 from qrt.serve.tokenizer import Message, Tokenizer
 
 ALIASES = {"kv_cache_dtype": "kv", "async_scheduling": "overlap"}  # vLLM's names
-# Settings of vLLM's that are no fields of EngineConfig, with the value that asks for what is so anyway.
-ANYWAY: dict[str, Any] = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "trust_remote_code": False,
-    "quantization": None,
-    "tokenizer_mode": "auto",
-    "enable_chunked_prefill": True,
-    "swap_space": 0,
-    "cpu_offload_gb": 0,
-    "enable_lora": False,
-    "speculative_config": None,
-}
 
 
 class LLM:
@@ -251,11 +239,9 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     given: dict[str, Any] = {}
     for name, value in settings.items():
         field = ALIASES.get(name, name)
-        if name in ANYWAY and value == ANYWAY[name]:
+        if is_so_anyway(name, value):
             continue
         if field not in known:
-            from qrt.serve.elsewhere import ELSEWHERE
-
             remedy = ELSEWHERE.get(f"--{name.replace('_', '-')}")
             hint = f"; {remedy}" if remedy else nearest(name, [*known, *ALIASES])
             raise ConfigError(f"LLM: unknown setting {name!r}{hint}")

@@ -1,12 +1,14 @@
 """Flags and settings of the peers that have no equal here, and what to do instead."""
 
+from typing import Any
+
 _ELSEWHERE = {
     "--trust-remote-code": "qrt never runs a model's own code",
     "--load-way": "qrt reads safetensors only",
     "--quantization --quant-type --quant-cfg": "the weight scheme comes from the checkpoint; make one with "
     "qrt-calibrate",
-    "--tensor-parallel-size --tp -tp --nnodes --node-rank --master-addr --master-port --nccl-host "
-    "--nccl-port": "qrt runs on one GPU; run several servers behind a router",
+    "--tensor-parallel-size --tp -tp --pipeline-parallel-size -pp --nnodes --node-rank --master-addr "
+    "--master-port --nccl-host --nccl-port": "qrt runs on one GPU; run several servers behind a router",
     "--max-total-token-num --num-gpu-blocks-override": "give the pool in bytes with --kv-cache-memory-bytes",
     "--block-size": "KV memory is by the token, not by the block",
     "--kv-group-size --llm-kv-quant-group-size": "each KV format has its groups: one scale a half head",
@@ -34,3 +36,25 @@ _ELSEWHERE = {
     "--log-config-file": "lines go to stderr; see --log-level",
 }
 ELSEWHERE = {flag: remedy for flags, remedy in _ELSEWHERE.items() for flag in flags.split()}
+
+# Of those and of vLLM's other settings, the values that ask for what is so anyway.
+_ANYWAY: dict[str, Any] = {
+    "tensor_parallel_size": 1,
+    "tp": 1,
+    "pipeline_parallel_size": 1,
+    "pp": 1,
+    "trust_remote_code": False,
+    "quantization": None,
+    "tokenizer_mode": "auto",
+    "enable_chunked_prefill": True,
+    "swap_space": 0,
+    "cpu_offload_gb": 0,
+    "enable_lora": False,
+    "speculative_config": None,
+}
+
+
+def is_so_anyway(name: str, value: object) -> bool:
+    """Whether this value of a setting, or of the flag of that name, changes nothing here."""
+    name = name.lstrip("-").replace("-", "_")
+    return name in _ANYWAY and (value == _ANYWAY[name] or value == str(_ANYWAY[name]))

@@ -15,7 +15,7 @@ from qrt.config import ADMISSIONS, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, E
 from qrt.errors import ConfigError
 from qrt.quant.kv import KV_FORMATS
 from qrt.registry import nearest
-from qrt.serve.elsewhere import ELSEWHERE
+from qrt.serve.elsewhere import ELSEWHERE, is_so_anyway
 from qrt.serve.flags_file import file_words
 from qrt.serve.settings import ServerConfig
 from qrt.serve.tool_calls import FORMATS
@@ -53,10 +53,7 @@ def parser() -> ArgumentParser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags of `argv` and of the file it names; exits as argparse does."""
     top = parser()
-    for word in argv:
-        flag = word.partition("=")[0].replace("_", "-")
-        if flag in ELSEWHERE:
-            top.error(f"{flag}: {ELSEWHERE[flag]}")
+    argv = _without_peers(top, argv)
     arguments = top.parse_args(argv)
     if arguments.help is not None:
         _print_help(top, arguments.help)
@@ -70,6 +67,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             of_file.model = None  # by its other name
         arguments = top.parse_args(argv, of_file)
     return arguments
+
+
+def _without_peers(top: ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """The words without the flags of peers that ask for what is so anyway; other such flags are errors."""
+    left, words = [], iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        flag = name.replace("_", "-")
+        if flag in ELSEWHERE:
+            if not is_so_anyway(flag, value if equals else next(words, "")):
+                top.error(f"{flag}: {ELSEWHERE[flag]}")
+        else:
+            left.append(word)
+    return left
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:

@@ -10,7 +10,7 @@ import yaml
 from qrt.cli import ArgumentParser
 from qrt.errors import ConfigError
 from qrt.registry import nearest
-from qrt.serve.elsewhere import ELSEWHERE
+from qrt.serve.elsewhere import ELSEWHERE, is_so_anyway
 
 
 def file_words(top: ArgumentParser, path: Path) -> list[str]:
@@ -25,6 +25,8 @@ def file_words(top: ArgumentParser, path: Path) -> list[str]:
     words: list[str] = []
     for key, value in entries.items():
         flag = f"--{str(key).replace('_', '-')}"
+        if flag in ELSEWHERE and is_so_anyway(flag, value):
+            continue
         if flag in ELSEWHERE:
             raise ConfigError(f"{path}: {key}: {ELSEWHERE[flag]}")
         if flag not in known or flag in ("--config", "--help"):

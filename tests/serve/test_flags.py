@@ -86,7 +86,7 @@ def test_every_name_of_the_peers_is_a_flag_or_is_answered_by_name(name, capsys):
     if name.replace("_", "-") in parser()._option_string_actions:
         return
     with pytest.raises(SystemExit):
-        parse(["tiny", name, "1"])
+        parse(["tiny", name, "2"])
     error = capsys.readouterr().err
     assert name.replace("_", "-") in error and "unknown flag" not in error
 
@@ -148,6 +148,7 @@ def test_what_a_file_cannot_say(text, message, tmp_path, capsys):
         ("--trust_remote_code", "--trust-remote-code: qrt never runs a model's own code"),
         ("--tensor-parallel-size 2", "one GPU"),
         ("-tp 2", "one GPU"),
+        ("--tokenizer-mode", "fast tokenizers only"),
         ("--max-model-len 4x", "wanted a number such as 4096, 32k or 32K"),
         ('--allowed-origins ["*"', """--allowed-origins: got '["*"', wanted a JSON list such as ["*"]"""),
         ("--llm_kv_type fp8kv_sph", "wanted one of None, int8kv, int4kv"),
@@ -159,6 +160,14 @@ def test_wrong_flags_are_one_line(words, message, capsys):
         parse(["tiny", *words.split()])
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_flags_of_peers_that_ask_for_what_is_so_anyway(tmp_path):
+    words = "--tensor-parallel-size 1 -tp=1 --pipeline_parallel_size 1 --tokenizer-mode auto --swap-space=0"
+    assert configs("--port", "9000", *words.split()) == configs("--port", "9000")
+    file = tmp_path / "server.yaml"
+    file.write_text("port: 9000\ntensor_parallel_size: 1\ntrust-remote-code: false\nspeculative_config:\n")
+    assert configs("--config", str(file)) == configs("--port", "9000")
 
 
 def test_help_by_group(capsys):
