@@ -16,6 +16,7 @@ from typing import Any
 
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
+from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.llm import engine_config
 from qrt.serve.output import RequestCollector, RequestOutput
@@ -40,6 +41,7 @@ class AsyncLLM:
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
         """`settings` as LLM's."""
         config = engine_config(model, {"kv": kv, **settings})
+        preflight(config)
         self.tokenizer = Tokenizer(config.tokenizer or config.model)
         engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
         self.client = ThreadClient(Router(engine))

@@ -11,6 +11,7 @@ from qrt.assets import model_path
 from qrt.errors import CheckpointError
 
 CONFIG = "config.json"
+GGUF = "is GGUF, which qrt does not read; download the safetensors it was made from"
 
 
 def model_folder(name: str | Path) -> Path:
@@ -29,8 +30,19 @@ def model_folder(name: str | Path) -> Path:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a model's folder; CheckpointError without one."""
     if not is_file(folder / CONFIG):
-        raise CheckpointError(f"{folder}: no {CONFIG}; wanted a Hugging Face checkpoint folder")
+        raise CheckpointError(f"{folder}: no {CONFIG}; {_instead(folder)}")
     return read_json(folder / CONFIG)
+
+
+def _instead(folder: Path) -> str:
+    """What a folder without config.json is, and what to do."""
+    if is_file(folder / "adapter_config.json"):
+        return "an adapter, which is not run; merge it into its model (peft: merge_and_unload) and save that"
+    if gguf := next(iter(sorted(folder.glob("*.gguf"))), None):
+        return f"{gguf.name} {GGUF}"
+    if snapshot := next(iter(sorted(folder.glob("snapshots/*"))), None):
+        return f"a model's folder in the Hub's cache; give {snapshot}"
+    return "wanted a Hugging Face checkpoint folder"
 
 
 def read_json(path: Path) -> dict[str, Any]:

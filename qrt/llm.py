@@ -17,6 +17,7 @@ from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.logprobs import Scores, concat
 from qrt.engine.output import RequestDelta
+from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, QrtError
 from qrt.registry import nearest
 from qrt.serve.elsewhere import ELSEWHERE, is_so_anyway
@@ -42,6 +43,7 @@ class LLM:
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
         """`settings` are the fields of EngineConfig; an unknown one is a ConfigError."""
         config = engine_config(model, {"kv": kv, **settings})
+        preflight(config)
         self.tokenizer = Tokenizer(config.tokenizer or config.model)
         self.engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
         self._ids = count()

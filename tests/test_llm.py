@@ -251,7 +251,7 @@ def test_chat(llm, expected):
     assert ids_of(two) == [output.outputs[0].token_ids] * 2
 
 
-def test_refusals_leave_the_engine_clean(llm, folder, expected):
+def test_refusals_leave_the_engine_clean(llm, folder, expected, tmp_path):
     with pytest.raises(ConfigError, match="got 600 tokens, wanted at most 511"):
         llm.generate([PROMPTS[0], [5] * 600], GREEDY, use_tqdm=False)
     assert not llm.engine.has_work
@@ -301,6 +301,8 @@ def test_refusals_leave_the_engine_clean(llm, folder, expected):
         make(folder, kv="int5")
     with pytest.raises(CheckpointError, match="org/name: no such folder; .*hf download"):
         LLM("org/name")
+    with pytest.raises(CheckpointError, match="no config.json"):  # not that the tokenizer is missing
+        LLM(str(tmp_path))
     assert ids_of(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)) == expected[:1]
 
 

@@ -205,7 +205,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many kinds here, most of them several lines long
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0].partition(" from one of")[0]
         raise CheckpointError(f"{folder}: no usable tokenizer, which calibration needs ({reason})") from error
 
 

@@ -36,9 +36,9 @@ class Tokenizer:
         try:
             self.hf: Any = _load(folder)
         except Exception as error:  # the Rust side raises bare Exceptions for a damaged file
-            lines = str(error).strip().splitlines() or [""]
+            reason = str(error).strip().partition("\n")[0].partition(" from one of")[0]
             raise CheckpointError(
-                f"{path}: no usable tokenizer ({type(error).__name__}: {lines[0]}); wanted a tokenizer.json"
+                f"{path}: no usable tokenizer ({type(error).__name__}: {reason}); wanted a tokenizer.json"
             ) from error
         if not getattr(self.hf, "is_fast", False):
             raise UnsupportedError(

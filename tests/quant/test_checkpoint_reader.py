@@ -112,13 +112,29 @@ def test_folders_that_are_not_checkpoints(made, copy, tmp_path):
     refuse(plain, CheckpointError, r"no config\.json")
 
 
+@pytest.mark.parametrize(
+    "file, message",
+    [
+        ("adapter_config.json", r"no config\.json; an adapter, .* merge_and_unload"),
+        ("model-Q4_K_M.gguf", r"no config\.json; model-Q4_K_M\.gguf is GGUF.* safetensors it was made from"),
+        ("snapshots/0a1b/config.json", r"no config\.json; .*cache; give .*/snapshots/0a1b$"),
+    ],
+)
+def test_folders_that_are_something_else_are_told_what(file, message, tmp_path):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_bytes(b"")
+    refuse(tmp_path, CheckpointError, message)
+
+
 def test_folders_without_safetensors(copy):
     plain = copy("plain")
     (plain / "model.safetensors").rename(plain / "model-00001-of-00002.safetensors")
     refuse(plain, CheckpointError, r"neither model\.safetensors nor .*index\.json; download the index")
     (plain / "model-00001-of-00002.safetensors").rename(plain / "pytorch_model.bin")
     refuse(plain, CheckpointError, r"only pytorch_model\.bin.*convert with transformers.*save_pretrained")
-    (plain / "pytorch_model.bin").unlink()
+    (plain / "pytorch_model.bin").rename(plain / "model.gguf")
+    refuse(plain, CheckpointError, r"model\.gguf is GGUF, .* safetensors it was made from")
+    (plain / "model.gguf").unlink()
     refuse(plain, CheckpointError, "no weights; wanted model.safetensors")
 
 

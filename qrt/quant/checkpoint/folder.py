@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qrt.checks import expect
 from qrt.errors import CheckpointError
-from qrt.folder import is_file, read_json
+from qrt.folder import GGUF, is_file, read_json
 from qrt.quant.checkpoint.shard import Shard, open_shard
 from qrt.quant.spec import TensorSpec
 from qrt.registry import nearest
@@ -129,6 +129,8 @@ def _no_weights(folder: Path) -> CheckpointError:
         return CheckpointError(f"{folder}: {stray[0]} but neither {SINGLE} nor {INDEX}; download the index")
     if not other:
         return CheckpointError(f"{folder}: no weights; wanted {SINGLE}, or {INDEX} and its shards")
+    if other[0].endswith(".gguf"):
+        return CheckpointError(f"{folder}: {other[0]} {GGUF}")
     return CheckpointError(
         f"{folder}: only {other[0]}, no safetensors, and qrt opens nothing else; convert with transformers: "
         "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
