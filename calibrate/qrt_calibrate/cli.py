@@ -6,26 +6,29 @@ import logging
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qrt.cli import ArgumentParser, run_main
 from qrt.folder import model_folder, read_config
-from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
-from qrt.quant.weight.head import HEAD_BITS
-from qrt_calibrate.method import METHODS
-from qrt_calibrate.recipe import ROTATIONS, Recipe
-from qrt_calibrate.recipe_file import read_recipe, recipe_of, with_flags
+
+if TYPE_CHECKING:
+    from qrt_calibrate.recipe import Recipe
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    return run_main(lambda: _main(words))  # what needs torch is imported in there: Ctrl-C may come meanwhile
+
+
+def _main(words: list[str]) -> int:
     if words[:1] == ["convert"]:
         from qrt_calibrate import convert
 
         return convert.main(words[1:])
-    arguments = _parser().parse_args(words)
-    return run_main(lambda: _run(arguments))
+    _run(_parser().parse_args(words))
+    return 0
 
 
 def _parser() -> ArgumentParser:
@@ -64,6 +67,9 @@ def _parser() -> ArgumentParser:
 
 
 def _add_grid(parser: ArgumentParser) -> None:
+    from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+    from qrt.quant.weight.head import HEAD_BITS
+
     grid = parser.add_argument_group("format")
     grid.add_argument(
         "--bits", type=int, choices=WEIGHT_ONLY, help="4, 8: short for --scheme w4a16, w8a16 (default: 4)"
@@ -117,6 +123,9 @@ def _add_grid(parser: ArgumentParser) -> None:
 
 
 def _add_method(parser: ArgumentParser) -> None:
+    from qrt_calibrate.method import METHODS
+    from qrt_calibrate.recipe import ROTATIONS, Recipe
+
     method = parser.add_argument_group("method")
     method.add_argument(
         "--method",
@@ -155,6 +164,8 @@ def _add_method(parser: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> None:
+    from qrt_calibrate.recipe_file import read_recipe, recipe_of, with_flags
+
     entries = read_recipe(Path(arguments.recipe)) if arguments.recipe else {}
     given = {key: value for key, value in vars(arguments).items() if value is not None}
     for key in ("model", "out", "device", "recipe", "push_to_hub", "dry_run"):
