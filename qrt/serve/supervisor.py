@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -87,12 +88,13 @@ class Supervisor:
         spec = Spec(name, self._engine_config, self._server, self._socket, os.getpid(), listener, alive)
         # a progress bar is for eyes; and where a log's disk is full, it fails what it shows the progress of
         bars = {} if sys.stderr.isatty() else {"TQDM_DISABLE": "1"}
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module),
-            stdin=asyncio.subprocess.PIPE,
-            pass_fds=(alive,) if module == ENGINE else (alive, listener),
-            env={**os.environ, **bars},
-        )
+        with _sigint_blocked():
+            child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=(alive,) if module == ENGINE else (alive, listener),
+                env={**os.environ, **bars},
+            )
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(spec))
         with contextlib.suppress(ConnectionError):  # it has died; its exit code tells
@@ -187,6 +189,17 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()
                 await task
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """A terminal's Ctrl-C goes to the children too: one started in here inherits that it never comes, while
+    it imports already; here it comes afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def listen(server: ServerConfig) -> socket.socket:

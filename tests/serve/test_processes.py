@@ -222,6 +222,19 @@ def test_sigterm_drains_though_the_disk_of_the_log_is_full(tmp_path):
         server.stop()
 
 
+def test_ctrl_c_while_it_starts_is_no_traceback(tmp_path):
+    """A terminal sends it to all processes at once; the children import for seconds."""
+    server = Processes(tmp_path)
+    try:
+        server.wait(lambda: server.children("router") and server.children("httpserver"))
+        for pid in (*server.children("router"), *server.children("httpserver"), server.process.pid):
+            os.kill(pid, signal.SIGINT)
+        assert server.process.wait(PATIENCE) == 130
+        assert "Traceback" not in server.log.read_text()
+    finally:
+        server.stop()
+
+
 def test_what_a_server_says_when_it_starts(server):
     """What users look for: the model and its weights, the KV format, memory, the pool in tokens and requests,
     the routes, where to ask."""
