@@ -26,7 +26,8 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._header_bytes = 0
+        self._header_bytes = 0  # of a header, or behind the last byte of a body
+        self._header_end = b""  # its last bytes so far
         self._body_bytes = 0
         self._in_header = True
         self._refused = False
@@ -44,14 +45,21 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        """Counts the header before the parser keeps it."""
+        """Counts the header before the parser keeps it, and a chunk's extensions and trailers once they have
+        gone too far."""
         if self._refused:
             return
         if self._in_header:
+            seen = self._header_end + data
             self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES + _body_part(data):
-                self._refuse(431, f"the header is larger than {MAX_HEADER_BYTES} bytes")
-                return
+            too_large = self._header_bytes > MAX_HEADER_BYTES + _body_part(seen)
+            self._header_end = seen[-3:]
+        else:
+            too_large = self._header_bytes > MAX_HEADER_BYTES
+            self._header_bytes += len(data)
+        if too_large:
+            self._refuse(431, f"the header is larger than {MAX_HEADER_BYTES} bytes")
+            return
         super().data_received(data)
 
     def on_message_begin(self) -> None:
@@ -61,7 +69,10 @@ class Connection(HttpToolsProtocol):
             self._request_timer = self._timer(REQUEST_SECONDS)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Counts them, and believes Content-Length when it is too large."""
+        """Counts them, and believes Content-Length when it is too large. Trailers are left out: what has been
+        read of the header by then, such as the key, would change with them."""
+        if not self._in_header:
+            return
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refuse(431, f"more than {MAX_HEADERS} headers")
@@ -70,13 +81,14 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """From here the body counts; a refused request reaches no route."""
-        self._in_header = False
+        self._in_header, self._header_bytes = False, 0
         if not self._refused:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Counts a body whose length was not announced, too."""
         self._body_bytes += len(body)
+        self._header_bytes = 0
         if self._body_bytes > MAX_BODY_BYTES:
             self._refuse(413, f"the body has more than {MAX_BODY_BYTES} bytes")
         if not self._refused:
@@ -84,7 +96,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is there; answering it may take long."""
-        self._in_header, self._header_bytes, self._body_bytes = True, 0, 0
+        self._in_header, self._header_bytes, self._header_end, self._body_bytes = True, 0, b"", 0
         if self._request_timer is not None:
             self._request_timer.cancel()
             self._request_timer = None

@@ -47,6 +47,26 @@ def test_headers_are_capped(server):
     assert b" 431 " in raw(server, b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n").split(b"\r\n")[0]
 
 
+def test_what_follows_a_body_is_capped(server):
+    """Its trailers and the extensions of its chunks, as a header is; and they are no headers."""
+    chunked = POST.replace(b"Connection: close\r\n", b"Transfer-Encoding: chunked\r\n")
+    for begun in (b"0\r\nX: ", b"1;x="):
+        assert b" 431 " in raw(server, chunked + b"\r\n" + begun, *[b"a" * 2**18] * 16).split(b"\r\n")[0]
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    body = b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+    keyless = chunked.replace(b"Authorization", b"X-Ignored")
+    key = f"Authorization: Bearer {KEY}\r\n\r\n".encode()
+    closed = b"Connection: close\r\n\r\n"
+    assert b" 200 " in raw(server, chunked + closed + body + key).split(b"\r\n")[0]
+    assert b" 401 " in raw(server, keyless + closed + body + key).split(b"\r\n")[0]
+
+
+def test_a_header_may_end_in_two_parts(server):
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode() + b" " * 200_000
+    header = POST + f"Content-Length: {len(body)}\r\n\r".encode()
+    assert b" 200 " in raw(server, header, b"\n" + body, pause=0.2).split(b"\r\n")[0]
+
+
 def test_bodies_are_capped(server, client):
     assert "16777216" in refused(client.post("/v1/completions", content=b" " * (2**24 + 1)), 413)
     chunks = (b"x" * 2**20 for _ in range(17))
