@@ -21,12 +21,16 @@ _UNSEEN = sorted(set(range(256)).difference(_SEEN))
 BYTE_CHARACTERS = {chr(byte): byte for byte in _SEEN} | {chr(256 + i): byte for i, byte in enumerate(_UNSEEN)}
 
 
+LONG = 4096  # characters or tokens, from which on the Rust backend lets other threads run
+
+
 class Tokenizer:
     """The tokenizer of a checkpoint folder (or of the bundled "tiny").
 
     hf    the transformers tokenizer, for what is not offered here
 
-    Encoding and decoding go to its Rust backend, which many threads may use at once.
+    Encoding and decoding go to its Rust backend, which many threads may use at once. Only as a batch does it
+    let them: `encode` and `decode` of the backend's own hold Python's lock, for seconds on a long text.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -82,15 +86,21 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with BOS where the tokenizer puts one; ConfigError for what is no Unicode."""
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            if len(text) < LONG:
+                return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            (long,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(long.ids)
         except TypeError as error:
             raise ConfigError(f"prompt: got {text[:50]!r}, wanted text without lone surrogates") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids` as the model wrote it: spaces are not cleaned up, bytes that are not UTF-8
         become U+FFFD, ids outside the vocabulary nothing. ConfigError for what cannot be a token id."""
+        ids = list(token_ids)
         try:
-            return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+            if len(ids) < LONG:
+                return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+            return str(self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
         except (OverflowError, TypeError) as error:
             raise ConfigError(f"token ids: wanted integers of 0 or more below 2^32 ({error})") from error
 

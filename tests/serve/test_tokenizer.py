@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,21 @@ def test_encodes_and_decodes_as_transformers(folder):
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
     assert ours.eos_token_ids == (1,)
+
+
+def test_long_texts_leave_other_threads_their_turns(folder):
+    """An event loop among them, in which all streams would stand still; and they are the same ids and text
+    as ever."""
+    tokenizer, text = Tokenizer(folder), "the quick brown fox " * 30_000
+    ids, turns = [], 0
+    work = threading.Thread(target=lambda: ids.append(tokenizer.encode(text)))
+    work.start()
+    while work.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    backend = tokenizer.hf.backend_tokenizer
+    assert turns > 20 and ids == [backend.encode(text).ids]
+    assert tokenizer.decode(ids[0]) == backend.decode(ids[0])
 
 
 @pytest.mark.parametrize("named", ["LlamaTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", "OwnTokenizer"])
