@@ -216,6 +216,7 @@ def test_layers_in_a_graph_give_the_same_bits_every_time(device, tokens):
 
 def test_what_fits(device, monkeypatch):
     monkeypatch.setattr(package, "is_hopper", lambda device: True)
+    monkeypatch.setattr(package, "multiprocessors", lambda device: 2)
     weights = four(SIZES["odd"], 4, False, device)
     x, residual, prepared, _ = operands(SIZES["odd"], weights, "w4a16", device)
     none = [None] * 4
@@ -249,6 +250,9 @@ def test_what_fits(device, monkeypatch):
         weights, scheme = four(sizes, bits, False, device), f"w{bits}a16"
         few, stream, tensors, _ = operands(sizes, weights, scheme, device, tokens=tokens)
         assert fits(few.shape[1], stream, tensors, none, scheme) == want, (bits, tokens, sizes)
+    monkeypatch.setattr(package, "multiprocessors", lambda device: 1)  # 73 units of down's inputs
+    assert not fits(x.shape[1], residual, prepared, none, "w4a16")
+    monkeypatch.setattr(package, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(package, "is_hopper", lambda device: False)
     assert not fits(x.shape[1], residual, prepared, none, "w4a16")
 
@@ -279,7 +283,7 @@ def test_operator():
 
 CODE = """
 import torch
-from qrt.kernels.chain import kernel, one_token_kernel
+from qrt.kernels.chain import MOST_INPUTS, MOST_UNITS, UNIT, kernel, one_token_kernel
 from qrt.kernels.linear import digits_kernel
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight
@@ -297,6 +301,13 @@ for bits, symmetric in ((4, False), (4, True), (8, True)):
         x, residual = torch.empty(tokens, 256, dtype=BF16), norm.repeat(tokens, 1)
         for qkv in weights[3], []:
             kernel.chain([x], residual, *weights[:3], qkv, None, norm, norm, 1e-5, scheme)
+one_token_kernel.multiprocessors = lambda device: MOST_INPUTS // UNIT // MOST_UNITS
+weights = []  # what takes most shared memory
+for n, k in ((128, 256), (2 * MOST_INPUTS, 128), (128, MOST_INPUTS), (256, 128)):
+    weight = random_weight(n, k, 4, 128, symmetric=False, dtype=BF16)
+    weights.append(WEIGHT_SCHEMES["w4a16"].prepare(weight, CPU, BF16))
+x, norm = torch.empty(1, 256, dtype=BF16), torch.empty(128, dtype=BF16)
+kernel.chain([x], norm[None], *weights, None, norm, norm, 1e-5, "w4a16")
 """
 
 
@@ -304,4 +315,4 @@ for bits, symmetric in ((4, False), (4, True), (8, True)):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_kernel_compiles():
     products = 3 * 2 * 3  # of weights; 8 or 16 tokens; plain, shares, gated
-    assert compiled(CODE) == {"_one_token": 6, "_make_digits": 2, "_digits_product": products, "_rmsnorm": 3}
+    assert compiled(CODE) == {"_one_token": 7, "_make_digits": 2, "_digits_product": products, "_rmsnorm": 3}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from qrt.kernels.chain import ref
-from qrt.kernels.gpu import is_hopper
+from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.op import define
 from qrt.quant.digits import GROUP, MOST_TOKENS
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -32,6 +32,7 @@ from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
 
 MOST_INPUTS = 1 << 15  # of a product of one token: its input lies in shared memory
 UNIT = 16  # rows of a product that one program multiplies at a time for one token
+MOST_UNITS = 64  # of a product that one program has: their sums lie there too
 
 
 def fits(
@@ -43,7 +44,8 @@ def fits(
 ) -> bool:
     """Whether the kernels take these products, those of o, which reads `attended` inputs, gate_up and down
     first: bf16 on a Hopper GPU, weight-only integers with 16-bit scales of 128 inputs or more, not reordered,
-    none biased but qkv; more tokens than one with whole groups of 128 inputs only."""
+    none biased but qkv; more tokens than one with whole groups of 128 inputs only, one where a program's
+    inputs and sums have room."""
     kind, tokens = WEIGHT_SCHEMES[scheme], residual.shape[0]
     if not 1 <= tokens <= MOST_TOKENS or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):
         return False
@@ -57,7 +59,9 @@ def fits(
         whole = all(inputs % GROUP == 0 for inputs in (attended, residual.shape[1], halves // 2))
         return whole and all(w.out_features % TILE_ROWS == 0 for w in tiled)
     inputs = max(w.packed.shape[1] * (16 // kind.bits) * w.packed.shape[3] for w in tiled)
-    return halves % (2 * UNIT) == 0 and inputs <= MOST_INPUTS  # gate and up of a unit each
+    rows = max(halves // 2, *(w.out_features for i, w in enumerate(tiled) if i != 1))
+    room = inputs <= MOST_INPUTS and rows <= MOST_UNITS * UNIT * multiprocessors(residual.device)
+    return halves % (2 * UNIT) == 0 and room  # gate and up of a unit each
 
 
 def _takes(weight: TiledWeight, first: TiledWeight) -> bool:
