@@ -26,7 +26,9 @@ from qrt.serve.detokenizer import overlap
 
 # what may stand at the end of JSON that is not all there yet: nothing, a word's start, half a number
 UNFINISHED = re.compile(r"|t(ru?)?|f(a(ls?)?)?|n(ul?)?|-|\.|[eE][+-]?")
+LONGEST_ESCAPE = len(r"\u0000")
 MAX_CALL_CHARS = 2**20  # what is longer is text
+OUTLINE = re.compile(r"\\|\"+|'+|[\[\](){}#\n]")
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,73 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
+class Outline:
+    """The strings and brackets of a call that comes in pieces, each of which is read once.
+
+    end   where the outermost bracket was closed last; None before
+    """
+
+    def __init__(self, python: bool = False) -> None:
+        """Of JSON, or of Python, which has more kinds of strings, and comments."""
+        self._python = python
+        self._seen = 0
+        self._depth = 0
+        self._inside = ""  # what ends the string, or comment, that has begun
+        self._escaped = -1  # the place behind a backslash
+        self.end: int | None = None
+
+    def feed(self, text: str) -> bool:
+        """Whether `text`, the call so far, closes its outermost bracket behind what was read before."""
+        for found in OUTLINE.finditer(text, self._seen):
+            mark, at = found[0], found.start()
+            if mark[0] in "\"'" and found.end() == len(text):  # the next piece may have more of them
+                self._seen = at
+                return False
+            if mark[0] in "\"'":
+                self._quotes(mark[0], len(mark) - (at == self._escaped))
+            elif self._inside:
+                if at == self._escaped:
+                    pass
+                elif mark == "\\":
+                    self._escaped = at + 1
+                elif mark == self._inside:
+                    self._inside = ""
+            elif mark == "#" and self._python:
+                self._inside = "\n"
+            elif mark in "([{":
+                self._depth += 1
+            elif mark in ")]}":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self._seen = self.end = found.end()
+                    return True
+        self._seen = len(text)
+        return False
+
+    def _quotes(self, quote: str, count: int) -> None:
+        """So many in a row; a string ends with as many as it begins with, one or Python's three."""
+        while count and (self._python or quote == '"') and self._inside[:1] in ("", quote):
+            wanted = len(self._inside) or (3 if self._python and count >= 3 else 1)
+            if count < wanted:
+                return
+            self._inside = "" if self._inside else quote * wanted
+            count -= wanted
+
+
 class ToolFormat(ABC):
     """One notation.
 
     marker    what begins a call anywhere in the text
     opening   what begins a call at the start of the text, as a regular expression that also matches a
               beginning of itself
+    closing   what ends a call, where that is no bracket
+    python    whether it is Python's notation, not JSON
     """
 
     marker: str | None = None
     opening: re.Pattern[str] | None = None
+    closing: str | None = None
+    python: bool = False
 
     @abstractmethod
     def take(self, text: str) -> tuple[list[ToolCall], int] | None:
@@ -59,13 +118,14 @@ class Hermes(ToolFormat):
     """JSON between tags."""
 
     marker = "<tool_call>"
+    closing = "</tool_call>"
 
     def take(self, text: str) -> tuple[list[ToolCall], int] | None:
         """See ToolFormat."""
-        end = text.find("</tool_call>")
+        end = text.find(self.closing)
         if end < 0:
             return None
-        return [_call(json.loads(text[:end]))], end + len("</tool_call>")
+        return [_call(json.loads(text[:end]))], end + len(self.closing)
 
 
 class Llama3Json(ToolFormat):
@@ -111,18 +171,21 @@ class Pythonic(ToolFormat):
     """A list of calls in Python's notation."""
 
     opening = re.compile(r"\[(\s*[A-Za-z_][\w.]*(\(.*)?)?$", re.DOTALL)
+    python = True
 
     def take(self, text: str) -> tuple[list[ToolCall], int] | None:
         """See ToolFormat."""
-        for bracket in re.finditer(r"\)\s*\]", text):
-            try:
-                tree = ast.parse(text[: bracket.end()], mode="eval").body
-            except (SyntaxError, MemoryError, RecursionError):
-                continue
-            if not isinstance(tree, ast.List):
-                raise ValueError("no list")
-            return [self._call(node) for node in tree.elts], bracket.end()
-        return None
+        outline = Outline(python=True)
+        outline.feed(text)
+        if outline.end is None:
+            return None
+        try:
+            tree = ast.parse(text[: outline.end], mode="eval").body
+        except (SyntaxError, MemoryError) as error:
+            raise ValueError("no Python") from error
+        if not isinstance(tree, ast.List):
+            raise ValueError("no list")
+        return [self._call(node) for node in tree.elts], outline.end
 
     @staticmethod
     def _call(node: ast.expr) -> ToolCall:
@@ -170,6 +233,8 @@ class ToolCallStream:
         self._names = names
         self._held = ""  # may become a marker or an opening
         self._call: str | None = None  # behind one
+        self._outline = Outline()  # of the call
+        self._seen = self._taken = 0  # how long the call was when it was last looked at, and last parsed
         self._begun = ""  # what it was
         self._at_start = True
         self.num_calls = 0
@@ -183,8 +248,11 @@ class ToolCallStream:
                 shown += self._look(text)
                 if self._call is None:
                     return shown, calls
+                self._outline, self._seen, self._taken = Outline(self._format.python), 0, 0
             else:
                 self._call += text
+            if not self._is_due(self._call):
+                return shown, calls
             taken = self._take()
             if taken is None:
                 return shown, calls
@@ -211,7 +279,7 @@ class ToolCallStream:
         opening, marker = self._format.opening, self._format.marker
         if self._at_start and opening and (start := len(text) - len(text.lstrip())) < len(text):
             if found := opening.match(text, start):
-                if found.lastindex:  # more than its first character
+                if found.end() > start + 1:  # more than its first character
                     self._begun, self._call = text[:start], text[start:]
                     return ""
                 self._held = text
@@ -228,6 +296,21 @@ class ToolCallStream:
             self._at_start = False
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
+
+    def _is_due(self, call: str) -> bool:
+        """Whether to parse the call so far: at first, where it may have ended, and to see whether it is one
+        each time it has doubled; a long one is not parsed with every piece."""
+        if not self._taken:
+            ended = True
+        elif (closing := self._format.closing) is not None:
+            ended = call.find(closing, max(0, self._seen - len(closing))) >= 0
+        else:
+            ended = self._outline.feed(call)
+        self._seen = len(call)
+        if not ended and self._seen < 2 * self._taken and self._seen <= MAX_CALL_CHARS:
+            return False
+        self._taken = self._seen
+        return True
 
     def _take(self) -> tuple[list[ToolCall], str] | None:
         """Calls and the text behind them; no calls when it is text after all; None while it is open."""
@@ -255,7 +338,8 @@ def _json_at(text: str, start: int) -> tuple[Any, int] | None:
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except json.JSONDecodeError as error:
-        cut_short = error.msg.startswith(("Unterminated", "Invalid \\"))
+        half = error.msg.startswith("Invalid \\u") and len(text) - error.pos < LONGEST_ESCAPE
+        cut_short = half or error.msg.startswith("Unterminated")
         if cut_short or UNFINISHED.fullmatch(text[error.pos :].rstrip()):
             return None
         raise
@@ -270,5 +354,7 @@ def _call(value: dict[str, Any]) -> ToolCall:
 def _named(name: object, arguments: object) -> ToolCall:
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    given = isinstance(arguments, str)
+    text = str(arguments) if given else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    f"{name}{text}".encode()  # no lone surrogates, which no reply can hold
     return ToolCall(name, text)

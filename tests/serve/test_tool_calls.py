@@ -1,5 +1,6 @@
 """Tool calls: every notation, whole and in pieces; through the server with the openai client."""
 
+import ast
 import json
 import random
 
@@ -42,6 +43,13 @@ CASES = [
     ("mistral", "[TOOL_CALLS] nothing { of the kind", "[TOOL_CALLS] nothing { of the kind", 0),
     ("mistral", f"[TOOL_CALLS][{CALL}, {OTHER}]", f"[TOOL_CALLS][{CALL}, {OTHER}]", 0),
     ("pythonic", '[get_weather(city="Köln", days=2), get_weather(city="Köln", days=2)]', "", 2),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"days": NaN}}', None, 0),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"city": "\\ud800"}}', None, 0),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"city": "\\q"}} {"a": 1}', None, 0),
+    ("pythonic", "[get_weather(days=1e999)]", None, 0),
+    ("pythonic", "[get_weather(days=1)])])]", ")])]", 1),
+    ("pythonic", '[get_weather(city="""a"b])""", days=[1, ")]"]), get_weather(city=\'"]\\\'\')] x', "x", 2),
+    ("pythonic", "[get_weather(days=1),  # don't )]\n get_weather(city=''   \"\\\\\")]", "", 2),
     ("pythonic", "[1, 2, 3] is a list", "[1, 2, 3] is a list", 0),
     ("pythonic", "[Alice(age=30)]", "[Alice(age=30)]", 0),
     ("pythonic", "[open('/etc/passwd').read()]", "[open('/etc/passwd').read()]", 0),
@@ -50,11 +58,14 @@ CASES = [
 
 @pytest.mark.parametrize("name, text, shown, count", CASES)
 def test_whole_and_in_pieces(name, text, shown, count):
+    """Where nothing is said of what is shown, it is all of the text."""
     names = {"get_weather"}
     whole, calls = parse(FORMATS[name], names, text)
-    assert whole.strip() == shown.strip() and len(calls) == count
+    assert whole.strip() == (text if shown is None else shown).strip() and len(calls) == count
     for call in calls:
-        assert call.name == "get_weather" and json.loads(call.arguments) == ARGUMENTS
+        assert call.name == "get_weather"
+        if "K\u00f6ln" in text:
+            assert json.loads(call.arguments) == ARGUMENTS
     for seed in range(30):
         rng, stream = random.Random(seed), ToolCallStream(FORMATS[name], names)
         pieces, found, rest = "", [], text
@@ -93,6 +104,50 @@ def test_arguments_of_every_kind_one_character_at_a_time():
         assert not shown.strip()
         calls += new
     assert [json.loads(call.arguments) for call in calls] == [arguments]
+
+
+@pytest.mark.parametrize(
+    "name, begun, more, end",
+    [
+        ("pythonic", '[f(x="', ")]", '")]'),
+        ("pythonic", "[f(x=[", "(1)],[", "])]"),
+        ("pythonic", "[f(x=1)]", ")]", ""),
+        ("llama3_json", '{"name": "f", "parameters": {"x": [', "[{}], ", "0]}}"),
+        ("llama3_json", '{"name": "\\q"', "}{", ""),
+        ("llama3_json", "", "<|python_tag|>{1}", ""),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": ["', "]}", '"]}'),
+        ("mistral", "", "[TOOL_CALLS]{", ""),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "', "</tool", '"}}</tool_call>'),
+    ],
+)
+def test_a_long_call_is_not_parsed_with_every_piece(name, begun, more, end, monkeypatch):
+    """Characters that the parsers read, against those that there are."""
+    parsed, decode, parse_python = [], json.JSONDecoder.raw_decode, ast.parse
+
+    def counted_decode(decoder, text, start=0):
+        value, end = len(text), None
+        try:
+            value, end = decode(decoder, text, start)
+        except json.JSONDecodeError as error:
+            parsed.append(min(len(text), error.pos) - start)
+            raise
+        parsed.append(end - start)
+        return value, end
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counted_decode)
+    monkeypatch.setattr(
+        ast,
+        "parse",
+        lambda text, *more, **named: parsed.append(len(text)) or parse_python(text, *more, **named),
+    )
+    text = begun + more * (8000 // len(more)) + end
+    parse(FORMATS[name], {"f"}, text)
+    assert sum(parsed) <= 2 * len(text)
+    parsed.clear()
+    stream = ToolCallStream(FORMATS[name], {"f"})
+    for start in range(0, len(text), 3):
+        stream.feed(text[start : start + 3])
+    assert sum(parsed) <= 4 * len(text)
 
 
 def test_the_notation_comes_from_the_template():
