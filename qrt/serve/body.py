@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 Limit = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Count
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # as long as a body: one error is enough of it
-TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKENS_LISTED)]
+TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKENS_LISTED, fail_fast=True)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 

@@ -53,7 +53,7 @@ class Parameters(Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     allowed_token_ids: TokenList | None = None
-    invalid_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BAD_WORDS)] = []
+    invalid_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] = []
     logit_bias: LogitBias = {}
     exponential_decay_length_penalty: (
         Annotated[tuple[Count, Annotated[float, Field(ge=1, le=100)]], Field(strict=False)] | None
@@ -64,7 +64,7 @@ class Parameters(Body):
     add_special_tokens: bool = True
     max_new_tokens: Limit = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: Count | None = None
-    stop_sequences: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(
+    stop_sequences: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = Field(
         None, validation_alias=AliasChoices("stop_sequences", "stop")
     )
     return_details: bool = Field(False, validation_alias=AliasChoices("return_details", "details"))

@@ -50,14 +50,14 @@ class Sampling(Body):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: TokenList | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenList | None = None
-    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     min_tokens: Count = 0
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -99,8 +99,11 @@ class CompletionRequest(Sampling):
     prompt: (
         str
         | Annotated[Tokens, Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Annotated[Tokens, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[
+            list[Annotated[Tokens, Field(min_length=1)]],
+            Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+        ]
     )
     max_tokens: Count | None = 16
     logprobs: Count | None = None
@@ -159,7 +162,7 @@ class ChatMessage(BaseModel):
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """For `ChatTemplate.render`."""
@@ -197,9 +200,9 @@ class Tool(BaseModel):
 class Conversation(Body):
     """What is rendered by the chat template; /tokenize takes it too."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False

@@ -14,7 +14,7 @@ from servers import KEY, ThreadServer, bearer, refused
 
 from qrt.assets import model_path
 from qrt.serve.lightllm import GenerateRequest, Parameters
-from qrt.serve.openai import Detokenize
+from qrt.serve.openai import Detokenize, TokenizeChat
 from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest
 
 pytestmark = pytest.mark.model
@@ -373,6 +373,24 @@ def test_a_wrong_field_is_told_by_the_alternative_that_was_meant(client, route, 
             ChatCompletionRequest,
             lambda many: {"messages": [{"role": "user", "content": many}]},
             "messages.0.content.0: Input should be",
+        ),
+        (
+            "/v1/chat/completions",
+            ChatCompletionRequest,
+            lambda many: {"messages": [{"role": "a", "tool_calls": [{}] * 128}] * (len(many) // 50)},
+            "messages.0.tool_calls.0.function: Field required",
+        ),
+        (
+            "/tokenize",
+            TokenizeChat,
+            lambda many: {"messages": [{}] * 4096, "tools": [{}] * 128},
+            "messages.0.role: Field required",
+        ),
+        (
+            "/v1/completions",
+            CompletionRequest,
+            lambda many: {"prompt": [many[:1]] * 1024},
+            "prompt.0.0: Input should be a valid integer",
         ),
         (
             "/detokenize",
