@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from qrt.serve.protocol import (
     Conversation,
     Sampling,
 )
-from qrt.serve.replies import ChatReply, CompletionReply, Reply
+from qrt.serve.replies import ChatReply, CompletionReply, Reply, encode
 from qrt.serve.service import Service, new_id
 from qrt.serve.strict_json import StrictJsonRoute
 
@@ -70,8 +71,8 @@ def openai_routes(service: Service) -> APIRouter:
     async def responses() -> None:
         raise UnsupportedError("responses: not run by this server; send the messages to /v1/chat/completions")
 
-    @routes.post("/tokenize", responses=errors())
-    async def tokenize(body: TokenizeChat | TokenizeText) -> dict[str, Any]:
+    @routes.post("/tokenize", response_model=dict[str, Any], responses=errors())
+    async def tokenize(body: TokenizeChat | TokenizeText) -> Response:
         service.check_running()
         service.check_model(body.model)
         if isinstance(body, TokenizeChat):
@@ -80,16 +81,23 @@ def openai_routes(service: Service) -> APIRouter:
         else:
             text = body.text
         ids = await service.encode(text, body.add_special_tokens)
-        reply = {"count": len(ids), "max_model_len": service.client.info.max_model_len, "tokens": ids}
-        strings = [service.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None
-        return {**reply, "token_strs": strings}
 
-    @routes.post("/detokenize", responses=errors())
-    async def detokenize(body: Detokenize) -> dict[str, Any]:
+        def reply() -> bytes:
+            strings = [service.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None
+            head = {"count": len(ids), "max_model_len": service.client.info.max_model_len}
+            return encode({**head, "tokens": ids, "token_strs": strings})
+
+        return Response(await service.off_loop(len(ids), reply), media_type="application/json")
+
+    @routes.post("/detokenize", response_model=dict[str, Any], responses=errors())
+    async def detokenize(body: Detokenize) -> Response:
         service.check_running()
         service.check_model(body.model)
-        text = await service.off_loop(len(body.tokens), lambda: service.tokenizer.decode(body.tokens, False))
-        return {"prompt": text}
+
+        def reply() -> bytes:
+            return encode({"prompt": service.tokenizer.decode(body.tokens, False)})
+
+        return Response(await service.off_loop(len(body.tokens), reply), media_type="application/json")
 
     @routes.get("/tokenizer_info", responses=errors())
     async def tokenizer_info() -> dict[str, Any]:
@@ -178,11 +186,14 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
         params = replace(params, prompt_logprobs=body.logprobs)
     collectors = []
     for prompt in body.prompts():
+        await asyncio.sleep(0)  # others have their turns, though there be a thousand
         if isinstance(prompt, str):
             text, ids = prompt, await service.encode(prompt, body.add_special_tokens)
         else:
-            text, ids = service.tokenizer.decode(prompt, False) if body.echo else "", prompt
+            text, ids = "", prompt
         _check_length(service, len(ids), body.max_tokens)
+        if body.echo and prompt is ids:
+            text = service.tokenizer.decode(ids, False)
         collectors.append(service.collector(text, ids, params, generate=generate, **body.engine_options()))
     return collectors
 

@@ -191,6 +191,35 @@ def test_a_reply_of_many_log_probabilities_is_not_written_in_the_event_loop(serv
     assert inside == [False, False, True], "a thread takes its time, too"
 
 
+def test_tokens_without_end_do_not_stop_the_event_loop(server, client, monkeypatch):
+    """Their texts are looked up in a thread; a prompt that is too long is not decoded for its echo; and
+    between two prompts of a body others have their turn."""
+    tokenizer, inside, decoded, turns = server.service.tokenizer, [], [], []
+    token_text, decode, encode = tokenizer.token_text, tokenizer.decode, tokenizer.encode
+    here = threading.current_thread
+    monkeypatch.setattr(tokenizer, "token_text", lambda id: inside.append(here()) or token_text(id))
+    body = {"prompt": "a b " * 5000, "return_token_strs": True}
+    strings = client.post("/tokenize", json=body).json()["token_strs"]
+    assert strings[1:3] == ["a", " b"] and len(strings) == len(inside) > 9000 and server.thread not in inside
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda ids, *more: decoded.append(len(ids)) or decode(ids, *more)
+    )
+    assert "5000 tokens" in refused(client.post("/v1/completions", json={"prompt": [5] * 5000, "echo": True}))
+    assert not decoded
+
+    async def count_turns():
+        while True:
+            turns.append(None)
+            await asyncio.sleep(0)
+
+    seen = []
+    monkeypatch.setattr(tokenizer, "encode", lambda *text: seen.append(len(turns)) or encode(*text))
+    counting = asyncio.run_coroutine_threadsafe(count_turns(), server.service.client._loop)
+    assert client.post("/v1/completions", json={"prompt": ["x"] * 8, "max_tokens": 1}).status_code == 200
+    counting.cancel()
+    assert len(set(seen)) == len(seen) == 8
+
+
 @pytest.mark.parametrize(
     "field",
     [
