@@ -143,6 +143,13 @@ class RequestCollector:
         return sum(len(completion.token_ids) for completion in self._completions)
 
     @property
+    def num_listed(self) -> int:
+        """Token ids that its requests list, each its own."""
+        params = self.params
+        lists = params.logit_bias, params.allowed_token_ids or (), params.stop_token_ids, *self._bad_words
+        return len(self._indices) * sum(map(len, lists))
+
+    @property
     def num_scores(self) -> int:
         """Log-probabilities in its reply: those of the prompt, which each completion repeats, and of the
         output so far."""

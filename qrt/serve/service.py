@@ -17,7 +17,7 @@ from qrt.config import SamplingParams
 from qrt.errors import ConfigError
 from qrt.serve.engine_client import EngineClient, RequestStream
 from qrt.serve.output import RequestCollector, encode_bad_words
-from qrt.serve.settings import MAX_SCORES, ServerConfig
+from qrt.serve.settings import MAX_LISTED, MAX_SCORES, ServerConfig
 from qrt.serve.tokenizer import Tokenizer
 from qrt.serve.tool_calls import ToolFormat, tool_format
 
@@ -113,7 +113,8 @@ class Service:
         self, collectors: Sequence[RequestCollector], arrived: float, request: Request
     ) -> RequestStream:
         """See EngineClient; refuses more requests or tokens at once than may wait, and prompts' log-
-        probabilities beyond MAX_SCORES."""
+        probabilities beyond MAX_SCORES, and lists of token ids, of which each request has its own, beyond
+        MAX_LISTED."""
         info, count = self.client.info, sum(len(c.engine_ids) for c in collectors)
         tokens = sum(len(c.engine_ids) * len(c.prompt_ids) for c in collectors)
         for what, got, most in (
@@ -125,6 +126,10 @@ class Service:
         if (scores := sum(c.num_scores for c in collectors)) > MAX_SCORES:
             raise ConfigError(
                 f"prompts x n: got {scores} log-probabilities of prompts in one, wanted at most {MAX_SCORES}"
+            )
+        if count > 1 and (listed := sum(c.num_listed for c in collectors)) > MAX_LISTED:
+            raise ConfigError(
+                f"prompts x n: got {listed} token ids in the lists of one, wanted at most {MAX_LISTED}"
             )
         if self.config.enable_log_requests:
             name = request.state.request_name

@@ -18,6 +18,7 @@ MAX_JSON_DEPTH = 64
 MAX_PROMPTS = 1024
 MAX_N = 128
 MAX_SCORES = 2**22  # log-probabilities of prompts in one reply, each some 250 bytes until it is written
+MAX_LISTED = 2**18  # token ids that logit_bias and its like list, in all requests of one body together
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096

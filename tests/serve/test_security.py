@@ -176,6 +176,17 @@ def test_log_probabilities_of_prompts_are_capped(client, untouched, monkeypatch,
     assert "prompts x n: got 8400 log-probabilities" in refused(client.post("/v1/completions", json=body))
 
 
+@pytest.mark.parametrize(
+    "field", [{"logit_bias": {"5": 1, "6": 1}}, {"allowed_token_ids": [5, 6]}, {"stop_token_ids": [5, 6]}]
+)
+def test_lists_of_token_ids_are_capped_together(client, untouched, monkeypatch, field):
+    """Each request has its own, to be checked twice: 40 KB would be millions, and seconds of engine and
+    server."""
+    monkeypatch.setattr(service, "MAX_LISTED", 15)
+    body = {"prompt": [[5], [6]], "max_tokens": 1, "n": 4, **field}
+    assert "prompts x n: got 16 token ids in the lists" in refused(client.post("/v1/completions", json=body))
+
+
 def test_a_reply_of_many_log_probabilities_is_not_written_in_the_event_loop(server, client, monkeypatch):
     """It would stand still for seconds."""
     real, inside = CompletionReply.body, []
