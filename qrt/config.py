@@ -137,6 +137,10 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), 1)
         for size in self.cudagraph_capture_sizes or ():
             _at_least("cudagraph_capture_sizes", size, 1)
+        for name in ("enable_prefix_caching", "attend_cache", "enforce_eager"):
+            _yes_or_no(name, getattr(self, name))
+        if self.overlap is not None:
+            _yes_or_no("overlap", self.overlap)
         share = self.gpu_memory_utilization
         if not _is_number(share) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization: got {share!r}, wanted above 0 and at most 1")
@@ -213,6 +217,8 @@ class SamplingParams:
         self._check_numbers()
         self._check_counts()
         self._check_lists()
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _yes_or_no(name, getattr(self, name))
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
 
@@ -327,6 +333,12 @@ def _at_most(name: str, value: int, high: int) -> None:
 def _between(name: str, value: object, low: float, high: float) -> None:
     if not _is_number(value) or not low <= value <= high:
         raise ConfigError(f"{name}: got {value!r}, wanted {low} to {high}")
+
+
+def _yes_or_no(name: str, value: object) -> None:
+    """A text, such as "false", is neither."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ConfigError(f"{name}: got {value!r}, wanted True or False")
 
 
 def _listed(name: str, value: object) -> tuple[Any, ...]:

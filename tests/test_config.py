@@ -26,6 +26,9 @@ BAD_SAMPLING = {
     "exponential_decay_length_penalty": [5, (1,), (1, 1e39)],
     "logprobs": [-1, 21, 1.5],
     "prompt_logprobs": [-1, 21, "all"],
+    "ignore_eos": ["false", None, 2],
+    "skip_special_tokens": ["false"],
+    "include_stop_str_in_output": ["no"],
 }
 BAD_ENGINE = {
     "dtype": ["int8", "fp16"],
@@ -37,6 +40,9 @@ BAD_ENGINE = {
     "kv_skip_layers": [5, [-1], ["a"]],
     "seed": ["x", None],
     "kv_cache_memory_bytes": [0],
+    "enable_prefix_caching": ["false", None],
+    "enforce_eager": ["no"],
+    "overlap": ["auto"],
 }
 
 
@@ -67,9 +73,10 @@ def test_the_edges_are_allowed():
 def test_numbers_of_numpy_and_torch_are_numbers():
     given = SamplingParams(
         temperature=np.float32(0.5), seed=np.int64(7), stop_token_ids=np.array([3, 4]), top_k=torch.tensor(5),
-        allowed_token_ids=[np.int64(8), torch.tensor(9)],
+        allowed_token_ids=[np.int64(8), torch.tensor(9)], ignore_eos=np.bool_(True),
     )  # fmt: skip
-    wanted = SamplingParams(temperature=0.5, seed=7, stop_token_ids=[3, 4], top_k=5, allowed_token_ids=[8, 9])
+    wanted = SamplingParams(temperature=0.5, seed=7, stop_token_ids=[3, 4], top_k=5, allowed_token_ids=[8, 9],
+                            ignore_eos=True)  # fmt: skip
     assert given == wanted and repr(given) == repr(wanted)
     with pytest.raises(ConfigError, match=r"seed: got \[7, 8\], wanted an integer"):
         SamplingParams(seed=np.array([7, 8]))
