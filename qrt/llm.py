@@ -236,7 +236,8 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
-    """EngineConfig from keyword arguments, vLLM's names included; ConfigError for an unknown one."""
+    """EngineConfig from keyword arguments, vLLM's names included; None is the default, as there. ConfigError
+    for an unknown one."""
     known = [field.name for field in fields(EngineConfig)]
     given: dict[str, Any] = {}
     for name, value in settings.items():
@@ -247,7 +248,8 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
             remedy = ELSEWHERE.get(f"--{name.replace('_', '-')}")
             hint = f"; {remedy}" if remedy else nearest(name, [*known, *ALIASES])
             raise ConfigError(f"LLM: unknown setting {name!r}{hint}")
-        given[field] = value
+        if value is not None:
+            given[field] = value
     return EngineConfig(model, **given)
 
 

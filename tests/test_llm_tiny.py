@@ -240,6 +240,8 @@ def test_settings_of_vllm_that_ask_for_what_is_so_are_taken():
         "cpu_offload_gb": 0,
     }
     assert engine_config("tiny", asked) == engine_config("tiny", {})
+    unsaid = dict.fromkeys(("seed", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype"))  # all None
+    assert engine_config("tiny", unsaid) == engine_config("tiny", {})
     assert engine_config("tiny", {"async_scheduling": False}).overlap is False
     for name, value in {**dict.fromkeys(asked, 2), "trust_remote_code": True}.items():
         with pytest.raises(ConfigError, match=f"unknown setting {name!r}"):
