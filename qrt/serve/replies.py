@@ -41,6 +41,11 @@ class Reply(ABC):
         self._usage_at_end = options is not None and options.include_usage
         self._usage_in_chunks = options is not None and options.continuous_usage_stats
         self._opened: set[int] = set()  # choices that have begun
+        # of a stream so far, so that a chunk's usage does not look through all choices
+        self._num_prompt = sum(len(collector.prompt_ids) for collector in collectors)
+        self._num_output = 0
+        self._num_cached = [0] * len(collectors)
+        self._all_cached = 0
 
     def body(self) -> dict[str, Any]:
         """The whole reply."""
@@ -49,22 +54,30 @@ class Reply(ABC):
             for index, collector in enumerate(self.collectors)
             for completion in collector.output().outputs
         ]
-        return {**self._head(self.kind), "choices": choices, "usage": self.usage()}
+        output = sum(collector.num_output_tokens for collector in self.collectors)
+        cached = sum(collector.num_cached_tokens for collector in self.collectors)
+        return {**self._head(self.kind), "choices": choices, "usage": self._usage(output, cached)}
 
-    def usage(self) -> dict[str, Any]:
+    def _usage(self, output: int, cached: int) -> dict[str, Any]:
         """Token counts over all prompts and choices."""
-        prompt = sum(len(collector.prompt_ids) for collector in self.collectors)
-        completion = sum(collector.num_output_tokens for collector in self.collectors)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in self.collectors)},
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": output,
+            "total_tokens": self._num_prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """Of a stream."""
+        return self._usage(self._num_output, self._all_cached)
 
     def events(self, index: int, delta: CompletionDelta) -> Iterator[bytes]:
         """Events of one delta of collector `index`; none while there is nothing to show."""
         number = index * self._n + delta.index
+        self._num_output += len(delta.token_ids)
+        cached = self.collectors[index].num_cached_tokens
+        self._all_cached += cached - self._num_cached[index]
+        self._num_cached[index] = cached
         if number not in self._opened and (delta.text or delta.token_ids or delta.finish_reason):
             self._opened.add(number)
             for choice in self.opening(number, index):
@@ -76,7 +89,7 @@ class Reply(ABC):
     def closing(self) -> Iterator[bytes]:
         """The chunk with the usage, where asked for, and the end."""
         if self._usage_at_end:
-            yield event({**self._head(self.chunk_kind), "choices": [], "usage": self.usage()})
+            yield event({**self._head(self.chunk_kind), "choices": [], "usage": self._usage_so_far()})
 
     @abstractmethod
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
@@ -93,7 +106,7 @@ class Reply(ABC):
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         data = {**self._head(self.chunk_kind), "choices": [choice]}
         if self._usage_in_chunks:
-            data["usage"] = self.usage()
+            data["usage"] = self._usage_so_far()
         elif self._usage_at_end:
             data["usage"] = None
         return event(data)

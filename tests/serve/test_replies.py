@@ -52,6 +52,39 @@ def reply(kind, tokenizer, ids, others=(), *, prompt=None, prompt_ids=(5,), **bo
     return made.body()["choices"][0], chunks
 
 
+def test_usage_in_every_chunk_does_not_look_through_all_choices(tokenizer):
+    """With a thousand of them each chunk's would take longer than the chunk."""
+
+    class Counted(list):
+        seen = 0
+
+        def __iter__(self):
+            for item in super().__iter__():
+                Counted.seen += 1
+                yield item
+
+    count, ids = 50, [5, 6, 7]
+    params = SamplingParams(max_tokens=len(ids), logprobs=5)
+    collectors = Counted(RequestCollector(f"r{i}", None, [5], params, tokenizer) for i in range(count))
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    asked = {"prompt": ["x"] * count, "stream": True, "stream_options": options}
+    made = CompletionReply("id", "m", CompletionRequest.model_validate(asked), collectors)
+    usages = []
+    for place, token in enumerate(ids):
+        for index in range(count):
+            finish = FinishReason.LENGTH if place == len(ids) - 1 else None
+            delta = RequestDelta(
+                f"r{index}#0", (token,), finish, num_cached=index % 2, logprobs=scores([token])
+            )
+            events = list(made.events(index, collectors[index].feed(delta)))
+            usages += [json.loads(event.removeprefix(b"data: "))["usage"] for event in events]
+    (last,) = [json.loads(event.removeprefix(b"data: "))["usage"] for event in made.closing()]
+    assert Counted.seen <= count
+    assert [usage["completion_tokens"] for usage in usages] == list(range(1, count * len(ids) + 1))
+    assert last == usages[-1] == made.body()["usage"]
+    assert last["total_tokens"] == 4 * count and last["prompt_tokens_details"]["cached_tokens"] == count // 2
+
+
 def test_bytes_of_parts_of_characters(tokenizer):
     """Together they are the text's, where the tokens' own texts are U+FFFD."""
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
