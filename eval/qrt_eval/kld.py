@@ -55,7 +55,7 @@ class Divergence:
 
 
 def run(arguments: Namespace) -> None:
-    """`qrt-eval kld`: the baseline, then each model in each KV format; a table, the JSON."""
+    """`qrt-eval kld`: the baseline, then each model in each KV format; the JSON, a table."""
     if arguments.base_file:
         check_alone(arguments)
     else:
@@ -72,7 +72,6 @@ def run(arguments: Namespace) -> None:
         results.append(diverge(llm, base, arguments.top_p, arguments.worst, arguments.chunk, partial, key))
         del llm
         release()
-    print_tables(base, results, arguments.top_p)
     facts = {key: base.facts[key] for key in ("dataset", "source", "text_sha256", "protocol", "seqlen")}
     facts |= {"top_p": arguments.top_p, "baseline": base.facts["run"]}
     runs = [
@@ -80,6 +79,7 @@ def run(arguments: Namespace) -> None:
     ]
     save(arguments, {**facts, "runs": runs})
     partial.remove()
+    print_tables(base, results, arguments.top_p)
 
 
 def check_alone(arguments: Namespace) -> None:

@@ -33,7 +33,7 @@ ENCODED_AT_ONCE = 1 << 14  # tokens: bounds the temporaries of the reference enc
 
 
 def run(arguments: Namespace) -> None:
-    """Every format, kind of head and length; a table, the JSON."""
+    """Every format, kind of head and length; the JSON, a table."""
     heads, kv_heads = arguments.num_heads, arguments.num_kv_heads
     if arguments.head_dim % 2:
         raise ConfigError(f"--head-dim {arguments.head_dim}: wanted an even number, as RoPE turns pairs")
@@ -55,9 +55,9 @@ def run(arguments: Namespace) -> None:
                 found = attend(q, k, v, table, "fp16" if name == "bf16" else name)
                 cells.append({"kv": name, "heads": kind, "context_tokens": length, **errors(found, truth)})
                 cells[-1]["entropy"] = entropy
-    print_table(cells)
     about = {"head_dim": arguments.head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
     save(arguments, {**about, "seed": arguments.seed, "cells": cells})
+    print_table(cells)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ READ_BYTES = 1 << 30  # of a CPU's memory, to see how fast it reads: far beyond 
 
 
 def run(arguments: Namespace) -> None:
-    """Build the engine once, time each batch size, print a table, write the JSON."""
+    """Build the engine once, time each batch size, write the JSON, print a table."""
     if arguments.compare and not arguments.shape:
         raise ConfigError("--compare: makes a transformers model of a known shape; name one with --shape")
     rate = bytes_per_s()
@@ -45,9 +45,9 @@ def run(arguments: Namespace) -> None:
         rows.append(measure(engine, batch, arguments, rate))
     if arguments.compare:
         rows += compared(arguments, engine.model.device, rate)
-    print_table(arguments, rows)
     facts = engine_facts(engine, arguments.model or arguments.shape)
     save(arguments, {**facts, "bytes_per_s": rate, "rows": rows})
+    print_table(arguments, rows)
 
 
 def build_engine(arguments: Namespace) -> Engine:

@@ -26,7 +26,7 @@ OFFLINE = (
 
 
 def run(arguments: Namespace) -> None:
-    """Run the tasks, print their metrics, write the JSON."""
+    """Run the tasks, write the JSON, print their metrics."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -58,9 +58,9 @@ def run(arguments: Namespace) -> None:
             f"--tasks {' '.join(arguments.tasks)}: {type(error).__name__}: {error}; {OFFLINE}"
         ) from error
     rows = scores(found)
-    print_table(arguments, rows)
     about = {"lm_eval_version": lm_eval.__version__, "seconds": time.perf_counter() - started}
     save(arguments, {**model_facts(llm), "scores": rows, **about})
+    print_table(arguments, rows)
 
 
 def scores(found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ class Trial:
 
 
 def run(arguments: Namespace) -> None:
-    """Every KV format at every length and depth; a table, the JSON."""
+    """Every KV format at every length and depth; the JSON, a table."""
     cells: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
     for kv in arguments.kv:
@@ -57,8 +57,8 @@ def run(arguments: Namespace) -> None:
             cells.append({"kv": kv, **measure(llm, length, depth, arguments.trials, arguments.seed)})
         del llm
         release()
-    print_table(arguments.model, cells)
     save(arguments, {**facts, "cells": cells})
+    print_table(arguments.model, cells)
 
 
 def default_lengths(longest: int) -> list[int]:

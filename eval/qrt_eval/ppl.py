@@ -57,18 +57,18 @@ class Perplexity:
 
 
 def run(arguments: Namespace) -> None:
-    """`qrt-eval ppl`: score the model, then the baseline; print a table, write the JSON."""
+    """`qrt-eval ppl`: score the model, then the baseline; write the JSON, print a table."""
     text = load_text(arguments.dataset, arguments.data_file)
     partial = PartialResult(arguments.json)
     result = _measure(arguments, arguments.model, arguments.kv, text, partial)
     baseline = None
     if arguments.baseline:
         baseline = _measure(arguments, arguments.baseline, arguments.baseline_kv, text, partial)
-    print_table(text, arguments.protocol, result, baseline)
     facts = {**text_facts(text), "protocol": arguments.protocol, **as_json(result)}
     facts["baseline"] = None if baseline is None else as_json(baseline)
     save(arguments, facts)
     partial.remove()
+    print_table(text, arguments.protocol, result, baseline)
 
 
 def scorer(model: str, kv: str, dtype: str = "auto", max_model_len: int | None = None) -> LLM:

@@ -31,7 +31,7 @@ METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 
 
 def run(arguments: Namespace) -> None:
-    """Send the load, print a table, write the JSON."""
+    """Send the load, write the JSON, print a table."""
     check(arguments)
     slos = parse_goodput(arguments.goodput)
     base = arguments.base_url.rstrip("/")
@@ -61,9 +61,9 @@ def run(arguments: Namespace) -> None:
         "burstiness": arguments.burstiness,
         "max_concurrency": arguments.max_concurrency,
     }
-    print_table(about, result, arguments.metric_percentiles)
     detail = details(outcomes) if arguments.save_detailed else {}
     save(arguments, {**about, **result, **detail})
+    print_table(about, result, arguments.metric_percentiles)
     if not result["completed"]:
         raise QrtError(f"{url}: every request failed, the first with: {outcomes[0].error}")
 

@@ -37,7 +37,7 @@ PROMPTS_PER_SLOT = 2  # of --num-prompts, unless given: the batch is refilled on
 
 
 def run(arguments: Namespace) -> None:
-    """Build the engine once, time each batch size, print a table, write the JSON."""
+    """Build the engine once, time each batch size, write the JSON, print a table."""
     if arguments.prompts and not arguments.model:
         raise ConfigError("--prompts: a text needs a tokenizer; give --model instead of --shape")
     prompts = read_prompts(arguments.prompts, Tokenizer(arguments.model)) if arguments.prompts else None
@@ -45,10 +45,10 @@ def run(arguments: Namespace) -> None:
         arguments.input_len = max(map(len, prompts))
     engine = build_engine(arguments)
     rows = [measure(engine, batch, prompts, arguments) for batch in arguments.batch]
-    print_table(arguments, rows)
     best = max(rows, key=lambda row: row["tokens_per_second"])
     facts = engine_facts(engine, arguments.model or arguments.shape)
     save(arguments, {**facts, "best_batch": best["batch"], "batches": rows})
+    print_table(arguments, rows)
 
 
 def read_prompts(path: str, tokenizer: Tokenizer) -> list[list[int]]:

@@ -6,9 +6,11 @@ import shutil
 from argparse import Namespace
 
 import jsonschema
+import pytest
 
 from qrt.assets import model_path
-from qrt_eval import results
+from qrt_eval import console, results
+from qrt_eval.cli import main
 from qrt_eval.compare import METRICS
 
 # A change of the schema concerns everyone who reads result files: raise SCHEMA_VERSION with it, and the
@@ -29,6 +31,29 @@ def test_the_schema_is_the_one_of_its_version():
 def test_every_command_with_a_result_can_be_compared():
     kinds = {ref["$ref"].rpartition("/")[2] for ref in json.loads(results.SCHEMA.read_text())["oneOf"]}
     assert kinds == set(METRICS)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ppl pydoc --model tiny --seqlen 32 --limit 1",
+        "kld pydoc --model tiny --kv int8 --seqlen 32 --limit 1",
+        "passkey --model tiny --kv fp16 --context 128 --depth 0 --trials 1",
+        "kv-error --kv int8 --context 64",
+        "throughput --model tiny --batch 1 --input-len 4 --output-len 2 --repeats 1",
+        "latency --model tiny --input-len 4 --output-len 2",
+    ],
+)
+def test_a_result_is_kept_though_its_table_cannot_be_printed(command, tmp_path, monkeypatch):
+    """`qrt-eval ... --json FILE | head` must not cost the run."""
+
+    def gone(*_, **options):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(console.Console, "print", gone)
+    assert main([*command.split(), "--json", str(tmp_path / "r.json")]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
 def test_a_result_says_how_to_repeat_the_run(tmp_path):

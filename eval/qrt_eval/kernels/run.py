@@ -44,10 +44,10 @@ def run(arguments: Namespace) -> None:
         for row in measure(shape(arguments.shape), arguments, rates, device):
             rows.append(row)
             bar.update()
-    for op in dict.fromkeys(row.op for row in rows):
-        print_table(op, [row for row in rows if row.op == op])
     facts = {"model": arguments.shape, "rates": asdict(rates)}
     save(arguments, {**facts, "kernels": [row.as_json() for row in rows]})
+    for op in dict.fromkeys(row.op for row in rows):
+        print_table(op, [row for row in rows if row.op == op])
 
 
 def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: torch.device) -> Iterator[Row]:
