@@ -22,6 +22,9 @@ from typing import Any, NoReturn
 from qrt.errors import ConfigError, QrtError
 from qrt.registry import nearest
 
+# of terminals: what a checkpoint or a client has written does not steer one, nor make new lines
+CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+
 
 class HelpFormatter(argparse.HelpFormatter):
     """Ends each flag's help with its default, unless the text says it; lists as they are typed."""
@@ -92,7 +95,7 @@ def run_main(work: Callable[[], int | None]) -> int:
     try:
         return work() or 0
     except (QrtError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}".translate(CONTROL_CHARACTERS), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

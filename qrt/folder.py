@@ -11,6 +11,7 @@ from qrt.assets import model_path
 from qrt.errors import CheckpointError
 
 CONFIG = "config.json"
+MAX_JSON_BYTES = 2**26  # an index of many thousand tensors has some 10 MB
 GGUF = "is GGUF, which qrt does not read; download the safetensors it was made from"
 
 
@@ -46,8 +47,9 @@ def _instead(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; CheckpointError when it cannot be read or is something else."""
+    """A JSON object from a file; CheckpointError when it cannot be read, is too large or something else."""
     try:
+        expect_at_most(path, MAX_JSON_BYTES)
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
@@ -56,6 +58,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: wanted a JSON object, got {type(value).__name__}")
     return value
+
+
+def expect_at_most(path: Path, most: int) -> None:
+    """CheckpointError for a larger file, before it is in memory."""
+    if (size := path.stat().st_size) > most:
+        raise CheckpointError(f"{path}: {size} bytes, wanted at most {most}; download or copy it again")
 
 
 def is_file(path: Path) -> bool:

@@ -48,6 +48,7 @@ def test_usage_errors_are_one_line(words, message, capsys):
     "error, code, line",
     [
         (CheckpointError("x: no such folder"), 1, "error: x: no such folder\n"),
+        (CheckpointError("a\n\x1b[31m\x9b0m"), 1, "error: a\\x0a\\x1b[31m\\x9b0m\n"),
         (
             OSError(28, "No space left on device", "out"),
             1,

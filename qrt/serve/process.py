@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
+from qrt.cli import CONTROL_CHARACTERS
 from qrt.config import EngineConfig
 from qrt.serve.settings import ServerConfig
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 END_ENGINE = signal.SIGUSR1  # from the supervisor to the engine process
-CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 
 
 class Spec(msgspec.Struct, frozen=True):

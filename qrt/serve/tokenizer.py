@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
-from qrt.folder import model_folder
+from qrt.folder import expect_at_most, model_folder
 from qrt.serve.chat_template import ChatTemplate, Message
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes a byte that is no token's text
@@ -19,8 +19,7 @@ BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes a byte t
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNSEEN = sorted(set(range(256)).difference(_SEEN))
 BYTE_CHARACTERS = {chr(byte): byte for byte in _SEEN} | {chr(256 + i): byte for i, byte in enumerate(_UNSEEN)}
-
-
+MAX_TOKENIZER_BYTES = 2**28  # the largest vocabularies take 35 MB
 LONG = 4096  # characters or tokens, from which on the Rust backend lets other threads run
 
 
@@ -131,7 +130,12 @@ class Tokenizer:
         """`text`, or the checkpoint's own template (of two the one for tools); None without one."""
         if text is not None or not self.hf.chat_template:
             return text
-        return str(self.hf.get_chat_template(tools=[{}] if tools else None))
+        try:
+            return str(self.hf.get_chat_template(tools=[{}] if tools else None))
+        except ValueError:  # of several
+            raise CheckpointError(
+                "chat template: the checkpoint has several and no default; give one"
+            ) from None
 
     def render_chat(
         self, messages: Sequence[Message], chat_template: str | None = None, **options: Any
@@ -159,5 +163,7 @@ def _load(folder: Path) -> Any:
     import transformers  # here, because it imports Triton
 
     whole = (folder / "tokenizer.json").is_file()
+    if whole:
+        expect_at_most(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
     loader = transformers.PreTrainedTokenizerFast if whole else transformers.AutoTokenizer
     return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -1,6 +1,7 @@
 """open_checkpoint and Checkpoint: what is refused, in one line that says what to do, and what it costs."""
 
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -193,6 +194,15 @@ def test_a_link_to_a_file_that_is_gone_says_so(copy, base, file):
     refuse(path.parent, CheckpointError, rf"/{file}: a link to \.\./\.\./blobs/0123, which is gone; download")
 
 
+@pytest.mark.parametrize(
+    "base, file", [("plain", "config.json"), ("sharded", "model.safetensors.index.json")]
+)
+def test_a_file_that_would_fill_the_memory_is_not_read(copy, base, file):
+    path = copy(base) / file
+    os.truncate(path, 2**40)
+    refuse(path.parent, CheckpointError, rf"/{file}: 1099511627776 bytes, wanted at most")
+
+
 def test_a_name_that_is_too_long_for_a_file(copy):
     sharded = copy("sharded")
     name = "a" * 5000
@@ -226,6 +236,9 @@ def test_damaged_headers(tmp_path):
         ({"a": {**good, "data_offsets": [0]}}, "no dtype, shape or data_offsets"),
         ({"a": {**good, "shape": [2, 3]}}, r"takes 24 bytes, not 16"),
         ({"a": {**good, "shape": [-2, -2]}}, r"shape \[-2, -2\]"),
+        ({"a": {**good, "shape": [10**4299, 10**4299]}}, r"tensor 'a' has shape \[10{100}"),
+        ({"a": {**good, "shape": [2**62] * 300}}, r"tensor 'a' has shape \[4611686018427387904, "),
+        ({"a": good, "b": good}, r"tensor 'b' begins at byte \d+, inside another"),
         ({"a": {**good, "shape": ["2", 2]}}, "shape"),
         ({"a": {**good, "data_offsets": [-16, 0]}}, "data_offsets"),
         ({"a": {**good, "data_offsets": [16, 32]}}, "ends at byte"),

@@ -1,6 +1,7 @@
 """The tokenizer wrapper against transformers, and what it refuses."""
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -70,6 +71,22 @@ def test_tokenizer_json_is_taken_as_it_is(folder, named, tmp_path):
         ids = truth.encode(text).ids
         assert serving.encode(text) == calibrating.encode(text) == ids
         assert serving.decode(ids) == truth.decode(ids)
+
+
+def test_files_that_would_fill_the_memory_are_not_read(folder, tmp_path):
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    os.truncate(copy / "tokenizer.json", 2**40)
+    with pytest.raises(CheckpointError, match="tokenizer.json: 1099511627776 bytes, wanted at most"):
+        Tokenizer(copy)
+
+
+def test_chat_templates_without_a_default_are_told(folder, tmp_path):
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    path = copy / "tokenizer_config.json"
+    several = {"chat_template": [{"name": "rag", "template": "x"}]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **several}))
+    with pytest.raises(CheckpointError, match="several and no default"):
+        Tokenizer(copy).chat_template(None, tools=True)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])

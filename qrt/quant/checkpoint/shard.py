@@ -24,6 +24,7 @@ from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.spec import TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_DIMENSIONS, MAX_NUMBER = 64, 2**80  # what is larger is no file's, and too long to be told
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -65,8 +66,8 @@ class Shard:
 def open_shard(path: Path) -> Shard:
     """Read and check the header of a safetensors file.
 
-    Raises CheckpointError when the header is damaged or the file is shorter than the header says, and
-    UnsupportedError for a dtype that is not in DTYPES.
+    Raises CheckpointError when the header is damaged, tensors overlap or the file is shorter than the header
+    says, and UnsupportedError for a dtype that is not in DTYPES.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -84,7 +85,13 @@ def open_shard(path: Path) -> Shard:
         raise _damaged(path, "the header is not a JSON object")
     header.pop("__metadata__", None)
     data = 8 + header_bytes
-    return Shard(path, {name: _locate(path, name, entry, data, size) for name, entry in header.items()})
+    tensors = {name: _locate(path, name, entry, data, size) for name, entry in header.items()}
+    last = 0
+    for begin, name in sorted((begin, name) for name, (spec, begin) in tensors.items() if spec.num_bytes):
+        if begin < last:
+            raise _damaged(path, f"tensor {name!r} begins at byte {begin}, inside another")
+        last = begin + tensors[name][0].num_bytes
+    return Shard(path, tensors)
 
 
 def _locate(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[TensorSpec, int]:
@@ -100,8 +107,10 @@ def _locate(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[Te
             f"{path}: tensor {name!r} has dtype {code}; qrt reads {', '.join(DTYPES)}; "
             "start from the original checkpoint"
         )
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise _damaged(path, f"tensor {name!r} has shape {list(shape)} and data_offsets {[begin, end]}")
+    numbers = *shape, begin, end
+    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < MAX_NUMBER for n in numbers):
+        told = f"shape {list(shape)} and data_offsets {[begin, end]}"
+        raise _damaged(path, f"tensor {name!r} has {told:.200}")
     spec = TensorSpec(shape, DTYPES[code])
     if end - begin != spec.num_bytes:
         raise _damaged(
