@@ -29,10 +29,10 @@ class Timeline:
 
     def summary(self) -> dict[str, float]:
         """`steps`; `step_ms`, the mean time that one works; `host_gap`, the share of the time in which the
-        GPU waits between two of them. Waits for the device."""
-        torch.cuda.synchronize()
+        GPU waits between two of them. Waits for the last of them."""
         busy, idle, steps = 0.0, 0.0, 0
-        for run in self._runs:
+        for run in filter(None, self._runs):
+            run[-1][1].synchronize()
             busy += sum(start.elapsed_time(end) for start, end in run)
             idle += sum(a[1].elapsed_time(b[0]) for a, b in zip(run, run[1:], strict=False))
             steps += len(run)
