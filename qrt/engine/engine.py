@@ -25,6 +25,7 @@ from qrt.engine.scheduler import Limits, Scheduler
 from qrt.engine.table import RequestTable
 from qrt.engine.timeline import Timeline
 from qrt.errors import ConfigError
+from qrt.kernels.gpu import launches_on
 from qrt.mem.manager import KVManager
 from qrt.mem.sizing import GIB, PoolSize, kv_budget_bytes, pool_size, slot_bytes
 from qrt.mem.storage import KVStorage
@@ -84,7 +85,8 @@ class Engine:
         named = {*model.config.eos_token_ids, *self.generation.eos_token_ids, *eos_token_ids}
         self._eos = [token for token in named if 0 <= token < model.config.vocab_size]
         self.formats = _layer_formats(config, model.config.num_layers)
-        self.runner = self._build_runner()
+        with launches_on(model.device):
+            self.runner = self._build_runner()
         overlap = config.overlap if config.overlap is not None else model.device.type == "cuda"
         self._depth = 2 if overlap else 1
         self._forget()

@@ -19,6 +19,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import torch
@@ -62,6 +63,12 @@ def _garbage_left() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@cache
+def _recording(device: torch.device) -> torch.cuda.Stream:
+    """The stream of what is recorded; torch's is of the device on which the first graph was."""
+    return torch.cuda.Stream(device)
 
 
 class TokenSteps:
@@ -112,7 +119,7 @@ class TokenSteps:
     @torch.inference_mode()
     def record(self) -> None:
         """Record every size, the largest first: the others fit into its memory."""
-        pool = torch.cuda.graph_pool_handle()
+        pool, stream = torch.cuda.graph_pool_handle(), _recording(self._table.device)
         self._pad()
         bodies = {
             self._prefill: self.chunks, self._forward: self.tokens, self._draw: self.rows,
@@ -123,7 +130,7 @@ class TokenSteps:
             body(size)  # compiles the kernels
             torch.cuda.synchronize(self._table.device)
             graph = torch.cuda.CUDAGraph()
-            with _garbage_left(), torch.cuda.graph(graph, pool=pool):
+            with _garbage_left(), torch.cuda.graph(graph, pool=pool, stream=stream):
                 result = body(size)
             self._recorded[body.__name__, size] = graph, result
 

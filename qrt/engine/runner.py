@@ -17,6 +17,7 @@ from qrt.engine.sampler import sample
 from qrt.engine.table import RequestTable
 from qrt.engine.timeline import Timeline
 from qrt.engine.transfer import Fetch
+from qrt.kernels.gpu import launches_on
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 
@@ -67,6 +68,10 @@ class Runner:
     def launch(self, plan: Plan) -> Launched:
         """Compute the step's tokens and sample, without waiting for the device: the next plan's step may be
         launched behind it before its result is read."""
+        with launches_on(self.table.device):
+            return self._launch(plan)
+
+    def _launch(self, plan: Plan) -> Launched:
         if plan.admitted:
             self.table.admit(plan.admitted)
             self.adjustments.admit(plan.admitted)

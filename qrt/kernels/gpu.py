@@ -8,6 +8,12 @@ import torch
 _HOPPER_SHARED_BYTES = 227 << 10
 
 
+def launches_on(device: torch.device) -> torch.cuda.device:
+    """Within it kernels are launched on this GPU: Triton and graphs take the thread's current one, wherever
+    their tensors are. Of a CPU nothing."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
 @lru_cache(maxsize=8)
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 1 of a CPU."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qrt.arch import ModelConfig
 from qrt.kernels.chain import chain, fits
+from qrt.kernels.gpu import launches_on
 from qrt.kernels.step import StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
@@ -98,10 +99,12 @@ class Decoder:
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step; the hidden states [T, H] after the final norm. K and V go into `kv`."""
         first, readers = self.layers[0], [layer.attention.qkv for layer in self.layers]
-        residual, x = self.embed(step.tokens, first.norm)
-        x = readers[0](x)
-        for i, ((layer, norm), reader) in enumerate(zip(self.blocks(), [*readers[1:], None], strict=True)):
-            x = layer(norm, reader, x, residual, step, kv.layer(i), self.rope)
+        blocks = zip(self.blocks(), [*readers[1:], None], strict=True)
+        with launches_on(self.device):
+            residual, x = self.embed(step.tokens, first.norm)
+            x = readers[0](x)
+            for i, ((layer, norm), reader) in enumerate(blocks):
+                x = layer(norm, reader, x, residual, step, kv.layer(i), self.rope)
         return x
 
     def blocks(self) -> Iterator[tuple[DecoderLayer, RMSNorm]]:
@@ -110,7 +113,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [L, H] -> [L, V] in their dtype; pass only the rows that are needed."""
-        return self.head(hidden)
+        with launches_on(self.device):
+            return self.head(hidden)
 
     @property
     def dtype(self) -> torch.dtype:

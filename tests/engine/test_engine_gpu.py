@@ -126,3 +126,24 @@ def test_the_memory_of_an_engine_that_is_gone_is_free(folder):
         assert torch.cuda.memory_allocated() < before + (64 << 20)
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_engines_on_two_devices(folder):
+    """Of one process; neither need be the thread's current one, which stays."""
+    engines = [
+        Engine(
+            EngineConfig(
+                str(folder), device=f"cuda:{i}", dtype="bfloat16", kv="int8", kv_cache_memory_bytes=32 << 20,
+                max_num_seqs=8,
+            )
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    requests = {
+        str(n): ([n + 3] * n, SamplingParams(temperature=n % 2, seed=n, max_tokens=8, ignore_eos=True))
+        for n in (1, 70, 700)
+    }
+    results = [run(engine, requests) for engine in (*engines, *engines)]
+    answers = [{name: [t for d in own for t in d.token_ids] for name, own in r.items()} for r in results]
+    assert answers == answers[:1] * 4 and torch.cuda.current_device() == 0

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import contextmanager
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -127,12 +128,12 @@ class Recording(list):
     """In place of CUDA's graphs: whether garbage may be collected while one is recorded."""
 
     def install(self, monkeypatch):
-        for name in ("graph_pool_handle", "synchronize", "CUDAGraph"):
+        for name in ("graph_pool_handle", "synchronize", "CUDAGraph", "Stream"):
             monkeypatch.setattr(torch.cuda, name, lambda *args: None)
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
 
     @contextmanager
-    def graph(self, graph, pool):
+    def graph(self, graph, pool, stream):
         self.append(gc.isenabled())
         yield
 
@@ -166,3 +167,39 @@ def test_an_engine_that_is_gone_leaves_no_garbage(folder, monkeypatch):
         assert [one() for one in left] == [None, None]
     finally:
         gc.enable()
+
+
+LAUNCHERS = (
+    "layers.linear.linear", "layers.embedding.embed_rmsnorm", "layers.attention.kv_write",
+    "engine.sampler.draw", "engine.graphs.draw", "engine.graphs.token_inputs", "engine.table.advance",
+)  # fmt: skip
+
+
+def test_all_is_launched_on_the_device_of_the_model(folder, monkeypatch):
+    """Which need not be the thread's current one, on which Triton launches."""
+    inside, called = [], set()
+
+    @contextmanager
+    def device(index):
+        inside.append(index)
+        yield
+        inside.pop()
+
+    def checked(name, launch):
+        def call(*args):
+            assert inside, name
+            called.add(name)
+            return launch(*args)
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for name in LAUNCHERS:
+        module, _, function = f"qrt.{name}".rpartition(".")
+        launch = getattr(import_module(module), function)
+        monkeypatch.setattr(f"qrt.{name}", checked(name, launch))
+    model = Engine(EngineConfig(str(folder), device="cpu", kv="int8", kv_cache_memory_bytes=8 << 20)).model
+    assert called == {"layers.linear.linear", "layers.embedding.embed_rmsnorm", "layers.attention.kv_write"}
+    assert tokens(folder, "int8", [1, 2, 4, 8], [40]) and called == set(LAUNCHERS)
+    model.logits(torch.zeros(1, model.config.hidden_size))
+    assert not inside
