@@ -1,7 +1,10 @@
 """ChatTemplate: a conversation to a prompt, by Jinja in a sandbox with bounds.
 
 A checkpoint brings its template, so a template is as trusted as a checkpoint: not at all. It sees nothing but
-its arguments, cannot change them, and cannot make the server work or remember without end.
+its arguments and cannot change them. What it may loop over and ask for at once is bounded, and it has
+RENDER_SECONDS. That bounds neither memory nor a single operation: a text doubled thirty times by `~` takes
+gigabytes within them, and comparing two lists so doubled holds Python's lock, and with it the server, as long
+as it takes. Nothing in a sandbox can end that; a template that wants to stop its own server can.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ END_OF_TURN = "\x00end of the final message\x00"
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Refuses what makes much of little, beside what jinja's sandbox refuses."""
+    """Refuses what makes much of little in one step, beside what jinja's sandbox refuses."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
 
@@ -218,7 +221,7 @@ def _limited_range() -> Callable[..., Iterator[int] | range]:
 
 def _within(seconds: float, render: Callable[[], str]) -> str:
     """The result of `render`, or ConfigError after `seconds`, with nothing left running: the exception is
-    raised in the thread that renders."""
+    raised in the thread that renders, between two of its steps."""
     result: list[Any] = []
 
     def run() -> None:
