@@ -14,6 +14,8 @@ from qrt.folder import model_folder, read_config
 if TYPE_CHECKING:
     from qrt_calibrate.recipe import Recipe
 
+WIDTH = 110  # of the table in a file or a pipe, where there is no terminal to fit
+
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
@@ -200,7 +202,8 @@ def _work(arguments: Namespace, recipe: Recipe) -> None:
             f"about {minutes:.2g} minutes on {where}, foreseen from parts of one layer timed there just now"
         )
         return
-    calibrate(arguments.model, recipe, out, *devices).print(Console())
+    width = None if sys.stdout.isatty() else WIDTH
+    calibrate(arguments.model, recipe, out, *devices).print(Console(width=width))
     if arguments.push_to_hub:
         hub.push(out, arguments.push_to_hub)
 

@@ -89,6 +89,11 @@ def test_grids(run, llama, tmp_path, flags, folder, scheme):
     assert ("input_activations" in group) == (folder == "w8a8")
 
 
+def test_figures_of_a_table_in_a_pipe_are_whole(run, llama):
+    code, shown = run("--scheme", "w8a8", model=llama)
+    assert code == 0 and "damping" in shown.out and "…" not in shown.out
+
+
 @pytest.mark.parametrize(
     "flags, code, message",
     [
