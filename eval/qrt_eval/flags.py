@@ -211,7 +211,7 @@ def add_windows(command: ArgumentParser, seqlen: int | None = None, limit: int |
         "--protocol", default="gptq", choices=PROTOCOLS, help="how windows are cut and scored (default: gptq)"
     )
     text = "tokens of a window" + (
-        "" if seqlen else " (default: the protocol's, at most the model's context)"
+        "" if seqlen else " (default: the protocol's, at most the models' context)"
     )
     command.add_argument("--seqlen", type=positive, default=seqlen, metavar="TOKENS", help=text)
     command.add_argument(

@@ -28,6 +28,7 @@ from qrt_eval.divergence import Positions
 from qrt_eval.forward import PromptReader, scored_states
 from qrt_eval.partial import UNKEPT, PartialResult, cut_of
 from qrt_eval.ppl import check_finite, same_tokenizer
+from qrt_eval.preflight import shared_context
 from qrt_eval.protocol import PROTOCOLS, Gptq, Loss, Window, cut
 from qrt_eval.reference import Reference
 from qrt_eval.results import checkpoint_sha256, model_facts, save, text_facts
@@ -141,7 +142,7 @@ def ready_baseline(
 ) -> tuple[LLM, list[Window], dict[str, Any]]:
     """A baseline that has not run yet: the model, the windows of `text`, and the facts of both."""
     llm = reader_model(model, kv, arguments.dtype, arguments.seqlen)
-    windows, seqlen = cut(arguments.protocol, text, llm.tokenizer, llm.max_model_len, arguments)
+    windows, seqlen = cut(arguments.protocol, text, llm.tokenizer, shared_context(arguments), arguments)
     facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen, "run": model_facts(llm)}
     return llm, windows, facts
 

@@ -19,6 +19,7 @@ from qrt.errors import QrtError
 from qrt.llm import LLM
 from qrt_eval.console import show
 from qrt_eval.partial import UNKEPT, PartialResult, cut_of
+from qrt_eval.preflight import shared_context
 from qrt_eval.protocol import PROTOCOLS, Loss, Window, cut
 from qrt_eval.results import model_facts, save, text_facts
 from qrt_eval.text import EvalText, load_text
@@ -81,7 +82,7 @@ def scorer(model: str, kv: str, dtype: str = "auto", max_model_len: int | None =
 
 def _measure(arguments: Namespace, model: str, kv: str, text: EvalText, partial: PartialResult) -> Perplexity:
     llm = scorer(model, kv, arguments.dtype)
-    windows, seqlen = cut(arguments.protocol, text, llm.tokenizer, llm.max_model_len, arguments)
+    windows, seqlen = cut(arguments.protocol, text, llm.tokenizer, shared_context(arguments), arguments)
     return perplexity(llm, arguments.protocol, windows, seqlen, text, arguments.batch, partial)
 
 

@@ -29,6 +29,11 @@ def preflight(arguments: Namespace) -> None:
                 raise ConfigError(f"{flag} {length}: wanted at most {longest}, the context of {model}")
 
 
+def shared_context(arguments: Namespace) -> int:
+    """What every checkpoint of a command holds, so that they can be compared on the same windows."""
+    return min(engine.preflight(EngineConfig(model)).context for model in models_of(vars(arguments)))
+
+
 def models_of(given: dict[str, Any]) -> list[str]:
     """Every checkpoint that a command reads."""
     found = [given.get("model"), given.get("baseline")]

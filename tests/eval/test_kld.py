@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from schema import checked
-from test_ppl import copy_with_fewer_merges
+from test_ppl import copy_with_fewer_merges, shorter_context
 from transformers import AutoModelForCausalLM
 
 from qrt.assets import model_path
@@ -137,6 +137,13 @@ def test_equals_transformers(changed, by_transformers, tmp_path, chunk):
     assert run["tokens"] == 597 and result["baseline"]["model"] == "tiny"
     worst = [row["kl"] for row in run["worst"]]
     assert worst == sorted(worst, reverse=True) and worst[0] == run["kl_max"]
+
+
+@pytest.mark.model
+def test_windows_fit_the_model_of_the_shortest_context(tmp_path):
+    short, out = shorter_context(tmp_path / "short"), tmp_path / "r.json"
+    assert main(f"kld pydoc --model tiny {short} --limit 1 --json {out}".split()) == 0
+    assert json.loads(out.read_text())["seqlen"] == 64
 
 
 @pytest.mark.model

@@ -3,6 +3,7 @@
 import json
 import math
 import runpy
+import shutil
 import sys
 
 import pytest
@@ -22,6 +23,14 @@ from qrt_eval.text import load_text
 from tiny_models import altered
 
 SETTINGS = {"attend_cache": True, "enable_prefix_caching": False}
+
+
+def shorter_context(folder):
+    """The bundled model with a context of 64 tokens."""
+    shutil.copytree(model_path("tiny"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    return folder
 
 
 def test_windows_do_not_overlap_and_drop_the_tail(tmp_path):
@@ -119,6 +128,15 @@ def test_command_writes_json(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "int8" in shown and f"{result['ppl']:.4f}" in shown and "protocol gptq" in shown
     assert not (tmp_path / "r.json.partial").exists()
+
+
+@pytest.mark.model
+def test_models_of_different_contexts_are_compared_on_the_same_windows(tmp_path):
+    short, out = shorter_context(tmp_path / "short"), tmp_path / "r.json"
+    for pair in ("--model tiny --baseline {}", "--model {} --baseline tiny"):
+        assert main(f"ppl pydoc {pair.format(short)} --limit 1 --json {out}".split()) == 0
+        result = json.loads(out.read_text())
+        assert result["seqlen"] == result["baseline"]["seqlen"] == 64
 
 
 @pytest.mark.model
