@@ -6,7 +6,7 @@ The files hold no time and no path, so that reruns write the same bytes.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,9 @@ class Report:
     curve         bits against KL, where bits were chosen under a budget
     """
 
-    job: Job
+    job: Job = field(repr=False)  # each Linear, and each layer below, would make it pages
     out: Path
-    layers: tuple[LayerReport, ...]
+    layers: tuple[LayerReport, ...] = field(repr=False)
     cost: Cost | None
     stored_bytes: int
     bits_per_weight: float

@@ -15,6 +15,7 @@ def test_a_model_in_memory_calibrates_as_its_folder_does(llama, calib, tmp_path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(llama), AutoTokenizer.from_pretrained(llama)
     qrt.calibrate(model, tmp_path / "memory", tokenizer=tokenizer, device="cpu", **settings)
     assert report.cost.kl > 0
+    assert f"kl={report.cost.kl!r}" in repr(report) and len(repr(report)) < 1000, "what a notebook shows"
     shards = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("path", "memory")]
     assert shards[0] == shards[1]
     with pytest.raises(ConfigError, match="unknown key 'bit'; did you mean 'bits'"):
