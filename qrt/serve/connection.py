@@ -18,6 +18,7 @@ from qrt.serve.settings import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_HEADERS
 
 REQUEST_SECONDS = 20.0  # for a request's header and body to arrive, once its first byte has
 LINGER_SECONDS = 5.0  # a refused client may first send what it has begun, or it would not see the answer
+MAX_PIPELINED = 64  # requests of a connection that are not answered yet
 READ_SECONDS = 60.0  # for a client to read on, once the buffers between it and us are full
 
 
@@ -31,6 +32,7 @@ class Connection(HttpToolsProtocol):
         self._body_bytes = 0
         self._in_header = True
         self._refused = False
+        self._cycles: list[Any] = []  # of requests that may not be answered yet
         self._request_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
 
@@ -40,9 +42,12 @@ class Connection(HttpToolsProtocol):
         self._request_timer = self._timer(REQUEST_SECONDS)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Ends the timers."""
+        """Ends the timers, and all requests: uvicorn tells the last one alone."""
         self._cancel_timers()
         super().connection_lost(error)
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Counts the header before the parser keeps it, and a chunk's extensions and trailers once they have
@@ -82,8 +87,13 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """From here the body counts; a refused request reaches no route."""
         self._in_header, self._header_bytes = False, 0
-        if not self._refused:
-            super().on_headers_complete()
+        if self._refused:
+            return
+        super().on_headers_complete()
+        self._cycles = [cycle for cycle in (*self._cycles, self.cycle) if not cycle.response_complete]
+        if len(self._cycles) > MAX_PIPELINED:
+            self._refused = True
+            self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
         """Counts a body whose length was not announced, too."""
@@ -124,6 +134,10 @@ class Connection(HttpToolsProtocol):
         if self._refused:
             return
         self._refused = True
+        own = None if self._in_header else self.cycle
+        if any(cycle is not own and not cycle.response_complete for cycle in self._cycles):
+            self.transport.abort()  # the answer would come in an earlier one's place
+            return
         if self.cycle is not None and not self.cycle.response_complete:  # its body is the one too large
             self.cycle.disconnected = True
             self.cycle.message_event.set()

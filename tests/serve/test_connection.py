@@ -74,6 +74,48 @@ def test_bodies_are_capped(server, client):
     refused(client.post("/v1/completions", content=b" " * 2**24), 400)  # not too large: no JSON
 
 
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def test_requests_ahead_of_their_answers_are_capped(server, client):
+    """Each answer lets uvicorn read on: what one connection sends would fill the memory."""
+    some = HEALTH * 50 + HEALTH.replace(b"Host: x", b"Connection: close")
+    assert raw(server, some).count(b"HTTP/1.1 200 OK") == 51
+    assert raw(server, HEALTH * 100_000).count(b"HTTP/1.1 200 OK") < 100
+    assert client.get("/health").status_code == 200
+
+
+def test_no_earlier_request_outlives_its_connection(server, caplog, monkeypatch):
+    """One that others follow on its connection, whether those are wrong or the client is gone."""
+    client, aborted = server.service.client, []
+    forget = client.forget
+
+    def noted(ids, *, abort, stopped=False):
+        aborted.append(abort)
+        forget(ids, abort=abort, stopped=stopped)
+
+    monkeypatch.setattr(client, "forget", noted)
+    body = json.dumps({"prompt": "x", "max_tokens": 1900, "ignore_eos": True}).encode()
+    first = POST.replace(b"Connection: close\r\n", b"") + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with socket.create_connection(("127.0.0.1", server.port)) as plain:
+        plain.sendall(first + HEALTH)
+        while not client.num_running:
+            time.sleep(0.01)
+    wait_idle(server)
+    assert aborted == [True]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as plain:
+        plain.sendall(first)
+        while not client.num_running:
+            time.sleep(0.01)
+        plain.sendall(b"nonsense\r\n\r\n")
+        try:
+            assert plain.recv(1000) == b"", "an answer in another's place"
+        except ConnectionError:
+            pass
+    wait_idle(server)
+    assert aborted == [True, True] and not [record for record in caplog.records if record.exc_info]
+
+
 def test_what_is_not_http(server):
     reply = raw(server, b"\x16\x03\x01 nonsense\r\n\r\n")
     assert (
