@@ -14,16 +14,29 @@ if TYPE_CHECKING:
     from qrt.async_llm import AsyncLLM
     from qrt.config import EngineConfig, SamplingParams
     from qrt.llm import LLM
+    from qrt.serve.output import CompletionOutput, RequestOutput
     from qrt_calibrate.api import calibrate, quantize
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "__version__", "calibrate", "quantize"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "calibrate",
+    "quantize",
+]
 
 # The root stands above all floors, the calibrator's too; it imports none of them before it is asked to.
 _LAZY = {
     "LLM": "qrt.llm",
     "AsyncLLM": "qrt.async_llm",
+    "CompletionOutput": "qrt.serve.output",
     "EngineConfig": "qrt.config",
+    "RequestOutput": "qrt.serve.output",
     "SamplingParams": "qrt.config",
     "calibrate": "qrt_calibrate.api",
     "quantize": "qrt_calibrate.api",

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+import qrt
 from qrt import LLM, SamplingParams
 from qrt.assets import model_path
 from qrt.engine import scheduler
@@ -180,6 +181,12 @@ def test_chat_and_defaults(llm):
     output = llm.chat([{"role": "user", "content": "What is a list?"}], use_tqdm=False)[0]
     assert output.prompt_token_ids[0] == 0 and output.prompt_token_ids.count(0) == 1, "one BOS"
     assert output.prompt.endswith("<|assistant|>") and output.outputs[0].token_ids
+
+
+def test_outputs_are_of_types_that_qrt_names(llm):
+    """As vLLM does, for annotations."""
+    (output,) = llm.generate([[1, 2]], use_tqdm=False)
+    assert type(output) is qrt.RequestOutput and type(output.outputs[0]) is qrt.CompletionOutput
 
 
 def test_the_tokenizer_is_that_of_transformers(llm):
