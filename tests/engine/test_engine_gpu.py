@@ -135,7 +135,7 @@ def test_engines_on_two_devices(folder):
         Engine(
             EngineConfig(
                 str(folder), device=f"cuda:{i}", dtype="bfloat16", kv="int8", kv_cache_memory_bytes=32 << 20,
-                max_num_seqs=8,
+                max_num_seqs=8, enable_prefix_caching=False,
             )
         )
         for i in range(2)
