@@ -11,6 +11,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -92,6 +93,8 @@ def check_output(flag: str, path: Path) -> None:
 
 def run_main(work: Callable[[], int | None]) -> int:
     """Run a command's work; its exit code, with QrtError and OSError as one line on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what it cannot encode is escaped, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return work() or 0
     except (QrtError, OSError) as error:

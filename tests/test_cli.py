@@ -1,6 +1,7 @@
 """Flags that are almost right are named; exit codes are 0, 1, 2 and 130; errors are one line on stderr."""
 
 import argparse
+import io
 
 import pytest
 
@@ -63,6 +64,15 @@ def test_exit_codes(error, code, line, capsys):
 
     assert run_main(work) == code
     assert capsys.readouterr().err == line
+
+
+def test_what_stdout_cannot_encode_is_no_defect(monkeypatch):
+    """A plus-minus where it is ASCII, a file name that is no text."""
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert run_main(lambda: print("1 \xb1 2 \udcff")) == 0
+    stdout.flush()
+    assert stdout.buffer.getvalue() == rb"1 \xb1 2 \udcff" + b"\n"
 
 
 def test_success_is_zero_and_defects_keep_their_traceback():
