@@ -142,7 +142,7 @@ def test_engines_on_two_devices(folder):
     ]  # fmt: skip
     requests = {
         str(n): ([n % 500] * n, SamplingParams(temperature=n % 2, seed=n, max_tokens=8, ignore_eos=True))
-        for n in (1, 70, 700)
+        for n in (1, 70, 400)
     }
     results = [run(engine, requests) for engine in (*engines, *engines)]
     answers = [{name: [t for d in own for t in d.token_ids] for name, own in r.items()} for r in results]
