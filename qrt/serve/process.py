@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 from typing import Any
@@ -16,6 +17,7 @@ from qrt.config import EngineConfig
 from qrt.serve.settings import ServerConfig
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MOST_OPEN_FILES = 1 << 16
 END_ENGINE = signal.SIGUSR1  # from the supervisor to the engine process
 
 
@@ -39,7 +41,8 @@ class Spec(msgspec.Struct, frozen=True):
 
 
 def child_spec(kind: str) -> Spec:
-    """Read this child's Spec and settle in: die with the supervisor, leave Ctrl-C to it, log to stderr."""
+    """Read this child's Spec and settle in: die with the supervisor, leave Ctrl-C to it, log to stderr, open
+    as many connections as it may."""
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=Spec)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -48,8 +51,17 @@ def child_spec(kind: str) -> Spec:
         sys.exit(f"{kind}: the supervisor has died")
     for descriptor in {spec.listener, spec.alive} - {-1}:
         os.set_inheritable(descriptor, False)
+    allow_open_files()
     set_up_logging(spec.server.log_level, f"{spec.name} pid={os.getpid()}")
     return spec
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit of open files, by custom 1,024, to the hard one: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def leave_sigterm_to_supervisor() -> None:
