@@ -245,6 +245,7 @@ def test_settings_of_vllm_that_ask_for_what_is_so_are_taken():
         "tokenizer_mode": "auto",
         "enable_chunked_prefill": True,
         "cpu_offload_gb": 0,
+        "disable_log_stats": True,
     }
     assert engine_config("tiny", asked) == engine_config("tiny", {})
     unsaid = dict.fromkeys(("seed", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype"))  # all None

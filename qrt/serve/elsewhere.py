@@ -51,6 +51,7 @@ _ANYWAY: dict[str, Any] = {
     "cpu_offload_gb": 0,
     "enable_lora": False,
     "speculative_config": None,
+    "disable_log_stats": True,  # of LLM; the server has the flag
 }
 
 
