@@ -237,7 +237,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     """EngineConfig from keyword arguments, vLLM's names included; None is the default, as there. ConfigError
-    for an unknown one."""
+    for an unknown one, or two names of one with two values (`kv` of "auto" gives way)."""
     known = [field.name for field in fields(EngineConfig)]
     given: dict[str, Any] = {}
     for name, value in settings.items():
@@ -248,8 +248,13 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
             remedy = ELSEWHERE.get(f"--{name.replace('_', '-')}")
             hint = f"; {remedy}" if remedy else nearest(name, [*known, *ALIASES])
             raise ConfigError(f"LLM: unknown setting {name!r}{hint}")
-        if value is not None:
-            given[field] = value
+        if value is None:
+            continue
+        if given.get(field, "auto") not in ("auto", value):
+            raise ConfigError(
+                f"LLM: {name}: got {value!r}, and {given[field]!r} by another name of it; wanted one of them"
+            )
+        given[field] = value
     return EngineConfig(model, **given)
 
 

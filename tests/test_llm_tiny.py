@@ -251,6 +251,10 @@ def test_settings_of_vllm_that_ask_for_what_is_so_are_taken():
     unsaid = dict.fromkeys(("seed", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype"))  # all None
     assert engine_config("tiny", unsaid) == engine_config("tiny", {})
     assert engine_config("tiny", {"async_scheduling": False}).overlap is False
+    assert engine_config("tiny", {"kv": "auto", "kv_cache_dtype": "int4"}).kv == "int4"
+    for two in ({"kv": "int8", "kv_cache_dtype": "int4"}, {"overlap": True, "async_scheduling": False}):
+        with pytest.raises(ConfigError, match="by another name of it; wanted one"):
+            engine_config("tiny", two)
     for name, value in {**dict.fromkeys(asked, 2), "trust_remote_code": True}.items():
         with pytest.raises(ConfigError, match=f"unknown setting {name!r}"):
             engine_config("tiny", {name: value})
