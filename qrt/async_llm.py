@@ -20,8 +20,8 @@ from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.llm import engine_config
 from qrt.serve.output import RequestCollector, RequestOutput
-from qrt.serve.prompt import Prompt, split_prompt
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.prompt import Prompt, split_prompt
+from qrt.text.tokenizer import Tokenizer
 
 try:
     from qrt.serve.engine_client import ThreadClient

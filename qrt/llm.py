@@ -22,8 +22,8 @@ from qrt.errors import ConfigError, QrtError
 from qrt.registry import nearest
 from qrt.serve.elsewhere import ELSEWHERE, is_so_anyway
 from qrt.serve.output import RequestCollector, RequestOutput
-from qrt.serve.prompt import Prompt, split_prompt
-from qrt.serve.tokenizer import Message, Tokenizer
+from qrt.text.prompt import Prompt, split_prompt
+from qrt.text.tokenizer import Message, Tokenizer
 
 ALIASES = {"kv_cache_dtype": "kv", "async_scheduling": "overlap"}  # vLLM's names
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "qrt.errors": 0, "qrt.registry": 0, "qrt.config": 0, "qrt.checks": 0,
     "qrt.assets": 0, "qrt.cli": 0, "qrt.folder": 0,
-    "qrt.quant": 1, "qrt.arch": 1,
+    "qrt.quant": 1, "qrt.arch": 1, "qrt.text": 1,
     "qrt.kernels": 2,
     "qrt.mem": 3,
     "qrt.layers": 4,

@@ -21,7 +21,7 @@ from rich.table import Table
 from qrt.assets import model_path
 from qrt.config import ENV
 from qrt.errors import ConfigError, QrtError
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 from qrt_eval.console import show
 from qrt_eval.load import Load, Outcome, Prompt, chunk_times, concurrency, delays, send
 from qrt_eval.results import save

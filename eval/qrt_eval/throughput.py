@@ -26,7 +26,7 @@ from tqdm import tqdm
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.lines import read_lines, read_rows
 from qrt_eval.console import show
 from qrt_eval.latency import build_engine, described, linear_bytes, step

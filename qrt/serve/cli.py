@@ -15,9 +15,9 @@ from qrt.cli import run_main
 from qrt.config import ENV, EngineConfig
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.serve.chat_template import ChatTemplate
 from qrt.serve.flags import parse
 from qrt.serve.settings import ServerConfig
+from qrt.text.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 

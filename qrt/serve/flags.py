@@ -18,7 +18,7 @@ from qrt.registry import nearest
 from qrt.serve.elsewhere import ELSEWHERE, is_so_anyway
 from qrt.serve.flags_file import file_words
 from qrt.serve.settings import ServerConfig
-from qrt.serve.tool_calls import FORMATS
+from qrt.text.tool_calls import FORMATS
 
 LIGHTLLM_KV = {"None": "auto", "int8kv": "int8", "int4kv": "int4"}
 SUFFIXES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}

@@ -28,7 +28,7 @@ from qrt.serve.process import Spec, child_spec
 from qrt.serve.service import Service
 from qrt.serve.settings import ServerConfig
 from qrt.serve.supervisor import address_of
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("qrt.serve.httpserver")  # also when it runs as __main__
 

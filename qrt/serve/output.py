@@ -11,8 +11,8 @@ from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
 from qrt.errors import ConfigError
-from qrt.serve.detokenizer import Detokenizer, TokenPlaces
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.detokenizer import Detokenizer, TokenPlaces
+from qrt.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from qrt.serve.detokenizer import INCOMPLETE, TokenPlaces
 from qrt.serve.output import CompletionDelta, CompletionOutput, Logprob, RequestCollector, TokenLogprobs
 from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest, Sampling
-from qrt.serve.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
+from qrt.text.detokenizer import INCOMPLETE, TokenPlaces
+from qrt.text.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
 
 LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
 

@@ -46,7 +46,7 @@ from qrt.serve.metrics import EngineMetrics
 from qrt.serve.process import child_spec, leave_sigterm_to_supervisor
 from qrt.serve.sockets import EnginePort
 from qrt.serve.step_output import FromEngine, Output
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("qrt.serve.router")  # also when it runs as __main__
 

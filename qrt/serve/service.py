@@ -18,8 +18,8 @@ from qrt.errors import ConfigError
 from qrt.serve.engine_client import EngineClient, RequestStream
 from qrt.serve.output import RequestCollector, encode_bad_words
 from qrt.serve.settings import MAX_LISTED, MAX_SCORES, ServerConfig
-from qrt.serve.tokenizer import Tokenizer
-from qrt.serve.tool_calls import ToolFormat, tool_format
+from qrt.text.tokenizer import Tokenizer
+from qrt.text.tool_calls import ToolFormat, tool_format
 
 logger = logging.getLogger(__name__)
 

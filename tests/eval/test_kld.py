@@ -116,7 +116,7 @@ def by_transformers(changed):
 
 
 def tokenizer():
-    from qrt.serve.tokenizer import Tokenizer
+    from qrt.text.tokenizer import Tokenizer
 
     return Tokenizer("tiny")
 

@@ -13,7 +13,7 @@ from schema import checked
 
 from qrt import LLM
 from qrt.assets import model_path
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 from qrt_eval import ppl as module
 from qrt_eval.cli import main
 from qrt_eval.partial import PartialResult, cut_of

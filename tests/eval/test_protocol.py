@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qrt.assets import model_path
 from qrt.errors import ConfigError
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 from qrt_eval import wikitext
 from qrt_eval.ppl import perplexity, scorer
 from qrt_eval.protocol import PROTOCOLS, Tokens, rolling_spans

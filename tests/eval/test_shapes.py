@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from qrt.arch import ARCHS, ModelConfig
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import open_checkpoint
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 from qrt_eval.shapes import shape, write_folder
 
 

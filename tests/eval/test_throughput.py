@@ -8,7 +8,7 @@ from schema import checked
 
 from qrt import LLM
 from qrt.errors import ConfigError
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 from qrt_eval import throughput
 from qrt_eval.cli import main
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from qrt.engine.engine import Engine
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 
 
 def script(engine: Engine, tokenizer: Tokenizer, answers: Mapping[str, str]) -> None:

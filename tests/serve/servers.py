@@ -19,7 +19,7 @@ from qrt.serve.httpserver import HttpServer
 from qrt.serve.router import Router
 from qrt.serve.service import Service
 from qrt.serve.settings import ServerConfig
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 
 KEY = "a-key"
 

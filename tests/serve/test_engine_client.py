@@ -14,7 +14,7 @@ from qrt.serve.engine_client import EngineClient, EngineError
 from qrt.serve.messages import Add, Refusal
 from qrt.serve.output import RequestCollector
 from qrt.serve.step_output import Output
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
 

@@ -14,7 +14,7 @@ from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
 from qrt.serve.lightllm import GenerateRequest, LightllmShape, Parameters
 from qrt.serve.output import RequestCollector
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
 PROMPT = "The president of the"

@@ -13,7 +13,7 @@ from qrt.engine.request import FinishReason
 from qrt.serve.output import RequestCollector
 from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest
 from qrt.serve.replies import ChatReply, CompletionReply
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 
 TEXT = "Köln 🦄 你好"
 

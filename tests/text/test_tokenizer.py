@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import small_tokenizers
 from qrt.errors import CheckpointError, ConfigError
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.text import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "the dog 🎉"}]

@@ -11,7 +11,7 @@ from typing import Any
 
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.folder import expect_at_most, model_folder
-from qrt.serve.chat_template import ChatTemplate, Message
+from qrt.text.chat_template import ChatTemplate, Message
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes a byte that is no token's text
 # Byte-level BPE writes each byte as a character that can be seen (GPT-2's bytes_to_unicode): itself, or one

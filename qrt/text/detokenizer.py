@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from qrt.config import SamplingParams
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 
 INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not a character, or not yet
 MOST_PENDING = 3  # bytes of a character that lacks its last one

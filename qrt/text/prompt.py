@@ -7,7 +7,7 @@ from typing import Any
 
 from qrt.errors import ConfigError
 from qrt.registry import nearest
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import small_tokenizers
 from qrt.config import SamplingParams
-from qrt.serve.detokenizer import LONGEST_WINDOW, Detokenizer, StopStrings, TextStream
-from qrt.serve.tokenizer import Tokenizer
+from qrt.text.detokenizer import LONGEST_WINDOW, Detokenizer, StopStrings, TextStream
+from qrt.text.tokenizer import Tokenizer
 
 KINDS = ("byte_level", "byte_fallback", "metaspace")
 TEXTS = [

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-import qrt.serve.chat_template as chat_template
+import qrt.text.chat_template as chat_template
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.serve.chat_template import ChatTemplate
+from qrt.text.chat_template import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

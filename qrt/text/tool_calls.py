@@ -22,7 +22,7 @@ from typing import Any
 
 from qrt.errors import ConfigError
 from qrt.registry import nearest
-from qrt.serve.detokenizer import overlap
+from qrt.text.detokenizer import overlap
 
 # what may stand at the end of JSON that is not all there yet: nothing, a word's start, half a number
 UNFINISHED = re.compile(r"|t(ru?)?|f(a(ls?)?)?|n(ul?)?|-|\.|[eE][+-]?")
