@@ -19,8 +19,8 @@ from qrt.engine.logprobs import Scores, concat
 from qrt.engine.output import RequestDelta
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, QrtError
+from qrt.peers import ELSEWHERE, is_so_anyway
 from qrt.registry import nearest
-from qrt.serve.elsewhere import ELSEWHERE, is_so_anyway
 from qrt.serve.output import RequestCollector, RequestOutput
 from qrt.text.prompt import Prompt, split_prompt
 from qrt.text.tokenizer import Message, Tokenizer

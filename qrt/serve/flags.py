@@ -13,9 +13,9 @@ import yaml
 from qrt.cli import ArgumentParser
 from qrt.config import ADMISSIONS, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, EngineConfig
 from qrt.errors import ConfigError
+from qrt.peers import ELSEWHERE, is_so_anyway
 from qrt.quant.kv import KV_FORMATS
 from qrt.registry import nearest
-from qrt.serve.elsewhere import ELSEWHERE, is_so_anyway
 from qrt.serve.flags_file import file_words
 from qrt.serve.settings import ServerConfig
 from qrt.text.tool_calls import FORMATS

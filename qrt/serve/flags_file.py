@@ -9,8 +9,8 @@ import yaml
 
 from qrt.cli import ArgumentParser
 from qrt.errors import ConfigError
+from qrt.peers import ELSEWHERE, is_so_anyway
 from qrt.registry import nearest
-from qrt.serve.elsewhere import ELSEWHERE, is_so_anyway
 
 
 def file_words(top: ArgumentParser, path: Path) -> list[str]:

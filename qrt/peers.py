@@ -1,4 +1,4 @@
-"""Flags and settings of the peers that have no equal here, and what to do instead."""
+"""Settings of other engines that have no equal here, and what to do instead."""
 
 from typing import Any
 
