@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qrt.arch.entries import MAX_LAYERS, number, positive, token_ids, typed
+from qrt.arch.rope import RopeConfig, rope
 from qrt.errors import CheckpointError, UnsupportedError
 
-# What a config.json may ask for, before anything is allocated for it.
-MAX_SIZE, MAX_LAYERS = 2**24, 2**12
+# What an entry that config.json leaves out means, as in transformers' LlamaConfig; families say what differs.
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,  # as many as attention heads
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,8 @@ class Smooth:
 class Arch:
     """One decoder family: y = x + attention(norm(x)); z = y + mlp(norm(y)), with RMSNorm, RoPE and SwiGLU.
 
-    `qkv_bias`, `o_bias` and `mlp_bias` take the raw config and say whether those projections have a bias;
+    `defaults` are the entries that this family gives another default than `DEFAULTS`. `qkv_bias`, `o_bias`
+    and `mlp_bias` take the config with defaults filled in and say whether those projections have a bias;
     `sliding_window` gives the window in tokens when any layer slides one, else None.
     `fuse` maps a fused projection to the checkpoint's projections it stacks, in order. In a mixture `experts`
     is the module that holds the experts, `expert_parts` are the names in each, and all experts' projections
@@ -38,9 +55,10 @@ class Arch:
     """
 
     name: str
-    qkv_bias: Callable[[Mapping[str, Any]], bool] = lambda config: bool(config.get("attention_bias", False))
-    o_bias: Callable[[Mapping[str, Any]], bool] = lambda config: bool(config.get("attention_bias", False))
-    mlp_bias: Callable[[Mapping[str, Any]], bool] = lambda config: bool(config.get("mlp_bias", False))
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: Callable[[Mapping[str, Any]], bool] = lambda config: typed(config, "attention_bias", bool)
+    o_bias: Callable[[Mapping[str, Any]], bool] = lambda config: typed(config, "attention_bias", bool)
+    mlp_bias: Callable[[Mapping[str, Any]], bool] = lambda config: typed(config, "mlp_bias", bool)
     sliding_window: Callable[[Mapping[str, Any]], int | None] = lambda config: None
     qk_norm: bool = False
     fuse: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -62,6 +80,10 @@ class Arch:
     experts: str | None = None
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
+    def filled(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill in the family's default for each entry that a config.json leaves out; null stays."""
+        return {**DEFAULTS, **self.defaults, **config}
+
     @property
     def routers(self) -> tuple[str, ...]:
         """Modules that choose among experts."""
@@ -82,16 +104,16 @@ class Arch:
 class Mixture:
     """A decoder family whose mlp is a mixture of experts, each a SwiGLU of its own; the rest is `dense`'s.
 
-    `counts` are the config's entries that may say how many experts there are, `width` is that of their inner
-    size; `all_sparse` takes the raw config and says whether every layer is a mixture. `shared` is an expert
-    that all tokens go through.
+    `counts` are the config's entries that may say how many experts there are, the one that wins first, and
+    `width` is that of their inner size; `all_sparse` takes the config with defaults filled in and says
+    whether every layer is a mixture. `shared` is an expert that all tokens go through.
     """
 
     name: str
     dense: Arch
     width: str
     all_sparse: Callable[[Mapping[str, Any]], bool]
-    counts: tuple[str, ...] = ("num_experts", "num_local_experts")  # the second as transformers 5 saves it
+    counts: tuple[str, ...] = ("num_experts",)
     routers: tuple[str, ...] = ("mlp.gate",)
     experts: str = "mlp.experts"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -99,12 +121,13 @@ class Mixture:
 
     def arch(self, config: Mapping[str, Any]) -> tuple[Arch, Mapping[str, Any]]:
         """The architecture of one checkpoint with its experts by name, and `config` with their inner size."""
+        count = next((name for name in self.counts if name in config), "num_experts")
+        config = self.dense.filled(config)
         if not self.all_sparse(config):
             raise UnsupportedError(
                 f"config.json: some layers of this {self.name} are dense; qrt-calibrate takes mixtures in all"
             )
-        count = next((name for name in self.counts if name in config), self.counts[0])
-        each = [f"{self.experts}.{number}" for number in range(_positive(config, count, most=MAX_LAYERS))]
+        each = [f"{self.experts}.{index}" for index in range(positive(config, count, most=MAX_LAYERS))]
         inner = tuple(f"{expert}.{part}" for expert in each for part in self.parts[:2])
         pairs = [(f"{expert}.{self.parts[1]}", f"{expert}.{self.parts[2]}") for expert in each]
         down = tuple(reader for _, reader in pairs)
@@ -130,25 +153,7 @@ class Mixture:
             experts=self.experts,
             expert_parts=self.parts,
         )
-        return arch, {**config, "intermediate_size": _positive(config, self.width)}
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: frequencies theta^(-2i/D), rescaled by `kind`: "default", "linear", "llama3", "yarn".
-
-    `truncate` (yarn): the band between kept and stretched channels begins and ends at whole channels.
-    `length` is what cos and sin are multiplied by.
-    """
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
-    truncate: bool = True
-    length: float = 1.0
+        return arch, {**config, "intermediate_size": positive(config, self.width)}
 
 
 @dataclass(frozen=True)
@@ -177,36 +182,45 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], arch: Arch) -> ModelConfig:
-        """Read a Hugging Face config.json; CheckpointError names a missing or impossible entry."""
-        heads = _positive(config, "num_attention_heads")
-        hidden = _positive(config, "hidden_size")
-        if config.get("hidden_act", "silu") != "silu":
+        """Read a Hugging Face config.json; CheckpointError names an impossible entry.
+
+        An entry that is left out has its family's default, as in transformers. null is refused as there,
+        but in `num_key_value_heads`, and in `head_dim` where the family's default is none either.
+        """
+        config = arch.filled(config)
+        heads = positive(config, "num_attention_heads")
+        hidden = positive(config, "hidden_size")
+        if config["hidden_act"] not in ("silu", "swish"):  # two names of one function
             raise UnsupportedError(f"config.json: hidden_act {config['hidden_act']!r}; qrt runs 'silu'")
-        layers = _positive(config, "num_hidden_layers", most=MAX_LAYERS)  # before windows, which compare it
+        if arch.defaults.get("head_dim") is None and config["head_dim"] is None:
+            config["head_dim"] = hidden // heads
+        if config["num_key_value_heads"] is None:
+            config["num_key_value_heads"] = heads
+        layers = positive(config, "num_hidden_layers", most=MAX_LAYERS)  # before windows, which compare it
         window = arch.sliding_window(config)
         if window is not None:
-            window = _positive({"sliding_window": window}, "sliding_window")
-        rope, max_position = _rope(config, _positive(config, "max_position_embeddings"))
+            window = positive({"sliding_window": window}, "sliding_window")
+        turned, max_position = rope(config, positive(config, "max_position_embeddings"))
         return cls(
             architecture=arch.name,
-            vocab_size=_positive(config, "vocab_size"),
+            vocab_size=positive(config, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_positive(config, "intermediate_size"),
+            intermediate_size=positive(config, "intermediate_size"),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=_positive(config, "num_key_value_heads", heads),
-            head_dim=_positive(config, "head_dim", hidden // heads),
-            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            num_kv_heads=positive(config, "num_key_value_heads"),
+            head_dim=positive(config, "head_dim"),
+            rms_norm_eps=number(config, "rms_norm_eps"),
             max_position=max_position,
-            rope=rope,
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            rope=turned,
+            tied_embeddings=typed(config, "tie_word_embeddings", bool),
             qkv_bias=arch.qkv_bias(config),
             o_bias=arch.o_bias(config),
             mlp_bias=arch.mlp_bias(config),
             qk_norm=arch.qk_norm,
             sliding_window=window,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-            eos_token_ids=_token_ids(config, "eos_token_id"),
+            eos_token_ids=token_ids(config, "eos_token_id"),
         )
 
     @property
@@ -219,117 +233,9 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"config.json: {self.num_heads} attention heads are not a multiple of "
-                f"{self.num_kv_heads} KV heads"
+                f"{self.num_kv_heads} KV heads; correct num_attention_heads and num_key_value_heads"
             )
         if self.head_dim % 2:
             raise UnsupportedError(
                 f"config.json: head_dim {self.head_dim} is odd; RoPE turns pairs of channels"
             )
-
-
-def optional(config: Mapping[str, Any], key: str, kind: type) -> Any:
-    """An entry that may be missing or null: None then; CheckpointError where it is no `kind`."""
-    value = config.get(key)
-    if not isinstance(value, kind | None):
-        raise CheckpointError(f"config.json: {key} is {value!r}, wanted null or of type {kind.__name__}")
-    return value
-
-
-def _positive(config: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {key} is {value!r}, wanted a positive integer")
-    if value > most:
-        raise CheckpointError(f"config.json: {key} is {str(value)[:20]}, wanted at most {most:,}")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {key} is {value!r}, wanted a positive number")
-    return float(value)
-
-
-def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """One or a list of them, or none."""
-    value = config.get(key)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(not isinstance(token, int) for token in ids):
-        raise CheckpointError(f"config.json: {key} is {value!r}, wanted a token id or a list of them")
-    return tuple(ids)
-
-
-def _rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]:
-    """The embedding, and the context that it is stretched to.
-
-    transformers 5 writes `rope_parameters`; older checkpoints `rope_theta` and `rope_scaling`.
-    """
-    own = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(own, dict):
-        raise CheckpointError(f"config.json: rope_scaling is {own!r}, wanted an object, or null")
-    if any(isinstance(value, Mapping) for value in own.values()):
-        raise UnsupportedError("config.json: rope_parameters differ between layers, which qrt does not run")
-    entry = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | own
-    if config.get(original := "original_max_position_embeddings") is not None:  # it wins, as in transformers
-        entry[original] = config[original]
-    kind = entry.get("rope_type") or entry.get("type") or "default"
-    if _number(entry, "partial_rotary_factor", 1.0) != 1:
-        raise UnsupportedError("config.json: partial_rotary_factor other than 1 is not run by qrt")
-    theta = _number(entry, "rope_theta", 10000.0)
-    if theta <= 1:
-        raise CheckpointError(f"config.json: rope_theta is {theta}, wanted more than 1")
-    match kind:
-        case "default":
-            return RopeConfig(theta), max_position
-        case "linear":
-            factor = _number(entry, "factor")
-            return RopeConfig(theta, kind, factor), _stretched(max_position, factor)
-        case "llama3":
-            rope = RopeConfig(
-                theta,
-                kind,
-                factor=_number(entry, "factor"),
-                low_freq_factor=_number(entry, "low_freq_factor"),
-                high_freq_factor=_number(entry, "high_freq_factor"),
-                original_max_position=_positive(entry, "original_max_position_embeddings", max_position),
-            )
-            return rope, max_position
-        case "yarn":
-            rope = _yarn(entry, theta, max_position)
-            return rope, _stretched(rope.original_max_position, rope.factor)
-    raise UnsupportedError(
-        f"config.json: RoPE type {kind!r}; qrt runs 'default', 'linear', 'llama3' and 'yarn'"
-    )
-
-
-def _yarn(entry: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
-    """YaRN (Peng et al., arXiv:2309.00071) as transformers reads it."""
-    original = _positive(entry, "original_max_position_embeddings", max_position)
-    factor = _number(entry, "factor", max_position / original)
-    stretch = 0.1 * math.log(max(factor, 1.0))
-    length = 1 + stretch
-    if entry.get("mscale") and entry.get("mscale_all_dim"):
-        length = 1 + stretch * _number(entry, "mscale")
-        length /= 1 + stretch * _number(entry, "mscale_all_dim")
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor=factor,
-        low_freq_factor=_number(entry, "beta_slow", 1.0),
-        high_freq_factor=_number(entry, "beta_fast", 32.0),
-        original_max_position=original,
-        truncate=bool(entry.get("truncate", True)),
-        length=_number(entry, "attention_factor", length),
-    )
-
-
-def _stretched(max_position: int, factor: float) -> int:
-    context = int(max_position * factor)
-    if context > MAX_SIZE:
-        raise CheckpointError(
-            f"config.json: RoPE stretches the context to {context:,} tokens, wanted at most {MAX_SIZE:,}"
-        )
-    return context

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qrt.arch.base import RopeConfig
+from qrt.arch.rope import RopeConfig
 
 
 class RopeTables(NamedTuple):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -160,8 +161,14 @@ def test_eos_and_dtype():
     for wrong in ("x", [1, None], [[1]]):
         with pytest.raises(CheckpointError, match="eos_token_id is .*, wanted a token id or a list of them"):
             read("Llama", {**SIZES, "eos_token_id": wrong})
-    assert read("Llama", {**SIZES, "torch_dtype": "float16"}).dtype == "float16"
-    assert read("Llama", {**SIZES, "dtype": "float32"}).dtype == "float32"
+    for entries, dtype in (
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": "float32", "torch_dtype": "float16"}, "float32"),
+        ({"dtype": None, "torch_dtype": "float16"}, "float16"),
+    ):
+        assert read("Llama", {**SIZES, **entries}).dtype == dtype
+        assert transformers.LlamaConfig(**entries).dtype == getattr(torch, dtype)
 
 
 BAD = {
@@ -209,12 +216,144 @@ def test_bad_config_names_the_entry(case):
     ({"sliding_window": -5, "max_window_layers": 0}, "sliding_window is -5, wanted a positive integer"),
     ({"sliding_window": "64", "max_window_layers": 0}, "sliding_window is '64'"),
     ({"num_hidden_layers": None}, "num_hidden_layers is None"),
-    ({"layer_types": 5}, "layer_types is 5"), ({"max_window_layers": "all"}, "max_window_layers is 'all'"),
+    ({"layer_types": 5}, "layer_types is 5, expected list or null"),
+    ({"max_window_layers": "all"}, "max_window_layers is 'all', expected int"),
+    ({"max_window_layers": None}, "max_window_layers is None, expected int"),
+    ({"use_sliding_window": "yes"}, "use_sliding_window is 'yes', expected bool"),
 ])  # fmt: skip
 def test_bad_windows_are_named(change, text):
     with pytest.raises(CheckpointError, match=text):
         read("Qwen2", {**SIZES, "use_sliding_window": True, **change})
-    assert read("Qwen2", {**SIZES, "use_sliding_window": True, "max_window_layers": None}).context == 4096
+
+
+# A config whose entries are no family's defaults. eos_token_id has none in qrt: the tokenizer and
+# generation_config.json name the ends of text too, and Llama's 2 is an ordinary token in other vocabularies.
+UNUSUAL = {
+    "vocab_size": 1000,
+    "hidden_size": 3072,
+    "intermediate_size": 512,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 2,
+    "head_dim": 96,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4000,
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "qkv_bias": False,
+    "use_sliding_window": True,
+    "sliding_window": 333,
+    "max_window_layers": 29,
+    "layer_types": [FULL] * 29 + [SLIDES],
+    "moe_intermediate_size": 96,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_experts": 3,
+}
+FAMILIES = [name.removesuffix("ForCausalLM") for name in (*ARCHS, *MIXTURES)]
+
+
+def facts(family: str, entries: dict) -> dict:
+    """What qrt reads of a config, by transformers' names."""
+    name = f"{family}ForCausalLM"
+    arch, experts = ARCHS[name] if family in DENSE else None, None
+    if arch is None:
+        arch, entries = MIXTURES[name].arch(entries)
+        experts = sum(
+            part.endswith(f".{arch.expert_parts[1]}") for part in arch.projections if arch.is_expert(part)
+        )
+    ours = ModelConfig.from_hf(entries, arch)
+    return {
+        "vocab_size": ours.vocab_size,
+        "hidden_size": ours.hidden_size,
+        "intermediate_size": ours.intermediate_size,
+        "num_hidden_layers": ours.num_layers,
+        "num_attention_heads": ours.num_heads,
+        "num_key_value_heads": ours.num_kv_heads,
+        "head_dim": ours.head_dim,
+        "max_position_embeddings": ours.max_position,
+        "rms_norm_eps": ours.rms_norm_eps,
+        "rope_theta": ours.rope.theta,
+        "tie_word_embeddings": ours.tied_embeddings,
+        "sliding_window": ours.sliding_window,
+        "biases": (ours.qkv_bias, ours.o_bias, ours.mlp_bias),
+    } | ({} if family in DENSE else {"experts": experts})
+
+
+DENSE = [name.removesuffix("ForCausalLM") for name in ARCHS]
+# which projections have biases, as the modeling files of transformers write it
+BIASES = {
+    "Llama": lambda c: (c.attention_bias, c.attention_bias, c.mlp_bias),
+    "Qwen2": lambda c: (True, False, False),
+    "Qwen2Moe": lambda c: (c.qkv_bias, False, False),
+    "Qwen3": lambda c: (c.attention_bias, c.attention_bias, False),
+    "Qwen3Moe": lambda c: (c.attention_bias, c.attention_bias, False),
+}
+
+
+def true_facts(family: str, entries: dict) -> dict:
+    """The same as transformers' config class of the family has it."""
+    truth = settled(family, json.loads(json.dumps(entries)))
+    inner = "intermediate_size" if family in (*DENSE, "Mixtral") else "moe_intermediate_size"
+    heads = truth.num_attention_heads
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    )
+    slides = family in ("Mistral", "Mixtral", "Qwen3Moe")
+    slides = slides or (family.startswith("Qwen") and SLIDES in truth.layer_types)
+    return {
+        **{name: getattr(truth, name) for name in (*sizes, "rms_norm_eps", "tie_word_embeddings")},
+        "intermediate_size": getattr(truth, inner),
+        "num_key_value_heads": truth.num_key_value_heads,
+        "head_dim": getattr(truth, "head_dim", None) or truth.hidden_size // heads,
+        "rope_theta": truth.rope_parameters["rope_theta"],
+        "sliding_window": (getattr(truth, "sliding_window", None) or None) if slides else None,
+        "biases": BIASES.get(family, lambda c: (False, False, False))(truth),
+    } | ({} if family in DENSE else {"experts": truth.num_experts})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("entry", UNUSUAL)
+def test_an_entry_left_out_has_the_default_of_its_family(family, entry):
+    entries = {key: value for key, value in UNUSUAL.items() if key != entry}
+    if entry == "num_hidden_layers":
+        del entries["layer_types"]  # transformers compares its length
+    assert facts(family, entries) == true_facts(family, entries)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_empty_config_is_the_family_s_default(family):
+    assert facts(family, {}) == true_facts(family, {})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("entry", UNUSUAL)
+def test_null_means_what_transformers_makes_of_it(family, entry):
+    """Refused or read alike. Older transformers made null KV heads as many as heads, whatever the family."""
+    entries = {**UNUSUAL, entry: None}
+    if entry == "num_key_value_heads":
+        assert facts(family, entries)[entry] == UNUSUAL["num_attention_heads"]
+        return
+    if entry == "intermediate_size" and "Moe" in family:
+        assert facts(family, entries) == facts(family, UNUSUAL)  # of dense layers, of which there are none
+        return
+    try:
+        truth = true_facts(family, entries)
+        refused = None in (truth["rope_theta"], truth.get("experts", 1))  # its models fail later
+    except huggingface_hub.errors.StrictDataclassError:
+        refused = True
+    if refused:
+        with pytest.raises((CheckpointError, UnsupportedError), match=f"config.json: {entry} "):
+            facts(family, entries)
+    else:
+        assert facts(family, entries) == truth
 
 
 def test_unknown_architecture_lists_the_known_and_suggests():
@@ -224,7 +363,7 @@ def test_unknown_architecture_lists_the_known_and_suggests():
 
 def test_an_architecture_is_at_most_30_lines():
     for path in Path(qrt.arch.__file__).parent.glob("*.py"):
-        if path.name != "base.py":
+        if path.name not in ("base.py", "entries.py", "rope.py"):
             assert len(path.read_text().splitlines()) <= 30, path
 
 
@@ -275,7 +414,7 @@ def test_experts_are_counted_as_released_and_as_saved_by_transformers_5():
         ({"num_experts": 3, "moe_intermediate_size": None}, CheckpointError, "moe_intermediate_size is None"),
         ({"num_experts": 3, "decoder_sparse_step": 2}, UnsupportedError, "some layers of this .* are dense"),
         ({"num_experts": 3, "mlp_only_layers": [0]}, UnsupportedError, "some layers of this .* are dense"),
-        ({}, CheckpointError, "num_experts is None"),
+        ({"num_experts": None}, CheckpointError, "num_experts is None"),
     ],
 )
 def test_a_mixture_that_is_none_is_refused(change, error, text):

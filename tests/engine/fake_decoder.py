@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qrt.arch import ModelConfig
-from qrt.arch.base import RopeConfig
+from qrt.arch.rope import RopeConfig
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.mem.sizing import pool_bytes

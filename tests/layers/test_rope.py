@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from qrt.arch.base import RopeConfig
+from qrt.arch.rope import RopeConfig
 from qrt.layers.rope import frequencies, rope_tables
 
 LLAMA3 = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)

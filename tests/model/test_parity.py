@@ -1,5 +1,6 @@
 """The decoder against transformers, fp32 on CPU: the same logits and the same greedy tokens."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,17 @@ def test_the_bundled_model(tmp_path):
     truth = theirs(folder, tokens + chosen[:-1])
     assert truth[len(tokens) - 1 :].argmax(-1).tolist() == chosen
     assert relative(Requests(model, max_len=256).run([(0, tokens)])[0], truth[: len(tokens)]) < 1e-4
+
+
+def test_entries_left_out_are_those_of_the_family(tmp_path):
+    """Qwen3's heads have 128 channels and Mistral has 8 KV heads, whatever Llama's would be."""
+    for architecture, entry, sizes in (
+        ("Qwen3ForCausalLM", "head_dim", {"head_dim": 128}),
+        ("MistralForCausalLM", "num_key_value_heads", {"num_key_value_heads": 8, "num_attention_heads": 16}),
+    ):
+        folder = random_checkpoint(tmp_path / entry, architecture, **sizes)
+        config = json.loads((folder / "config.json").read_text())
+        del config[entry]
+        (folder / "config.json").write_text(json.dumps(config))
+        tokens = prompt(40)
+        assert relative(Requests(ours(folder)).run([(0, tokens)])[0], theirs(folder, tokens)) < 1e-4

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qrt.arch.base import RopeConfig
+from qrt.arch.rope import RopeConfig
 from qrt.layers.rope import rope_tables
 from qrt.quant.kv import KV_FORMATS, smoothing
 

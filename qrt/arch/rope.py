@@ -1,0 +1,102 @@
+"""Rotary embeddings as config.json asks for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qrt.arch.entries import MAX_SIZE, number, positive
+from qrt.errors import CheckpointError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: frequencies theta^(-2i/D), rescaled by `kind`: "default", "linear", "llama3", "yarn".
+
+    `truncate` (yarn): the band between kept and stretched channels begins and ends at whole channels.
+    `length` is what cos and sin are multiplied by.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    truncate: bool = True
+    length: float = 1.0
+
+
+def rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]:
+    """The embedding, and the context that it is stretched to.
+
+    transformers 5 writes `rope_parameters`; older checkpoints `rope_theta` and `rope_scaling`.
+    """
+    own = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(own, dict):
+        raise CheckpointError(f"config.json: rope_scaling is {own!r}, wanted an object, or null")
+    if any(isinstance(value, Mapping) for value in own.values()):
+        raise UnsupportedError("config.json: rope_parameters differ between layers, which qrt does not run")
+    entry = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | own
+    if config.get(original := "original_max_position_embeddings") is not None:  # it wins, as in transformers
+        entry[original] = config[original]
+    kind = entry.get("rope_type") or entry.get("type") or "default"
+    if number(entry, "partial_rotary_factor", 1.0) != 1:
+        raise UnsupportedError("config.json: partial_rotary_factor other than 1 is not run by qrt")
+    theta = number(entry, "rope_theta")
+    if theta <= 1:
+        raise CheckpointError(f"config.json: rope_theta is {theta}, wanted more than 1")
+    match kind:
+        case "default":
+            return RopeConfig(theta), max_position
+        case "linear":
+            factor = number(entry, "factor")
+            return RopeConfig(theta, kind, factor), _stretched(max_position, factor)
+        case "llama3":
+            rope = RopeConfig(
+                theta,
+                kind,
+                factor=number(entry, "factor"),
+                low_freq_factor=number(entry, "low_freq_factor"),
+                high_freq_factor=number(entry, "high_freq_factor"),
+                original_max_position=positive(entry, "original_max_position_embeddings", max_position),
+            )
+            return rope, max_position
+        case "yarn":
+            rope = _yarn(entry, theta, max_position)
+            return rope, _stretched(rope.original_max_position, rope.factor)
+    raise UnsupportedError(
+        f"config.json: RoPE type {kind!r}; qrt runs 'default', 'linear', 'llama3' and 'yarn'"
+    )
+
+
+def _yarn(entry: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
+    """YaRN (Peng et al., arXiv:2309.00071) as transformers reads it."""
+    original = positive(entry, "original_max_position_embeddings", max_position)
+    factor = number(entry, "factor", max_position / original)
+    stretch = 0.1 * math.log(max(factor, 1.0))
+    length = 1 + stretch
+    if entry.get("mscale") and entry.get("mscale_all_dim"):
+        length = 1 + stretch * number(entry, "mscale")
+        length /= 1 + stretch * number(entry, "mscale_all_dim")
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor=factor,
+        low_freq_factor=number(entry, "beta_slow", 1.0),
+        high_freq_factor=number(entry, "beta_fast", 32.0),
+        original_max_position=original,
+        truncate=bool(entry.get("truncate", True)),
+        length=number(entry, "attention_factor", length),
+    )
+
+
+def _stretched(max_position: int, factor: float) -> int:
+    context = int(max_position * factor)
+    if context > MAX_SIZE:
+        raise CheckpointError(
+            f"config.json: RoPE stretches the context to {context:,} tokens, wanted at most {MAX_SIZE:,}"
+        )
+    return context
