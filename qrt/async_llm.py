@@ -11,14 +11,18 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
+from inspect import signature
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.llm import engine_config
+from qrt.peer_fields import refuse_arguments
+from qrt.peers import refuse_method
 from qrt.serve.output import RequestCollector, RequestOutput
 from qrt.text.prompt import Prompt, split_prompt
 from qrt.text.tokenizer import Tokenizer
@@ -51,6 +55,11 @@ class AsyncLLM:
         self._ids = count()
         self._running: dict[str, RequestCollector] = {}
 
+    @classmethod
+    def from_engine_args(cls, *arguments: Any, **named: Any) -> NoReturn:
+        """UnsupportedError: the constructor takes vLLM's engine arguments by name."""
+        raise UnsupportedError("AsyncLLM.from_engine_args: make one with AsyncLLM(model, **engine_arguments)")
+
     @property
     def max_model_len(self) -> int:
         """Most tokens of one request, prompt and output together."""
@@ -66,8 +75,8 @@ class AsyncLLM:
         return self.tokenizer.for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends; used where no parameters are given."""
-        return self._defaults
+        """Return what the checkpoint's generation_config.json recommends: the parameters of calls without."""
+        return replace(self._defaults)  # the caller may change them
 
     async def generate(
         self,
@@ -76,13 +85,15 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        **others: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Complete a prompt (as LLM's); yields all there is after each step that adds to it.
 
         Leaving the iteration aborts the request. ConfigError for a prompt that does not fit or an id in use,
-        QueueFullError when too many wait, EngineError when a step fails.
+        QueueFullError when too many wait, EngineError when a step fails. `others` as LLM's.
         """
-        params = sampling_params or self._defaults
+        refuse_arguments("AsyncLLM.generate", others, signature(self.generate).parameters)
+        params = replace(sampling_params or self._defaults)  # the caller may change theirs meanwhile
         collector = await asyncio.to_thread(self._collector, prompt, params, request_id, priority)
         if collector.request_id in self._running:
             raise ConfigError(f"request id {collector.request_id!r}: already in use")
@@ -121,6 +132,12 @@ class AsyncLLM:
             self.client.stop("the engine has been shut down")
         elif not self.client.stopped:
             await self.client.close()
+
+    if not TYPE_CHECKING:  # it would hide misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            """Name what to do instead of a method that vLLM's AsyncLLM has and this one has not."""
+            return refuse_method(type(self).__name__, name)
 
     async def _start(self) -> None:
         await self.check_health()

@@ -1,14 +1,16 @@
-"""Every setting, frozen and validated where it is made; the only place that reads the environment."""
+"""Every setting, validated where it is made or changed; the only place that reads the environment."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, TypeGuard
+from functools import wraps
+from typing import Any, TypeGuard, TypeVar
 
 from qrt.errors import ConfigError
+from qrt.peer_fields import refuse_arguments
 
 
 class KernelBackend(Enum):
@@ -147,6 +149,34 @@ class EngineConfig:
         _check_seed(self.seed)
 
 
+Params = TypeVar("Params")
+
+
+def _for_vllm_users(cls: type[Params]) -> type[Params]:
+    """Let a frozen dataclass be made and changed as vLLM's users do it.
+
+    It takes vLLM's other arguments where they ask for nothing. An assignment (`params.max_tokens = 5`) checks
+    the whole as its making does.
+    """
+    make, names = cls.__init__, [each.name for each in fields(cls)]  # type: ignore[arg-type]
+
+    @wraps(make)
+    def init(self: Params, *args: Any, **given: Any) -> None:
+        others = {name: given.pop(name) for name in [*given] if name not in names}
+        refuse_arguments(cls.__name__, others, names, given)
+        make(self, *args, **given)
+
+    def assign(self: Params, name: str, value: Any) -> None:
+        checked = replace(self, **{name: value})  # type: ignore[type-var]
+        for each in names:
+            object.__setattr__(self, each, getattr(checked, each))
+
+    setattr(cls, "__init__", init)  # noqa: B010 -- mypy takes a plain assignment for a mistake
+    setattr(cls, "__setattr__", assign)  # noqa: B010
+    return cls
+
+
+@_for_vllm_users
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is decoded; vLLM's names and meanings.

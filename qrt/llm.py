@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
+from inspect import signature
 from itertools import count
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from tqdm import tqdm
@@ -18,8 +19,9 @@ from qrt.engine.engine import Engine
 from qrt.engine.logprobs import Scores, concat
 from qrt.engine.output import RequestDelta
 from qrt.engine.preflight import preflight
-from qrt.errors import ConfigError, QrtError
-from qrt.peers import ELSEWHERE, is_so_anyway
+from qrt.errors import ConfigError, QrtError, UnsupportedError
+from qrt.peer_fields import refuse_arguments
+from qrt.peers import is_so_anyway, refuse_method, setting
 from qrt.registry import nearest
 from qrt.serve.output import RequestCollector, RequestOutput
 from qrt.text.prompt import Prompt, split_prompt
@@ -80,24 +82,27 @@ class LLM:
         return self.tokenizer.for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends; used where no parameters are given."""
-        return self.engine.generation.sampling
+        """Return what the checkpoint's generation_config.json recommends: the parameters of calls without."""
+        return replace(self.engine.generation.sampling)  # the caller may change them
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt; results in the order of the prompts.
 
         A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, a dictionary
         with "cache_salt" if it should share cached prefixes only with prompts of that salt; parameters are
         one for all or one for each; so is `priority`, the smallest first under that scheduling policy.
-        ConfigError for a prompt that does not fit; QrtError when a step fails.
+        ConfigError for a prompt that does not fit; QrtError when a step fails. `others` are vLLM's arguments
+        that are not run: UnsupportedError for one that asks for something.
         """
+        refuse_arguments("LLM.generate", others, signature(self.generate).parameters)
         listed = _listed(prompts)
         params = self._params(sampling_params, len(listed))
         priorities = [0] * len(listed) if priority is None else priority
@@ -133,8 +138,10 @@ class LLM:
         chat_template: str | None = None,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, by the checkpoint's chat template."""
+        """Answer one conversation, or each of several, by its chat template; `others` as above."""
+        refuse_arguments("LLM.chat", others, signature(self.chat).parameters)
         if isinstance(messages, (str, Mapping)) or not hasattr(messages, "__getitem__"):
             raise ConfigError(
                 f"messages: got {type(messages).__name__}, wanted a list such as "
@@ -156,10 +163,17 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def score(self, token_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes."""
+        with self._running(()):
+            self.engine.reset_prefix_cache()
+
+    def score(self, token_ids: Sequence[Sequence[int]], *pair: Any, **others: Any) -> list[Tensor]:
         """Log-probability (natural) of every token after the first, given those before it: for each list of
         n ids fp32 [n - 1], on the CPU. Lists may have a token more than `max_model_len`: nothing reads the
-        last."""
+        last. UnsupportedError for vLLM's `score`, which compares pairs of texts."""
+        if pair or others or any(isinstance(ids, str) for ids in token_ids):
+            raise UnsupportedError("LLM.score: takes lists of token ids; pairs of texts are not scored")
         return [scores.logprobs for scores in self.score_ranked(token_ids)]
 
     def score_ranked(self, token_ids: Sequence[Sequence[int]]) -> list[Scores]:
@@ -173,6 +187,12 @@ class LLM:
                 if delta.prompt_scores is not None:
                     parts[delta.request_id].append(delta.prompt_scores)
         return [concat(scores) if scores else Scores.empty() for scores in parts.values()]
+
+    if not TYPE_CHECKING:  # it would hide misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            """Name what to do instead of a method that vLLM's LLM has and this one has not."""
+            return refuse_method(type(self).__name__, name)
 
     @contextmanager
     def _running(self, request_ids: Iterable[str]) -> Iterator[None]:
@@ -223,7 +243,7 @@ class LLM:
         return params
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def _listed(prompts: Prompt | Sequence[Prompt] | None) -> Sequence[Prompt]:
     """The prompts as a list, one prompt alone included."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
@@ -242,11 +262,11 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     given: dict[str, Any] = {}
     for name, value in settings.items():
         field = ALIASES.get(name, name)
-        if is_so_anyway(name, value):
-            continue
         if field not in known:
-            remedy = ELSEWHERE.get(f"--{name.replace('_', '-')}")
-            hint = f"; {remedy}" if remedy else nearest(name, [*known, *ALIASES])
+            if is_so_anyway(name, value):
+                continue
+            entry = setting(name)
+            hint = f"; {entry.remedy}" if entry else nearest(name, [*known, *ALIASES])
             raise ConfigError(f"LLM: unknown setting {name!r}{hint}")
         if value is None:
             continue

@@ -1,61 +1,198 @@
-"""Settings of other engines that have no equal here, and what to do instead."""
+"""Settings of other engines that have no equal here, and how any name of theirs is judged."""
 
-from typing import Any
+from __future__ import annotations
 
-_ELSEWHERE = {
-    "--trust-remote-code": "qrt never runs a model's own code",
-    "--load-way": "qrt reads safetensors only",
-    "--quantization --quant-type --quant-cfg": "the weight scheme comes from the checkpoint; make one with "
-    "qrt-calibrate",
-    "--tensor-parallel-size --tp -tp --pipeline-parallel-size -pp --nnodes --node-rank --master-addr "
-    "--master-port --nccl-host --nccl-port": "qrt runs on one GPU; run several servers behind a router",
-    "--max-total-token-num --num-gpu-blocks-override": "give the pool in bytes with --kv-cache-memory-bytes",
-    "--block-size": "KV memory is by the token, not by the block",
-    "--kv-group-size --llm-kv-quant-group-size": "each KV format has its groups: one scale a half head",
-    "--kv-scales --kv-quant-calibration-config-path": "no KV format needs calibration",
-    "--tokenizer-mode": "qrt uses fast tokenizers only",
-    "--no-enable-chunked-prefill --disable-chunked-prefill --chunked-prefill-size "
-    "--long-prefill-token-threshold": "prompts are prefilled in chunks of what a step of "
-    "--max-num-batched-tokens has left",
-    "--router-max-wait-tokens --router-token-ratio": "see --admission",
-    "--graph-max-batch-size --graph-split-batch-size --graph-grow-step-size": "see --cudagraph-capture-sizes",
-    "--structured-outputs-backend --structured-outputs-config --output-constraint-mode": "grammars are not "
-    "run; requests that need one are refused",
-    "--speculative-config --spec-method --spec-model --spec-tokens --mtp-mode --mtp-draft-model-dir "
-    "--mtp-step": "there is no speculative decoding",
-    "--reasoning-parser": "reasoning is not told apart from the answer",
-    "--stream-interval": "a chunk holds what has come since the last one was sent",
-    "--health-monitor": "probe /health, which is red when the engine is stuck; --watchdog-timeout ends it",
-    "--metric-gateway": "let Prometheus read /metrics",
-    "--diverse-mode": "outputs of one prompt (n) always share it",
-    "--token-healing-mode": "there is no token healing",
-    "--enable-lora --lora-modules --max-loras --max-lora-rank": "adapters are not run; merge them into the "
-    "checkpoint",
-    "--swap-space --cpu-offload-gb": "weights and KV stay on the device; take fewer bits, or a smaller pool "
-    "with --kv-cache-memory-bytes",
-    "--log-config-file": "lines go to stderr; see --log-level",
-}
-ELSEWHERE = {flag: remedy for flags, remedy in _ELSEWHERE.items() for flag in flags.split()}
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-# Of those and of vLLM's other settings, the values that ask for what is so anyway.
-_ANYWAY: dict[str, Any] = {
-    "tensor_parallel_size": 1,
-    "tp": 1,
-    "pipeline_parallel_size": 1,
-    "pp": 1,
-    "trust_remote_code": False,
-    "quantization": None,
-    "tokenizer_mode": "auto",
-    "enable_chunked_prefill": True,
-    "swap_space": 0,
-    "cpu_offload_gb": 0,
-    "enable_lora": False,
-    "speculative_config": None,
-    "disable_log_stats": True,  # of LLM; the server has the flag
-}
+from qrt.errors import UnsupportedError
+
+ANY = (object(),)  # as `NotRun.nothing`: no value changes what comes out
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A setting, flag, request field or argument of other engines that has no equal here.
+
+    remedy       what to do instead
+    nothing      the values that ask for nothing; None, "" and [] always do
+    only_with    it does nothing unless one of these is given too (none: it always does)
+    """
+
+    remedy: str
+    nothing: tuple[Any, ...] = ()
+    only_with: tuple[str, ...] = ()
+
+    def asks_nothing(self, value: Any) -> bool:
+        """Whether this value changes nothing here. Members of an object that are null do not count."""
+        if self.nothing is ANY or value is None:
+            return True
+        if isinstance(value, Mapping):
+            value = {key: inner for key, inner in value.items() if inner is not None}
+        elif isinstance(value, (str, list, tuple)) and not value:
+            return True
+        plain = isinstance(value, (bool, int, float, str, list, dict))  # an array does not compare as one
+        return plain and value in self.nothing
+
+
+def named(*rows: tuple[Any, ...]) -> dict[str, NotRun]:
+    """Make a table from rows: names in one string, remedy, values that ask for nothing, leading names."""
+    return {
+        name: NotRun(remedy, nothing, tuple(leads[0].split()) if leads else ())
+        for names, remedy, nothing, *leads in rows
+        for name in names.split()
+    }
+
+
+def refused(table: Mapping[str, NotRun], given: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
+    """Yield a line for each of `names` whose value in `given` asks for something that is not run."""
+    for name in sorted(names):
+        entry = table.get(name)
+        if entry is None or entry.asks_nothing(given[name]):
+            continue
+        if not entry.only_with or any(
+            not table[lead].asks_nothing(given.get(lead)) for lead in entry.only_with
+        ):
+            yield f"{name}: {entry.remedy}"
+
+
+def refuse(table: Mapping[str, NotRun], given: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise UnsupportedError that names each of `names` that is not run, with its remedy."""
+    if lines := list(refused(table, given, names)):
+        raise UnsupportedError("; ".join(lines))
+
+
+_ONE_GPU = "qrt runs on one GPU; run several servers behind a router"
+_CHUNKS = "prompts are prefilled in chunks of what a step of --max-num-batched-tokens has left"
+_CHECKPOINT = "the weight scheme comes from the checkpoint; make one with qrt-calibrate"
+_SPECULATION = "there is no speculative decoding"
+_ADAPTERS = "adapters are not run; merge them into the checkpoint"
+_GRAPHS = "see --cudagraph-capture-sizes and --enforce-eager"
+_GRAMMARS = "grammars are not run; requests that need one are refused"
+_TEXT_ONLY = "only text is run"
+_CONFIG = "config.json of the checkpoint says it; change it there"
+_POOLING = "qrt serves generating models only"
+
+# Settings of LLM and flags of qrt-serve (there with dashes) that vLLM and LightLLM have and qrt has not.
+SETTINGS = named(
+    ("trust_remote_code", "qrt never runs a model's own code", (False,)),
+    ("load_way", "qrt reads safetensors only", ("HF",)),
+    ("quantization quant_type quant_cfg", _CHECKPOINT, ()),
+    ("tensor_parallel_size tp pipeline_parallel_size pp data_parallel_size dp nnodes", _ONE_GPU, (1,)),
+    ("node_rank data_parallel_rank", _ONE_GPU, (0,)),
+    ("master_addr master_port nccl_host nccl_port worker_extension_cls", _ONE_GPU, ()),
+    ("distributed_executor_backend worker_cls", _ONE_GPU, ("mp", "uni", "auto")),
+    ("enable_expert_parallel enable_eplb", _ONE_GPU, (False,)),
+    ("disable_custom_all_reduce max_parallel_loading_workers ray_workers_use_nsight", _ONE_GPU, ANY),
+    ("max_total_token_num num_gpu_blocks_override", "give the pool as --kv-cache-memory-bytes", ()),
+    ("block_size", "KV memory is by the token, not by the block", ()),
+    ("kv_group_size llm_kv_quant_group_size", "each KV format has its groups: one scale a half head", ()),
+    ("kv_scales kv_quant_calibration_config_path", "no KV format needs calibration", ()),
+    ("calculate_kv_scales", "no KV format needs calibration", (False,)),
+    ("tokenizer_mode", "qrt uses fast tokenizers only", ("auto", "hf")),
+    ("skip_tokenizer_init", "prompts may be token ids, but the tokenizer is always loaded", (False,)),
+    ("enable_chunked_prefill", _CHUNKS, (True,)),
+    ("no_enable_chunked_prefill disable_chunked_prefill chunked_prefill_size", _CHUNKS, ()),
+    ("long_prefill_token_threshold", _CHUNKS, (0,)),
+    ("router_max_wait_tokens router_token_ratio", "see --admission", ()),
+    ("preemption_mode", "paused requests keep what fits of their K and V; see --admission", ()),
+    ("graph_max_batch_size graph_split_batch_size graph_grow_step_size", _GRAPHS, ()),
+    ("compilation_config", _GRAPHS, ({},)),
+    ("max_seq_len_to_capture num_scheduler_steps num_lookahead_slots", _GRAPHS, ANY),
+    ("disable_async_output_proc use_v2_block_manager", _GRAPHS, ANY),
+    ("structured_outputs_config guided_decoding_backend structured_outputs_backend", _GRAMMARS, ("auto", {})),
+    ("output_constraint_mode", _GRAMMARS, ("none",)),
+    ("speculative_config", _SPECULATION, ({},)),
+    ("speculative_model num_speculative_tokens spec_method spec_model spec_tokens", _SPECULATION, ()),
+    ("mtp_mode mtp_draft_model_dir mtp_step", _SPECULATION, ()),
+    ("reasoning_parser", "reasoning is not told apart from the answer", ()),
+    ("stream_interval", "a chunk holds what has come since the last one was sent", (1,)),
+    ("health_monitor", "probe /health, which is red when the engine is stuck; see --watchdog-timeout", ()),
+    ("metric_gateway otlp_traces_endpoint", "let Prometheus read /metrics", ()),
+    ("diverse_mode", "outputs of one prompt (n) always share it", ()),
+    ("token_healing_mode", "there is no token healing", ()),
+    ("enable_lora enable_prompt_adapter", _ADAPTERS, (False,)),
+    ("lora_modules", _ADAPTERS, ()),
+    ("max_loras max_lora_rank max_cpu_loras fully_sharded_loras", _ADAPTERS, ANY),  # enable_lora says it
+    ("swap_space", "weights and KV stay on the device; take fewer bits, or a smaller pool", (0, 4)),
+    ("cpu_offload_gb", "weights and KV stay on the device; take fewer bits, or a smaller pool", (0,)),
+    ("kv_transfer_config kv_connector", "K and V stay in one engine", ({},)),
+    ("log_config_file", "lines go to stderr; see --log-level", ()),
+    ("disable_log_stats", "an LLM writes no statistics; read llm.engine", (True,)),
+    ("task runner", _POOLING, ("auto", "generate")),
+    ("convert", _POOLING, ("auto", "none")),
+    ("override_pooler_config pooler_config", _POOLING, ()),
+    ("hf_overrides rope_scaling rope_theta", _CONFIG, ({},)),
+    ("disable_sliding_window", "a sliding window is a cap on the context; see --max-model-len", (False,)),
+    ("override_generation_config", "give SamplingParams; see --generation-config", ({},)),
+    ("config_format", _CONFIG, ("auto", "hf")),
+    ("model_impl", "qrt runs its own layers only", ("auto", "vllm")),
+    ("logits_processors", "logits processors are not run; see logit_bias and allowed_token_ids", ()),
+    ("logprobs_mode", "log-probabilities are the model's own, before penalties", ("raw_logprobs",)),
+    ("max_logprobs", "an LLM gives up to 20 log-probabilities a token", (5, 20)),
+    ("limit_mm_per_prompt mm_processor_kwargs media_io_kwargs", _TEXT_ONLY, ({},)),
+    ("allowed_local_media_path language_model_only", _TEXT_ONLY, (True,)),
+    ("enable_prompt_embeds", "prompts are text or token ids", (False,)),
+    ("enable_sleep_mode", "weights stay on the device; end the process to free it", (False,)),
+    ("chat_template_content_format", "the form that the template reads is found out by itself", ("auto",)),
+    ("response_role", "answers have the role assistant", ("assistant",)),
+    ("disable_cascade_attn prefix_caching_hash_algo attention_backend uvicorn_log_level", "", ANY),
+    ("additional_config", "", ({},)),
+)  # fmt: skip
+
+# Flags that take no value, with which vLLM's server is started and that ask for what qrt-serve does anyway.
+SWITCHES = frozenset(
+    "--enable-chunked-prefill --disable-custom-all-reduce --disable-log-requests --no-enable-log-requests "
+    "--disable-frontend-multiprocessing --disable-async-output-proc --use-v2-block-manager "
+    "--disable-uvicorn-access-log --disable-fastapi-docs --enable-prompt-tokens-details "
+    "--enable-server-load-tracking --enable-tokenizer-info-endpoint --disable-cascade-attn".split()
+)
+
+
+def setting(name: str) -> NotRun | None:
+    """Look up a setting, or the flag of that name; None for one that no table knows."""
+    return SETTINGS.get(name.lstrip("-").replace("-", "_"))
 
 
 def is_so_anyway(name: str, value: object) -> bool:
-    """Whether this value of a setting, or of the flag of that name, changes nothing here."""
-    name = name.lstrip("-").replace("-", "_")
-    return name in _ANYWAY and (value == _ANYWAY[name] or value == str(_ANYWAY[name]))
+    """Return whether this value of a setting, or of the flag of that name (a word then), changes nothing."""
+    entry = setting(name)
+    if entry is None:
+        return False
+    return entry.asks_nothing(value) or value in [str(nothing) for nothing in (None, *entry.nothing)]
+
+
+# Methods of vLLM's LLM and AsyncLLM that qrt's have not.
+METHODS = {
+    name: remedy
+    for names, remedy in (
+        ("beam_search", "beams are not run; use generate with n or best_of"),
+        ("encode embed classify reward", _POOLING),
+        ("sleep wake_up is_sleeping", "weights stay on the device; drop the object to free them"),
+        ("pause_generation resume_generation is_paused", "abort requests, or make no new ones"),
+        ("add_lora remove_lora list_loras pin_lora", _ADAPTERS),
+        ("collective_rpc apply_model scale_elastic_ep", "the engine is one object; read llm.engine"),
+        ("get_metrics do_log_stats", "qrt-serve has /metrics; an LLM writes no statistics"),
+        ("start_profile stop_profile", "use torch.profiler around generate"),
+        ("set_tokenizer", "give tokenizer= to LLM"),
+        ("preprocess_chat", "call get_tokenizer().apply_chat_template"),
+        ("add_request enqueue wait_for_completion", "use generate"),
+        ("update_weights reload_weights", "make a new object from the new checkpoint"),
+    )
+    for name in names.split()
+}
+
+
+def refuse_method(owner: str, name: str) -> Callable[..., NoReturn]:
+    """Return what stands for a method of METHODS: a call is an UnsupportedError with the remedy.
+
+    AttributeError for any other name, as Python itself would raise.
+    """
+    if name not in METHODS:
+        raise AttributeError(f"{owner!r} object has no attribute {name!r}")
+
+    def call(*arguments: Any, **named: Any) -> NoReturn:
+        raise UnsupportedError(f"{owner}.{name}: {METHODS[name]}")
+
+    return call

@@ -88,7 +88,7 @@ def test_dtypes_by_vllms_and_torchs_names(given):
 
 
 def test_settings_are_frozen():
-    for settings in (SamplingParams(), EngineConfig("tiny")):
+    for settings in (EngineConfig("tiny"), Environment()):
         with pytest.raises(dataclasses.FrozenInstanceError):
             settings.seed = 1
 

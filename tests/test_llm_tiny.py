@@ -13,7 +13,7 @@ from qrt import LLM, SamplingParams
 from qrt.assets import model_path
 from qrt.engine import scheduler
 from qrt.engine.graphs import TokenSteps
-from qrt.errors import ConfigError, QrtError
+from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.llm import engine_config
 
 pytestmark = pytest.mark.model
@@ -248,6 +248,9 @@ def test_settings_of_vllm_that_ask_for_what_is_so_are_taken():
         "disable_log_stats": True,
     }
     assert engine_config("tiny", asked) == engine_config("tiny", {})
+    asked |= {"swap_space": 4, "task": "generate", "hf_overrides": {}, "compilation_config": None}
+    asked |= {"disable_custom_all_reduce": True, "max_logprobs": 20, "enable_sleep_mode": False}
+    assert engine_config("tiny", asked) == engine_config("tiny", {})
     unsaid = dict.fromkeys(("seed", "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype"))  # all None
     assert engine_config("tiny", unsaid) == engine_config("tiny", {})
     assert engine_config("tiny", {"async_scheduling": False}).overlap is False
@@ -255,6 +258,49 @@ def test_settings_of_vllm_that_ask_for_what_is_so_are_taken():
     for two in ({"kv": "int8", "kv_cache_dtype": "int4"}, {"overlap": True, "async_scheduling": False}):
         with pytest.raises(ConfigError, match="by another name of it; wanted one"):
             engine_config("tiny", two)
+    del asked["disable_custom_all_reduce"]  # no value of it changes anything on one GPU
     for name, value in {**dict.fromkeys(asked, 2), "trust_remote_code": True}.items():
         with pytest.raises(ConfigError, match=f"unknown setting {name!r}"):
             engine_config("tiny", {name: value})
+
+
+def test_arguments_of_vllm(llm):
+    """Those that ask for nothing are taken; others, and methods that are not there, are refused by name."""
+    params = SamplingParams(max_tokens=2)
+    nothing = {"lora_request": None, "tokenization_kwargs": {}, "use_tqdm": False}
+    chat = [{"role": "user", "content": "x"}]
+    assert llm.generate("x", params, **nothing, prompt_token_ids=None)
+    assert llm.chat(chat, params, **nothing, chat_template_content_format="auto", mm_processor_kwargs=None)
+    for call, asked in (
+        (lambda: llm.generate("x", params, lora_request=object()), "lora_request: adapters are not run"),
+        (lambda: llm.generate(prompt_token_ids=[[1]]), "prompt_token_ids: give the token ids as the prompt"),
+        (lambda: llm.chat(chat, chat_template_content_format="openai"), "chat_template_content_format: "),
+        (lambda: llm.beam_search(["x"], params), "LLM.beam_search: beams are not run"),
+        (lambda: llm.embed(["x"]), "LLM.embed: qrt serves generating models only"),
+        (lambda: llm.score("x", ["y", "z"]), "LLM.score: takes lists of token ids"),
+    ):
+        with pytest.raises(UnsupportedError, match=asked):
+            call()
+    with pytest.raises(
+        ConfigError, match="LLM.generate: unknown argument 'prioritys'; did you mean 'priority'"
+    ):
+        llm.generate("x", prioritys=[0])
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'generat'"):
+        llm.generat("x")
+
+
+def test_the_defaults_are_the_callers_own(llm):
+    params = llm.get_default_sampling_params()
+    before = params.max_tokens
+    params.max_tokens = 3
+    assert llm.get_default_sampling_params().max_tokens == before
+    assert len(llm.generate("x", params, use_tqdm=False)[0].outputs[0].token_ids) <= 3
+
+
+def test_the_prefix_cache_is_dropped():
+    llm = make()
+    (prompt,) = llm.generate(["a b c d e f g"], GREEDY, use_tqdm=False)
+    again = llm.generate(["a b c d e f g"], GREEDY, use_tqdm=False)[0].num_cached_tokens
+    assert again == len(prompt.prompt_token_ids) - 1
+    llm.reset_prefix_cache()
+    assert llm.generate(["a b c d e f g"], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, get_args
@@ -20,6 +21,7 @@ from pydantic_core import PydanticKnownError
 
 from qrt.config import MAX_TOKENS_LISTED
 from qrt.errors import ConfigError
+from qrt.peers import NotRun, refuse
 from qrt.serve.settings import MAX_STOP_CHARS
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -86,6 +88,10 @@ class Body(BaseModel):
             return given
         never = _never_null(cls)
         return {key: value for key, value in given.items() if value is not None or key not in never}
+
+    def refuse_not_run(self, table: Mapping[str, NotRun]) -> None:
+        """UnsupportedError for fields of other servers that `table` has and that ask for something."""
+        refuse(table, dict(self), self.model_extra or ())
 
     def given(self, name: str) -> Any:
         """A field by name, declared or not; None where it is not given."""

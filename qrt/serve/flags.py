@@ -13,7 +13,7 @@ import yaml
 from qrt.cli import ArgumentParser
 from qrt.config import ADMISSIONS, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, EngineConfig
 from qrt.errors import ConfigError
-from qrt.peers import ELSEWHERE, is_so_anyway
+from qrt.peers import SWITCHES, is_so_anyway, setting
 from qrt.quant.kv import KV_FORMATS
 from qrt.registry import nearest
 from qrt.serve.flags_file import file_words
@@ -70,16 +70,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _without_peers(top: ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The words without the flags of peers that ask for what is so anyway; other such flags are errors."""
+    """Leave out the flags of other engines that ask for what is so anyway; their other flags are errors."""
     left, words = [], iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
         flag = name.replace("_", "-")
-        if flag in ELSEWHERE:
-            if not is_so_anyway(flag, value if equals else next(words, "")):
-                top.error(f"{flag}: {ELSEWHERE[flag]}")
-        else:
+        if flag in SWITCHES:
+            continue
+        entry = setting(flag) if flag.startswith("-") and flag not in top._option_string_actions else None
+        if entry is None:
             left.append(word)
+        elif not is_so_anyway(flag, value if equals else next(words, word)):
+            top.error(f"{flag}: {entry.remedy}")
     return left
 
 

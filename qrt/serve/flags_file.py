@@ -9,7 +9,7 @@ import yaml
 
 from qrt.cli import ArgumentParser
 from qrt.errors import ConfigError
-from qrt.peers import ELSEWHERE, is_so_anyway
+from qrt.peers import SWITCHES, is_so_anyway, setting
 from qrt.registry import nearest
 
 
@@ -25,10 +25,11 @@ def file_words(top: ArgumentParser, path: Path) -> list[str]:
     words: list[str] = []
     for key, value in entries.items():
         flag = f"--{str(key).replace('_', '-')}"
-        if flag in ELSEWHERE and is_so_anyway(flag, value):
+        entry = setting(flag) if flag not in known else None
+        if flag in SWITCHES or (entry and is_so_anyway(flag, value)):
             continue
-        if flag in ELSEWHERE:
-            raise ConfigError(f"{path}: {key}: {ELSEWHERE[flag]}")
+        if entry:
+            raise ConfigError(f"{path}: {key}: {entry.remedy}")
         if flag not in known or flag in ("--config", "--help"):
             names = [name.removeprefix("--") for name in known if name.startswith("--")]
             raise ConfigError(f"{path}: unknown key {str(key)!r}{nearest(flag.removeprefix('--'), names)}")

@@ -12,6 +12,7 @@ from pydantic import AliasChoices, ConfigDict, Field
 
 from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
+from qrt.peer_fields import FIELDS
 from qrt.serve.answer import Deadline, answer_events, answer_whole
 from qrt.serve.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
 from qrt.serve.openapi import EVENTS, errors
@@ -27,12 +28,6 @@ RENAMED = {"min_tokens": "min_new_tokens", "stop": "stop_sequences"}
 SAME = (
     "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "skip_special_tokens", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "allowed_token_ids", "exponential_decay_length_penalty",
-)  # fmt: skip
-NOT_RUN = (
-    "regular_constraint", "guided_grammar", "guided_json", "move_kv_to_decode_node", "print_eos_token",
-    "num_beam",
-    # TGI's
-    "grammar", "typical_p", "truncate", "decoder_input_details", "top_n_tokens", "watermark", "adapter_id",
 )  # fmt: skip
 
 
@@ -75,9 +70,7 @@ class Parameters(Body):
     ) -> SamplingParams:
         """Greedy unless `sample`; what is left out comes from `defaults`, the model's. `max_tokens` as
         `Service.max_tokens` has it. UnsupportedError for what is not run."""
-        extra = self.model_extra or {}
-        if refused := [name for name in NOT_RUN if extra.get(name) not in (None, False)]:
-            raise UnsupportedError(f"{', '.join(refused)}: not run by this server; leave it out")
+        self.refuse_not_run(FIELDS)
         if max_tokens is not None and (self.min_new_tokens or 0) > max_tokens:
             raise ConfigError(
                 f"min_new_tokens: got {self.min_new_tokens}, wanted at most max_new_tokens {max_tokens}"
@@ -113,12 +106,23 @@ class Parameters(Body):
                 )
 
 
+PARAMETERS = {*Parameters.model_fields, "stop", "details"}
+BESIDE = {name: entry for name, entry in FIELDS.items() if name != "options"}  # Hugging Face's, about caching
+
+
 class GenerateRequest(Body):
     """`POST /generate` and `/generate_stream`."""
 
     inputs: str
     parameters: Parameters = Field(default_factory=lambda: Parameters.model_validate({}))
     multimodal_params: dict[str, Any] = {}
+
+    def check_others(self) -> None:
+        """ConfigError for a parameter beside `parameters`, UnsupportedError for what is not run."""
+        for name in self.model_extra or ():
+            if name in PARAMETERS:
+                raise ConfigError(f"{name}: expected in parameters, got it beside them")
+        self.refuse_not_run(BESIDE)
 
 
 class RootRequest(GenerateRequest):
@@ -163,6 +167,7 @@ def lightllm_routes(service: Service) -> APIRouter:
 
 async def _collector(service: Service, body: GenerateRequest, shape: type[LightllmShape]) -> RequestCollector:
     service.check_running()
+    body.check_others()
     if any(body.multimodal_params.values()):
         raise UnsupportedError("multimodal_params: only text is run by this server; leave it out")
     defaults = {} if service.config.use_tgi_api else service.defaults  # TGI has its own, for all models

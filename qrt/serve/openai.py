@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from qrt.errors import ConfigError, UnsupportedError
+from qrt.peer_fields import FIELDS, PROMPT_FIELDS
 from qrt.serve.answer import Deadline, answer_events, answer_whole
 from qrt.serve.body import Body, Tokens
 from qrt.serve.openapi import MODEL, MODELS, errors, events_or
@@ -75,6 +76,7 @@ def openai_routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeChat | TokenizeText) -> Response:
         service.check_running()
         service.check_model(body.model)
+        body.refuse_not_run(PROMPT_FIELDS)
         if isinstance(body, TokenizeChat):
             messages = [message.for_template() for message in body.messages]
             text = await service.render_chat(messages, **body.template_arguments())
@@ -159,8 +161,7 @@ def _check_body(service: Service, body: Sampling) -> None:
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise ConfigError("stream_options: wanted only with stream: true")
-    if refused := body.unsupported():
-        raise UnsupportedError(f"{', '.join(sorted(refused))}: not run by this server; leave it out")
+    body.refuse_not_run(FIELDS)
     declared = type(body).model_fields
     for name in declared.keys() & {"logprobs", "top_logprobs", "prompt_logprobs"}:
         wanted = body.given(name) or 0
@@ -174,10 +175,11 @@ def _check_body(service: Service, body: Sampling) -> None:
 
 async def _completion_collectors(service: Service, body: CompletionRequest) -> list[RequestCollector]:
     """One for each prompt, tokenized."""
-    generate = body.max_tokens != 0
+    name, wanted = body.token_limit
+    generate = wanted != 0
     if not generate and not body.echo:
-        raise ConfigError("max_tokens: got 0, wanted at least 1, or echo: true")
-    max_tokens = service.max_tokens(body.max_tokens) if generate else 1
+        raise ConfigError(f"{name}: got 0, wanted at least 1, or echo: true")
+    max_tokens = service.max_tokens(wanted) if generate else 1
     params = body.sampling_params(service.defaults, max_tokens, body.logprobs)
     params = await service.with_bad_words(params)
     if body.echo and body.logprobs is not None:
@@ -191,7 +193,7 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
             text, ids = prompt, await service.encode(prompt, body.add_special_tokens)
         else:
             text, ids = "", prompt
-        _check_length(service, len(ids), body.max_tokens)
+        _check_length(service, len(ids), wanted, name)
         if body.echo and prompt is ids:
             text = service.tokenizer.decode(ids, False)
         collectors.append(service.collector(text, ids, params, generate=generate, **body.engine_options()))
@@ -219,9 +221,7 @@ async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> lis
     return [service.collector(text, ids, params, **body.engine_options())]
 
 
-def _check_length(
-    service: Service, num_prompt: int, max_tokens: int | None, name: str = "max_tokens"
-) -> None:
+def _check_length(service: Service, num_prompt: int, max_tokens: int | None, name: str) -> None:
     """As vLLM: more tokens than the context are wrong; more than it has left are cut."""
     longest = service.client.info.max_model_len
     if max_tokens is not None and max_tokens > longest:

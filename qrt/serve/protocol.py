@@ -1,7 +1,7 @@
 """Bodies of the OpenAI-compatible endpoints, and what of them becomes SamplingParams.
 
 Fields that cannot change the result (user, metadata, store, ...) are accepted and ignored; fields that would
-and are not run are refused by name, never dropped.
+and are not run are refused by name (`qrt.peer_fields`), never dropped.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class Sampling(Body):
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenList | None = None
     bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     min_tokens: Count = 0
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -70,11 +72,12 @@ class Sampling(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
 
-    def unsupported(self) -> dict[str, Any]:
-        """Given fields that would change the result and are not run."""
-        extra = self.model_extra or {}
-        given = {name: extra[name] for name in NOT_RUN if name in extra}
-        return {name: value for name, value in given.items() if value not in (NOT_RUN[name], None)}
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """The name that the most tokens of the answer came by, and what they are."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
 
     def engine_options(self) -> dict[str, Any]:
         """What the engine takes beside SamplingParams."""
@@ -252,13 +255,6 @@ class ChatCompletionRequest(Conversation, Sampling):
         """Whether tool calls are wanted of the model."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    @property
-    def token_limit(self) -> tuple[str, int | None]:
-        """The name that the most tokens of the answer came by, and what they are."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
-
     def check_tool_choice(self) -> None:
         """ConfigError for what it cannot be, UnsupportedError for what would need a grammar."""
         choice = self.tool_choice
@@ -271,49 +267,3 @@ class ChatCompletionRequest(Conversation, Sampling):
         if choice == "required" or isinstance(choice, dict):
             raise UnsupportedError("tool_choice: only auto and none; a forced call needs grammars")
         raise ConfigError("tool_choice: wanted none, auto, required or a function's name")
-
-
-# Fields that are not declared above because they are not run, with the value that asks for nothing.
-NOT_RUN: dict[str, Any] = {
-    # OpenAI's
-    "suffix": None,
-    "functions": None,
-    "function_call": "none",
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
-    "audio": None,
-    "prediction": None,
-    "web_search_options": None,
-    # vLLM's
-    "echo": False,  # of a chat
-    "structured_outputs": None,
-    "guided_json": None,
-    "guided_regex": None,
-    "guided_choice": None,
-    "guided_grammar": None,
-    "use_beam_search": False,
-    "length_penalty": 1.0,
-    "prompt_embeds": None,
-    "logprob_token_ids": None,
-    "truncate_prompt_tokens": None,
-    "logits_processors": None,
-    "thinking_token_budget": None,
-    "repetition_detection": None,
-    "detokenize": True,
-    "return_token_ids": False,
-    "return_tokens_as_token_ids": False,
-    # SGLang's
-    "regex": None,
-    "json_schema": None,
-    "ebnf": None,
-    "stop_regex": None,
-    "structural_tag": None,
-    "lora_path": None,
-    "custom_logit_processor": None,
-    "return_hidden_states": False,
-    "input_ids": None,
-    # transformers'
-    "typical_p": 1.0,
-    "no_repeat_ngram_size": 0,
-    "watermarking": False,
-}

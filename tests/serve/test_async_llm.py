@@ -9,7 +9,7 @@ from servers import wait_until
 from transformers import PreTrainedTokenizerBase
 
 from qrt import LLM, AsyncLLM, SamplingParams
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.engine_client import EngineError
 
 pytestmark = pytest.mark.model
@@ -67,7 +67,11 @@ def test_aborts_refusals_and_the_end():
             await anext(llm.generate([5] * 3000, LONG))
         with pytest.raises(ConfigError, match="unknown key 'promt'"):
             await anext(llm.generate({"promt": "x"}))
-        running = llm.generate("The", LONG)
+        with pytest.raises(UnsupportedError, match="lora_request: adapters are not run"):
+            await anext(llm.generate("x", LONG, lora_request=object()))
+        with pytest.raises(UnsupportedError, match="AsyncLLM.sleep: weights stay on the device"):
+            llm.sleep()
+        running = llm.generate("The", LONG, lora_request=None, trace_headers={"a": "b"})
         await anext(running)
         for prompt, priority, message in (  # each is refused alone
             ({"prompt": "x", "cache_salt": ["a"]}, 0, "cache_salt: got"),
@@ -162,3 +166,8 @@ def test_it_is_for_one_event_loop_and_shut_down_before_it_began_too():
     assert not llm.is_running
     with pytest.raises(EngineError, match="shut down"):
         asyncio.run(last(llm.generate("The", params)))
+
+
+def test_vllms_way_to_make_one_is_named():
+    with pytest.raises(UnsupportedError, match=r"make one with AsyncLLM\(model, "):
+        AsyncLLM.from_engine_args(object())

@@ -268,8 +268,71 @@ def test_unknown_fields_that_change_nothing_are_let_in(client):
     }
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
     assert client.post("/v1/chat/completions", json=body).status_code == 200
-    body = {"prompt": "x", "max_tokens": 2, "top_logprobs": ["of the other endpoint"]}
+    body = {"prompt": "x", "max_tokens": 2, "keep_alive": "5m", "rid": "a", "of_no_server": [1]}
     assert client.post("/v1/completions", json=body).status_code == 200
+
+
+ASKED = {
+    "grammar": "root ::= [a-z]+", "mirostat_mode": 2, "repeat_penalty": 1.2, "dry_multiplier": 0.8,
+    "xtc_probability": 0.5, "num_beams": 4, "images": ["AA=="], "samplers": ["top_k"], "think": True,
+    "enable_thinking": False, "n_predict": 4, "stop_regex": "a|b", "options": {"num_ctx": 512},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "generate"])
+def test_fields_of_other_servers_on_every_route(client, route):
+    """One table for all: what asks for something is refused by its name, what asks for nothing is not."""
+    url = "/generate" if route == "generate" else f"/v1/{route}"
+
+    def ask(**fields):
+        if route == "generate":
+            return client.post(url, json={"inputs": "x", "parameters": {"max_new_tokens": 2, **fields}})
+        return client.post(url, json={**({"prompt": "x"} if route == "completions" else CHAT), **fields})
+
+    for name, value in ASKED.items():
+        assert refused(ask(**{name: value}), 501).startswith(f"{name}: ")
+    nothing = {
+        name: type(value)() for name, value in ASKED.items() if name not in ("think", "enable_thinking")
+    }
+    nothing |= {
+        "repeat_penalty": 1.0,
+        "n_predict": None,
+        "num_beams": 1,
+        "mirostat_tau": 5.0,
+        "dry_base": 1.75,
+    }
+    assert ask(**nothing).status_code == 200
+    message = refused(ask(mirostat=2, repeat_penalty=1.2), 501)
+    assert (
+        message.startswith("mirostat: ")
+        and "; repeat_penalty: its name here is repetition_penalty" in message
+    )
+
+
+def test_names_of_the_other_route(client):
+    """`max_completion_tokens` is run by both; others are named with the route or the name that has them."""
+    body = {"prompt": "x", "ignore_eos": True}
+    reply = client.post("/v1/completions", json={**body, "max_completion_tokens": 3}).raise_for_status()
+    assert reply.json()["usage"]["completion_tokens"] == 3
+    for fields, remedy in (({"top_logprobs": 2}, "use logprobs"), ({"tools": [{}]}, "/v1/chat/completions")):
+        assert remedy in refused(client.post("/v1/completions", json={**body, **fields}), 501)
+    assert "max_new_tokens" in refused(
+        client.post("/generate", json={"inputs": "x", "parameters": {"max_tokens": 2}}), 501
+    )
+    assert refused(client.post("/generate", json={"inputs": "x", "max_new_tokens": 2})) == (
+        "max_new_tokens: expected in parameters, got it beside them"
+    )
+    assert "/generate_stream" in refused(client.post("/generate", json={"inputs": "x", "stream": True}), 501)
+    cached = {"inputs": "x", "parameters": {"max_new_tokens": 2}, "options": {"use_cache": False}}
+    assert client.post("/generate", json=cached).status_code == 200, "Hugging Face's, about caching"
+
+
+def test_fields_that_say_what_is_tokenized(client):
+    assert "add_special_tokens" in refused(
+        client.post("/tokenize", json={"content": "x", "add_special": True}), 501
+    )
+    assert "tools" in refused(client.post("/tokenize", json={**CHAT, "functions": [{"name": "f"}]}), 501)
+    assert client.post("/tokenize", json={**CHAT, "mirostat": 2}).status_code == 200, "a whole body of a chat"
 
 
 @pytest.mark.parametrize(

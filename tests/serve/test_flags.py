@@ -163,10 +163,14 @@ def test_wrong_flags_are_one_line(words, message, capsys):
 
 
 def test_flags_of_peers_that_ask_for_what_is_so_anyway(tmp_path):
-    words = "--tensor-parallel-size 1 -tp=1 --pipeline_parallel_size 1 --tokenizer-mode auto --swap-space=0"
+    words = "--tensor-parallel-size 1 -tp=1 --pipeline_parallel_size 1 --tokenizer-mode auto --swap-space=0 "
+    words += "--disable-log-requests --distributed-executor-backend mp --no-enable-log-requests"
     assert configs("--port", "9000", *words.split()) == configs("--port", "9000")
     file = tmp_path / "server.yaml"
-    file.write_text("port: 9000\ntensor_parallel_size: 1\ntrust-remote-code: false\nspeculative_config:\n")
+    file.write_text(
+        "port: 9000\ntensor_parallel_size: 1\ntrust-remote-code: false\nspeculative_config:\n"
+        "disable-log-requests: true\n"
+    )
     assert configs("--config", str(file)) == configs("--port", "9000")
 
 
