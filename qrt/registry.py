@@ -19,10 +19,14 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 class Registry(Generic[T]):
-    """Names to objects of one kind, one line per entry: `Registry("KV format", {"int4": "module:ATTR"})`."""
+    """Names to objects of one kind, one line per entry: `Registry("KV format", {"int4": "module:ATTR"})`.
 
-    def __init__(self, kind: str, entries: dict[str, str]) -> None:
+    An unknown name's error suggests the nearest one unless `suggest` is False.
+    """
+
+    def __init__(self, kind: str, entries: dict[str, str], *, suggest: bool = True) -> None:
         self.kind = kind
+        self._suggest = suggest
         self._entries = dict(entries)
         self._loaded: dict[str, T] = {}
 
@@ -36,9 +40,8 @@ class Registry(Generic[T]):
         """UnsupportedError for an unknown name; nothing is imported."""
         if name not in self._entries:
             known = list(self._entries)
-            raise UnsupportedError(
-                f"unknown {self.kind} {name!r} (known: {', '.join(known)}){nearest(name, known)}"
-            )
+            hint = nearest(name, known) if self._suggest else ""
+            raise UnsupportedError(f"unknown {self.kind} {name!r} (known: {', '.join(known)}){hint}")
 
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:

@@ -50,7 +50,7 @@ class Decoder:
         if int(windows.max()) >= table.shape[0]:
             raise CheckpointError(
                 f"{self._checkpoint.path}: the tokenizer gives id {int(windows.max())}, "
-                f"but the embedding has {table.shape[0]} rows"
+                f"but the embedding has {table.shape[0]} rows; download the tokenizer's files again"
             )
         return nn.functional.embedding(windows, table).float()
 

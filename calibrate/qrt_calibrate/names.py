@@ -7,7 +7,7 @@ from qrt.checks import first_few
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
-from qrt.quant.checkpoint.reader import DERIVED
+from qrt.quant.checkpoint.reader import is_unread
 
 
 def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None:
@@ -33,7 +33,7 @@ def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None
                 f"{where}: {name} has shape {list(came)}, config.json says {list(shape)}; correct "
                 "config.json (vocab_size, hidden_size) or download the checkpoint again"
             )
-    unused = sorted(name for name in names - known if not name.endswith(DERIVED))
+    unused = sorted(name for name in names - known if not is_unread(name))
     unused = [name for name in unused if not (_is_bias(name, known) and not checkpoint.tensor(name).any())]
     if unused:
         raise CheckpointError(

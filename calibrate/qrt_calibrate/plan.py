@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qrt.arch import ARCHS, MIXTURES, Arch, ModelConfig
+from qrt.arch.runnable import architecture
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
@@ -90,19 +91,19 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         raise UnsupportedError(
             f"{checkpoint.path}: already quantized; calibrate the unquantized model it was made from"
         )
-    names = checkpoint.config.get("architectures")
-    if not isinstance(names, list) or not names:
-        raise CheckpointError(f"{checkpoint.path}/config.json: architectures is {names!r}, wanted one name")
+    name = architecture(checkpoint.config, checkpoint.path)
     checkpoint = as_stored(checkpoint)  # a second plan of one job
     sizes: Mapping[str, Any] = checkpoint.config
-    if names[0] in MIXTURES:
-        arch, sizes = MIXTURES[names[0]].arch(sizes)
+    if name in MIXTURES:
+        arch, sizes = MIXTURES[name].arch(sizes)
         recipe = _for_mixture(recipe, arch)
     else:
-        arch = ARCHS[names[0]]
+        arch = ARCHS[name]
     config = ModelConfig.from_hf(sizes, arch)
     if any(recipe.windows) and recipe.seqlen > config.max_position:
-        raise ConfigError(f"--seqlen: got {recipe.seqlen}, the model holds {config.max_position} tokens")
+        raise ConfigError(
+            f"--seqlen: got {recipe.seqlen}, the model holds {config.max_position} tokens; lower it"
+        )
     grids = select(arch, config.num_layers, recipe)
     if recipe.head:
         checkpoint = UntiedCheckpoint(checkpoint, arch)

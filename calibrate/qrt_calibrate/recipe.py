@@ -120,7 +120,9 @@ class Recipe:
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{flag}: got {value}, wanted a number above 0")
         if self.scheme not in WEIGHT_ONLY.values():
-            raise ConfigError(f"{flag}: chooses among weight-only widths, not {self.scheme}; use --bits 4")
+            raise ConfigError(
+                f"{flag}: chooses among weight-only widths, not {self.scheme}; leave --scheme out"
+            )
         if not any(self.windows):
             raise ConfigError(f"{flag}: needs text to measure on; use a --method that reads some")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from math import gcd
 
 from qrt.arch import Arch
 from qrt.errors import ConfigError
@@ -94,10 +95,13 @@ def _described(grid: Grid | None) -> str:
 
 
 def check_groups(checkpoint: Checkpoint, grids: Mapping[str, Grid | None]) -> None:
-    """ConfigError naming the first Linear whose input features its groups do not divide."""
+    """ConfigError naming the first Linear whose input features its groups do not divide, and a group size
+    that divides those of all."""
+    inputs = {name: checkpoint.spec(f"{name}.weight").shape[-1] for name, grid in grids.items() if grid}
+    common = gcd(*inputs.values())
     for name, grid in grids.items():
         if grid is not None:
             try:
-                grid.spec.group_of(checkpoint.spec(f"{name}.weight").shape[-1])
+                grid.spec.group_of(inputs[name], common)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None

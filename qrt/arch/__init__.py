@@ -3,6 +3,7 @@
 from qrt.arch.base import Arch, Mixture, ModelConfig
 from qrt.registry import Registry
 
+# Neither suggests a name: two architectures of similar names compute different things.
 ARCHS: Registry[Arch] = Registry(
     "architecture",
     {
@@ -11,6 +12,7 @@ ARCHS: Registry[Arch] = Registry(
         "Qwen2ForCausalLM": "qrt.arch.qwen2:QWEN2",
         "Qwen3ForCausalLM": "qrt.arch.qwen3:QWEN3",
     },
+    suggest=False,
 )
 
 # Families with a mixture of experts: qrt-calibrate quantizes them, qrt does not run them.
@@ -21,6 +23,7 @@ MIXTURES: Registry[Mixture] = Registry(
         "Qwen2MoeForCausalLM": "qrt.arch.qwen2_moe:QWEN2_MOE",
         "Qwen3MoeForCausalLM": "qrt.arch.qwen3_moe:QWEN3_MOE",
     },
+    suggest=False,
 )
 
 __all__ = ["ARCHS", "MIXTURES", "Arch", "Mixture", "ModelConfig"]

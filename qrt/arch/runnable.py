@@ -1,4 +1,4 @@
-"""Which architectures qrt itself runs."""
+"""Which architecture a config.json means, and whether qrt runs it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,14 +8,32 @@ from qrt.arch import ARCHS, MIXTURES, Arch
 from qrt.errors import CheckpointError, UnsupportedError
 
 
-def runnable(config: Mapping[str, Any], path: Path) -> Arch:
-    """The architecture that `config`, the config.json of the folder `path`, names; CheckpointError where it
-    names none, UnsupportedError for one that qrt does not run."""
-    names = config.get("architectures") or []
+def architecture(config: Mapping[str, Any], path: Path) -> str:
+    """The name of the architecture of `config`, the config.json of the folder `path`.
+
+    Without `architectures` it is the causal model of the `model_type`, as in transformers. CheckpointError
+    where neither says it.
+    """
+    given = config.get("architectures")
+    names = given or []
+    if not names and isinstance(kind := config.get("model_type"), str):
+        names = [name for name in (*ARCHS, *MIXTURES) if _model_type(name) == kind.replace("_", "")]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise CheckpointError(f"{path}: config.json names no architecture ('architectures' is {names!r})")
-    if names[0] in MIXTURES:
-        raise UnsupportedError(
-            f"{names[0]} is a mixture of experts, which qrt does not run; vLLM and SGLang do"
+        raise CheckpointError(
+            f"{path}: config.json names no architecture ('architectures' is {given!r}); "
+            f"expected a list of one name, e.g. {next(iter(ARCHS))!r}; download config.json again"
         )
-    return ARCHS[names[0]]
+    return names[0]
+
+
+def _model_type(name: str) -> str:
+    return name.removesuffix("ForCausalLM").lower()
+
+
+def runnable(config: Mapping[str, Any], path: Path) -> Arch:
+    """Return the architecture of `config`, the config.json of the folder `path`; UnsupportedError for one
+    that qrt does not run, and as `architecture` does."""
+    name = architecture(config, path)
+    if name in MIXTURES:
+        raise UnsupportedError(f"{name} is a mixture of experts, which qrt does not run; vLLM and SGLang do")
+    return ARCHS[name]

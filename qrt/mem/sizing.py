@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, UnsupportedError
 from qrt.mem.slots import RUN
-from qrt.quant.kv.base import KVFormat
+from qrt.quant.kv import KV_FORMATS, KVFormat
 
 GIB = 1 << 30
 CPU_BUDGET_BYTES = 4 * GIB  # what a CPU run takes unless told otherwise
@@ -81,7 +81,7 @@ def kv_budget_bytes(
             f"no memory left for the KV pool: {(total - free) / GIB:.2f} GiB in use and "
             f"{reserve_bytes / GIB:.2f} GiB reserved for activations, of {total / GIB:.2f} GiB x "
             f"--gpu-memory-utilization {gpu_memory_utilization}; raise it, lower --max-num-batched-tokens, "
-            "or use a quantized checkpoint or a GPU with more memory"
+            "end what else runs on the GPU, or use a quantized checkpoint or a GPU with more memory"
         )
     return budget
 
@@ -106,10 +106,21 @@ def pool_size(
     useful = -(-max_num_seqs * max_model_len // run) * run
     kv = "+".join(dict.fromkeys(format.name for format in formats))
     if fitting < max_model_len:
+        wanted = -(-max_model_len // run) * run
+        enough = pool_bytes(formats, wanted, num_kv_heads, head_dim, dtype)
+        remedies = [f"lower --max-model-len to {fitting}"] if fitting else []
+        for name in KV_FORMATS:
+            try:
+                takes = pool_bytes([KV_FORMATS[name]] * len(formats), wanted, num_kv_heads, head_dim, dtype)
+            except UnsupportedError:  # for these heads
+                continue
+            if takes <= budget_bytes:
+                remedies.append(f"choose --kv {name}")
+        remedies.append(f"raise --kv-cache-memory-bytes to {enough}")
         raise ConfigError(
             f"KV pool: {budget_bytes / GIB:.2f} GiB hold {fitting} tokens as {kv} (each {per_slot} bytes), "
-            f"fewer than one request of {max_model_len} tokens; lower --max-model-len, quantize the KV with "
-            "--kv int8 or --kv int4, or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
+            f"fewer than one request of {max_model_len} tokens; "
+            f"{', '.join(remedies)} or, on a GPU, raise --gpu-memory-utilization"
         )
     num_slots = min(fitting, useful)
     return PoolSize(num_slots, (num_slots + PAD_SLOTS) * per_slot, kv, max_model_len)

@@ -20,7 +20,7 @@ from qrt.model.decoder import Decoder
 from qrt.model.random import RandomWeights
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.checkpoint.format import FLOATS
-from qrt.quant.checkpoint.reader import DERIVED
+from qrt.quant.checkpoint.reader import is_unread
 from qrt.quant.weight.base import fuse
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def _check_names(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> Non
             "correct config.json or download the checkpoint again"
         )
     known = wanted | {arch.head} if config.tied_embeddings else wanted
-    unused = [n for n in names if n.rpartition(".")[0] not in known and not n.endswith(DERIVED)]
+    unused = [n for n in names if n.rpartition(".")[0] not in known and not is_unread(n)]
     extra = [n for n in names if n.endswith(".bias") and n not in biases and n not in unused]
     unused += [n for n in extra if checkpoint.tensor(n).any()]  # GPTQ tools store zeros where no bias is
     if unused:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from math import prod
+from math import gcd, prod
 
 import torch
 
 from qrt.errors import ConfigError
 
 SMALLEST_GROUP = 32  # that the kernels run
+USUAL_GROUP = 128
 
 
 class Granularity(Enum):
@@ -50,13 +51,15 @@ class QuantSpec:
         """The zero of a symmetric grid, and the offset between signed and stored codes."""
         return 1 << (self.bits - 1)
 
-    def group_of(self, in_features: int) -> int:
-        """Inputs per scale for a weight of `in_features`; raises ConfigError when groups do not divide it."""
+    def group_of(self, in_features: int, common: int | None = None) -> int:
+        """Inputs per scale for a weight of `in_features`; ConfigError when groups do not divide it. The error
+        suggests a size that divides `common` too."""
         group = self.group_size or in_features
         if in_features % group:
+            suggested = _group_size_for(gcd(in_features, common or in_features))
             raise ConfigError(
                 f"group size {group} does not divide {in_features} input features; "
-                f"use {_group_size_for(in_features)} or leave the layer unquantized with --ignore"
+                f"use {suggested} or leave the layer unquantized with --ignore"
             )
         return group
 
@@ -65,7 +68,7 @@ def _group_size_for(in_features: int) -> str:
     power = in_features & -in_features  # the largest power of two that divides it
     if power < SMALLEST_GROUP:
         return "group size -1 (one scale per channel)"
-    return f"a group size that does (e.g. {power})"
+    return f"a group size that does (e.g. {min(power, USUAL_GROUP)})"
 
 
 @dataclass(frozen=True)

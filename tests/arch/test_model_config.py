@@ -10,7 +10,7 @@ import transformers
 
 import qrt.arch
 from qrt.arch import ARCHS, MIXTURES, ModelConfig
-from qrt.arch.runnable import runnable
+from qrt.arch.runnable import architecture, runnable
 from qrt.errors import CheckpointError, UnsupportedError
 
 SIZES = {
@@ -356,14 +356,26 @@ def test_null_means_what_transformers_makes_of_it(family, entry):
         assert facts(family, entries) == truth
 
 
-def test_unknown_architecture_lists_the_known_and_suggests():
-    with pytest.raises(UnsupportedError, match=r"known: LlamaForCausalLM.*did you mean 'Qwen2ForCausalLM'\?"):
+def test_unknown_architecture_lists_the_known_and_suggests_none():
+    """Whoever wrote the suggested name into config.json would get another function's logits."""
+    with pytest.raises(UnsupportedError, match=r"'Qwen2VLForCausalLM' \(known: LlamaForCausalLM.*\)$"):
         ARCHS["Qwen2VLForCausalLM"]
+
+
+def test_without_a_name_the_architecture_is_that_of_the_model_type():
+    truth = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    for name in (*ARCHS, *MIXTURES):
+        kind = settled(name.removesuffix("ForCausalLM"), {}).model_type
+        assert architecture({"model_type": kind}, Path("x")) == truth[kind] == name
+        assert architecture({"model_type": "gemma", "architectures": [name]}, Path("x")) == name
+    for entries in ({}, {"model_type": "gemma"}, {"model_type": 5}, {"architectures": [name, name]}):
+        with pytest.raises(CheckpointError, match="x: config.json names no architecture .* list of one name"):
+            architecture(entries, Path("x"))
 
 
 def test_an_architecture_is_at_most_30_lines():
     for path in Path(qrt.arch.__file__).parent.glob("*.py"):
-        if path.name not in ("base.py", "entries.py", "rope.py"):
+        if path.name not in ("base.py", "entries.py", "rope.py", "runnable.py"):
             assert len(path.read_text().splitlines()) <= 30, path
 
 

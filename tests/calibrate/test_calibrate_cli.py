@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import runpy
 import sys
 
@@ -166,6 +167,16 @@ def test_what_groups_do_not_divide_can_be_ignored(run, make_checkpoint, tmp_path
     assert code == 0 and "12 Linears" in shown.out, shown.err
 
 
+def test_the_group_size_that_an_error_suggests_divides_every_linear(run, make_checkpoint, tmp_path):
+    model = make_checkpoint("LlamaForCausalLM", hidden_size=384, intermediate_size=352)
+    code, shown = run("--group-size", "256", "--out", "out", model=model)
+    assert code == 1 and "q_proj: group size 256 does not divide 384" in shown.err
+    size = re.search(r"e\.g\. (\d+)", shown.err)[1]
+    flags = ("--method", "rtn", "--eval-samples", "0", "--out", "out")
+    code, shown = run("--group-size", size, *flags, model=model)
+    assert code == 0 and size == "32", shown.err
+
+
 def edit_config(source, out, **changes):
     copy = altered(source, out, lambda tensors: None)
     config = json.loads((copy / "config.json").read_text())
@@ -183,7 +194,9 @@ def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
         edit_config(
             llama, folder / "arch", architectures=["GPT2LMHeadModel"]
         ): "unknown architecture 'GPT2LMH",
-        edit_config(llama, folder / "none", architectures=None): "architectures is None, wanted one name",
+        edit_config(
+            llama, folder / "none", architectures=None, model_type=""
+        ): "names no architecture ('architectures' is None)",
         edit_config(llama, folder / "dtype", dtype="float7"): "dtype 'float7', wanted float16, bfloat16",
         edit_config(llama, folder / "double", dtype="float64"): "dtype 'float64', wanted float16, bfloat16",
         altered(llama, folder / "nan", lambda t: t[last].view(-1)[7:8].fill_(torch.nan)): f"{last} holds NaN",

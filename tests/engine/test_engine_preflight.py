@@ -48,7 +48,7 @@ def test_a_wrong_setting_is_told_before_the_weights(folder, settings, error, mes
     "change, error, message",
     [
         ({"architectures": ["BertModel"]}, UnsupportedError, "unknown architecture 'BertModel'"),
-        ({"architectures": None}, CheckpointError, "config.json names no architecture"),
+        ({"architectures": None, "model_type": None}, CheckpointError, "config.json names no architecture"),
         ({"architectures": [["LlamaForCausalLM"]]}, CheckpointError, "config.json names no architecture"),
         ({"architectures": 5}, CheckpointError, "config.json names no architecture"),
         ({"architectures": ["MixtralForCausalLM"]}, UnsupportedError, "mixture of experts"),

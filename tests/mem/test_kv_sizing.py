@@ -1,11 +1,13 @@
 """The arithmetic of the pool, from the definition: the largest one that fits."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, UnsupportedError
 from qrt.mem.sizing import GIB, PAD_SLOTS, kv_budget_bytes, pool_bytes, pool_size
 from qrt.quant.kv import KV_FORMATS
 
@@ -66,12 +68,50 @@ def test_too_small_names_sizes_and_remedies():
         pool_size([FP16] * 32, *LLAMA_8B, budget_bytes=GIB, max_model_len=32_768, max_num_seqs=8)
     message = str(error.value)
     fitting = (GIB // (32 * 8 * 512) - 16) // 16 * 16
-    remedies = ("--max-model-len", "--kv int8", "--kv int4", "--gpu-memory-utilization")
-    for part in ("1.00 GiB", f"{fitting} tokens", "fp16", "131072 bytes", "32768", *remedies):
+    for part in (
+        "1.00 GiB",
+        f"{fitting} tokens",
+        "fp16",
+        "131072 bytes",
+        "32768",
+        "--gpu-memory-utilization",
+    ):
         assert part in message
-    assert "\n" not in message
+    assert "\n" not in message and "--kv " not in message, "no format holds that many"
     with pytest.raises(ConfigError, match="hold 0 tokens"):
         pool_size([FP16], *LLAMA_8B, budget_bytes=1, max_model_len=1, max_num_seqs=1)
+
+
+@pytest.mark.parametrize(
+    "layers, head_dim, budget_bytes",
+    [
+        ([FP16] * 4, 128, 3_000_000),
+        ([FP16] * 4, 128, 20_000_000),
+        ([FP16] * 4, 66, 20_000_000),  # heads that int4 does not hold
+        ([INT8] * 4, 128, 20_000_000),
+        ([FP16, INT4], 128, 3_000_000),
+    ],
+)
+def test_each_remedy_of_a_pool_that_is_too_small_helps(layers, head_dim, budget_bytes):
+    def size(budget_bytes=budget_bytes, max_model_len=4000, formats=layers):
+        settings = {"budget_bytes": budget_bytes, "max_model_len": max_model_len, "max_num_seqs": 1}
+        return pool_size(formats, 8, head_dim, torch.bfloat16, **settings)
+
+    with pytest.raises(ConfigError) as error:
+        size()
+    message = str(error.value)
+    assert size(max_model_len=int(re.search(r"--max-model-len to (\d+)", message)[1]))
+    enough = int(re.search(r"--kv-cache-memory-bytes to (\d+)", message)[1])
+    assert size(enough)
+    with pytest.raises(ConfigError):
+        size(enough - 1)
+    advised = re.findall(r"--kv (\w+)", message)
+    for name in KV_FORMATS:
+        try:
+            helps = size(formats=[KV_FORMATS[name]] * len(layers)) is not None
+        except (ConfigError, UnsupportedError):
+            helps = False
+        assert helps == (name in advised), name
 
 
 def budget(device, **more):

@@ -13,7 +13,7 @@ from qrt.errors import CheckpointError, UnsupportedError
 from qrt.model.loader import load_model
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
-from tiny_models import quantize_checkpoint, random_checkpoint
+from tiny_models import altered, quantize_checkpoint, random_checkpoint
 
 CPU = torch.device("cpu")
 G32 = QuantSpec(4, False, Granularity.GROUP, 32)
@@ -120,6 +120,27 @@ def test_derived_buffers_and_zero_biases_of_old_tools_are_fine(broken):
     assert not any(linear.bias is not None for linear in model.linears()), "they would only cost time"
 
 
+def test_after_the_remedy_for_a_kv_cache_scheme_the_scales_of_attention_are_left_unread(saved, tmp_path):
+    """Others round q, K, V and probabilities by them: compressed-tensors, vLLM, ModelOpt and Quark."""
+    quantize_checkpoint(saved["plain"], tmp_path / "model", "w4a16", G32)
+    names = [f"{name}_{what}" for name in "qkv" for what in ("scale", "zero_point")]
+    names += ["kv_scale", "output_scale", "attn.q_scale", "attn.prob_scale", "prob_output_scale"]
+    names += ["k_proj.k_scale", "v_proj.v_scale", "q_proj.output_scale", "o_proj.input_scale"]
+    scales = {f"model.layers.1.self_attn.{name}": torch.full((1,), 3.0) for name in names}
+    folder = altered(tmp_path / "model", tmp_path / "scales", lambda held: held.update(scales))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    (folder / "config.json").write_text(json.dumps(config))
+    refuses(folder, UnsupportedError, "kv_cache_scheme is not read; delete the entry")
+    del config["quantization_config"]["kv_cache_scheme"]
+    (folder / "config.json").write_text(json.dumps(config))
+    pairs = zip(load(folder).parameters(), load(tmp_path / "model").parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    folder = altered(saved["plain"], tmp_path / "plain", lambda held: held.update(scales))
+    pairs = zip(load(folder).parameters(), load(saved["plain"]).parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
 def test_missing_tensors_are_named(broken):
     def drop(held):
         del held[f"{Q}.weight"], held["model.norm.weight"]
@@ -194,7 +215,7 @@ def test_a_bad_config_reaches_the_user(broken):
     ],
 )
 def test_unknown_architecture(broken, name, error, text):
-    refuses(broken(config={"architectures": name}), error, text)
+    refuses(broken(config={"architectures": name, "model_type": None}), error, text)
 
 
 def test_a_models_own_code_is_not_run(broken, caplog):

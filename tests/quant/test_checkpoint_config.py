@@ -84,6 +84,18 @@ def test_malformed_configs(copy, base, change, pattern):
     refuse(folder, CheckpointError, pattern)
 
 
+def test_a_file_that_rounds_the_kv_cache_alone_loads_after_its_remedies(made, copy):
+    plain = copy("plain")
+    config = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FP8_KV}
+    edit(plain / "config.json", lambda v: v.update(quantization_config=config))
+    refuse(plain, UnsupportedError, "kv_cache_scheme is not read; delete the entry")
+    edit(plain / "config.json", lambda v: v["quantization_config"].pop("kv_cache_scheme"))
+    refuse(plain, CheckpointError, "config_groups is {}.*; delete quantization_config if the weights are not")
+    edit(plain / "config.json", lambda v: v.pop("quantization_config"))
+    got, wanted = (open_checkpoint(folder).linear(Q)[1] for folder in (plain, made / "plain"))
+    assert torch.equal(got.dequantize(), wanted.dequantize())
+
+
 def test_a_group_index_of_uneven_groups_is_refused(copy):
     w4 = copy("w4")
     tensors = load_file(w4 / "model.safetensors")

@@ -3,17 +3,21 @@
 import json
 import os
 import re
+import shutil
 import struct
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from damage import edit, grid, in_group, refuse
 from safetensors.torch import load_file, save_file
 
+from qrt.assets import model_path
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
+from qrt.text.tokenizer import Tokenizer
 from tiny_models import random_checkpoint
 
 W4 = QuantSpec(4, False, Granularity.GROUP, 64)
@@ -125,6 +129,22 @@ def test_folders_that_are_something_else_are_told_what(file, message, tmp_path):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_bytes(b"")
     refuse(tmp_path, CheckpointError, message)
+
+
+def test_the_remedy_for_weights_that_are_not_safetensors_makes_a_model_of_them(copy, tmp_path):
+    old, new = copy("plain"), tmp_path / "new"
+    tensors = load_file(old / "model.safetensors")
+    torch.save(tensors, old / "pytorch_model.bin")
+    (old / "model.safetensors").unlink()
+    for file in Path(model_path("tiny")).glob("tokenizer*"):
+        shutil.copy(file, old)
+    with pytest.raises(CheckpointError, match=r"AutoModelForCausalLM\.from_pretrained.* AutoTokenizer$"):
+        open_checkpoint(old)
+    transformers.AutoModelForCausalLM.from_pretrained(old).save_pretrained(new)
+    transformers.AutoTokenizer.from_pretrained(old).save_pretrained(new)
+    assert Tokenizer(new).encode("a b") == Tokenizer(model_path("tiny")).encode("a b")
+    converted = open_checkpoint(new)
+    assert all(torch.equal(converted.tensor(name), tensor) for name, tensor in tensors.items())
 
 
 def test_folders_without_safetensors(copy):
@@ -277,7 +297,7 @@ def test_a_dtype_is_checked_without_a_shape_too(made):
     checkpoint = open_checkpoint(made / "plain")
     assert checkpoint.tensor("model.norm.weight", dtype=torch.float32).shape == (128,)
     with pytest.raises(
-        CheckpointError, match="norm.weight: dtype torch.float32, wanted torch.int8; the file"
+        CheckpointError, match="norm.weight: dtype torch.float32, wanted torch.int8; the weights"
     ):
         checkpoint.tensor("model.norm.weight", dtype=torch.int8)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.quant.checkpoint.folder import TensorFolder
+from qrt.quant.checkpoint.folder import MISMATCH, TensorFolder
 from qrt.quant.checkpoint.format import FLOATS, REMEDY, CheckpointFormat, bias_of, group_count, setting
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.packing import pack, unpack
@@ -56,7 +56,7 @@ class AwqGemm(CheckpointFormat):
         zero = unpack_columns(zeros).T.contiguous()
         if self._symmetric and not (zero == MIDPOINT).all():
             raise CheckpointError(
-                f"{tensors.path}: {module}.qzeros holds zero points, but zero_point is false in its config"
+                f"{tensors.path}: {module}.qzeros holds zero points, but zero_point is false; {MISMATCH}"
             )
         data = WeightData(
             unpack_columns(words).T.contiguous(),

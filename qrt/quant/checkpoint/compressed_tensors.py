@@ -113,7 +113,10 @@ class CompressedTensors(CheckpointFormat):
         self._ignore = _patterns(where, config.get("ignore") or [])
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not groups:
-            raise CheckpointError(f"{where}: config_groups is {groups!r}, wanted at least one group")
+            raise CheckpointError(
+                f"{where}: config_groups is {groups!r}, expected at least one group; "
+                "delete quantization_config if the weights are not quantized"
+            )
         read = [_group(where, name, entry, config.get("format")) for name, entry in groups.items()]
         self._groups = {target: group for group in read for target in group.targets}  # the last one wins
         modules = {name.rpartition(".")[0] for name in tensors.names()}

@@ -18,6 +18,7 @@ from qrt.registry import nearest
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MISMATCH = "the weights do not match config.json; download both again"
 PART = re.compile(r"-\d+-of-\d+\.safetensors$")
 
 
@@ -69,7 +70,7 @@ class TensorFolder:
         try:
             expect(self.spec(name), shape, dtype, name, **sizes)
         except ValueError as error:
-            raise CheckpointError(f"{self.path}: {error}; the file does not match its config.json") from None
+            raise CheckpointError(f"{self.path}: {error}; {MISMATCH}") from None
         return shard.tensor(name)
 
     def _shard(self, name: str) -> Shard:
@@ -133,5 +134,5 @@ def _no_weights(folder: Path) -> CheckpointError:
         return CheckpointError(f"{folder}: {other[0]} {GGUF}")
     return CheckpointError(
         f"{folder}: only {other[0]}, no safetensors, and qrt opens nothing else; convert with transformers: "
-        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), and likewise AutoTokenizer"
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.quant.checkpoint.folder import TensorFolder
+from qrt.quant.checkpoint.folder import MISMATCH, TensorFolder
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
 
@@ -66,7 +66,7 @@ def group_count(tensors: TensorFolder, module: str, group_size: int, in_features
     if in_features == 0 or in_features % group:
         raise CheckpointError(
             f"{tensors.path}: {module}: group_size {group_size} does not divide its {in_features} input "
-            "features; the file does not match its config.json"
+            f"features; {MISMATCH}"
         )
     return in_features // group
 

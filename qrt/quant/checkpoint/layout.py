@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from qrt.errors import CheckpointError
-from qrt.quant.checkpoint.folder import TensorFolder
+from qrt.quant.checkpoint.folder import MISMATCH, TensorFolder
 from qrt.quant.checkpoint.format import FLOATS, bias_of, group_count, order_of
 from qrt.quant.packing import pack, packed_words, unpack
 from qrt.quant.spec import Granularity, QuantSpec
@@ -153,8 +153,7 @@ def _expect_no_zeros(tensors: TensorFolder, module: str) -> None:
 def _expect_neutral(tensors: TensorFolder, name: str, zero: Tensor, neutral: int) -> None:
     if not (zero == neutral).all():
         raise CheckpointError(
-            f"{tensors.path}: {name} holds zero points, but its weights are symmetric; "
-            "the file does not match its config.json"
+            f"{tensors.path}: {name} holds zero points, but its weights are symmetric; {MISMATCH}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.folder import is_file, model_folder, read_config, read_json
-from qrt.quant.checkpoint.folder import TensorFolder
+from qrt.quant.checkpoint.folder import MISMATCH, TensorFolder
 from qrt.quant.checkpoint.format import FLOATS, REMEDY, CheckpointFormat
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.checkpoint.shard import Shard
@@ -27,10 +28,13 @@ FORMATS: Registry[Callable[[Mapping[str, Any], TensorFolder], CheckpointFormat]]
         "fp8": "qrt.quant.checkpoint.fp8:Fp8",
     },
 )
-# Of activations and KV caches that others round by stored scales; qrt does not
-UNREAD = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
-# No weights either: derived from the config, as old checkpoints store it, or scales of a static KV cache
-DERIVED = ("rotary_emb.inv_freq", *(f"self_attn.{name}" for name in ("k_scale", "v_scale", "kv_scale")))
+# Tensors that hold no weights and that qrt leaves unread: what old checkpoints derive from the config; scales
+# by which others round activations; and those of attention, by which they round q, the KV cache and the
+# probabilities: compressed-tensors and vLLM's in self_attn(.attn), ModelOpt's in the projections, Quark's.
+UNREAD = re.compile(
+    r".*([.]rotary_emb[.]inv_freq|[.](input|output|activation)_(scale|zero_point)"
+    r"|[.]self_attn[.](\w+[.])?(q|k|v|kv|prob|prob_output)_(scale|zero_point))"
+)
 # quant_method by file, of AutoGPTQ, llm-awq and ModelOpt
 SEPARATE_CONFIGS = {
     "quantize_config.json": "gptq",
@@ -78,17 +82,22 @@ class Checkpoint(TensorFolder):
 
     def expect_no_more(self, module: str, read: Collection[str]) -> None:
         """CheckpointError when `module` has tensors beside those in `read`, which may change its meaning."""
-        left = [name for name in self._tensors_of[module] if name not in read and not name.endswith(UNREAD)]
+        left = [name for name in self._tensors_of[module] if name not in read and not is_unread(name)]
         if left:
             raise CheckpointError(
                 f"{self.path}: {', '.join(left)}: of no use to quant_method "
-                f"{self.quantization.get('quant_method')!r}; the file does not match its config.json"
+                f"{self.quantization.get('quant_method')!r}; {MISMATCH}"
             )
 
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
         """Scheme name and grid of a Linear (None: unquantized) by config.json alone; UnsupportedError for a
         quant_method whose config does not tell."""
         return self._format.grid(module)
+
+
+def is_unread(name: str) -> bool:
+    """Whether the tensor `name` is one that changes nothing of what qrt computes."""
+    return UNREAD.fullmatch(name) is not None
 
 
 class Reading(TensorFolder):
