@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
-from qrt.errors import CheckpointError, ConfigError
+from qrt.errors import ConfigError
+from qrt.text.loading import load
 from qrt_calibrate.lines import parse, read_rows, read_text
 from qrt_calibrate.plan import Job
 
@@ -199,14 +200,9 @@ def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFun
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's own tokenizer; never runs code of the checkpoint. tokenizer.json is taken as it is, as
-    the server does: a class of transformers 5 would put its own splitting of text in place of the file's."""
-    loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
-    try:
-        return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds here, most of them several lines long
-        reason = str(error).strip().partition("\n")[0].partition(" from one of")[0]
-        raise CheckpointError(f"{folder}: no usable tokenizer, which calibration needs ({reason})") from error
+    """Load the checkpoint's own tokenizer, as the server does."""
+    tokenizer: PreTrainedTokenizerBase = load(folder)
+    return tokenizer
 
 
 def cut_windows(

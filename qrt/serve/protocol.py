@@ -6,10 +6,9 @@ and are not run are refused by name (`qrt.peer_fields`), never dropped.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
@@ -130,10 +129,12 @@ class TextPart(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """Of a tool call: arguments are JSON in a string, as OpenAI has it."""
+    """Of a tool call: arguments are JSON in a string, as OpenAI has it, or the object itself."""
+
+    model_config = ConfigDict(extra="allow")
 
     name: str
-    arguments: str = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(BaseModel):
@@ -144,18 +145,6 @@ class ToolCall(BaseModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-
-    def for_template(self) -> dict[str, Any]:
-        """With the arguments as a mapping: templates write them themselves."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"tool_calls: the arguments of {self.function.name!r} are no JSON") from error
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.function.name, "arguments": arguments},
-        }
 
 
 class ChatMessage(BaseModel):
@@ -168,13 +157,8 @@ class ChatMessage(BaseModel):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """For `ChatTemplate.render`."""
-        parts = self.content
-        content = [part.model_dump() for part in parts] if isinstance(parts, list) else parts
-        message = {**(self.model_extra or {}), "role": self.role, "content": content}
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return message
+        """Return the message as it came, for `ChatTemplate.render`."""
+        return self.model_dump(exclude_unset=True)
 
 
 class Function(BaseModel):
@@ -194,10 +178,18 @@ class Tool(BaseModel):
 
     type: Literal["function"]
     function: Function
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, given: Any, handler: Any) -> Tool:
+        tool: Tool = handler(given)
+        tool._given = given
+        return tool
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it."""
-        return self.model_dump(exclude_none=True)
+        """Return the tool as it came, for `ChatTemplate.render`: templates print its keys in their order."""
+        return self._given
 
 
 class Conversation(Body):

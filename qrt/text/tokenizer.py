@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
-from qrt.folder import expect_at_most, model_folder
-from qrt.text.chat_template import ChatTemplate, Message
+from qrt.folder import model_folder
+from qrt.text.chat_template import ChatTemplate
+from qrt.text.loading import load
+from qrt.text.messages import Message
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes a byte that is no token's text
 # Byte-level BPE writes each byte as a character that can be seen (GPT-2's bytes_to_unicode): itself, or one
@@ -19,7 +21,6 @@ BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes a byte t
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNSEEN = sorted(set(range(256)).difference(_SEEN))
 BYTE_CHARACTERS = {chr(byte): byte for byte in _SEEN} | {chr(256 + i): byte for i, byte in enumerate(_UNSEEN)}
-MAX_TOKENIZER_BYTES = 2**28  # the largest vocabularies take 35 MB
 LONG = 4096  # characters or tokens, from which on the Rust backend lets other threads run
 
 
@@ -33,24 +34,26 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """CheckpointError when there is no such folder or no readable tokenizer in it, UnsupportedError for
-        one without a fast backend."""
-        folder = model_folder(path)
-        try:
-            self.hf: Any = _load(folder)
-        except Exception as error:  # the Rust side raises bare Exceptions for a damaged file
-            reason = str(error).strip().partition("\n")[0].partition(" from one of")[0]
-            raise CheckpointError(
-                f"{path}: no usable tokenizer ({type(error).__name__}: {reason}); wanted a tokenizer.json"
-            ) from error
-        if not getattr(self.hf, "is_fast", False):
+        """Load the tokenizer of a folder; see `loading.load` for what is refused."""
+        self._set(load(model_folder(path)))
+
+    @classmethod
+    def of(cls, hf: Any) -> Tokenizer:
+        """Wrap a transformers tokenizer that is in memory; UnsupportedError without a fast backend."""
+        tokenizer = cls.__new__(cls)
+        tokenizer._set(hf)
+        return tokenizer
+
+    def _set(self, hf: Any) -> None:
+        if not getattr(hf, "is_fast", False):
             raise UnsupportedError(
-                f"{path}: {type(self.hf).__name__} has no fast backend; add tokenizer.json"
+                f"tokenizer: expected one with a fast backend, got {type(hf).__name__}; add a tokenizer.json"
             )
-        self._backend = self.hf.backend_tokenizer
+        self.hf = hf
+        self._backend = hf.backend_tokenizer
         self._backend.no_truncation()  # some tokenizer.json files cut to 512 tokens
         self._backend.no_padding()
-        named = self.hf.special_tokens_map.items()
+        named = hf.special_tokens_map.items()
         self._special_tokens = {name: token for name, token in named if isinstance(token, str)}
         self._max_token_chars = max(map(len, self._backend.get_vocab()), default=1)
 
@@ -153,17 +156,3 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of `render_chat`: the template writes BOS itself, so none is added."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
-
-
-def _load(folder: Path) -> Any:
-    """The transformers tokenizer. tokenizer.json is taken as it is, whatever class the checkpoint names:
-    AutoTokenizer keeps no more than its vocabulary and splits text as the class does, which is wrong where
-    byte-level tokens go by LlamaTokenizerFast, as those of DeepSeek's distilled Llama. And it first imports
-    the code of all models, which takes each process of a server seconds."""
-    import transformers  # here, because it imports Triton
-
-    whole = (folder / "tokenizer.json").is_file()
-    if whole:
-        expect_at_most(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
-    loader = transformers.PreTrainedTokenizerFast if whole else transformers.AutoTokenizer
-    return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -118,9 +118,23 @@ def test_earlier_calls_reach_the_template_as_mappings(client):
         model="tiny", messages=messages, tools=TOOLS, extra_body={"ignore_eos": True}
     )
     assert reply.choices[0].finish_reason == "tool_calls", "the template has read the argument"
-    call["function"]["arguments"] = "{broken"
-    with pytest.raises(openai.BadRequestError, match="arguments of 'f'"):
-        client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("arguments", ['{"city": "Par', "[1]", {"city": "both"}])
+def test_a_call_that_was_cut_off_leaves_the_conversation_usable(client, arguments):
+    """Clients store what a model has begun to write, and send it with each later turn."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "no JSON"},
+        {"role": "user", "content": "both"},
+    ]
+    reply = client.chat.completions.create(
+        model="tiny", messages=messages, tools=TOOLS, extra_body={"ignore_eos": True}
+    )
+    assert reply.choices[0].finish_reason == "tool_calls"
 
 
 @pytest.mark.model

@@ -6,13 +6,14 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
 import small_tokenizers
-from qrt.errors import CheckpointError, ConfigError
+from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.text import load_tokenizer
 
@@ -133,15 +134,21 @@ def test_templates_are_sandboxed(folder):
         )
 
 
+def test_a_tokenizer_in_memory(folder):
+    """As the calibrator has one."""
+    loaded, given = Tokenizer(folder), Tokenizer.of(AutoTokenizer.from_pretrained(folder))
+    for text in small_tokenizers.TEXT:
+        assert given.encode(text) == loaded.encode(text)
+    assert given.render_chat(MESSAGES) == loaded.render_chat(MESSAGES)
+    with pytest.raises(UnsupportedError, match="with a fast backend, got SimpleNamespace"):
+        Tokenizer.of(SimpleNamespace(is_fast=False))
+
+
 def test_refusals(tmp_path):
     with pytest.raises(CheckpointError, match="no such folder"):
         Tokenizer(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"no usable tokenizer \(ValueError: [^:]*r\); wanted"):
+    with pytest.raises(CheckpointError, match="no usable tokenizer"):
         Tokenizer(tmp_path)
-    for damaged in ("{ damaged", "[]", '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE"}}'):
-        (tmp_path / "tokenizer.json").write_text(damaged)
-        with pytest.raises(CheckpointError, match="no usable tokenizer"):
-            Tokenizer(tmp_path)
     plain = small_tokenizers.save(small_tokenizers.byte_level(), tmp_path / "plain", chat_template=None)
     with pytest.raises(ConfigError, match="no chat template"):
         Tokenizer(plain).render_chat(MESSAGES)

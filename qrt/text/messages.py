@@ -1,0 +1,195 @@
+"""Messages and tools of a chat, as chat templates read them.
+
+All that is done to a conversation before a template sees it is here, for the server, `LLM.chat` and the
+calibrator alike: clients write it as OpenAI's API has it, templates read it as transformers hands it over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from qrt.errors import ConfigError
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Check the messages and bring calls and contents into one form; ConfigError names what is wrong.
+
+    Arguments of tool calls become a mapping where they are the JSON of one, and otherwise stay the text that
+    they are: a model may have been cut off. A list of content parts holds `{"type": "text", "text": ...}`
+    only. Null and missing contents stay what they are, and so do keys that are not named here.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise ConfigError(f"messages: expected a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise ConfigError("messages: expected at least one message, got none")
+    return [_message(message, f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Check the tools and leave out what is null in them; None for none."""
+    if not tools:
+        return None
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
+        raise ConfigError(f"tools: expected a list of tools, got {type(tools).__name__}")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise ConfigError(
+                f"tools.{index}: expected a mapping, got {type(tool).__name__}; write the tool as "
+                '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+            )
+    return [
+        {key: _given(value) if isinstance(value, Mapping) else value for key, value in _given(tool).items()}
+        for tool in tools
+    ]
+
+
+def join_parts(parts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of content parts, a part a line."""
+    return "\n".join(part["text"] for part in parts)
+
+
+def _given(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in mapping.items() if value is not None}
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ConfigError(
+            f'{where}: expected a mapping such as {{"role": "user", "content": "..."}}, '
+            f"got {type(message).__name__}"
+        )
+    read = dict(message)
+    if not isinstance(read.get("role"), str):
+        raise ConfigError(f"{where}.role: expected a text, got {read.get('role')!r:.50}")
+    if "content" in read:
+        read["content"] = _content(read["content"], read["role"], f"{where}.content")
+    if calls := read.pop("tool_calls", None):
+        if isinstance(calls, (str, Mapping)) or not isinstance(calls, Sequence):
+            raise ConfigError(f"{where}.tool_calls: expected a list of calls, got {type(calls).__name__}")
+        read["tool_calls"] = [_call(call, f"{where}.tool_calls.{at}") for at, call in enumerate(calls)]
+    return read
+
+
+def _content(content: Any, role: str, where: str) -> Any:
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, Mapping):
+        if role == "tool" and not isinstance(content.get("text"), str):
+            return content  # a function's result, which templates write as JSON
+        content = [content]
+    if isinstance(content, bytes) or not isinstance(content, Sequence):
+        raise ConfigError(f"{where}: expected text, or parts of text, got {content!r:.50}")
+    return [_part(part, f"{where}.{index}") for index, part in enumerate(content)]
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if kind is not None else None
+    if kind not in (*TEXT_PARTS, "refusal"):
+        got = f"{part!r:.50}" if kind is None else f"a part of type {kind!r:.50}"
+        raise ConfigError(f"{where}: expected a part of type 'text', got {got}; qrt reads text only")
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: expected a part with a text, got {part!r:.50}")
+    return {**part, "type": "text", "text": text} if kind == "text" else {"type": "text", "text": text}
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """A call of an earlier turn; `function` may be left out, as some templates' own form has it."""
+    if not isinstance(call, Mapping):
+        raise ConfigError(f"{where}: expected a mapping, got {type(call).__name__}")
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return {"type": "function", **call, "function": _with_arguments(function)}
+    return _with_arguments(call)
+
+
+def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    return {**function, "arguments": {} if arguments is None else arguments}
+
+
+def _parsed(arguments: str) -> Any:
+    """The mapping that the text is the JSON of, else the text; nothing is a call without arguments."""
+    if not arguments.strip():
+        return {}
+    try:
+        value = json.loads(arguments)
+        json.dumps(value, ensure_ascii=False).encode()  # lone surrogates are no prompt
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+# What a template may refuse and need not: each gives the messages in a form that more templates take.
+
+
+def _without_null(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """No content is an empty one."""
+    return [{**m, "content": ""} if m.get("content") is None else m for m in messages]
+
+
+def _with_mappings(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Arguments that are no JSON object are the one value of a mapping."""
+    return _with_functions(
+        messages,
+        lambda function: (
+            function
+            if isinstance(function.get("arguments"), Mapping)
+            else {**function, "arguments": {"arguments": function.get("arguments")}}
+        ),
+    )
+
+
+def _with_functions(
+    messages: list[dict[str, Any]], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        return {**call, "function": change(call["function"])} if "function" in call else change(call)
+
+    return [
+        {**m, "tool_calls": [changed(call) for call in m["tool_calls"]]} if "tool_calls" in m else m
+        for m in messages
+    ]
+
+
+def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every call and every result by an id of nine letters and digits, as Mistral's templates want it.
+
+    An id is made from the one that was given, or from the call's place. A result without an id belongs to
+    the first call before it that has no result yet.
+    """
+    changed, waiting = [], []
+    for place, message in enumerate(messages):
+        if "tool_calls" in message:
+            calls = [
+                {**call, "id": _short_id(call.get("id") or f"{place}.{at}")}
+                for at, call in enumerate(message["tool_calls"])
+            ]
+            waiting = [call["id"] for call in calls]
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            id = _short_id(given) if given else (waiting[:1] or [_short_id(str(place))])[0]
+            waiting = [other for other in waiting if other != id]
+            message = {**message, "tool_call_id": id}
+        changed.append(message)
+    return changed
+
+
+def _short_id(id: Any) -> str:
+    text = str(id)
+    nine = len(text) == 9 and text.isascii() and text.isalnum()
+    return text if nine else hashlib.sha256(text.encode(errors="replace")).hexdigest()[:9]
+
+
+REPAIRS = (_without_null, _with_mappings, _with_short_ids)

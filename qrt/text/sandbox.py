@@ -1,0 +1,157 @@
+"""Render a Jinja template in a sandbox with bounds.
+
+A checkpoint brings its chat template, so a template is as trusted as a checkpoint: not at all. It sees
+nothing but its arguments and cannot change them. What it may loop over and ask for at once is bounded, and so
+is its time. That bounds neither memory nor a single operation: a text doubled thirty times by `~` takes
+gigabytes within them, and comparing two lists so doubled holds Python's lock, and with it the server, as long
+as it takes. Nothing in a sandbox can end that; a template that wants to stop its own server can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from functools import lru_cache, wraps
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from qrt.errors import ConfigError
+
+MAX_ITERATIONS = 1_000_000  # of all ranges of a rendering together
+MAX_REPEATED = 1_000_000  # characters or items that an operator or an integer argument may ask for
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Refuses what makes much of little in one step, beside what jinja's sandbox refuses."""
+
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Numbers as ever; a text or list times a number up to MAX_REPEATED."""
+        if operator == "**" and abs(right) > 64:
+            raise SecurityError(f"** {right}")
+        for sized, times in ((left, right), (right, left)):
+            if operator == "*" and isinstance(sized, Sequence) and isinstance(times, int):
+                if len(sized) * times > MAX_REPEATED:
+                    raise SecurityError(f"a sequence of {len(sized) * times} items")
+        if operator == "%" and isinstance(left, str):
+            _check_widths(left)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
+        """No function is given a large number."""
+        _check_numbers(*args, *named.values())
+        return super().call(context, function, *args, **named)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """Of a text's own `format`, too."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_widths(value.__self__)
+        return wrapped
+
+
+def _check_numbers(*arguments: Any) -> None:
+    for argument in arguments:
+        if isinstance(argument, int) and abs(argument) > MAX_REPEATED:
+            raise SecurityError(f"an argument of {argument}")
+
+
+def _check_widths(format: str) -> None:
+    if re.search(r"\d{6}|[{*]\s*[:}].*\{", format):
+        raise SecurityError("a format with a large or computed width")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant wrote, for training; here it is only its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        """See jinja2.ext.Extension."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _sized(filter: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that refuses large numbers."""
+
+    @wraps(filter)  # with the attribute in which jinja reads what to pass
+    def checked(*args: Any, **named: Any) -> Any:
+        _check_numbers(*args, *named.values())
+        return filter(*args, **named)
+
+    return checked
+
+
+@lru_cache(maxsize=16)
+def compile_template(text: str) -> jinja2.Template:
+    """Compile a template, once for all its renderings; jinja2.TemplateError for what is no Jinja."""
+    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    for name in ("center", "indent", "wordwrap", "truncate", "batch", "slice", "round"):
+        sandbox.filters[name] = _sized(sandbox.filters[name])
+    del sandbox.filters["format"], sandbox.globals["lipsum"]
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return sandbox.from_string(text)
+
+
+def limited_range() -> Callable[..., Iterator[int] | range]:
+    """Return a `range` for one rendering, all of whose ranges together may have MAX_ITERATIONS."""
+    left = MAX_ITERATIONS
+
+    def limited(*bounds: int) -> range:
+        nonlocal left
+        numbers = range(*bounds)
+        left -= len(numbers)
+        if left < 0:
+            raise SecurityError(f"more than {MAX_ITERATIONS} iterations")
+        return numbers
+
+    return limited
+
+
+class _OutOfTime(BaseException):
+    """Ends a rendering that has taken too long; nothing that runs there catches it."""
+
+
+def within(seconds: float, render: Callable[[], str]) -> str:
+    """Run `render` for `seconds` at most, then raise ConfigError and leave nothing running: an exception ends
+    the thread that renders, between two of its steps."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(render())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, name="chat template", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not result and thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_OutOfTime))
+        thread.join(seconds)
+        raise ConfigError(f"chat: the template has not ended after {seconds:g} s")
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return str(result[0])
