@@ -22,7 +22,8 @@ FLOORS = {
 }  # fmt: skip
 TORCH_FREE = (
     "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.cli",
-    "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager", "qrt.folder", "qrt.peers", "qrt.peer_fields",
+    "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager", "qrt.folder", "qrt.peers",
+    "qrt.peer_fields",
     "qrt.engine.preflight",
 )  # fmt: skip
 

@@ -8,10 +8,10 @@ are raised one after the other, each time where a byte saves most KL, until the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,20 @@ from qrt.quant.weight import WEIGHT_ONLY
 from qrt_calibrate.decoder import Decoder, read_layer
 from qrt_calibrate.fold import linear
 from qrt_calibrate.plan import Job
-from qrt_calibrate.preflight import bits_of, output_bytes
+from qrt_calibrate.preflight import COUNTED, bits_per_weight, linear_bytes, linear_weights, output_bytes
 from qrt_calibrate.recipe import Grid, Override, Recipe, grid_of
 from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.selection import matches
 
 WINDOWS = 4  # that measure; hidden states of all candidates are kept
+SLACK = 1e-9  # bits per weight that sums of floats may be off by
 SIXTEEN = 16  # stands for what a Linear has, 32 in a float32 checkpoint
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A fused Linear: the full names of its parts, its weights, and width -> bits per weight on disk, scales
-    and zeros counted."""
+    """A fused Linear: the full names of its parts, its weights, and width -> bits per weight on disk, as
+    `preflight.bits_per_weight` counts."""
 
     parts: tuple[str, ...]
     weights: int
@@ -43,8 +44,21 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Settled:
+    """Linears whose width is not open: how many weights they have, and the bits that these take in all."""
+
+    weights: int = 0
+    bits: float = 0
+
+    def average(self, units: list[Unit], sizes: Iterable[float]) -> float:
+        """Bits per weight of these and of `units` that take `sizes`."""
+        bits = self.bits + sum(unit.weights * size for unit, size in zip(units, sizes, strict=True))
+        return bits / (self.weights + sum(unit.weights for unit in units))
+
+
+@dataclass(frozen=True)
 class Point:
-    """One step of the trade-off: bits per weight on disk, the KL expected, and what was raised."""
+    """One step of the trade-off: bits per weight of all Linears, the KL expected, and what was raised."""
 
     bits: float
     kl: float
@@ -65,37 +79,39 @@ class Budget:
 
     units         fused Linears whose width is open
     grids         width -> what a unit becomes, None: it stays as it is
-    bits          per weight, that the units may take on average
+    settled       the other Linears of the layers
+    bits          per weight, that all Linears of the layers may take on average
     rest_bytes    of all other tensors of the result
     """
 
     units: list[Unit]
     grids: dict[int, Grid | None]
+    settled: Settled
     bits: float
     rest_bytes: float
 
     @property
     def weights(self) -> int:
-        """Of all units."""
-        return sum(unit.weights for unit in self.units)
+        """Of all Linears in the layers."""
+        return self.settled.weights + sum(unit.weights for unit in self.units)
 
     @property
     def narrowest(self) -> float:
         """Bits per weight where all units are at their narrowest."""
-        return _average(self.units, [min(unit.sizes.values()) for unit in self.units])
+        return self.settled.average(self.units, [min(unit.sizes.values()) for unit in self.units])
 
     @property
     def widest(self) -> float:
         """Bits per weight where all units stay as they are."""
-        return _average(self.units, [max(unit.sizes.values()) for unit in self.units])
+        return self.settled.average(self.units, [max(unit.sizes.values()) for unit in self.units])
 
     def line(self, own: Grid) -> str:
         """For the screen, before anything is chosen and while all units are on their `own` grid."""
         bits = (self.narrowest, self.bits)
         least, most = ((self.rest_bytes + self.weights * each / 8) / 1e9 for each in bits)
         return (
-            f"bits are still to be chosen for {len(self.units)} fused Linears: {bits[0]:.4g} to "
-            f"{bits[1]:.4g} per weight, output {least:.4g} to {most:.4g} GB; that takes time of its own, and "
+            f"bits are still to be chosen for {len(self.units)} fused Linears: {_rounded_up(bits[0])} to "
+            f"{bits[1]:.6g} {COUNTED}; output {least:.4g} to {most:.4g} GB; that takes time of its own, and "
             f"what follows is of {own.describe()} for all"
         )
 
@@ -110,13 +126,15 @@ def budget_of(job: Job) -> Budget:
             f"{recipe.budget_flag}: every Linear is settled by an override or --ignore; remove one of them, "
             "or the budget"
         )
-    weights = sum(unit.weights for unit in units)
-    rest = output_bytes(job) - sum(unit.weights * unit.sizes[recipe.spec.bits] for unit in units) / 8
+    weights, total = linear_weights(job, job.grids), bits_per_weight(job)
+    rest = output_bytes(job) - weights * total / 8
     bits = recipe.target_bits
     if bits is None:
         assert recipe.max_size is not None
         bits = 8 * (recipe.max_size * 1e9 - rest) / weights
-    budget = Budget(units, grids, bits, rest)
+    own = sum(unit.weights * unit.sizes[recipe.spec.bits] for unit in units)
+    settled = Settled(weights - sum(unit.weights for unit in units), weights * total - own)
+    budget = Budget(units, grids, settled, bits, rest)
     _check_range(recipe, budget)
     return budget
 
@@ -124,18 +142,23 @@ def budget_of(job: Job) -> Budget:
 def _check_range(recipe: Recipe, budget: Budget) -> None:
     """ConfigError for a budget that the narrowest widths exceed, or that the Linears keep as they are."""
     narrowest, widest = budget.narrowest, budget.widest
-    if narrowest <= budget.bits < widest:
+    if narrowest - SLACK <= budget.bits < widest - SLACK:
         return
-    if recipe.target_bits is not None:
-        raise ConfigError(
-            f"--target-bits: got {recipe.target_bits}, wanted at least the {narrowest:g} bits per weight of "
-            f"the narrowest grid, and less than the {widest:g} that Linears have"
-        )
     least, most = ((budget.rest_bytes + budget.weights * bits / 8) / 1e9 for bits in (narrowest, widest))
+    if recipe.target_bits is not None:
+        flag, got, unit, least, most = "--target-bits", f"{recipe.target_bits}", "", narrowest, widest
+    else:
+        flag, got, unit = "--max-size", f"{recipe.max_size} GB", " GB"
     raise ConfigError(
-        f"--max-size: got {recipe.max_size} GB, but the tensors take {least:.4g} GB where all Linears are at "
-        f"their narrowest, and {most:.4g} GB where all stay as they are; choose a size between"
+        f"{flag}: got {got}, expected from {_rounded_up(least)}{unit}, where all Linears whose width is open "
+        f"are at their narrowest, to below {most:.6g}{unit}, where they stay as they are; choose one between"
     )
+
+
+def _rounded_up(value: float) -> str:
+    """Six digits of a number, not below it."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 5)
+    return f"{math.ceil(value / step - SLACK) * step:.6g}"
 
 
 def allocate(job: Job, budget: Budget, windows: Tensor) -> Allocation:
@@ -145,7 +168,7 @@ def allocate(job: Job, budget: Budget, windows: Tensor) -> Allocation:
     """
     rounded = {bits: grid for bits, grid in budget.grids.items() if grid}
     prices = measure(job, budget.units, rounded, windows)
-    return spend(budget.units, prices, budget.grids, budget.bits)
+    return spend(budget.units, prices, budget.grids, budget.bits, budget.settled)
 
 
 def _grid(job: Job, bits: int) -> Grid:
@@ -166,22 +189,13 @@ def _units(job: Job, grids: Mapping[int, Grid | None]) -> list[Unit]:
             parts = tuple(f"{job.layer_name(index)}.{name}" for name in names)
             settled = any(matches(part, pattern) for part in parts for pattern in patterns)
             if job.grids[parts[0]] is not None and not settled:
-                specs = [job.checkpoint.spec(f"{part}.weight") for part in parts]
-                weights, stored = sum(prod(s.shape) for s in specs), sum(s.num_bytes for s in specs)
+                weights = linear_weights(job, parts)
                 sizes = {
-                    bits: bits_of(grid, specs[0].shape[1], job.scale_dtype.itemsize)
-                    if grid
-                    else 8 * stored / weights
+                    bits: 8 * sum(linear_bytes(job, part, grid) for part in parts) / weights
                     for bits, grid in grids.items()
                 }
                 units.append(Unit(parts, weights, sizes))
     return units
-
-
-def _average(units: list[Unit], sizes: Iterable[float]) -> float:
-    """Bits per weight of units that take `sizes`."""
-    bits = sum(unit.weights * size for unit, size in zip(units, sizes, strict=True))
-    return bits / sum(unit.weights for unit in units)
 
 
 @torch.no_grad()
@@ -241,17 +255,18 @@ def spend(
     prices: Mapping[tuple[int, int], float],
     grids: Mapping[int, Grid | None],
     target_bits: float,
+    settled: Settled = Settled(),
 ) -> Allocation:
-    """Raise widths greedily, from the narrowest, which fit."""
+    """Raise widths greedily, from the narrowest, which fit; the target counts the `settled` Linears too."""
     widths = sorted(grids)
-    total = sum(unit.weights for unit in units)
+    total = settled.weights + sum(unit.weights for unit in units)
     chosen = dict.fromkeys(range(len(units)), widths[0])
 
     def price(number: int, width: int) -> float:
         return prices.get((number, width), 0.0)  # 16 bits are exact
 
     def average() -> float:
-        return _average(units, (units[number].sizes[width] for number, width in chosen.items()))
+        return settled.average(units, (units[number].sizes[width] for number, width in chosen.items()))
 
     curve = [Point(average(), sum(price(*pair) for pair in chosen.items()), f"all at {widths[0]} bits")]
     while True:

@@ -7,6 +7,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from qrt_calibrate.preflight import COUNTED
+
 PAGE = """<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><title>{{ name }}: {{ title }}</title>
@@ -19,7 +21,7 @@ th { border-bottom: 1px solid #999 } td:first-child, th:first-child { text-align
 td.wide { width: 20rem; text-align: left }
 </style></head><body>
 <h1>{{ name }}</h1>
-<p>{{ title }}: {{ "%.3f"|format(facts.bits_per_weight) }} bits per weight,
+<p>{{ title }}: {{ "%.3f"|format(facts.bits_per_weight) }} {{ counted }},
 {{ "%.1f"|format(facts.source_bytes / 1e6) }} MB &rarr; {{ "%.1f"|format(facts.stored_bytes / 1e6)
 }} MB.</p>
 {% if facts.cost %}
@@ -69,4 +71,6 @@ def render(name: str, title: str, facts: Mapping[str, Any]) -> str:
     most = max(layer[columns[0]] for layer in layers) or 1.0
     recipe = {**facts["recipe"], **(facts["calibration"] or {}), **facts["versions"]}
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE)
-    return page.render(name=name, title=title, facts=facts, columns=columns, most=most, recipe=recipe)
+    return page.render(
+        counted=COUNTED, name=name, title=title, facts=facts, columns=columns, most=most, recipe=recipe
+    )

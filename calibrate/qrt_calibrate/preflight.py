@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -19,11 +20,13 @@ PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
 SPLIT_BY_INPUT = (".o_proj", ".down_proj", ".w2")  # the others are split by output
 ZEROS_A_WORD = 32
 SHAPE_BYTES = 16  # of the weight_shape that packed formats store
+COUNTED = "bits per weight, scales and zero points included, over all Linears in the layers"
 
 
 @dataclass(frozen=True)
 class Preflight:
     """output_bytes     of the quantized checkpoint's tensors
+    bits_per_weight     of the result, as the function counts it
     working_bytes       two fp32 copies of the largest layer, the moments of an input (the Hessian and two
                         shares of the drift) and what is most beside them: three matrices to factorize one,
                         two on a CPU, or the factor and the weights that are rounded; where rows feel each
@@ -37,6 +40,7 @@ class Preflight:
     """
 
     output_bytes: int
+    bits_per_weight: float
     working_bytes: int
     replica_bytes: int
     devices: int
@@ -52,8 +56,9 @@ class Preflight:
             working += f" on the first device, {_gigabytes(self.replica_bytes)} on each other"
             divided = f", divided among {self.devices} devices"
         sizes = (
-            f"output {_gigabytes(self.output_bytes)}, working memory {working} and hidden states "
-            f"{_gigabytes(self.hidden_bytes)} (in files where RAM is short{divided})"
+            f"output {_gigabytes(self.output_bytes)} ({self.bits_per_weight:.3f} {COUNTED}), working memory "
+            f"{working} and hidden states {_gigabytes(self.hidden_bytes)} (in files where RAM is "
+            f"short{divided})"
         )
         if self.gradient_bytes:
             sizes += f", gradients {_gigabytes(self.gradient_bytes)} (likewise)"
@@ -72,6 +77,7 @@ def preflight(job: Job) -> Preflight:
     replica = 2 * 4 * max(weights) + moments + _output_moments(job)
     return Preflight(
         output_bytes=output_bytes(job),
+        bits_per_weight=bits_per_weight(job),
         working_bytes=replica + beside + on_cpu,
         replica_bytes=replica if len(job.devices) > 1 and any(job.recipe.windows) else 0,
         devices=len(job.devices),
@@ -129,25 +135,40 @@ def output_bytes(job: Job) -> int:
 
 def _stored_bytes(job: Job, name: str, grid: Grid) -> int:
     """Of one quantized Linear's tensors, without its bias."""
-    rows, inputs = job.checkpoint.spec(f"{name}.weight").shape
-    spec = grid.spec
+    shape = 0 if WEIGHT_SCHEMES[grid.scheme].int8_tokens else SHAPE_BYTES
+    return linear_bytes(job, name, grid) + shape
+
+
+def linear_bytes(job: Job, name: str, grid: Grid | None) -> int:
+    """What `bits_per_weight` counts of one Linear on `grid`: its codes, scales and zero points, or its weight
+    where it stays as it is (None)."""
+    stored = job.checkpoint.spec(f"{name}.weight")
+    if grid is None:
+        return stored.num_bytes
+    (rows, inputs), spec = stored.shape, grid.spec
     groups = inputs // spec.group_of(inputs)
     scales = rows * groups * job.scale_dtype.itemsize
     if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
         return rows * inputs + scales
     zeros = 0 if spec.symmetric else groups * _in_words(rows * spec.bits)
-    return rows * _in_words(inputs * spec.bits) + scales + zeros + SHAPE_BYTES
+    return rows * _in_words(inputs * spec.bits) + scales + zeros
+
+
+def linear_weights(job: Job, names: Iterable[str]) -> int:
+    """How many weights some Linears have."""
+    return sum(prod(job.checkpoint.spec(f"{name}.weight").shape) for name in names)
+
+
+def bits_per_weight(job: Job) -> float:
+    """Bits per weight of the result: `linear_bytes` over the weights of all Linears in the layers, those that
+    stay as they are too. Embedding, head, norms, biases and routers do not count."""
+    total = sum(linear_bytes(job, *pair) for pair in job.grids.items())
+    return 8 * total / linear_weights(job, job.grids)
 
 
 def _in_words(bits: int) -> int:
     """Bytes of the 32-bit words that hold some bits."""
     return -(-bits // 32) * 4
-
-
-def bits_of(grid: Grid, in_features: int, scale_bytes: int) -> float:
-    """Bits per weight on disk: the code, and its share of a scale and a zero point."""
-    per_group = 8 * scale_bytes + (0 if grid.spec.symmetric else grid.spec.bits)
-    return grid.spec.bits + per_group / grid.spec.group_of(in_features)
 
 
 def _findings(job: Job) -> list[str]:

@@ -55,8 +55,8 @@ class Recipe:
     rotations     of ("R1", "R2"): turned into the weights before anything else (`qrt_calibrate.rotate`)
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
     tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.tune`)
-    target_bits   bits per weight on disk that Linears may take on average, those of overrides left out;
-                  each gets 4, 8 or 16 by what it costs. None: all are on the grid, unless max_size is given
+    target_bits   the most bits per weight of the result, as `preflight.bits_per_weight` counts; each fused
+                  Linear gets 4, 8 or 16 by what it costs. None: all are on the grid, unless max_size is given
     max_size      GB (10^9 bytes) that all tensors of the result may take: the same choice, another budget
     zeros_asked   whether the grid's symmetry was asked for; else a mixture of experts is symmetric
     """

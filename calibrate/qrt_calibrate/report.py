@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from qrt_calibrate.bits import Point
 from qrt_calibrate.evaluate import Cost
 from qrt_calibrate.page import render
 from qrt_calibrate.plan import Job
-from qrt_calibrate.preflight import preflight
+from qrt_calibrate.preflight import COUNTED, linear_weights, preflight
 
 WORST = 5  # layers that the report names
+UNCOUNTED = ("bias", "weight_shape")  # tensors of a Linear that are no part of its bits per weight
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Report:
 
     cost          what rounding costs on text kept apart, None where none was
     stored_bytes  of all tensors written
+    bits_per_weight  as `preflight.bits_per_weight` counts
     calibration   the text and how it was cut, None where none was read
     tuned         of training end to end, None where it was not asked for: the KL on drawn text in its first
                   and last steps, and on the text kept apart before it
@@ -135,7 +136,8 @@ class Report:
         console.print(table)
         source = self.job.source.num_bytes
         lines = [
-            f"{len(self.job.quantized)} Linears at {self.bits_per_weight:.3f} bits per weight",
+            f"{len(self.job.quantized)} of {len(self.job.grids)} Linears quantized, "
+            f"{self.bits_per_weight:.3f} {COUNTED}",
             f"{_megabytes(source)} -> {_megabytes(self.stored_bytes)} in {self.seconds:.1f} s",
             f"written to {self.out}",
         ]
@@ -158,11 +160,10 @@ class Report:
 
 
 def bits_per_weight(job: Job, stored: TensorFolder) -> float:
-    """What the quantized Linears take on disk without their biases, per weight."""
-    weights = sum(prod(job.checkpoint.spec(f"{linear}.weight").shape) for linear in job.quantized)
+    """What `preflight.bits_per_weight` foresees, from the tensors that are written."""
     parts = (name.rpartition(".") for name in stored.names())
-    own = [f"{module}.{part}" for module, _, part in parts if module in job.quantized and part != "bias"]
-    return 8 * sum(stored.spec(name).num_bytes for name in own) / weights
+    own = [f"{module}.{part}" for module, _, part in parts if module in job.grids and part not in UNCOUNTED]
+    return 8 * sum(stored.spec(name).num_bytes for name in own) / linear_weights(job, job.grids)
 
 
 def _megabytes(count: int) -> str:
