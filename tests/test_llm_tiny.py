@@ -165,6 +165,31 @@ def test_a_seed_of_minus_one_is_none(llm):
     assert ids_of(drawn[0]) != ids_of(drawn[1])
 
 
+def logprobs_of(output):
+    return torch.tensor([next(iter(token.values())).logprob for token in output.outputs[0].logprobs])
+
+
+@pytest.mark.parametrize("kv", ["int8", "k8v4", "int4"])
+def test_answers_do_not_depend_on_max_model_len(kv):
+    params = replace(GREEDY, logprobs=0)
+    short, long = (make(kv=kv, max_model_len=n).generate(PROMPTS, params, use_tqdm=False) for n in (96, 2048))
+    for one, other in zip(short, long, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert torch.equal(logprobs_of(one), logprobs_of(other))
+
+
+@pytest.mark.parametrize("kv", ["int8", "k8v4", "int4"])
+def test_with_attend_cache_the_prefix_cache_changes_nothing(kv):
+    """Without it a cold prompt attends its own K and V before they are rounded, a cached one after it."""
+    prompt, params = " ".join(PROMPTS * 4), replace(GREEDY, max_tokens=8, logprobs=0)
+    for attend_cache in (True, False):
+        llm = make(kv=kv, attend_cache=attend_cache)
+        cold, warm = (llm.generate(prompt, params, use_tqdm=False)[0] for _ in range(2))
+        assert warm.num_cached_tokens == len(warm.prompt_token_ids) - 1
+        apart = (logprobs_of(cold)[0] - logprobs_of(warm)[0]).abs()
+        assert apart < 1e-5 if attend_cache else apart > 1e-5
+
+
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 def test_quantized_kv_keeps_the_perplexity(llm, kv):
     """Loose bounds on a short text; the evaluator measures the promise (0.1 % and 1.5 %) on long ones."""

@@ -19,23 +19,23 @@ SEED = 0
 
 
 @torch.inference_mode()
-def fit_smoothing(model: Decoder, max_model_len: int) -> list[Tensor]:
-    """The table fp32 [3, Hkv, D] of every layer, for contexts of `max_model_len` tokens: one short prefill.
+def fit_smoothing(model: Decoder) -> list[Tensor]:
+    """Fit the table fp32 [3, Hkv, D] of every layer in one short prefill.
 
-    Raises QrtError when the model computes infinities or NaN on its own vocabulary.
+    The model alone decides the tables, not the length that is served, so that no answer depends on
+    `max_model_len`. Raises QrtError when the model computes infinities or NaN on its own vocabulary.
     """
     config = model.config
-    count = min(TOKENS, max_model_len)
+    count = min(TOKENS, config.max_position)
     formats = [KV_FORMATS["fp16"]]  # layers run one after the other: each may use the slots of the last
     kv = KVStorage(formats, count, config.num_kv_heads, config.head_dim, model.dtype, model.device).layer(0)
     step = _prefill(count, config.vocab_size, model.device)
-    cos, sin = (table[:max_model_len] for table in model.rope)
     tables = []
     residual, x = model.embed(step.tokens, model.layers[0].norm)
     for i, (layer, norm) in enumerate(model.blocks()):
         qkv = layer.attention.qkv(x)
         q, k, _ = layer.attention.heads(qkv)
-        tables.append(fit(q, k, cos, sin))
+        tables.append(fit(q, k, *model.rope))
         if not tables[-1].isfinite().all():
             raise QrtError(
                 f"layer {i}: q or k of random tokens is not finite in {model.dtype}; "

@@ -10,8 +10,6 @@ from qrt.model.smoothing import SEED, TOKENS, fit_smoothing
 from qrt.quant.kv.smoothing import fit
 from tiny_models import random_checkpoint
 
-LENGTH = 200  # of the contexts to be served
-
 
 def their_q_and_k(folder, tokens):
     """q [T, Hq*D] and k [T, Hkv*D] of each layer before RoPE, after their norms where there are norms."""
@@ -32,11 +30,11 @@ def test_tables_are_of_the_models_own_q_and_k(architecture, tmp_path):
     folder = random_checkpoint(tmp_path, architecture, num_hidden_layers=3)
     model = ours(folder)
     vocab, dim = model.config.vocab_size, model.config.head_dim
-    tokens = torch.randint(vocab, (TOKENS,), generator=torch.Generator().manual_seed(SEED))[:LENGTH]
-    cos, sin = (table[:LENGTH] for table in model.rope)
-    tables = fit_smoothing(model, LENGTH)
+    count = min(TOKENS, model.config.max_position)
+    tokens = torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(SEED))
+    tables = fit_smoothing(model)
     for table, (q, k) in zip(tables, their_q_and_k(folder, tokens), strict=True):
-        want = fit(q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), cos, sin)
+        want = fit(q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), *model.rope)
         assert all(relative(got, row) < 1e-4 for got, row in zip(table, want, strict=True))
 
 
@@ -44,4 +42,4 @@ def test_a_model_that_overflows_is_refused(tmp_path):
     model = ours(random_checkpoint(tmp_path, "LlamaForCausalLM", num_hidden_layers=2))
     model.layers[0].mlp_norm.weight.fill_(float("inf"))
     with pytest.raises(QrtError, match=r"layer 1: .*--dtype bfloat16, or --kv fp16"):
-        fit_smoothing(model, LENGTH)
+        fit_smoothing(model)

@@ -96,6 +96,18 @@ def test_only_what_stays_over_the_context_is_shifted():
     assert (left[:, :4] < 0.02 * mean[:, :4]).all() and (left[:, -4:] > 0.98 * mean[:, -4:]).all()
 
 
+def test_the_shift_is_the_mean_over_positions_by_their_weight():
+    """What is left of K's mean, turned to every position, by numbers and not by the tables' average."""
+    q, k = sample(0, bias=3.0)
+    q_gain, k_gain, shift = smoothing.fit(q, k, *ROPE)
+    mean = torch.complex(*k.double().mean(0).chunk(2, -1))
+    turned = sum(mean * torch.complex(*(table[p].double() for table in ROPE)) / (p + 512) for p in range(512))
+    want = turned / sum(1 / (p + 512) for p in range(512))
+    torch.testing.assert_close(
+        (shift / k_gain).double(), torch.cat((want.real, want.imag), -1), rtol=1e-4, atol=1e-5
+    )
+
+
 def test_dead_channels_and_heads_give_a_finite_table():
     q, k = sample(0)
     q[..., 3], k[..., 3 + D // 2], k[..., 5] = 0, 0, 0

@@ -16,20 +16,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Position p weighs 1 / (p + COMMON) in the shift, whatever length is served: most keys stand early, as most
+# requests are short. On SmolLM2-135M (context 8,192) the KL of int4's attention weights, in 1e-3 nats, at 256 /
+# 1,024 / 2,048 / 4,096 / 8,192 tokens: this 15.0 / 16.5 / 15.4 / 15.9 / 23.8, equal weights 20.3 / 19.5 / 17.2 /
+# 15.5 / 18.3, equal weights up to that length 16.5 / 19.4 / 17.8 / 17.6 / 18.3, no shift and gain 22.1 / 24.2 /
+# 24.6 / 21.1 / 22.7.
+COMMON = 512
 FLOOR = 1e-4  # a pair with less than this part of the mean energy is not blown up further: gains within 10x
 
 
 def fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The table of one layer from a sample of its q [T, Hq, D] and k [T, Hkv, D], before RoPE.
+    """Fit the table of one layer to a sample of its q [T, Hq, D] and k [T, Hkv, D], before RoPE.
 
-    cos, sin fp32 [P, D/2] are of the positions to be served, from 0 on. K's mean before RoPE is turned to
-    each of them and averaged: what is left is the slowly turning part, which is a shift at every position.
+    cos, sin fp32 [P, D/2] are of all positions that the model has, from 0 on. K's mean before RoPE is turned
+    to each of them and averaged: what is left is the slowly turning part, which is a shift at every position.
 
     Returns fp32 [3, Hkv, D]: q' = q * t[0] (of its KV head), k' = k * t[1] - t[2].
     """
     q, k = q.float(), k.float()
+    weights = 1 / (torch.arange(len(cos), dtype=torch.float32, device=cos.device) + COMMON)
+    c, s = (weights @ table / weights.sum() for table in (cos, sin))
     lo, hi = k.mean(0).chunk(2, -1)  # [Hkv, D/2]
-    c, s = cos.mean(0), sin.mean(0)
     mean_lo, mean_hi = lo * c - hi * s, hi * c + lo * s
     # the spread that stays about the shift, of both channels of a pair
     stretch = cos[0].square()  # 1, but where RoPE also stretches (YaRN)
