@@ -267,6 +267,13 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
         help="keep the K and V of prompts for others that begin alike",
     )
     group.add_argument(
+        "--attend-cache",
+        action="store_true",
+        help="prefill reads its own chunk's K and V back from the cache as well, so that a prompt answered "
+        "cold and the same prompt answered from the prefix cache read the same quantized K and V; slower "
+        "prefill",
+    )
+    group.add_argument(
         "--disable-dynamic-prompt-cache",
         dest="enable_prefix_caching",
         action="store_false",

@@ -94,11 +94,11 @@ def test_every_name_of_the_peers_is_a_flag_or_is_answered_by_name(name, capsys):
 def test_every_setting_has_a_flag():
     """What a config has and no flag sets would be out of a user's reach."""
     reachable = {action.dest for action in parser()._actions}
-    named_otherwise = {"model_names": "served_model_name", "api_keys": "api_key", "attend_cache": None}
+    named_otherwise = {"model_names": "served_model_name", "api_keys": "api_key"}
     for config in (EngineConfig, ServerConfig):
         for field in fields(config):
             dest = named_otherwise.get(field.name, field.name)
-            assert dest is None or dest in reachable, field.name
+            assert dest in reachable, field.name
 
 
 def test_the_file_and_the_command_line(tmp_path):
@@ -172,6 +172,10 @@ def test_flags_of_peers_that_ask_for_what_is_so_anyway(tmp_path):
         "disable-log-requests: true\n"
     )
     assert configs("--config", str(file)) == configs("--port", "9000")
+
+
+def test_attend_cache():
+    assert configs("--attend-cache")[0].attend_cache and not configs()[0].attend_cache
 
 
 def test_help_by_group(capsys):
