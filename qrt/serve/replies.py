@@ -40,7 +40,7 @@ class Reply(ABC):
         options = body.stream_options
         self._usage_at_end = options is not None and options.include_usage
         self._usage_in_chunks = options is not None and options.continuous_usage_stats
-        self._opened: set[int] = set()  # choices that have begun
+        self._opened: set[int] = set()  # collectors whose choices have begun
         # of a stream so far, so that a chunk's usage does not look through all choices
         self._num_prompt = sum(len(collector.prompt_ids) for collector in collectors)
         self._num_output = 0
@@ -74,14 +74,15 @@ class Reply(ABC):
     def events(self, index: int, delta: CompletionDelta) -> Iterator[bytes]:
         """Events of one delta of collector `index`; none while there is nothing to show."""
         number = index * self._n + delta.index
-        self._num_output += len(delta.token_ids)
         cached = self.collectors[index].num_cached_tokens
         self._all_cached += cached - self._num_cached[index]
         self._num_cached[index] = cached
-        if number not in self._opened and (delta.text or delta.token_ids or delta.finish_reason):
-            self._opened.add(number)
-            for choice in self.opening(number, index):
-                yield self._chunk(choice)
+        if index not in self._opened and (delta.text or delta.token_ids or delta.finish_reason):
+            self._opened.add(index)
+            for each in range(index * self._n, (index + 1) * self._n):  # all, while no token is counted
+                for choice in self.opening(each, index):
+                    yield self._chunk(choice)
+        self._num_output += len(delta.token_ids)
         if delta.text or delta.logprobs or delta.finish_reason:
             for choice in self.chunk_choices(number, delta):
                 yield self._chunk(choice)
