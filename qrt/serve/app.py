@@ -7,13 +7,14 @@ import contextlib
 import hashlib
 import hmac
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, RedirectResponse
 from starlette._utils import get_route_path
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Match
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -55,6 +56,7 @@ def create_app(service: Service) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # behind a proxy that ends TLS they would lead to http://
     )
     add_error_handlers(app)
     app.include_router(openai_routes(service))
@@ -66,7 +68,7 @@ def create_app(service: Service) -> FastAPI:
         return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
 
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(Gate, service=service, routes=app.routes)
     if service.config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -78,11 +80,15 @@ def create_app(service: Service) -> FastAPI:
 
 
 class Gate:
-    """Lets in who has a key, before anything of the request is read; names requests; answers for defects."""
+    """Lets in who has a key, before anything of the request is read; names requests; answers for defects.
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    It also finds the path below --root-path, and lets HEAD be answered as GET.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, routes: Sequence[BaseRoute]) -> None:
         self._app = app
         self._service = service
+        self._routes = routes
         self._keys = [_digest(f"bearer {key}".encode()) for key in service.config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,6 +96,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = self._routed(scope)
         headers = dict(scope["headers"])
         name = self._name(headers)
         scope.setdefault("state", {})["request_name"] = name
@@ -99,11 +106,32 @@ class Gate:
             await refusal(scope, receive, sender)
             return
         try:
+            if get_route_path(scope) == "":  # the page's own links begin below the slash
+                await RedirectResponse(f"{scope['root_path']}/")(scope, receive, sender)
+                return
             await self._app(scope, receive, sender)
         except Exception as error:
             if sender.begun:
                 raise
             await error_response(500, unexpected_error(error))(scope, receive, sender)
+
+    def _routed(self, scope: Scope) -> Scope:
+        """Return a copy of the scope as routes read it.
+
+        A proxy may strip --root-path or forward it; a path that is a route's own is never shortened. HEAD
+        becomes GET: the connection, which keeps the original scope, sends no body.
+        """
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        scope, root = {**scope, "method": method}, self._service.config.root_path
+        if root:
+            path = scope["path"]
+            if f"{path}/".startswith(f"{root}/") and not self._is_own({**scope, "root_path": ""}):
+                path = path.removeprefix(root)
+            scope |= {"path": root + path, "root_path": root}
+        return scope
+
+    def _is_own(self, scope: Scope) -> bool:
+        return any(route.matches(scope)[0] is not Match.NONE for route in self._routes)
 
     def _name(self, headers: dict[bytes, bytes]) -> str | None:
         """The client's X-Request-Id, or one of ours; None where replies have none."""
@@ -145,9 +173,9 @@ class Sender:
 
 
 def _is_open(scope: Scope) -> bool:
-    """By the path that the router reads: the one below --root-path."""
-    path = get_route_path(scope)
-    return scope["method"] in ("GET", "HEAD") and (path in OPEN_ROUTES or path.startswith(OPEN_FOLDER))
+    """Tell by the path that the router reads: the one below --root-path."""
+    path = get_route_path(scope) or "/"
+    return scope["method"] == "GET" and (path in OPEN_ROUTES or path.startswith(OPEN_FOLDER))
 
 
 def _digest(text: bytes) -> bytes:

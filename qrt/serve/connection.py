@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from qrt.serve.http_errors import error_body
 from qrt.serve.settings import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_HEADERS
@@ -20,6 +20,21 @@ REQUEST_SECONDS = 20.0  # for a request's header and body to arrive, once its fi
 LINGER_SECONDS = 5.0  # a refused client may first send what it has begun, or it would not see the answer
 MAX_PIPELINED = 64  # requests of a connection that are not answered yet
 READ_SECONDS = 60.0  # for a client to read on, once the buffers between it and us are full
+
+
+class UnchunkedCycle(RequestResponseCycle):
+    """A request of an HTTP/1.0 client, which knows no chunks: its reply ends where the connection does."""
+
+    unsized = False
+
+    async def send(self, message: Any) -> None:
+        """See ASGI. A body without a Content-Length goes out as it is."""
+        if message["type"] == "http.response.start":
+            self.unsized = b"content-length" not in {name.lower() for name, _ in message.get("headers", [])}
+            self.chunked_encoding = False if self.unsized else None
+        elif self.unsized:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class Connection(HttpToolsProtocol):
@@ -90,6 +105,9 @@ class Connection(HttpToolsProtocol):
         if self._refused:
             return
         super().on_headers_complete()
+        if self.parser.get_http_version() < "1.1":
+            self.cycle.__class__ = UnchunkedCycle  # uvicorn makes it, and has started it already
+            self.cycle.waiting_for_100_continue = self.cycle.keep_alive = False
         self._cycles = [cycle for cycle in (*self._cycles, self.cycle) if not cycle.response_complete]
         if len(self._cycles) > MAX_PIPELINED:
             self._refused = True

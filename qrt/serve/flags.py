@@ -31,7 +31,10 @@ MAX_NUM_QUEUED_TOKENS = 2**22  # about 160 MB of ids in an API process
 def parser() -> ArgumentParser:
     """All flags, in groups."""
     top = ArgumentParser(
-        prog="qrt-serve", description="Serve a model over an OpenAI-compatible API.", add_help=False
+        prog="qrt-serve",
+        description="Serve a model over an OpenAI-compatible API. GET /health and /readiness answer 503 "
+        "until the model is loaded; /liveness answers 200 at once.",
+        add_help=False,
     )
     top.add_argument("model_path", nargs="?", metavar="MODEL", help="checkpoint folder, or 'tiny'")
     top.add_argument(
@@ -98,7 +101,10 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         help="processes for HTTP and text",
     )
     group.add_argument(
-        "--root-path", default="", metavar="PATH", help="prefix that a proxy strips (default: none)"
+        "--root-path",
+        default="",
+        metavar="PATH",
+        help="prefix of all paths, such as /llm; a proxy may strip or forward it (default: none)",
     )
     group.add_argument("--ssl-keyfile", metavar="FILE", help="key in PEM, to serve HTTPS (default: HTTP)")
     group.add_argument("--ssl-certfile", metavar="FILE", help="its certificate in PEM (default: none)")

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from qrt.errors import ConfigError, QrtError, QueueFullError, UnsupportedError
 from qrt.serve.engine_client import ShutdownError
@@ -41,6 +42,7 @@ CODES: dict[type[Exception], int] = {  # an error of another kind has its neares
     ShutdownError: 503,
     QrtError: 500,
 }
+NO_ROUTE = "Not Found"  # starlette's word for it
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 MAX_MESSAGE_CHARS = 1000
 
@@ -87,7 +89,14 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        return error_response(error.status_code, str(error.detail), headers=error.headers)
+        message = str(error.detail)
+        if error.status_code == 404 and message == NO_ROUTE:
+            path = str(request.scope["path"])
+            bare = {**request.scope, "path": path.rstrip("/")}
+            known = any(route.matches(bare)[0] is not Match.NONE for route in request.app.routes)
+            hint = "; leave out the slash at its end" if known and path.endswith("/") else ""
+            message = f"no route {path[:MAX_ECHO_CHARS]!r}{hint}"
+        return error_response(error.status_code, message, headers=error.headers)
 
 
 def _handler(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:

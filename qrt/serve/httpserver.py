@@ -100,7 +100,6 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         access_log=config.log_level == "debug",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=5,
-        root_path=config.root_path,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         server_header=False,

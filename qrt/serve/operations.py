@@ -27,9 +27,10 @@ def operation_routes(service: Service) -> APIRouter:
     """The routes. Health is cheap: nothing is generated for it."""
     routes = APIRouter()
 
-    @routes.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
-    @routes.api_route("/healthz", methods=["GET", "HEAD"], include_in_schema=False)
+    @routes.get("/health", include_in_schema=False)
+    @routes.get("/healthz", include_in_schema=False)
     async def health() -> Response:
+        service.check_running_or_draining()
         return _broken(service) or Response()
 
     @routes.get("/liveness", include_in_schema=False)

@@ -19,9 +19,16 @@ LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
 encode = msgspec.json.Encoder().encode
 
 
+# Unicode's line ends that JSON leaves as they are: some clients split events there
+LINE_ENDS = {character.encode(): b"\\u%04x" % ord(character) for character in "\u0085\u2028\u2029"}
+
+
 def event(data: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: %b\n\n" % encode(data)
+    """Write one server-sent event: one line, whichever line ends its reader splits at."""
+    line = encode(data)
+    for end, escaped in LINE_ENDS.items():
+        line = line.replace(end, escaped)
+    return b"data: %b\n\n" % line
 
 
 class Reply(ABC):

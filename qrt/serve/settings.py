@@ -27,6 +27,7 @@ MAX_DOCUMENTS = 1024
 MAX_SECONDS = 10**6  # of a time limit: eleven days; timers of the system do not take all that a float holds
 MAX_ECHO_CHARS = 200  # of the client's own input in an error
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#*]+")
+ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
 MAX_SOCKET_PATH_BYTES = 107  # the kernel's sockaddr_un has 108, the last one zero
 
 
@@ -46,6 +47,7 @@ class ServerConfig:
     model_names             what requests may call the model, the first one first
     api_keys                any of them is let in; none lets everybody in
     allowed_origins         of web pages elsewhere that may ask: "*" (any), or scheme://host
+    root_path               what stands before all paths of requests outside of a proxy, which may strip it
     chat_template           Jinja text instead of the checkpoint's
     tool_call_parser        how tool calls are read: "auto" by the chat template, a family's name, or "none"
     api_server_count        processes that speak HTTP
@@ -91,6 +93,9 @@ class ServerConfig:
                 raise ConfigError(f"{name}: got {value}, wanted above 0 and at most {MAX_SECONDS} seconds")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: got {self.port}, wanted 0 (any) to 65535")
+        object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
+        if self.root_path and not ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(f"root_path: expected a path such as /llm, got {self.root_path!r}")
         if self.uds is not None:
             check_socket_path("uds", self.uds)
         if any(not key for key in self.api_keys):

@@ -59,6 +59,11 @@ class Supervisor:
             self._listener = stack.enter_context(listen(self._server))
             if self._server.uds:
                 stack.callback(_unlink, Path(self._server.uds), os.stat(self._server.uds))
+            logger.info(
+                "loading %s; until it is there, /health and /readiness on %s answer 503, /liveness 200",
+                self._engine_config.model,
+                address_of(self._listener, self._server),
+            )
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qrt-"))  # mode 0700
             self._socket = str(Path(folder) / "engine")
             check_socket_path("TMPDIR", self._socket)

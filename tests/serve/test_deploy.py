@@ -39,6 +39,7 @@ def test_kubernetes(tmp_path):
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] in ROUTES
     assert container["livenessProbe"]["httpGet"]["path"] == "/health", "red when the engine is stuck"
+    assert container["startupProbe"]["httpGet"]["path"] == "/readiness", "both are red while the model loads"
     assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     (models,) = (mount for mount in container["volumeMounts"] if mount["name"] == "models")
@@ -87,7 +88,7 @@ def test_the_image_does_not_run_as_root():
 
 
 def test_the_image_is_healthy_when_it_can_answer():
-    """/health is green while the model loads."""
+    """Also while the server drains, unlike /health."""
     (check,) = re.findall(
         r"^HEALTHCHECK .*\n.*http://127.0.0.1:8000(/\w+)'", (DEPLOY / "Dockerfile").read_text(), re.M
     )

@@ -53,6 +53,39 @@ def test_a_root_path_opens_and_shuts_nothing(root_path):
     with ThreadServer(kv="fp16", root_path=root_path) as server, httpx.Client(base_url=server.url) as client:
         for path in OPEN:
             assert client.get(path).status_code == 200
-        for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/qrt/health"):
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/other/health", "/qrtx/health"):
             refused(client.get(path), 401)
         assert client.get("/v1/models", headers=bearer()).status_code == 200
+
+
+def test_a_proxy_may_strip_the_root_path_or_forward_it():
+    with ThreadServer(kv="fp16", root_path="/llm") as server, httpx.Client(base_url=server.url) as client:
+        for path in OPEN:
+            reply, stripped = client.get(f"/llm{path}"), client.get(path)
+            assert reply.status_code == 200 and reply.content == stripped.content, path
+        for prefix in ("", "/llm"):
+            refused(client.get(f"{prefix}/v1/models"), 401)
+            assert client.get(f"{prefix}/v1/models", headers=bearer()).json()["data"][0]["id"] == "tiny"
+            document = client.get(f"{prefix}/openapi.json", headers=bearer()).json()
+            assert document["servers"] == [{"url": "/llm"}] and "/v1/models" in document["paths"]
+            reply = client.post(f"{prefix}/v1/completions", json={"prompt": "x"}, headers=bearer())
+            assert reply.status_code == 200
+        page = client.get("/llm")
+        assert page.status_code == 307 and page.headers["location"] == "/llm/", "its links begin there"
+        for path in ("/llm/llm/v1/models", "/llmx/v1/models", "/llm/nowhere", "/llm//v1/models"):
+            refused(client.get(path), 401)
+            refused(client.get(path, headers=bearer()), 404)
+
+
+def test_a_root_path_that_is_a_route_shuts_no_route():
+    with ThreadServer(kv="fp16", root_path="/v1") as server:
+        with httpx.Client(base_url=server.url, headers=bearer()) as client:
+            for path in ("/v1/models", "/v1/v1/models", "/v1/metrics", "/metrics"):
+                assert client.get(path).status_code == 200, path
+
+
+@pytest.mark.parametrize("root_path", ["llm", "/a b", "//llm", "http://x/llm", "/llm?a", "/l%6cm"])
+def test_a_root_path_is_a_path(root_path):
+    with pytest.raises(ConfigError, match="root_path: expected a path such as /llm, got "):
+        ServerConfig(model_names=("x",), root_path=root_path)
+    assert ServerConfig(model_names=("x",), root_path="/a/b/").root_path == "/a/b"
