@@ -44,8 +44,7 @@ class AsyncLLM:
 
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
         """`settings` as LLM's."""
-        config = engine_config(model, {"kv": kv, **settings})
-        preflight(config)
+        config, _ = preflight(engine_config(model, {"kv": kv, **settings}))
         self.tokenizer = Tokenizer(config.tokenizer or config.model)
         engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
         self.client = ThreadClient(Router(engine))

@@ -78,6 +78,21 @@ def _dashed(word: str) -> str:
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
 
 
+def add_place(group: argparse._ActionsContainer) -> None:
+    """Add the flags of where a model of the Hub comes from and is kept."""
+    group.add_argument(
+        "--revision", metavar="REV", help="branch, tag or commit of a --model of the Hub (default: main)"
+    )
+    add_download_dir(group)
+
+
+def add_download_dir(group: argparse._ActionsContainer) -> None:
+    """Add the flag of where models of the Hub are kept."""
+    group.add_argument(
+        "--download-dir", metavar="DIR", help="folder for models of the Hub (default: HF_HUB_CACHE, HF_HOME)"
+    )
+
+
 def check_output(flag: str, path: Path) -> None:
     """ConfigError where no file `path` can be written, before the work whose result it is to hold; folders
     are made as needed."""

@@ -23,20 +23,41 @@ class KernelBackend(Enum):
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment variables qrt reads, read once."""
+    """The environment variables qrt reads, read once; those of the Hub as huggingface_hub reads them.
+
+    hub_cache      folder of downloaded models: HF_HUB_CACHE, or "hub" in HF_HOME
+    hub_endpoint   HF_ENDPOINT, the Hub or a mirror of it
+    hub_offline    HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE: ask nobody, take what is cached
+    hub_token      HF_TOKEN; None: huggingface_hub looks for the one of `hf auth login`
+    """
 
     kernel_backend: KernelBackend = KernelBackend.AUTO
     data_folder: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    hub_cache: str = "~/.cache/huggingface/hub"
+    hub_endpoint: str = "https://huggingface.co"
+    hub_offline: bool = False
+    hub_token: str | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls) -> Environment:
-        """From QRT_KERNEL_BACKEND, QRT_DATA and QRT_API_KEY; an unknown backend is a ConfigError."""
-        name = os.environ.get("QRT_KERNEL_BACKEND", "auto")
+        """Read os.environ; ConfigError for an unknown QRT_KERNEL_BACKEND."""
+        given = os.environ.get
+        name = given("QRT_KERNEL_BACKEND", "auto")
         known = [backend.value for backend in KernelBackend]
         if name not in known:
             raise ConfigError(f"QRT_KERNEL_BACKEND: got {name!r}, wanted one of {', '.join(known)}")
-        return cls(KernelBackend(name), os.environ.get("QRT_DATA"), os.environ.get("QRT_API_KEY"))
+        home = given("HF_HOME") or f"{given('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+        offline = given("HF_HUB_OFFLINE") or given("TRANSFORMERS_OFFLINE") or ""
+        return cls(
+            KernelBackend(name),
+            given("QRT_DATA"),
+            given("QRT_API_KEY"),
+            hub_cache=os.path.expandvars(given("HF_HUB_CACHE") or f"{home}/hub"),
+            hub_endpoint=(given("HF_ENDPOINT") or cls.hub_endpoint).rstrip("/"),
+            hub_offline=offline.upper() in ("1", "ON", "YES", "TRUE"),
+            hub_token=(given("HF_TOKEN") or given("HUGGING_FACE_HUB_TOKEN") or "").strip() or None,
+        )
 
 
 ENV = Environment.read()
@@ -59,7 +80,11 @@ LARGE = 1e30  # beyond it a factor or divisor of logits leaves fp32
 class EngineConfig:
     """What an engine is built from. `None` and "auto" are settled by the engine from model and device.
 
-    model                    checkpoint folder, or "tiny" for the bundled one
+    model                    checkpoint folder, ORG/NAME[@REVISION] of the Hugging Face Hub, or "tiny", the
+                             bundled one
+    tokenizer                the same, of the tokenizer (None: the model's)
+    revision                 branch, tag or commit of a `model` of the Hub; tokenizer_revision of `tokenizer`
+    download_dir             folder that models of the Hub are kept in (None: HF_HUB_CACHE or HF_HOME)
     kv                       KV format: "auto" (unquantized), "bf16", or a name in KV_FORMATS ("int8", "k8v4")
     kv_skip_layers           layers whose K and V are stored unquantized
     load_format              "dummy": random weights of the sizes and schemes that the folder's config.json
@@ -87,6 +112,9 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
     kv: str = "auto"
     kv_skip_layers: tuple[int, ...] = ()
     load_format: str = "auto"
@@ -113,6 +141,11 @@ class EngineConfig:
         _folder("model", self.model, "qrt.quantize(model, tokenizer) makes one of a model in memory")
         if self.tokenizer is not None:
             _folder("tokenizer", self.tokenizer, "tokenizer.save_pretrained(FOLDER) makes one")
+        if self.download_dir is not None:
+            _folder("download_dir", self.download_dir, "give the path of one")
+        for name in ("revision", "tokenizer_revision"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise ConfigError(f"{name}: got {value!r}, wanted a branch, a tag or a commit")
         if not isinstance(self.kv, str):
             raise ConfigError(f"kv: got {self.kv!r}, wanted the name of a KV format")
         for name in ("kv_skip_layers", "cudagraph_capture_sizes"):

@@ -1,49 +1,95 @@
-"""A model's folder: where it is, and its config.json. Torch-free, so that what is wrong with it is told at
-once."""
+"""What a model's folder, or its repository on the Hub, holds: which files by name, and its config.json.
+
+Torch-free, so that what is wrong with it is told at once.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from qrt.assets import model_path
 from qrt.errors import CheckpointError
 
 CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PART = re.compile(r"-\d+-of-\d+\.safetensors$")
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
+    "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates/*",
+)  # fmt: skip
+COPIED = (
+    *TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+# quant_method by file, of AutoGPTQ, llm-awq and ModelOpt
+SEPARATE_CONFIGS = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 MAX_JSON_BYTES = 2**26  # an index of many thousand tensors has some 10 MB
 GGUF = "is GGUF, which qrt does not read; download the safetensors it was made from"
-
-
-def model_folder(name: str | Path) -> Path:
-    """The folder of the model `name`: "tiny" or a path; CheckpointError where there is none."""
-    folder = model_path(str(name)) or Path(name)
-    if not folder.exists():
-        raise CheckpointError(
-            f"{name}: no such folder; give a checkpoint folder "
-            "(hf download ORG/NAME --local-dir FOLDER) or 'tiny'"
-        )
-    if not folder.is_dir():
-        raise CheckpointError(f"{name}: not a folder; give the checkpoint folder that holds {CONFIG}")
-    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a model's folder; CheckpointError without one."""
     if not is_file(folder / CONFIG):
-        raise CheckpointError(f"{folder}: no {CONFIG}; {_instead(folder)}")
+        cached = next(iter(sorted(folder.glob("snapshots/*"))), None)
+        remedy = (
+            f"a model's folder in the Hub's cache; give {cached}" if cached else no_config(_names(folder))
+        )
+        raise CheckpointError(f"{folder}: no {CONFIG}; {remedy}")
     return read_json(folder / CONFIG)
 
 
-def _instead(folder: Path) -> str:
-    """What a folder without config.json is, and what to do."""
-    if is_file(folder / "adapter_config.json"):
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def no_config(names: Collection[str]) -> str:
+    """Say what a folder or repository of these files is, which has no config.json, and what to do."""
+    if "adapter_config.json" in names:
         return "an adapter, which is not run; merge it into its model (peft: merge_and_unload) and save that"
-    if gguf := next(iter(sorted(folder.glob("*.gguf"))), None):
-        return f"{gguf.name} {GGUF}"
-    if snapshot := next(iter(sorted(folder.glob("snapshots/*"))), None):
-        return f"a model's folder in the Hub's cache; give {snapshot}"
-    return "wanted a Hugging Face checkpoint folder"
+    if gguf := next((name for name in sorted(names) if name.endswith(".gguf")), None):
+        return f"{gguf} {GGUF}"
+    return "wanted a Hugging Face checkpoint"
+
+
+def weight_files(names: Collection[str]) -> tuple[str | None, str | None]:
+    """Return the single weight file and the index of several, of which at most one is there.
+
+    They have transformers' names, or else there is only one that can be meant: AutoGPTQ names it by the grid.
+    """
+    if SINGLE in names:
+        return SINGLE, None
+    if INDEX in names:
+        return None, INDEX
+    found = sorted(name for name in names if ".safetensors" in name and "/" not in name)
+    indices = [name for name in found if name.endswith(".safetensors.index.json")]
+    wholes = [name for name in found if name.endswith(".safetensors") and not PART.search(name)]
+    if len(indices) == 1:
+        return None, indices[0]
+    return (wholes[0] if len(wholes) == 1 else None), None
+
+
+def no_weights(place: object, names: Collection[str]) -> CheckpointError:
+    """Return the error for a folder or repository without `weight_files`: what it has instead, what to do."""
+    found = sorted(name for name in names if "/" not in name)
+    stray = [name for name in found if name.endswith(".safetensors")]
+    other = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
+    if stray:
+        return CheckpointError(f"{place}: {stray[0]} but neither {SINGLE} nor {INDEX}; download the index")
+    if not other:
+        return CheckpointError(f"{place}: no weights; wanted {SINGLE}, or {INDEX} and its shards")
+    if other[0].endswith(".gguf"):
+        return CheckpointError(f"{place}: {other[0]} {GGUF}")
+    return CheckpointError(
+        f"{place}: only {other[0]}, no safetensors, and qrt opens nothing else; convert with transformers: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), and likewise AutoTokenizer"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

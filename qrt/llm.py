@@ -43,9 +43,9 @@ class LLM:
     """
 
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
-        """`settings` are the fields of EngineConfig; an unknown one is a ConfigError."""
-        config = engine_config(model, {"kv": kv, **settings})
-        preflight(config)
+        """`model` is a folder, ORG/NAME[@REVISION] of the Hub, or "tiny"; `settings` are the other fields of
+        EngineConfig. ConfigError for an unknown one."""
+        config, _ = preflight(engine_config(model, {"kv": kv, **settings}))
         self.tokenizer = Tokenizer(config.tokenizer or config.model)
         self.engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
         self._ids = count()

@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: tests have a Hub of their own (hub_server.py)
+
 import hypothesis
 import pytest
 import torch

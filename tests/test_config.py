@@ -97,7 +97,25 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("QRT_KERNEL_BACKEND", "ref")
     monkeypatch.setenv("QRT_DATA", "/data")
     monkeypatch.delenv("QRT_API_KEY", raising=False)
+    for name in (
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_ENDPOINT",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "HF_TOKEN",
+    ):
+        monkeypatch.delenv(name, raising=False)
     assert Environment.read() == Environment(KernelBackend.REF, "/data", None)
+    for name, value in {
+        "HF_HOME": "/models", "HF_ENDPOINT": "https://mirror/", "HF_HUB_OFFLINE": "yes", "HF_TOKEN": "hf_x\n"
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    of_hub = {"hub_cache": "/models/hub", "hub_endpoint": "https://mirror", "hub_offline": True}
+    assert Environment.read() == Environment(KernelBackend.REF, "/data", None, **of_hub, hub_token="hf_x")
+    assert "hf_x" not in repr(Environment.read())
+    monkeypatch.setenv("HF_HUB_CACHE", "/cache")
+    assert Environment.read().hub_cache == "/cache"
     monkeypatch.setenv("QRT_KERNEL_BACKEND", "cuda")
     with pytest.raises(ConfigError, match="QRT_KERNEL_BACKEND: got 'cuda', wanted one of auto, ref, triton"):
         Environment.read()

@@ -299,7 +299,7 @@ def test_refusals_leave_the_engine_clean(llm, folder, expected, tmp_path):
             LLM(str(folder), device=device)
     with pytest.raises(UnsupportedError, match="unknown KV format 'int5'"):
         make(folder, kv="int5")
-    with pytest.raises(CheckpointError, match="org/name: no such folder; .*hf download"):
+    with pytest.raises(CheckpointError, match="org/name: no such folder here, .*hf download"):
         LLM("org/name")
     with pytest.raises(CheckpointError, match="no config.json"):  # not that the tokenizer is missing
         LLM(str(tmp_path))

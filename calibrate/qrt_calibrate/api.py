@@ -1,6 +1,6 @@
 """The calibrator in Python: `qrt.calibrate` writes a checkpoint, `qrt.quantize` makes one for LLM.
 
-report = qrt.calibrate("X", "X-w4", bits=4, calib="chats.jsonl")
+report = qrt.calibrate("Qwen/Qwen3-8B", "Qwen3-8B-w4", bits=4, calib="chats.jsonl")
 llm = qrt.LLM(qrt.quantize(model, tokenizer, bits=8))
 """
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qrt.errors import ConfigError
 from qrt_calibrate.devices import devices_of
 from qrt_calibrate.pipeline import calibrate as run
+from qrt_calibrate.plan import source_folder
 from qrt_calibrate.recipe_file import recipe_of
 from qrt_calibrate.report import Report
 
@@ -28,9 +29,12 @@ def calibrate(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str | torch.device | None = None,
+    revision: str | None = None,
+    download_dir: str | Path | None = None,
     **settings: Any,
 ) -> Report:
-    """Quantize `model`, a checkpoint folder, "tiny" or a model in memory, into the new folder `out`.
+    """Quantize `model` into the new folder `out`: a checkpoint folder, ORG/NAME[@REVISION] of the Hub, which
+    is kept in `download_dir`, "tiny", or a model in memory.
 
     `settings` are a recipe's entries, as in a --recipe file: bits, scheme, group_size, symmetric, head_bits,
     method, calib, n_samples, seqlen, eval_samples, seed, damping, exact_folds, rotations, tune, target_bits,
@@ -44,7 +48,8 @@ def calibrate(
     if isinstance(model, str | Path):
         if tokenizer is not None:
             raise ConfigError("tokenizer: a checkpoint folder carries its own; leave it out")
-        return run(model, recipe, Path(out), *devices)
+        source = source_folder(model, revision=revision, download_dir=download_dir)
+        return run(source, recipe, Path(out), *devices)
     if tokenizer is None and any(recipe.windows):
         raise ConfigError(
             "tokenizer: got none, wanted the model's, to read the calibration text; without one "

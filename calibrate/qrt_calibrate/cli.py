@@ -8,8 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrt.cli import ArgumentParser, run_main
-from qrt.folder import model_folder, read_config
+from qrt.cli import ArgumentParser, add_place, run_main
+from qrt.location import EXPECTED, short_name
 
 if TYPE_CHECKING:
     from qrt_calibrate.recipe import Recipe
@@ -40,7 +40,8 @@ def _parser() -> ArgumentParser:
         "`qrt-calibrate convert --help` is about changing the format of a quantized checkpoint.",
     )
     add = parser.add_argument
-    add("--model", required=True, help="checkpoint folder, or 'tiny'")
+    add("--model", required=True, help=EXPECTED)
+    add_place(parser)
     add("--out", metavar="DIR", help="folder to make (default: the model's name with -w4, -w8 or -w8a8); an "
         "interrupted run goes on from DIR.partial")  # fmt: skip
     add(
@@ -168,14 +169,20 @@ def _add_method(parser: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> None:
+    from qrt_calibrate.plan import source_folder
     from qrt_calibrate.recipe_file import read_recipe, recipe_of, with_flags
 
     entries = read_recipe(Path(arguments.recipe)) if arguments.recipe else {}
     given = {key: value for key, value in vars(arguments).items() if value is not None}
-    for key in ("model", "out", "device", "recipe", "push_to_hub", "dry_run"):
+    for key in ("model", "revision", "download_dir", "out", "device", "recipe", "push_to_hub", "dry_run"):
         given.pop(key, None)
     recipe = recipe_of(with_flags(entries, given))
-    read_config(model_folder(arguments.model))
+    if arguments.push_to_hub:
+        from qrt_calibrate import hub
+
+        hub.check(arguments.push_to_hub)
+    place = {"revision": arguments.revision, "download_dir": arguments.download_dir}
+    arguments.model = source_folder(arguments.model, **place)
     _work(arguments, recipe)
 
 
@@ -190,9 +197,7 @@ def _work(arguments: Namespace, recipe: Recipe) -> None:
     from qrt_calibrate.plan import plan
     from qrt_calibrate.preflight import preflight
 
-    if arguments.push_to_hub:
-        hub.check(arguments.push_to_hub)
-    name = Path(arguments.model).resolve().name
+    name = short_name(arguments.model)
     out = Path(arguments.out or f"{name}-{recipe.scheme.removesuffix('a16')}")
     devices = devices_of(arguments.device)
     if arguments.dry_run:

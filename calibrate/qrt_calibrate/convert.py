@@ -13,8 +13,10 @@ from tqdm import tqdm
 
 from qrt.arch import ModelConfig
 from qrt.arch.runnable import runnable
-from qrt.cli import ArgumentParser, run_main
+from qrt.cli import ArgumentParser, add_place, run_main
 from qrt.errors import CheckpointError, UnsupportedError
+from qrt.folder import read_config
+from qrt.location import EXPECTED, model_folder, model_name
 from qrt.quant.checkpoint import awq, gptq, open_checkpoint
 from qrt.quant.checkpoint.compressed_tensors import quantization_config, stored_as
 from qrt.quant.checkpoint.format import FLOATS
@@ -30,16 +32,23 @@ Grids = Mapping[str, tuple[str, QuantSpec]]
 def main(argv: list[str]) -> int:
     """Entry point of the subcommand; returns the exit code."""
     parser = ArgumentParser(prog="qrt-calibrate convert", description=__doc__)
-    parser.add_argument("--model", required=True, help="quantized checkpoint folder")
+    parser.add_argument("--model", required=True, help=f"quantized checkpoint: {EXPECTED}")
+    add_place(parser)
     parser.add_argument("--to", required=True, choices=TARGETS, help="format; gptq is written as gptq_v2")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
     arguments = parser.parse_args(argv)
 
     def work() -> None:
-        count = convert(arguments.model, arguments.to, Path(arguments.out))
+        place = {"revision": arguments.revision, "download_dir": arguments.download_dir}
+        model = model_folder(arguments.model, check=_check, **place)
+        count = convert(model, arguments.to, Path(arguments.out))
         print(f"{count} Linears written to {arguments.out}")
 
     return run_main(work)
+
+
+def _check(folder: Path) -> None:
+    runnable(read_config(folder), model_name(folder))
 
 
 def convert(model: str | Path, target: str, out: Path) -> int:

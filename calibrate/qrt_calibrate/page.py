@@ -69,7 +69,12 @@ def render(name: str, title: str, facts: Mapping[str, Any]) -> str:
     layers = facts["layers"]
     columns = list(dict.fromkeys(column for layer in layers for column in layer if column != "name"))
     most = max(layer[columns[0]] for layer in layers) or 1.0
-    recipe = {**facts["recipe"], **(facts["calibration"] or {}), **facts["versions"]}
+    recipe = {
+        **facts.get("source", {}),
+        **facts["recipe"],
+        **(facts["calibration"] or {}),
+        **facts["versions"],
+    }
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE)
     return page.render(
         counted=COUNTED, name=name, title=title, facts=facts, columns=columns, most=most, recipe=recipe

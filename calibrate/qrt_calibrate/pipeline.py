@@ -28,7 +28,7 @@ from qrt_calibrate.plan import Job, plan
 from qrt_calibrate.precision import EXACT, TF32, products
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe import Recipe
-from qrt_calibrate.report import LayerReport, Report, bits_per_weight
+from qrt_calibrate.report import LayerReport, Report, bits_per_weight, source_of
 from qrt_calibrate.rotate import Gate, RotatedCheckpoint
 from qrt_calibrate.rtn import for_writer
 from qrt_calibrate.search import round_input
@@ -42,7 +42,7 @@ TUNED = "tuned"  # the step that ends with trained codes, scales and norms writt
 
 
 def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.device) -> Report:
-    """Quantize checkpoint `model` (a folder, or "tiny") into the new folder `out`, on one device or several
+    """Quantize checkpoint `model` into the new folder `out`, on one device or several
     of one kind: they share the windows, and the first one does the rest.
 
     Memory: two copies of one decoder layer in fp32 with their temporaries and one Linear's input moments, and
@@ -109,7 +109,7 @@ def _writer(job: Job, out: Path, text: Calibration | None) -> CheckpointWriter:
         spec=recipe.spec,
         overrides=grids,
         ignore=job.ignored,
-        metadata={**recipe.metadata(), **(text.metadata if text else {})},
+        metadata={**recipe.metadata(), **source_of(job), **(text.metadata if text else {})},
         plan=_fingerprint(job, text),
     )
 

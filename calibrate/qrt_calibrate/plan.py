@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from qrt.arch import ARCHS, MIXTURES, Arch, ModelConfig
 from qrt.arch.runnable import architecture
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+from qrt.folder import read_config
+from qrt.location import model_folder
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
@@ -85,21 +88,28 @@ class Job:
         return {n.removeprefix(prefix): grid for n, grid in self.quantized.items() if n.startswith(prefix)}
 
 
+def source_folder(
+    model: str | Path, *, revision: str | None = None, download_dir: str | Path | None = None
+) -> Path:
+    """Return the folder of the model to calibrate; from the Hub only what is calibrated is downloaded."""
+
+    def check(folder: Path) -> None:
+        config = read_config(folder)
+        if config.get("quantization_config") is not None:
+            raise _quantized(model)
+        _architecture(config, model)
+
+    return model_folder(model, revision=revision, download_dir=download_dir, check=check)
+
+
 def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     """Check everything that can be checked without reading weights."""
     if checkpoint.quantization:
-        raise UnsupportedError(
-            f"{checkpoint.path}: already quantized; calibrate the unquantized model it was made from"
-        )
-    name = architecture(checkpoint.config, checkpoint.path)
+        raise _quantized(checkpoint.path)
+    arch, config = _architecture(checkpoint.config, checkpoint.path)
     checkpoint = as_stored(checkpoint)  # a second plan of one job
-    sizes: Mapping[str, Any] = checkpoint.config
-    if name in MIXTURES:
-        arch, sizes = MIXTURES[name].arch(sizes)
+    if arch.experts is not None:
         recipe = _for_mixture(recipe, arch)
-    else:
-        arch = ARCHS[name]
-    config = ModelConfig.from_hf(sizes, arch)
     if any(recipe.windows) and recipe.seqlen > config.max_position:
         raise ConfigError(
             f"--seqlen: got {recipe.seqlen}, the model holds {config.max_position} tokens; lower it"
@@ -126,6 +136,20 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         if recipe.tune and WEIGHT_SCHEMES[grid.scheme].int8_tokens:
             raise ConfigError(f"--tune: for weight-only schemes, not {grid.scheme}; leave it out")
     return job
+
+
+def _quantized(model: object) -> UnsupportedError:
+    return UnsupportedError(f"{model}: already quantized; calibrate the unquantized model it was made from")
+
+
+def _architecture(config: Mapping[str, Any], model: str | Path) -> tuple[Arch, ModelConfig]:
+    """The architecture that a config.json names, and the sizes."""
+    name = architecture(config, model)
+    if name in MIXTURES:
+        arch, config = MIXTURES[name].arch(config)
+    else:
+        arch = ARCHS[name]
+    return arch, ModelConfig.from_hf(config, arch)
 
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from qrt import __version__
 from qrt.errors import CheckpointError
+from qrt.location import api_name, model_commit, model_name
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt_calibrate.bits import Point
 from qrt_calibrate.evaluate import Cost
@@ -76,6 +77,7 @@ class Report:
         for name, grid in (self.job.grids | self.job.written).items():
             chosen.setdefault(grid.describe() if grid else "fp16", []).append(name)
         return {
+            **source_of(self.job),
             "versions": {"qrt": __version__, "torch": torch.__version__},
             "recipe": {
                 "method": recipe.method,
@@ -118,7 +120,7 @@ class Report:
             ) from None
         return {
             "qrt_report.json": content + "\n",
-            "qrt_report.html": render(self.job.checkpoint.path.name, self.title, facts),
+            "qrt_report.html": render(api_name(self.job.checkpoint.path), self.title, facts),
         }
 
     def print(self, console: Console) -> None:
@@ -157,6 +159,13 @@ class Report:
         lines += [f"{point.bits:.3f} bits, KL {point.kl:.5f}: {point.change}" for point in self.curve]
         for line in lines:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def source_of(job: Job) -> dict[str, Any]:
+    """Which model of the Hub at which commit was calibrated; nothing of a folder, whose path may change."""
+    folder = job.source.path
+    commit = model_commit(folder)
+    return {} if commit is None else {"source": {"model": model_name(folder), "commit": commit}}
 
 
 def bits_per_weight(job: Job, stored: TensorFolder) -> float:

@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from importlib import import_module
 
-from qrt.cli import ArgumentParser, run_main
+from qrt.cli import ArgumentParser, add_download_dir, run_main
 from qrt.quant.kv import KV_FORMATS
 from qrt_eval import flags
 from qrt_eval.preflight import preflight
@@ -150,7 +150,7 @@ def _add_sweep(command: ArgumentParser) -> None:
         action="extend",
         nargs="+",
         default=[],
-        metavar="SCHEME=FOLDER",
+        metavar="SCHEME=MODEL",
         help="checkpoints to take (default: qrt-calibrate makes them)",
     )
     command.add_argument("--out", metavar="FOLDER", help="where everything goes (default: sweep-NAME)")
@@ -208,8 +208,11 @@ def _add_serve(command: ArgumentParser) -> None:
     )
     command.add_argument("--model", metavar="NAME", help="as the server names it (default: its first)")
     command.add_argument(
-        "--tokenizer", metavar="FOLDER", help="whose tokens the prompts are made of (default: the model)"
+        "--tokenizer",
+        metavar="MODEL",
+        help="folder or ORG/NAME whose tokens the prompts are made of (default: the model)",
     )
+    add_download_dir(command)
     command.add_argument("--api-key", metavar="KEY", help="sent as a bearer token (default: QRT_API_KEY)")
     flags.add_num_prompts(command, 1000)
     flags.add_prompts(command)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from qrt.cli import ArgumentParser
+from qrt.cli import ArgumentParser, add_place
 from qrt.config import DTYPES
+from qrt.location import EXPECTED
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV
 from qrt_eval.shapes import SHAPES
 
 KV_CHOICES = (*UNQUANTIZED_KV, *KV_FORMATS)
 PROTOCOLS = ("gptq", "llamacpp", "lmeval", "sliding")
-MODEL_HELP = "checkpoint folder, or 'tiny'"
 
 
 def integer(least: int) -> Callable[[str], int]:
@@ -115,7 +115,8 @@ def add_model(command: Any, several: bool = False, required: bool = True) -> Non
     kind: dict[str, Any] = {"required": True} if required else {}
     if several:
         kind["nargs"] = "+"
-    command.add_argument("--model", help=MODEL_HELP + (", or several" if several else ""), **kind)
+    command.add_argument("--model", help=EXPECTED + ("; or several" if several else ""), **kind)
+    add_place(command)
 
 
 def add_shape(command: Any, default: str | None = None) -> None:

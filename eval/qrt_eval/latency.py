@@ -22,6 +22,7 @@ from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.output import RequestDelta
 from qrt.errors import ConfigError, QrtError
+from qrt.location import model_name
 from qrt.model.decoder import Decoder
 from qrt_eval.console import show
 from qrt_eval.results import engine_facts, save
@@ -188,7 +189,7 @@ def bytes_per_s() -> float | None:
 def described(arguments: Namespace) -> str:
     """What runs: the checkpoint, or the shape with its weights."""
     head = f", head of {arguments.head_bits} bits" if arguments.head_bits else ""
-    return arguments.model or f"{arguments.shape} {arguments.weights}{head}"
+    return model_name(arguments.model) if arguments.model else f"{arguments.shape} {arguments.weights}{head}"
 
 
 def print_table(arguments: Namespace, rows: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from qrt.errors import ConfigError, QrtError, UnsupportedError
+from qrt.location import model_name
 from qrt_eval.console import show
 from qrt_eval.ppl import scorer
 from qrt_eval.results import model_facts, save
@@ -82,7 +83,7 @@ def scores(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def print_table(arguments: Namespace, rows: list[dict[str, Any]]) -> None:
     """A row per task and metric."""
-    table = Table(title=f"{arguments.model}, KV {arguments.kv}", title_justify="left")
+    table = Table(title=f"{model_name(arguments.model)}, KV {arguments.kv}", title_justify="left")
     for name in ("task", "metric", "value", "± stderr"):
         table.add_column(name, justify="right" if name in ("value", "± stderr") else "left")
     for row in rows:

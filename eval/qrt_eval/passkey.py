@@ -21,6 +21,7 @@ from tqdm import tqdm
 from qrt.config import SamplingParams
 from qrt.errors import ConfigError
 from qrt.llm import LLM
+from qrt.location import model_name
 from qrt_eval.console import show
 from qrt_eval.kld import release
 from qrt_eval.ppl import check_finite, scorer
@@ -58,7 +59,7 @@ def run(arguments: Namespace) -> None:
         del llm
         release()
     save(arguments, {**facts, "cells": cells})
-    print_table(arguments.model, cells)
+    print_table(model_name(arguments.model), cells)
 
 
 def default_lengths(longest: int) -> list[int]:

@@ -4,6 +4,7 @@ imported, loaded or measured."""
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,48 @@ def preflight(arguments: Namespace) -> None:
             check_output(f"--{name.replace('_', '-')}", Path(given[name]))
     if arguments.command == "serve":  # --model is a name there
         return
-    for model in models_of(given):
-        longest = engine.preflight(EngineConfig(model, max_model_len=given.get("max_model_len"))).context
+    place: dict[str, Any] = {
+        "max_model_len": given.get("max_model_len"),
+        "download_dir": given.get("download_dir"),
+    }
+
+    def folder_of(name: str, model: str) -> str:
+        revision = given.get("revision") if name == "model" else None
+        config, sizes = engine.preflight(EngineConfig(model, revision=revision, **place))
         for flag, length in lengths_of(given):
-            if length > longest:
-                raise ConfigError(f"{flag} {length}: wanted at most {longest}, the context of {model}")
+            if length > sizes.context:
+                raise ConfigError(f"{flag} {length}: wanted at most {sizes.context}, the context of {model}")
+        return config.model
+
+    for name, value in models_of(given, folder_of).items():
+        setattr(arguments, name, value)
+    if "revision" in arguments:
+        arguments.revision = None  # the folders are of it
 
 
 def shared_context(arguments: Namespace) -> int:
     """What every checkpoint of a command holds, so that they can be compared on the same windows."""
-    return min(engine.preflight(EngineConfig(model)).context for model in models_of(vars(arguments)))
+    lengths: list[int] = []
+    models_of(
+        vars(arguments), lambda _, model: lengths.append(engine.preflight(EngineConfig(model))[1].context)
+    )
+    return min(lengths)
 
 
-def models_of(given: dict[str, Any]) -> list[str]:
-    """Every checkpoint that a command reads."""
-    found = [given.get("model"), given.get("baseline")]
-    found += [word.partition("=")[2] for word in given.get("checkpoint", ())]
-    flat = [each for entry in found for each in (entry if isinstance(entry, list) else [entry])]
-    return [model for model in flat if model]
+def models_of(given: Mapping[str, Any], change: Callable[[str, str], Any]) -> dict[str, Any]:
+    """The arguments that name checkpoints which a command reads, with what `change` makes of argument and
+    checkpoint in place of each."""
+    found: dict[str, Any] = {}
+    for name in ("model", "baseline", "checkpoint"):
+        value = given.get(name)
+        if name == "checkpoint":  # SCHEME=MODEL
+            words = [word.partition("=") for word in value or ()]
+            found[name] = [s + equals + (model and change(name, model)) for s, equals, model in words]
+        elif isinstance(value, list):
+            found[name] = [change(name, model) for model in value]
+        elif value:
+            found[name] = change(name, value)
+    return {name: value for name, value in found.items() if value}
 
 
 def lengths_of(given: dict[str, Any]) -> list[tuple[str, int]]:

@@ -19,7 +19,9 @@ import torch
 from qrt import __version__
 from qrt.engine.engine import Engine
 from qrt.llm import LLM
+from qrt.location import model_commit, model_name, pinned_name
 from qrt.quant.checkpoint import open_checkpoint
+from qrt_eval.preflight import models_of
 from qrt_eval.text import EvalText
 
 SCHEMA = Path(__file__).with_name("schema.json")
@@ -75,6 +77,8 @@ def command_facts(arguments: Namespace) -> dict[str, Any]:
     """Which command ran, with which flags: enough to run it again."""
     left_out = ("command", "json", "api_key")
     flags = {name: value for name, value in vars(arguments).items() if name not in left_out}
+    if arguments.command != "serve":
+        flags |= models_of(flags, lambda _, model: pinned_name(model))
     flags = {
         name: "inf" if value == float("inf") else value for name, value in flags.items()
     }  # JSON has none
@@ -102,7 +106,8 @@ def engine_facts(engine: Engine, model: str) -> dict[str, Any]:
     quantized head."""
     head = engine.model.head.scheme
     return {
-        "model": model,
+        "model": model_name(model),
+        "model_revision": model_commit(model),
         "weights": engine.model.scheme + ("" if head == "fp16" else f", head {head}"),
         "kv": kv_name(engine),
         "dtype": str(engine.model.dtype).removeprefix("torch."),

@@ -12,15 +12,14 @@ import urllib.error
 import urllib.request
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from qrt.assets import model_path
 from qrt.config import ENV
-from qrt.errors import ConfigError, QrtError
+from qrt.errors import CheckpointError, ConfigError, QrtError
+from qrt.location import tokenizer_folder
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.console import show
 from qrt_eval.load import Load, Outcome, Prompt, chunk_times, concurrency, delays, send
@@ -102,11 +101,10 @@ def served_model(base: str, key: str | None) -> str:
 def make_prompts(arguments: Namespace, model: str) -> list[Prompt]:
     """`--num-prompts` of them: random tokens of `--input-len`, or those of the file `--prompts`."""
     chat = arguments.endpoint.endswith("/chat/completions")
-    folder = arguments.tokenizer or model
-    if not (model_path(folder) or Path(folder).is_dir()):
-        raise ConfigError(
-            f"--tokenizer: {folder!r} is no folder; give one, to make prompts of a known length"
-        )
+    try:
+        folder = tokenizer_folder(arguments.tokenizer or model, download_dir=arguments.download_dir)
+    except CheckpointError as error:
+        raise ConfigError(f"--tokenizer: wanted to make prompts of a known length: {error}") from error
     tokenizer = Tokenizer(folder)
     if arguments.prompts:
         ids = read_prompts(arguments.prompts, tokenizer)

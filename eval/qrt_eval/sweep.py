@@ -18,11 +18,11 @@ from typing import Any
 
 from rich.table import Table
 
-from qrt.assets import model_path
 from qrt.cli import check_output
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError, QrtError
+from qrt.location import api_name, model_commit, pinned_name, short_name
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.registry import nearest
 from qrt_eval import kld, pareto, throughput
@@ -66,7 +66,7 @@ class Sweep:
         weights = _schemes("--weights", arguments.weights)
         kv = tuple(dict.fromkeys(arguments.kv))
         given = _given(arguments, weights)
-        name = arguments.shape or Path(arguments.model).resolve().name
+        name = arguments.shape or short_name(arguments.model)
         folder = Path(arguments.out or f"sweep-{name}")
         text = None if arguments.shape else load_text(arguments.dataset, arguments.data_file)
         return cls(arguments, name, folder, weights, kv, given, text)
@@ -94,7 +94,7 @@ def _given(arguments: Namespace, weights: Sequence[str]) -> dict[str, str]:
     for word in arguments.checkpoint:
         scheme, equals, folder = word.partition("=")
         if not equals or not folder:
-            raise ConfigError(f"--checkpoint {word}: wanted SCHEME=FOLDER, e.g. 4=model-w4")
+            raise ConfigError(f"--checkpoint {word}: wanted SCHEME=MODEL, e.g. 4=model-w4")
         if arguments.shape:
             raise ConfigError(
                 f"--checkpoint {word}: a shape has random weights; give --model, or leave it out"
@@ -172,8 +172,7 @@ def checkpoint_of(sweep: Sweep, weights: str) -> str:
     print(f"making {out} with qrt-calibrate", file=sys.stderr)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     source.write_text(made_of)
-    model = str(model_path(sweep.arguments.model) or sweep.arguments.model)
-    if calibrate(["--model", model, "--scheme", weights, "--out", str(out)]):
+    if calibrate(["--model", sweep.arguments.model, "--scheme", weights, "--out", str(out)]):
         raise QrtError(f"--weights {weights}: qrt-calibrate failed; give a checkpoint with --checkpoint")
     return str(out)
 
@@ -208,7 +207,7 @@ def measure(
     return {
         "weights": weights,
         "kv": kv,
-        "checkpoint": checkpoint,
+        "checkpoint": checkpoint and pinned_name(checkpoint),
         "weight_bytes": facts["weight_bytes"],
         "kv_bytes_per_token": kv_bytes,
         "max_concurrent_requests": fitting(sweep.arguments, facts["weight_bytes"], kv_bytes),
@@ -243,7 +242,8 @@ def about(sweep: Sweep) -> dict[str, Any]:
     """What the figures are of."""
     arguments, text = sweep.arguments, sweep.text
     return {
-        "model": sweep.name,
+        "model": arguments.shape or api_name(arguments.model),
+        "model_revision": None if arguments.shape else model_commit(arguments.model),
         "dataset": text and text.name,
         "text_sha256": text and text.sha256,
         "protocol": text and arguments.protocol,

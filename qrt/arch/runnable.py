@@ -8,7 +8,7 @@ from qrt.arch import ARCHS, MIXTURES, Arch
 from qrt.errors import CheckpointError, UnsupportedError
 
 
-def architecture(config: Mapping[str, Any], path: Path) -> str:
+def architecture(config: Mapping[str, Any], path: str | Path) -> str:
     """The name of the architecture of `config`, the config.json of the folder `path`.
 
     Without `architectures` it is the causal model of the `model_type`, as in transformers. CheckpointError
@@ -30,7 +30,7 @@ def _model_type(name: str) -> str:
     return name.removesuffix("ForCausalLM").lower()
 
 
-def runnable(config: Mapping[str, Any], path: Path) -> Arch:
+def runnable(config: Mapping[str, Any], path: str | Path) -> Arch:
     """Return the architecture of `config`, the config.json of the folder `path`; UnsupportedError for one
     that qrt does not run, and as `architecture` does."""
     name = architecture(config, path)

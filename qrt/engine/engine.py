@@ -69,7 +69,8 @@ class Engine:
         self.config = config
         self.generation = GenerationConfig()
         if model is None:
-            preflight(config)
+            self.config, _ = preflight(config)
+            config = self.config
             model, self.generation = _load(config)
         else:
             check_settings(config)

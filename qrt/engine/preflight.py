@@ -4,31 +4,53 @@ nobody waits for processes or weights to be told. The GPU and the weights are th
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from qrt.arch import ModelConfig
 from qrt.arch.runnable import runnable
 from qrt.config import EngineConfig
 from qrt.errors import ConfigError
-from qrt.folder import model_folder, read_config
+from qrt.folder import read_config
+from qrt.location import model_commit, model_folder, model_name, tokenizer_folder
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV
 
 DEVICE = re.compile(r"(cuda|cpu)(:\d{1,2})?|\d{1,2}")  # an index alone is a GPU's, as in torch
 
 
-def preflight(config: EngineConfig) -> ModelConfig:
-    """The sizes of the model, after all that can be told of `config` has been checked.
+def preflight(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
+    """Check all that can be told of `config`; return it with folders for names, and the model's sizes.
 
+    What names a model of the Hub is downloaded, its config.json first and the rest once that is checked.
     ConfigError for a setting that the model does not allow, CheckpointError for a folder that holds no
     model, UnsupportedError for a KV format or an architecture that qrt does not have.
     """
     check_settings(config)
-    folder = model_folder(config.model)
-    entries = read_config(folder)
-    model = ModelConfig.from_hf(entries, runnable(entries, folder))
-    check_fit(config, model)
-    if config.tokenizer is not None:
-        model_folder(config.tokenizer)
-    return model
+    found: list[ModelConfig] = []
+
+    def check(folder: Path) -> None:
+        entries = read_config(folder)
+        found.append(ModelConfig.from_hf(entries, runnable(entries, model_name(folder))))
+        check_fit(config, found[0])
+
+    tokenizer = config.tokenizer
+    if tokenizer is None and config.tokenizer_revision is not None:
+        tokenizer = config.model
+    place: dict[str, Any] = {"download_dir": config.download_dir}
+    weights = config.load_format != "dummy"
+    model = model_folder(config.model, revision=config.revision, weights=weights, check=check, **place)
+    if tokenizer is not None:
+        folder = tokenizer_folder(tokenizer, revision=config.tokenizer_revision, **place)
+        tokenizer = _place(tokenizer, folder)
+    names: dict[str, Any] = {"model": _place(config.model, model), "tokenizer": tokenizer}
+    settled: dict[str, Any] = dict.fromkeys(("revision", "tokenizer_revision", "download_dir"))
+    return replace(config, **names, **settled), found[0]
+
+
+def _place(given: str, folder: Path) -> str:
+    """The folder of what came from the Hub, and any other name as it was given."""
+    return given if model_commit(folder) is None else str(folder)
 
 
 def check_settings(config: EngineConfig) -> None:

@@ -15,6 +15,7 @@ from qrt.cli import run_main
 from qrt.config import ENV, EngineConfig
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, UnsupportedError
+from qrt.location import EXPECTED, api_name
 from qrt.serve.flags import parse
 from qrt.serve.settings import ServerConfig
 from qrt.text.chat_template import ChatTemplate
@@ -40,8 +41,9 @@ def serve(arguments: Namespace) -> int:
     except ImportError as error:
         raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
     set_up_logging(arguments.log_level, f"qrt-serve pid={os.getpid()}")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each request to the Hub
     engine, server = engine_config(arguments), server_config(arguments)
-    preflight(engine)
+    engine, _ = preflight(engine)
     if server.host not in LOOPBACK and not server.uds and not server.api_keys:
         logger.warning("%s is reachable from outside without a key; set --api-key-file", server.host)
     return supervise(engine, server)
@@ -57,7 +59,7 @@ def server_config(arguments: Namespace) -> ServerConfig:
     server = ServerConfig(
         **{
             **_given(arguments, ServerConfig),
-            "model_names": tuple(arguments.served_model_name or (Path(_model(arguments)).name,)),
+            "model_names": tuple(arguments.served_model_name or (api_name(_model(arguments)),)),
             "api_keys": tuple(_keys(arguments)),
             "allowed_origins": tuple(origin for word in arguments.allowed_origins for origin in word),
             "chat_template": _chat_template(arguments.chat_template),
@@ -75,7 +77,7 @@ def _given(arguments: Namespace, config: type[EngineConfig | ServerConfig]) -> d
 
 def _model(arguments: Namespace) -> str:
     if (arguments.model_path is None) == (arguments.model is None):
-        raise ConfigError("model: give one checkpoint folder, as the first argument or with --model")
+        raise ConfigError(f"model: give one, as the first argument or with --model: {EXPECTED}")
     return str(arguments.model or arguments.model_path)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
-from qrt.cli import ArgumentParser
+from qrt.cli import ArgumentParser, add_place
 from qrt.config import ADMISSIONS, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, EngineConfig
 from qrt.errors import ConfigError
+from qrt.location import EXPECTED
 from qrt.peers import SWITCHES, is_so_anyway, setting
 from qrt.quant.kv import KV_FORMATS
 from qrt.registry import nearest
@@ -36,7 +37,7 @@ def parser() -> ArgumentParser:
         "until the model is loaded; /liveness answers 200 at once.",
         add_help=False,
     )
-    top.add_argument("model_path", nargs="?", metavar="MODEL", help="checkpoint folder, or 'tiny'")
+    top.add_argument("model_path", nargs="?", metavar="MODEL", help=EXPECTED)
     top.add_argument(
         "--help", "-h", nargs="?", const="", metavar="GROUP", help="this text, or one group of it"
     )
@@ -130,7 +131,7 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
         "--model-name",
         nargs="+",
         metavar="NAME",
-        help="names of the model in the API (default: its folder's)",
+        help="names of the model in the API (default: ORG/NAME, or its folder's)",
     )
     group.add_argument(
         "--api-key",
@@ -198,7 +199,13 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model", "--model-dir", help="MODEL as a flag (no default: one of the two is wanted)"
     )
-    group.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the model's)")
+    add_place(group)
+    group.add_argument(
+        "--tokenizer", metavar="MODEL", help="folder or ORG/NAME of the tokenizer (default: the model's)"
+    )
+    group.add_argument(
+        "--tokenizer-revision", metavar="REV", help="of a tokenizer of the Hub (default: main)"
+    )
     group.add_argument(
         "--load-format",
         default=ENGINE.load_format,

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from qrt.errors import ConfigError, UnsupportedError
+from qrt.location import model_commit, model_name
 from qrt.peer_fields import FIELDS, PROMPT_FIELDS
 from qrt.serve.answer import Deadline, answer_events, answer_whole
 from qrt.serve.body import Body, Tokens
@@ -144,13 +145,17 @@ class Detokenize(Body):
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:
+    """vLLM's fields, and the commit of a model of the Hub."""
+    model = service.client.info.model
+    commit = model_commit(model)
     return {
         "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "qrt",
-        "root": service.model,
+        "root": service.model if commit is None else model_name(model),
         "parent": None,
+        "revision": commit,
         "max_model_len": service.client.info.max_model_len,
         "permission": [],
     }

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 import qrt
 from qrt.config import SamplingParams
+from qrt.location import model_commit
 from qrt.serve.http_errors import error_response
 from qrt.serve.openapi import Responses, errors
 from qrt.serve.service import Service
@@ -79,8 +80,8 @@ def operation_routes(service: Service) -> APIRouter:
     async def server_info() -> dict[str, Any]:
         service.check_running_or_draining()
         info = msgspec.structs.asdict(service.client.info)
-        info.pop("model")  # a path
-        return {"version": qrt.__version__, "models": list(service.config.model_names), **info}
+        about = {"models": list(service.config.model_names), "revision": model_commit(info.pop("model"))}
+        return {"version": qrt.__version__, **about, **info}
 
     if service.config.enable_admin_endpoints:
 

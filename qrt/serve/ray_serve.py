@@ -1,8 +1,9 @@
 """Replicas behind Ray Serve, which routes, scales and restarts them (`pip install 'qrt[serve,ray]'`).
 
-    serve run qrt.serve.ray_serve:app model=tiny kv=int8 replicas=2
+    serve run qrt.serve.ray_serve:app model=Qwen/Qwen3-8B kv=int8 replicas=2
 
-Each replica is an engine in a thread with the same routes as qrt-serve. Beside `replicas` and `gpus` (of one
+Each replica is an engine in a thread with the same routes as qrt-serve. A model of the Hub is downloaded by
+the first replica of each machine. Beside `replicas` and `gpus` (of one
 replica) the arguments are settings of EngineConfig and ServerConfig.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from qrt.async_llm import AsyncLLM
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.llm import engine_config
+from qrt.location import EXPECTED, api_name
 from qrt.registry import nearest
 from qrt.serve.app import create_app
 from qrt.serve.service import Service
@@ -37,12 +38,12 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     replicas, gpus = int(given.pop("replicas", 1)), float(given.pop("gpus", 0))
     model = given.pop("model", None)
     if model is None:
-        raise ConfigError("model: wanted a checkpoint folder, or 'tiny'")
+        raise ConfigError(f"model: expected {EXPECTED}")
     own = {name: given.pop(name) for name in list(given) if name in SERVER_FIELDS}
     for name in ("model_names", "api_keys", "allowed_origins"):
         if name in own:
             own[name] = (own[name],) if isinstance(own[name], str) else tuple(own[name])
-    server = ServerConfig(**{"model_names": (Path(str(model)).name,), **own})
+    server = ServerConfig(**{"model_names": (api_name(str(model)),), **own})
     try:
         engine_config(model, given)  # here, not in every replica
     except ConfigError as error:

@@ -16,7 +16,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -27,6 +26,7 @@ from qrt.engine.engine import Engine
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
 from qrt.errors import QrtError, QueueFullError
+from qrt.location import api_name
 from qrt.serve.messages import (
     Abort,
     Add,
@@ -87,7 +87,7 @@ class Router:
         the process, with all threads' stacks on stderr."""
         self.engine = engine
         self.info = engine_info(engine)
-        self.metrics = EngineMetrics(engine, self.info, model_name or Path(engine.config.model).name)
+        self.metrics = EngineMetrics(engine, self.info, model_name or api_name(engine.config.model))
         self._watchdog_seconds = watchdog_seconds
         self._watchdog_set = 0.0
         self._heartbeat_sent = 0.0

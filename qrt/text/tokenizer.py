@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
-from qrt.folder import model_folder
+from qrt.location import tokenizer_folder
 from qrt.text.chat_template import ChatTemplate
 from qrt.text.loading import load
 from qrt.text.messages import Message
@@ -35,7 +35,7 @@ class Tokenizer:
 
     def __init__(self, path: str | Path) -> None:
         """Load the tokenizer of a folder; see `loading.load` for what is refused."""
-        self._set(load(model_folder(path)))
+        self._set(load(tokenizer_folder(path)))
 
     @classmethod
     def of(cls, hf: Any) -> Tokenizer:

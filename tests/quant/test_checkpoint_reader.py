@@ -104,7 +104,7 @@ def test_memory_is_about_one_tensor(tmp_path):
 
 
 def test_folders_that_are_not_checkpoints(made, copy, tmp_path):
-    refuse(tmp_path / "nowhere", CheckpointError, "nowhere: no such folder.*hf download")
+    refuse(tmp_path / "nowhere", CheckpointError, "nowhere: no such folder; give .*Hugging Face Hub")
     refuse(made / "plain/config.json", CheckpointError, "not a folder")
     plain = copy("plain")
     (plain / "config.json").write_text("{ not json")

@@ -227,9 +227,9 @@ def test_keys(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["no/such/folder"], "no/such/folder: no such folder; give a checkpoint folder (hf download"),
-        ([], "model: give one checkpoint folder"),
-        (["tiny", "--model", "tiny"], "model: give one checkpoint folder"),
+        (["no/such/folder"], "no/such/folder: no such folder; give a checkpoint folder, ORG/NAME"),
+        ([], "model: give one, as the first argument or with --model"),
+        (["tiny", "--model", "tiny"], "model: give one, as the first argument or with --model"),
         (["tiny", "--api-server-count", "0"], "api_server_count: got 0"),
         (["tiny", "--chat-template", "no/such/file"], "--chat-template no/such/file"),
         (["tiny", "--ssl-keyfile", "x"], "ssl_keyfile, ssl_certfile"),

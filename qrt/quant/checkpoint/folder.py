@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,15 +10,12 @@ from torch import Tensor
 
 from qrt.checks import expect
 from qrt.errors import CheckpointError
-from qrt.folder import GGUF, is_file, read_json
+from qrt.folder import is_file, no_weights, read_json, weight_files
 from qrt.quant.checkpoint.shard import Shard, open_shard
 from qrt.quant.spec import TensorSpec
 from qrt.registry import nearest
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MISMATCH = "the weights do not match config.json; download both again"
-PART = re.compile(r"-\d+-of-\d+\.safetensors$")
 
 
 class TensorFolder:
@@ -81,12 +77,14 @@ class TensorFolder:
 
 def _shards(folder: Path) -> dict[str, Shard]:
     """Tensor name -> opened shard; a single file wins over an index, as in transformers."""
-    single, index = _weight_files(folder)
-    if single is not None:
-        shard = open_shard(single)
+    names = [path.name for path in folder.iterdir() if not path.is_dir()]
+    single, listed = weight_files(names)
+    if single is not None and is_file(folder / single):
+        shard = open_shard(folder / single)
         return dict.fromkeys(shard.tensors, shard)
-    if index is None:
-        raise _no_weights(folder)
+    if listed is None or not is_file(folder / listed):
+        raise no_weights(folder, names)
+    index = folder / listed
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f'{index}: wanted a "weight_map" from tensor names to file names')
@@ -97,21 +95,6 @@ def _shards(folder: Path) -> dict[str, Shard]:
     return {name: shards[file] for name, file in weight_map.items()}
 
 
-def _weight_files(folder: Path) -> tuple[Path | None, Path | None]:
-    """The single file or the index, under transformers' name or, without one of it, the only one there is:
-    AutoGPTQ calls it after the grid."""
-    if is_file(folder / SINGLE):
-        return folder / SINGLE, None
-    if is_file(folder / INDEX):
-        return None, folder / INDEX
-    found = [path for path in sorted(folder.glob("*.safetensors*")) if is_file(path)]
-    indices = [path for path in found if path.name.endswith(".index.json")]
-    wholes = [path for path in found if path.suffix == ".safetensors" and not PART.search(path.name)]
-    if len(indices) == 1:
-        return None, indices[0]
-    return (wholes[0] if len(wholes) == 1 else None), None
-
-
 def _open_listed(index: Path, file: str) -> Shard:
     """Open a shard that an index names; a name that leaves the folder is refused (links inside are fine)."""
     if file != Path(file).name or file == "..":
@@ -119,20 +102,3 @@ def _open_listed(index: Path, file: str) -> Shard:
     if not is_file(index.parent / file):
         raise CheckpointError(f"{index}: names {file!r}, which is not there; download the missing shard")
     return open_shard(index.parent / file)
-
-
-def _no_weights(folder: Path) -> CheckpointError:
-    """Say which other weights there are and what to do about them."""
-    files = sorted(path.name for path in folder.iterdir())
-    stray = [file for file in files if file.endswith(".safetensors")]
-    other = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".gguf"))]
-    if stray:
-        return CheckpointError(f"{folder}: {stray[0]} but neither {SINGLE} nor {INDEX}; download the index")
-    if not other:
-        return CheckpointError(f"{folder}: no weights; wanted {SINGLE}, or {INDEX} and its shards")
-    if other[0].endswith(".gguf"):
-        return CheckpointError(f"{folder}: {other[0]} {GGUF}")
-    return CheckpointError(
-        f"{folder}: only {other[0]}, no safetensors, and qrt opens nothing else; convert with transformers: "
-        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), and likewise AutoTokenizer"
-    )

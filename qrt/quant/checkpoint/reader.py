@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.folder import is_file, model_folder, read_config, read_json
+from qrt.folder import SEPARATE_CONFIGS, is_file, read_config, read_json
+from qrt.location import model_folder
 from qrt.quant.checkpoint.folder import MISMATCH, TensorFolder
 from qrt.quant.checkpoint.format import FLOATS, REMEDY, CheckpointFormat
 from qrt.quant.checkpoint.plain import Plain
@@ -35,12 +36,6 @@ UNREAD = re.compile(
     r".*([.]rotary_emb[.]inv_freq|[.](input|output|activation)_(scale|zero_point)"
     r"|[.]self_attn[.](\w+[.])?(q|k|v|kv|prob|prob_output)_(scale|zero_point))"
 )
-# quant_method by file, of AutoGPTQ, llm-awq and ModelOpt
-SEPARATE_CONFIGS = {
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-    "hf_quant_config.json": "modelopt",
-}
 
 
 class Checkpoint(TensorFolder):

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+from qrt.folder import COPIED, INDEX, SINGLE
 from qrt.quant.checkpoint.compressed_tensors import quantization_config, stored_as, target_of
-from qrt.quant.checkpoint.folder import INDEX, SINGLE, TensorFolder
+from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.parts import Parts
 from qrt.quant.checkpoint.reader import Checkpoint
 from qrt.quant.checkpoint.shard import write_shard
@@ -26,11 +27,6 @@ from qrt.quant.weight.base import WeightData
 logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-COPIED = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-    "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates/*",
-    "generation_config.json", "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
 PART_BYTES = 256 << 20  # tensors kept in memory before they go to disk
 
 

@@ -1,0 +1,269 @@
+"""The Hugging Face Hub: download what qrt reads of a model into the Hub's cache, and say why it cannot.
+
+The only module that asks the Hub for models. Names come from command lines and Python, never from requests.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import logging
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from qrt.config import ENV
+from qrt.errors import CheckpointError, ConfigError, QrtError
+from qrt.folder import (
+    CONFIG,
+    COPIED,
+    SEPARATE_CONFIGS,
+    TOKENIZER_FILES,
+    no_config,
+    no_weights,
+    read_json,
+    weight_files,
+)
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[Path], object]
+
+DESCRIBING = (CONFIG, *SEPARATE_CONFIGS, *COPIED)
+GB = 1e9
+SPARE_BYTES = 64 << 20  # of the disk, for the cache's own files
+UNASKED = "the Hub does not answer"
+MESSAGE = "X-Error-Message"  # header of a refusal
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+MAKE_ROOM = "free some, or keep models elsewhere with --download-dir, HF_HOME or HF_HUB_CACHE"
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A model on the Hub: its id, ORG/NAME; a branch, tag or commit; the folder of the cache."""
+
+    id: str
+    revision: str
+    cache: Path
+
+    @classmethod
+    def of(cls, id: str, revision: str | None, cache: str | Path | None) -> Repository:
+        """Fill in what is not given: the branch main, and the cache that the environment names."""
+        return cls(id, revision or "main", Path(cache or ENV.hub_cache).expanduser().absolute())
+
+    def model(self, *, weights: bool = True, check: Check | None = None) -> Path:
+        """Return the model's folder; `check` sees it with config.json alone before any weight comes."""
+        return self._found(DESCRIBING, weights, check or (lambda folder: None))
+
+    def tokenizer(self) -> Path:
+        """Return a folder with the tokenizer's files, downloaded."""
+        return self._found((CONFIG, *TOKENIZER_FILES), False, None)
+
+    def _found(self, patterns: tuple[str, ...], weights: bool, check: Check | None) -> Path:
+        with _explained(self):
+            folder = self._fetch(patterns, weights, check)
+        logger.info("%s: commit %s, in %s", self.id, folder.name, folder)
+        return folder
+
+    def _fetch(self, patterns: tuple[str, ...], weights: bool, check: Check | None) -> Path:
+        """Download the files of `patterns`, and the weights; without the Hub return what is cached."""
+        listing = self._listing()
+        if listing is None:
+            folder = self._cached(patterns)
+            if check is not None:
+                check(folder)
+            if weights and (missing := _missing_weight(folder)):
+                raise CheckpointError(
+                    f"{self.id}: {missing} is not in the cache, {folder}; {self.offline_remedy()}"
+                )
+            return folder
+        commit, sizes = listing
+        if check is not None:
+            if CONFIG not in sizes:
+                raise CheckpointError(f"{self.id}: no {CONFIG}; {no_config(sizes)}")
+            check(self._file(CONFIG, commit).parent)
+        wanted = [name for name in sizes if _matches(name, patterns)]
+        if weights:
+            single, index = weight_files(sizes)
+            if single is None and index is None:
+                raise no_weights(self.id, sizes)
+            wanted += [single] if single else [str(index), *self._shards(str(index), commit, sizes)]
+        if not wanted:
+            raise CheckpointError(f"{self.id}: no tokenizer; wanted tokenizer.json")
+        folder = self._folder(commit)
+        coming = {name: sizes[name] for name in wanted if not (folder / name).exists()}
+        if coming:
+            self._expect_room(sum(coming.values()))
+            self._snapshot(commit, coming)
+        if self.revision != commit:
+            self._file(wanted[0], self.revision)  # notes which commit that is, for when there is no network
+        return folder
+
+    def _shards(self, index: str, commit: str, sizes: Collection[str]) -> list[str]:
+        """The weight files that the index names, which all lie beside it."""
+        shards = _named_in(self._file(index, commit))
+        if lacking := next((name for name in shards if name not in sizes or "/" in name), None):
+            raise CheckpointError(f"{self.id}: {index} names {lacking!r}, which is not beside it on the Hub")
+        return shards
+
+    def _listing(self) -> tuple[str, dict[str, int]] | None:
+        """Ask the Hub for the commit and the sizes of its files; None where the cache has to do."""
+        if ENV.hub_offline:
+            return None
+        if not ENV.hub_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"HF_ENDPOINT: expected a URL such as https://HOST, got {ENV.hub_endpoint!r}")
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import RevisionNotFoundError
+
+        api = HfApi(ENV.hub_endpoint, token=ENV.hub_token, library_name="qrt")
+        try:
+            found = api.model_info(self.id, revision=self.revision, files_metadata=True)
+        except RevisionNotFoundError:
+            raise
+        except Exception as error:
+            try:
+                commit = self._cached(()).name
+            except OSError:
+                raise error from None
+            reason = _line(error)
+            logger.warning("%s: %s (%s); going on with %s, which is cached", self.id, UNASKED, reason, commit)
+            return None
+        return str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()}
+
+    def _file(self, name: str, commit: str) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(self.id, name, revision=commit, **self._options()))
+
+    def _snapshot(self, commit: str, names: Iterable[str]) -> None:
+        """Download files. Ctrl-C ends it at once; by itself the client would end its files first."""
+        from huggingface_hub import close_session, snapshot_download
+
+        options: Any = {"allow_patterns": [glob.escape(name) for name in names], **self._options()}
+        with ThreadPoolExecutor(1) as thread:
+            download = thread.submit(lambda: snapshot_download(self.id, revision=commit, **options))
+            try:
+                download.result()
+            except KeyboardInterrupt:
+                close_session()
+                raise
+
+    def _cached(self, patterns: tuple[str, ...]) -> Path:
+        """Return the cached folder; the client's LocalEntryNotFoundError where it lacks some of the files."""
+        from huggingface_hub import snapshot_download
+
+        options = {**self._options(), "local_files_only": True, "ignore_patterns": "*/*"}
+        return Path(
+            snapshot_download(self.id, revision=self.revision, allow_patterns=list(patterns), **options)
+        )
+
+    def _options(self) -> dict[str, Any]:
+        """Of every call of the client, which else goes by what it read of the environment."""
+        endpoint, token = ENV.hub_endpoint, ENV.hub_token
+        return {"cache_dir": self.cache, "endpoint": endpoint, "token": token, "library_name": "qrt"}
+
+    def _folder(self, commit: str) -> Path:
+        return self.cache / f"models--{self.id.replace('/', '--')}" / "snapshots" / commit
+
+    def _expect_room(self, coming: int) -> None:
+        """CheckpointError where the disk does not hold so many bytes."""
+        disk = next(path for path in (self.cache, *self.cache.parents) if path.exists())
+        free = shutil.disk_usage(disk).free
+        if coming + SPARE_BYTES > free:
+            raise CheckpointError(
+                f"{self.id}: {coming / GB:.2f} GB are still to come, and {self.cache} has {free / GB:.2f} GB "
+                f"free; {MAKE_ROOM}"
+            )
+
+    def offline_remedy(self) -> str:
+        """What to do where the cache lacks something and the Hub is not asked."""
+        where = "unset HF_HUB_OFFLINE" if ENV.hub_offline else "try again with the network up"
+        return f"{where}, or bring the files from another machine (hf download {self.id} --local-dir FOLDER)"
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a file is meant; unlike fnmatch's a `*` stays within its folder."""
+    return any(fnmatchcase(name, each) and name.count("/") == each.count("/") for each in patterns)
+
+
+def _named_in(index: Path) -> list[str]:
+    """The files that an index names, as far as it is one; the reader tells what is wrong with it."""
+    listed = read_json(index).get("weight_map")
+    values = listed.values() if isinstance(listed, dict) else ()
+    return sorted({name for name in values if isinstance(name, str)})
+
+
+def _missing_weight(folder: Path) -> str | None:
+    """The first weight file that a cached folder lacks; None where all are there."""
+    single, index = weight_files([path.name for path in folder.iterdir()])
+    if single is None and index is None:
+        return "a weight file"
+    wanted = [] if index is None else _named_in(folder / index)
+    return next((name for name in wanted if not (folder / name).exists()), None)
+
+
+@contextmanager
+def _explained(repository: Repository) -> Iterator[None]:
+    """Turn what the client raises into one line that names the model and the remedy."""
+    try:
+        yield
+    except QrtError:
+        raise
+    except Exception as error:  # of the client, its HTTP library, its download library and the system
+        raise CheckpointError(_said(repository, error)) from error
+
+
+def _said(repository: Repository, error: BaseException) -> str:
+    """What went wrong, and what to do about it."""
+    import httpx
+    from huggingface_hub import errors
+
+    id, endpoint = repository.id, ENV.hub_endpoint
+    page = f"{endpoint}/{id}"
+    login = "run `hf auth login` or set HF_TOKEN"
+    match error:
+        case errors.GatedRepoError():
+            return f"{id}: access is granted by its owners; ask for it at {page}, then {login}"
+        case errors.RevisionNotFoundError():
+            return f"{id}: no revision {repository.revision!r}; give a branch, a tag or a commit of {page}"
+        case errors.HfHubHTTPError() if "Invalid credentials" in error.response.headers.get(MESSAGE, ""):
+            return f"{id}: {endpoint} does not accept the token; {login}, or leave it away"
+        case errors.HfHubHTTPError() if error.response.status_code in (401, 404):
+            return (
+                f"{id}: no such folder here, and {endpoint} shows no such model; check the name, and for a "
+                f"private model {login}"
+            )
+        case errors.HfHubHTTPError():
+            return f"{id}: {endpoint} answers {error.response.status_code} ({_line(error)}); try again later"
+        case errors.LocalEntryNotFoundError():
+            if error.__cause__ is not None:
+                return _said(repository, error.__cause__)
+            part = getattr(error, "snapshot_path", None)  # of recent clients
+            place = f"only a part of it is in the cache, {part}" if part else f"not in {repository.cache}"
+            return f"{id}: no such folder here, and {place}; {repository.offline_remedy()}"
+        case errors.FileMetadataError():
+            return f"{id}: {endpoint} does not answer as the Hub does ({_line(error)}); check HF_ENDPOINT"
+        case httpx.RemoteProtocolError() | httpx.ReadError() | httpx.ReadTimeout():
+            return f"{id}: {endpoint} broke off ({_line(error)}); run it again, for what is still missing"
+        case httpx.HTTPError() | errors.OfflineModeIsEnabled():
+            return (
+                f"{id}: no such folder here, and {endpoint} cannot be reached ({_line(error)}); check the "
+                "network, HF_ENDPOINT and the proxy, or give a folder"
+            )
+        case OSError() if error.errno in NO_ROOM:
+            return f"{id}: no space left in {repository.cache}; {MAKE_ROOM}"
+        case OSError() if error.errno is not None:
+            file = error.filename or repository.cache
+            return f"{id}: {file} cannot be used ({error.strerror}); name another --download-dir"
+    return f"{id}: cannot be downloaded ({type(error).__name__}: {_line(error)}); try again"
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind where it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__

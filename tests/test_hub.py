@@ -1,0 +1,331 @@
+"""Models by their names on the Hub: what is downloaded, what is asked, and what is said of failures."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import httpx
+import huggingface_hub
+import pytest
+
+from hub_server import TOKEN, Repo, hub, repo_of
+from qrt import hub as hub_module
+from qrt.assets import model_path
+from qrt.config import EngineConfig
+from qrt.engine.preflight import preflight
+from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+from qrt.location import api_name, model_commit, model_folder, model_name, pinned_name, tokenizer_folder
+
+TINY = model_path("tiny")
+CONFIG = (TINY / "config.json").read_bytes()
+NEEDED = {path.name for path in TINY.iterdir()} - {"README.md"}
+BESIDE = {
+    "pytorch_model.bin": b"pickle",
+    "model-Q4_K_M.gguf": b"GGUF",
+    "consolidated.safetensors": b"again",
+    "model.fp16.safetensors": b"again",
+    "original/consolidated.00.pth": b"again",
+    "original/tokenizer.model": b"again",
+    "onnx/model.onnx": b"again",
+    "tokenizer/model.safetensors": b"another part of a pipeline",
+}
+
+
+@pytest.fixture
+def asking(monkeypatch, tmp_path):
+    """Let the client ask a Hub of this test's repositories; a folder of its own is the cache."""
+    with hub({}) as server:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        server.environment = replace(
+            hub_module.ENV, hub_endpoint=server.url, hub_cache=str(tmp_path / "cache"), hub_offline=False
+        )
+
+        def change(**settings):
+            server.environment = replace(server.environment, **settings)
+            monkeypatch.setattr(hub_module, "ENV", server.environment)
+
+        server.change = change
+        change()
+        yield server
+
+
+def refusal(name, **options):
+    """What is said about a model; one line."""
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        model_folder(name, **options)
+    assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
+    return str(caught.value)
+
+
+def weights_asked(server):
+    return [path for _, path in server.requests if path.endswith((".safetensors", ".bin", ".gguf", ".pth"))]
+
+
+# -- what comes ------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_needed_comes(asking):
+    repo = asking.repos["org/tiny"] = repo_of(TINY)
+    repo.files |= BESIDE
+    folder = model_folder("org/tiny")
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*")} == NEEDED
+    for name in NEEDED:
+        assert (folder / name).read_bytes() == repo.files[name], name
+    asked = {path.partition(f"{repo.commit}/")[2] for method, path in asking.requests if method == "GET"}
+    assert asked - {""} == NEEDED
+
+
+def test_side_files_of_other_engines_come_too(asking):
+    more = {
+        "quantize_config.json": b"{}",
+        "chat_template.jinja": b"x",
+        "additional_chat_templates/rag.jinja": b"y",
+        "vocab.json": b"{}",
+        "merges.txt": b"",
+        "tokenizer.model": b"m",
+        "README.md": b"",
+        "recipe.yaml": b"",
+    }
+    asking.repos["org/more"] = Repo({"config.json": CONFIG, "model.safetensors": b"", **more})
+    folder = model_folder("org/more")
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {"config.json", "model.safetensors", *more} - {"README.md", "recipe.yaml"}
+
+
+def test_of_an_index_only_its_shards_come(asking):
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    files = {f"model-{i}-of-2.safetensors": b"x" for i in (1, 2)}
+    files |= {"model.safetensors.index.json": json.dumps(index).encode(), "other.safetensors": b"y"}
+    repo = asking.repos["org/two"] = Repo({"config.json": CONFIG, **files})
+    folder = model_folder("org/two")
+    assert {path.name for path in folder.iterdir()} == {"config.json", *files} - {"other.safetensors"}
+    del repo.files["model-2-of-2.safetensors"]
+    asking.requests.clear()
+    wanted = "model.safetensors.index.json names 'model-2-of-2.safetensors', which is not beside it"
+    assert wanted in refusal("org/two")
+    assert not any(path.endswith("-of-2.safetensors") for _, path in asking.requests)
+
+
+def test_a_tokenizer_and_random_weights_need_no_weights(asking):
+    asking.repos["org/tiny"] = repo_of(TINY)
+    folder = tokenizer_folder("org/tiny")
+    assert {path.name for path in folder.iterdir()} == NEEDED - {
+        "model.safetensors",
+        "generation_config.json",
+    }
+    config, _ = preflight(EngineConfig("org/tiny", load_format="dummy"))
+    assert config.model == str(folder) and not weights_asked(asking)
+
+
+def test_a_cut_off_download_goes_on_where_it_ended(asking):
+    repo = asking.repos["org/tiny"] = repo_of(
+        TINY, cut_off=(10_600_000, 1)
+    )  # the client reads 10 MiB at once
+    assert (model_folder("org/tiny") / "model.safetensors").read_bytes() == repo.files["model.safetensors"]
+    assert asking.ranges == [10 * 2**20]
+
+
+def test_two_processes_download_once(asking, tmp_path):
+    asking.repos["org/tiny"] = repo_of(TINY, seconds=0.3)
+    given = {"HF_ENDPOINT": asking.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    code = "from qrt.location import model_folder; print(model_folder('org/tiny'))"
+    command = [sys.executable, "-c", code]
+    both = [
+        subprocess.Popen(command, env={**os.environ, **given}, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    places = {process.communicate()[0] for process in both}
+    assert len(places) == 1 and places.pop().startswith(str(tmp_path / "home" / "hub"))
+    assert asking.asked("GET", "cdn/org/tiny/" + asking.repos["org/tiny"].commit + "/model.safetensors") == 1
+
+
+# -- names and revisions ---------------------------------------------------------------------------------
+
+
+def test_an_existing_folder_wins(asking, tmp_path):
+    shutil.copytree(TINY, tmp_path / "org/tiny")
+    assert str(model_folder("org/tiny")) == "org/tiny" and not asking.requests
+    wanted = "revision: got 'v1' for the folder org/tiny, which has none; leave it out"
+    assert refusal("org/tiny", revision="v1") == wanted
+
+
+@pytest.mark.parametrize(
+    "name", ["./org/tiny", "/org/tiny", "~/tiny", "org/tiny/deep", "tinny", "org/", "../tiny", "a b/c"]
+)
+def test_what_looks_like_a_path_is_never_asked_for(name, asking):
+    assert "no such folder; give a checkpoint folder, ORG/NAME[@REVISION]" in refusal(name)
+    assert not asking.requests
+
+
+def test_revisions(asking):
+    repo = asking.repos["org/tiny"] = Repo({"config.json": CONFIG, "model.safetensors": b"x"})
+    repo.tags["v1"] = repo.commit
+    folder = model_folder("org/tiny@v1")
+    assert folder == model_folder("org/tiny", revision="v1") == model_folder(f"org/tiny@{repo.commit}")
+    assert (model_name(folder), model_commit(folder)) == ("org/tiny", repo.commit)
+    assert pinned_name(folder) == f"org/tiny@{repo.commit}"
+    assert api_name("org/tiny@v1") == api_name(folder) == "org/tiny"
+    assert "no revision 'v2'; give a branch, a tag or a commit of" in refusal("org/tiny@v2")
+    assert refusal("org/tiny@v1", revision="v2") == "revision: got 'v2' and org/tiny@v1; name one of the two"
+
+
+def test_a_folder_of_the_cache_is_known_again(asking, monkeypatch):
+    asking.repos["org/tiny"] = Repo({"config.json": CONFIG, "model.safetensors": b"x"})
+    folder = model_folder("org/tiny")
+    monkeypatch.chdir(folder)
+    asking.requests.clear()
+    assert model_name(".") == model_name(model_folder(str(folder))) == "org/tiny" and not asking.requests
+    assert (model_name("tiny"), model_commit("tiny"), api_name("tiny")) == ("tiny", None, "tiny")
+
+
+def test_download_dir(asking, tmp_path):
+    asking.repos["org/tiny"] = repo_of(TINY)
+    config, sizes = preflight(EngineConfig("org/tiny", revision="main", download_dir=str(tmp_path / "mine")))
+    assert (
+        config.model.startswith(f"{tmp_path / 'mine'}/models--org--tiny/snapshots/") and sizes.num_layers == 6
+    )
+    assert (config.revision, config.download_dir) == (None, None) and preflight(config)[0] == config
+
+
+def test_the_tokenizers_revision(asking):
+    repo = asking.repos["org/tiny"] = repo_of(TINY)
+    repo.tags["old"] = repo.commit
+    config, _ = preflight(EngineConfig("org/tiny", tokenizer_revision="old"))
+    assert config.tokenizer == config.model
+    with pytest.raises(CheckpointError, match="no revision 'new'"):
+        preflight(EngineConfig("tiny", tokenizer="org/tiny", tokenizer_revision="new"))
+
+
+# -- what is refused before weights come -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "files, error, message",
+    [
+        ({"config.json": b'{"architectures": ["BertModel"]}'}, UnsupportedError, "unknown architecture"),
+        ({"config.json": b'{"architectures": ["MixtralForCausalLM"]}'}, UnsupportedError, "mixture of"),
+        ({"adapter_config.json": b"{}"}, CheckpointError, "org/x: no config.json; an adapter"),
+        ({"x-Q4_0.gguf": b"GGUF"}, CheckpointError, "org/x: no config.json; x-Q4_0.gguf is GGUF"),
+        ({"config.json": CONFIG, "pytorch_model.bin": b"x"}, CheckpointError, "org/x: only pytorch"),
+        ({"config.json": CONFIG, "x.gguf": b"x"}, CheckpointError, "org/x: x.gguf is GGUF"),
+        ({"config.json": CONFIG}, CheckpointError, "org/x: no weights"),
+    ],
+)  # fmt: skip
+def test_what_is_not_run_is_refused_before_its_weights(files, error, message, asking):
+    weights = {"model.safetensors": b"x"} if error is UnsupportedError else {}
+    asking.repos["org/x"] = Repo({**files, **weights})
+    with pytest.raises(error, match=message):
+        preflight(EngineConfig("org/x"))
+    assert not weights_asked(asking)
+
+
+def test_a_disk_without_room_is_told_before_the_download(asking, monkeypatch):
+    asking.repos["org/tiny"] = repo_of(TINY)
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(hub_module.shutil, "disk_usage", lambda path: usage._replace(free=70_000_000))
+    assert "0.01 GB are still to come, and " in (said := refusal("org/tiny"))
+    assert "has 0.07 GB free; free some, or keep models elsewhere with --download-dir" in said
+    assert not weights_asked(asking)
+
+
+def test_a_disk_that_fills_up_meanwhile(asking, monkeypatch):
+    asking.repos["org/tiny"] = repo_of(TINY)
+
+    def full(*words, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    assert "org/tiny: no space left in" in (said := refusal("org/tiny")) and "free some" in said
+
+
+def test_a_cache_that_cannot_be_written(asking, tmp_path):
+    asking.repos["org/tiny"] = repo_of(TINY)
+    (tmp_path / "file").write_text("")
+    said = refusal("org/tiny", download_dir=str(tmp_path / "file"))
+    assert "cannot be used (Not a directory); name another --download-dir" in said
+
+
+# -- who may have it, and who answers --------------------------------------------------------------------
+
+
+def test_models_that_are_hidden_or_gated(asking):
+    asking.repos |= {"org/private": repo_of(TINY, private=True), "org/gated": repo_of(TINY, gated=True)}
+    login = "run `hf auth login` or set HF_TOKEN"
+    for name in ("org/nothing", "org/private"):
+        assert refusal(name) == (
+            f"{name}: no such folder here, and {asking.url} shows no such model; check the name, and for a "
+            f"private model {login}"
+        )
+    gated = f"org/gated: access is granted by its owners; ask for it at {asking.url}/org/gated, then {login}"
+    assert refusal("org/gated") == gated
+    asking.change(hub_token="hf_wrong")
+    assert refusal("org/private") == (
+        f"org/private: {asking.url} does not accept the token; {login}, or leave it away"
+    )
+    asking.change(hub_token=TOKEN)
+    for name in ("org/private", "org/gated"):
+        assert {path.name for path in model_folder(name).iterdir()} == NEEDED
+    assert "shows no such model" in refusal("org/nothing")
+    assert asking.leaks == [], "the token went to another host than the Hub's"
+
+
+def test_a_token_without_access(asking):
+    asking.repos["org/gated"] = repo_of(TINY, gated=True, closed=True)
+    asking.change(hub_token=TOKEN)
+    assert "access is granted by its owners" in refusal("org/gated")
+
+
+def test_offline_takes_what_is_cached_and_asks_nobody(asking):
+    asking.repos["org/tiny"] = repo_of(TINY)
+    folder = model_folder("org/tiny")
+    asking.change(hub_offline=True)
+    asking.requests.clear()
+    assert model_folder("org/tiny") == folder == tokenizer_folder("org/tiny")
+    assert f"org/other: no such folder here, and not in {asking.environment.hub_cache}; " in (
+        said := refusal("org/other")
+    )
+    assert "unset HF_HUB_OFFLINE, or bring the files from another machine (hf download org/other" in said
+    (folder / "model.safetensors").unlink()
+    assert "a weight file is not in the cache" in refusal("org/tiny")
+    assert tokenizer_folder("org/tiny") == folder
+    (folder / "tokenizer.json").unlink()
+    assert f"only a part of it is in the cache, {folder}" in refusal("org/tiny")
+    assert not asking.requests
+
+
+def test_without_a_network_the_cache_has_to_do(asking, caplog):
+    asking.repos["org/tiny"] = repo_of(TINY)
+    folder = model_folder("org/tiny")
+    asking.change(hub_endpoint="http://127.0.0.1:9")
+    with caplog.at_level(logging.WARNING, "qrt"):
+        assert model_folder("org/tiny") == folder
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "qrt.hub"]
+    assert line.startswith("org/tiny: the Hub does not answer (") and folder.name in line
+    said = refusal("org/other")
+    assert "http://127.0.0.1:9 cannot be reached ([Errno 111] Connection refused); check the network" in said
+    asking.change(hub_endpoint="mirror.example")
+    assert refusal("org/other") == "HF_ENDPOINT: expected a URL such as https://HOST, got 'mirror.example'"
+
+
+def test_a_hub_that_fails(asking):
+    asking.repos["org/tiny"] = repo_of(TINY, status=500)
+    assert f"org/tiny: {asking.url} answers 500" in refusal("org/tiny")
+
+
+def test_an_answer_that_is_not_the_hubs(asking):
+    asking.repos["org/tiny"] = repo_of(TINY, headers=False)
+    assert f"{asking.url} does not answer as the Hub does" in refusal("org/tiny")
+
+
+def test_a_hub_that_is_silent(asking, monkeypatch):
+    def silent(*words, **options):
+        raise httpx.ReadTimeout("The read operation timed out")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", silent)
+    assert f"{asking.url} broke off (The read operation timed out); run it again" in refusal("org/tiny")
