@@ -1,0 +1,181 @@
+"""The conversation that a data row holds: its messages, by OpenAI's roles, and its tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qrt.errors import ConfigError
+from qrt.text.messages import read_messages
+
+CHAT_KEYS = ("messages", "conversations", "conversation")
+ASKED = ("prompt", "instruction", "question", "query")
+CONTEXT = ("input", "context")
+ANSWERED = ("completion", "response", "output", "answer", "chosen")
+SYSTEM = ("system", "system_prompt")
+ROLES = {
+    "system": "system", "developer": "developer",
+    "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant", "model": "assistant", "bot": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
+    "tool_response": "tool",
+    "function_call": "call", "tool_call": "call",
+}  # fmt: skip
+
+Message = dict[str, Any]
+
+
+class Unused(Exception):
+    """A row is left out; the message is the reason, the same words for all rows of one reason."""
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Message] | None:
+    """The messages of a row, with its system prompt; None where it holds no conversation.
+
+    A conversation is a list of messages under one of CHAT_KEYS, or something asked and its answer, under one
+    key of ASKED (with CONTEXT, and `history`) and one of ANSWERED. Raises Unused for one that is not whole.
+    """
+    key = _first(row, CHAT_KEYS)
+    messages = conversation(row[key]) if key else _pair(row)
+    if messages is None:
+        return None
+    if key := _first(row, SYSTEM):
+        system = _text(row[key], key)
+        first = (messages[0]["role"], messages[0]["content"])
+        if system.strip() and first != ("system", system):
+            messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a list holds messages."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, Mapping) and not m.keys().isdisjoint(("role", "from")) for m in value)
+    )
+
+
+def conversation(entries: Any) -> list[Message]:
+    """Messages as templates read them, of OpenAI's form or ShareGPT's; Unused where one is not whole."""
+    if not isinstance(entries, list):
+        raise Unused(f"a conversation that is {kind_name(entries)}, not a list of messages")
+    messages = [message for entry in entries for message in _message(entry)]
+    if not any(m["content"] or m.get("tool_calls") for m in messages):
+        raise Unused("a conversation without messages")
+    try:
+        return read_messages(messages)
+    except ConfigError as error:  # its beginning says which message
+        wanted = str(error).partition(": ")[2].partition(", got")[0]
+        raise Unused(f"a message of another form: {wanted}") from None
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Any]:
+    """The tools of a row: a list, or JSON of one."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise Unused("tools that are not JSON") from None
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise Unused("tools that are no list of objects")
+    return list(tools or [])
+
+
+def _pair(row: Mapping[str, Any]) -> list[Message] | None:
+    """Something asked and its answer, as messages."""
+    asked, answered = _first(row, ASKED) or _first(row, CONTEXT[:1]), _first(row, ANSWERED)
+    if not asked or not answered:
+        alone = row.get(asked or "chosen")
+        return conversation(alone) if is_conversation(alone) else None
+    answer = row[answered]
+    if is_conversation(answer):
+        answer = conversation(answer)
+        if any(message["role"] == "user" for message in answer):
+            return answer  # a whole conversation, which repeats what was asked
+    else:
+        answer = [{"role": "assistant", "content": _filled(answer, answered)}]
+    if is_conversation(row[asked]):
+        question = conversation(row[asked])
+    else:
+        context = next((key for key in CONTEXT if key != asked and row.get(key)), None)
+        parts = [_filled(row[asked], asked), *([_text(row[context], context)] if context else [])]
+        question = [{"role": "user", "content": "\n\n".join(parts)}]
+    return [*_history(row.get("history")), *question, *answer]
+
+
+def _history(turns: Any) -> list[Message]:
+    """Earlier pairs of a question and an answer."""
+    if not turns:
+        return []
+    if not isinstance(turns, list) or any(not isinstance(turn, Sequence) or len(turn) != 2 for turn in turns):
+        raise Unused("a history that is no list of questions and answers")
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": _text(text, "history")}
+        for turn in turns
+        for role, text in zip(roles, turn, strict=True)
+    ]
+
+
+def _message(entry: Any) -> list[Message]:
+    """A message, or the two of an entry that holds what was asked and its answer."""
+    if not isinstance(entry, Mapping):
+        raise Unused(f"a message that is {kind_name(entry)}, not an object")
+    if entry.keys() >= {"input", "output"} and entry.keys().isdisjoint(("role", "from")):
+        pair = (("user", entry["input"]), ("assistant", entry["output"]))
+        return [{"role": role, "content": _text(text, "a message")} for role, text in pair]
+    message = {key: value for key, value in entry.items() if value is not None}
+    if "role" not in message:
+        message = {"role": message.get("from"), "content": message.get("value")}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise Unused("a message without a role")
+    if (known := ROLES.get(role.strip().lower())) is None:
+        raise Unused(f"a message of the unknown role {role!r:.40}")
+    if known == "call":
+        return [{"role": "assistant", "content": "", "tool_calls": _calls(message.get("content"))}]
+    if call := message.pop("function_call", None):  # OpenAI's form before tools
+        message["tool_calls"] = _calls(call)
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise Unused("a message without content")
+    return [{"content": "", **message, "role": known}]
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Tool calls of JSON: one {"name", "arguments"}, or a list of them."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise Unused("a function call that is not JSON") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(c, Mapping) and isinstance(c.get("name"), str) for c in calls):
+        raise Unused("a function call without a name")
+    named = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
+    return [{"type": "function", "function": function} for function in named]
+
+
+def _first(row: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+    return next((key for key in keys if row.get(key) is not None), None)
+
+
+def _filled(value: Any, name: str) -> str:
+    text = _text(value, name)
+    if not text.strip():
+        raise Unused(f"an empty {name!r}")
+    return text
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise Unused(f"a {name!r} that is {kind_name(value)}, not text")
+    return value
+
+
+def kind_name(value: Any) -> str:
+    """What JSON calls the type of a value."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)

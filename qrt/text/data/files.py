@@ -1,0 +1,194 @@
+"""Which data files are read, and how they are opened: kinds, compression, byte order marks, folders."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from qrt.errors import ConfigError
+
+TEXT = (".txt", ".text", ".md", ".rst", ".raw", ".tokens")
+ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+MARKS = (  # UTF-32's begins with UTF-16's
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+DATASET_FACTS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+TRAIN = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
+OTHER_SPLIT = re.compile(r"(^|[^a-z])(test(ing)?|valid(ation)?|val|dev|eval(uation)?)([^a-z]|$)")
+
+
+def _zstandard(path: Path) -> Any:
+    import pyarrow  # takes a second
+
+    return pyarrow.input_stream(str(path), compression="zstd")
+
+
+OPENERS: dict[str, Callable[[Path], Any]] = {
+    "": io.FileIO, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstandard,
+}  # fmt: skip
+COMPRESSED = tuple(suffix for suffix in OPENERS if suffix)
+KINDS = f"text ({', '.join(TEXT)}) or rows ({', '.join(ROWS)}), or either with {', '.join(COMPRESSED)} added"
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file that can be read.
+
+    kind         its suffix in lower case, without that of a compression; "" for none
+    compression  the suffix of its compression, "" for none
+    """
+
+    path: Path
+    kind: str
+    compression: str
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it holds rows, not one text."""
+        return self.kind in ROWS
+
+    def open(self) -> BinaryIO:
+        """Open the file's bytes, decompressed; ConfigError for git-lfs's stand-in for a file."""
+        with open(self.path, "rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ConfigError(
+                    f"{self.path}: a git-lfs pointer, not the data; run `git lfs pull` in its folder, or "
+                    "fetch it with `hf download`"
+                )
+        opened: Any = OPENERS[self.compression](self.path)
+        return io.BufferedReader(opened)
+
+    def open_text(self, newline: str | None) -> TextIO:
+        """Open the file's characters, by its byte order mark or as UTF-8; `newline` is as for `open`.
+
+        A byte that does not decode becomes half a surrogate pair, for `decoding_fault` to name.
+        """
+        stream: Any = self.open()
+        head = stream.peek(4)
+        encoding = next((name for mark, name in MARKS if head.startswith(mark)), "utf-8")
+        return io.TextIOWrapper(stream, encoding, "surrogateescape", newline)
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """The files of a path, in the order they are read.
+
+    left_out   how many files of a folder are not read, by kind
+    """
+
+    name: str
+    files: tuple[DataFile, ...]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+
+def decoding_fault(text: str) -> str | None:
+    """What is wrong with the Unicode of a text: None, bytes that did not decode, half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        escaped = 0xDC80 <= ord(text[error.start]) <= 0xDCFF
+        return "bytes that are not UTF-8" if escaped else "half of a surrogate pair"
+    return None
+
+
+def kind_of(path: Path) -> tuple[str, str]:
+    """A file's kind and compression: suffixes in lower case, each "" without one."""
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSED:
+        return Path(path.stem).suffix.lower(), suffix
+    return suffix, ""
+
+
+def is_known(path: Path) -> bool:
+    """Whether a file of this name can be read."""
+    return kind_of(path)[0] in (*TEXT, *ROWS)
+
+
+def find_files(path: Path) -> DataFiles:
+    """The data files of a file or a folder; ConfigError where there is none that can be read.
+
+    Of a dataset's folder (a clone from the Hub, `save_to_disk`) these are the files of rows, without its card
+    and its facts, and of several splits `train`. Of any other folder all texts and rows, in the order of
+    their paths. Hidden files and folders are not looked at.
+    """
+    if path.is_dir():
+        return _of_folder(path)
+    if not path.is_file():
+        raise ConfigError(f"{path}: expected a file or a folder")
+    kind, compression = kind_of(path)
+    if kind and not is_known(path):
+        raise ConfigError(
+            f"{path}: expected {KINDS}, got {kind}; convert it, or name it .txt if it is plain text"
+        )
+    return DataFiles(path.name, (DataFile(path, kind, compression),))
+
+
+def _of_folder(folder: Path) -> DataFiles:
+    def hidden(path: Path) -> bool:
+        return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not hidden(path))
+    reasons = {path: reason for path in paths if (reason := _not_data(path))}
+    if _is_dataset(folder):
+        reasons |= _not_rows(folder, [path for path in paths if path not in reasons])
+    files = tuple(DataFile(path, *kind_of(path)) for path in paths if path not in reasons)
+    left_out = dict(Counter(reasons.values()).most_common())
+    if not files:
+        found = ", ".join(f"{kind} ({count})" for kind, count in left_out.items()) or "no files"
+        raise ConfigError(f"{folder}: expected files of {KINDS}; found {found}")
+    return DataFiles(folder.resolve().name, files, left_out)
+
+
+def _not_data(path: Path) -> str | None:
+    """The kind of a file that a folder's reader leaves out."""
+    if path.name in DATASET_FACTS:
+        return "facts of a dataset"
+    if _is_card(path):
+        return "dataset card"
+    return None if is_known(path) else kind_of(path)[0] or "no suffix"
+
+
+def _is_card(path: Path) -> bool:
+    """Whether it is a README that begins with YAML, as the Hub's cards do."""
+    if path.name.lower() != "readme.md":
+        return False
+    with path.open("rb") as stream:
+        return stream.read(8).removeprefix(codecs.BOM_UTF8).startswith((b"---\n", b"---\r\n"))
+
+
+def _is_dataset(folder: Path) -> bool:
+    attributes = folder / ".gitattributes"
+    return (
+        any((folder / name).is_file() for name in DATASET_FACTS)
+        or any(_is_card(path) for path in folder.glob("*.[mM][dD]"))
+        or (folder / ".cache" / "huggingface").is_dir()
+        or (attributes.is_file() and b"filter=lfs" in attributes.read_bytes())
+    )
+
+
+def _not_rows(folder: Path, paths: list[Path]) -> dict[Path, str]:
+    """What of a dataset's files is none of its rows, or of another split than `train`."""
+    rows = [path for path in paths if kind_of(path)[0] in ROWS]
+    if not rows:
+        return {path: "dataset card" for path in paths if path.stem.lower() == "readme"}
+    reasons = {path: kind_of(path)[0] for path in paths if path not in rows}
+    names = {path: path.relative_to(folder).as_posix().lower() for path in rows}
+    if any(TRAIN.search(name) for name in names.values()):
+        others = {path for path, name in names.items() if OTHER_SPLIT.search(name) and not TRAIN.search(name)}
+        reasons |= dict.fromkeys(others, "splits other than train")
+    return reasons
