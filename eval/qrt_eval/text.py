@@ -1,4 +1,4 @@
-"""The texts an evaluator reads: `wikitext`, `pydoc`, a file, or a folder of files."""
+"""The texts an evaluator reads: `wikitext`, `pydoc`, a data file, or a folder of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qrt.errors import ConfigError
+from qrt.text.data.files import KINDS, find_files
+from qrt.text.data.rows import read_rows
+from qrt.text.data.texts import Texts
 from qrt_eval import wikitext
 
 logger = logging.getLogger(__name__)
-
-SUFFIXES = (".txt", ".md", ".rst", ".raw", ".tokens")  # of a folder's files
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class EvalText:
     """A text and where it came from.
 
     text        all of it; of wikitext the rows joined by a blank line, as GPTQ and most papers read it
-    raw         the file as it is, as llama.cpp reads it
+    raw         the file as it is, as llama.cpp reads it, without a byte order mark; only of wikitext are
+                lines that end with CRLF left so
     documents   its parts, as lm-eval reads them one by one
     """
 
@@ -45,7 +47,8 @@ class EvalText:
 
 
 def load_text(dataset: str, data_file: str | None = None) -> EvalText:
-    """`wikitext`, `pydoc`, or the path of a UTF-8 text file or of a folder of them.
+    """`wikitext`, `pydoc`, or the path of a data file or of a folder of them: a text is a document, and so
+    is the text of each row.
 
     data_file   a local copy of `wiki.test.raw`, instead of the download
 
@@ -58,14 +61,12 @@ def load_text(dataset: str, data_file: str | None = None) -> EvalText:
     if dataset == "pydoc":
         return _pydoc()
     path = Path(dataset)
-    if path.is_dir():
-        return _folder(path)
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(
-            f"dataset {dataset!r}: not 'wikitext', not 'pydoc', and no such file or folder; give a UTF-8 "
-            "text file, or a folder of them"
+            f"dataset {dataset!r}: not 'wikitext', not 'pydoc', and no such file or folder; give a file of "
+            f"{KINDS}, or a folder of them"
         )
-    return _joined(path.name, [_read(path)], str(path))
+    return _files(path)
 
 
 def _joined(name: str, parts: list[str], source: str) -> EvalText:
@@ -99,17 +100,12 @@ def _wikitext(data_file: str | None) -> EvalText:
     return text
 
 
-def _folder(folder: Path) -> EvalText:
-    """Every text file below `folder`, in the order of their paths; empty ones are left out."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    parts = [part for path in files if (part := _read(path)).strip()]
+def _files(path: Path) -> EvalText:
+    """Every text of a file or folder, in the order of the paths and rows; empty ones are left out."""
+    found, texts = find_files(path), Texts(render=None)
+    parts = list(texts.documents(row for file in found.files for row in read_rows(file)))
     if not parts:
-        raise ConfigError(f"{folder}: no text in files that end in {', '.join(SUFFIXES)}")
-    return _joined(folder.resolve().name, parts, str(folder))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+        raise ConfigError(f"{path}: holds no text that can be read ({texts.reasons() or 'it is empty'})")
+    for note in texts.notes(str(path), found.left_out):
+        logger.warning(note)
+    return _joined(found.name, parts, str(path))

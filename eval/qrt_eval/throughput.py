@@ -10,6 +10,7 @@ what its lengths say.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import sys
 import time
@@ -26,11 +27,15 @@ from tqdm import tqdm
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
+from qrt.text.data.files import decoding_fault, find_files
+from qrt.text.data.json_rows import Broken
+from qrt.text.data.rows import Row, read_lines, read_rows
 from qrt.text.tokenizer import Tokenizer
-from qrt_calibrate.lines import read_lines, read_rows
 from qrt_eval.console import show
 from qrt_eval.latency import build_engine, described, linear_bytes, step
 from qrt_eval.results import engine_facts, save
+
+logger = logging.getLogger(__name__)
 
 WARMUP_TOKENS = 4  # decoded by each request of the warm-up
 PROMPTS_PER_SLOT = 2  # of --num-prompts, unless given: the batch is refilled once
@@ -52,23 +57,36 @@ def run(arguments: Namespace) -> None:
 
 
 def read_prompts(path: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of the prompts of a file: a line each, in .jsonl strings or the "prompt" of each object."""
-    file = Path(path)
-    if not file.is_file():
+    """Token ids of the prompts of a file: its lines, or of each of its rows a string or the "prompt".
+
+    A row without one is left out, with a warning; ConfigError where none is left.
+    """
+    if not Path(path).is_file():
         raise ConfigError(f'--prompts {path}: no such file; give a text file or a .jsonl with "prompt" keys')
-    rows = read_rows(file, "--prompts") if file.suffix == ".jsonl" else read_lines(file, "--prompts")
-    prompts = [_prompt(row, f"--prompts: {path}, line {number}") for number, row in rows]
+    (file,) = find_files(Path(path)).files
+    if file.has_rows:
+        found = {row.place: _prompt(row) for row in read_rows(file)}
+    else:
+        found = {f"line {number}": line for number, line in read_lines(file)}
+    prompts = [prompt for prompt in found.values() if prompt is not None]
+    without = [place for place, prompt in found.items() if prompt is None]
     if not prompts:
-        raise ConfigError(f"--prompts {path}: holds no prompt")
+        raise ConfigError(
+            f'--prompts {path}: holds no prompt; expected text, or rows with a "prompt" that is text'
+        )
+    if without:
+        logger.warning(
+            '--prompts %s: %d of %d rows have no "prompt" that is text (%s) and are left out',
+            path, len(without), len(found), without[0],
+        )  # fmt: skip
     return [tokenizer.encode(prompt) for prompt in prompts]
 
 
-def _prompt(row: Any, where: str) -> str:
-    """A line as it is, or the "prompt" of an object."""
-    prompt = row.get("prompt") if isinstance(row, dict) else row
-    if not isinstance(prompt, str):
-        raise ConfigError(f'{where}: wanted an object with a "prompt" that is text, got {row!r:.80}')
-    return prompt
+def _prompt(row: Row) -> str | None:
+    """The row's text, or the "prompt" of an object; None where that is no text."""
+    prompt = row.value.get("prompt") if isinstance(row.value, dict) else row.value
+    is_text = isinstance(prompt, str) and not isinstance(prompt, Broken) and not decoding_fault(prompt)
+    return prompt if is_text else None
 
 
 def measure(

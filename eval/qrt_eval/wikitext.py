@@ -14,6 +14,8 @@ from pathlib import Path
 
 from qrt.config import ENV
 from qrt.errors import ConfigError
+from qrt.text.data.files import DataFile, decoding_fault, kind_of
+from qrt.text.data.rows import read_rows as read_data
 
 FILE = "wiki.test.raw"
 SHA256 = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"
@@ -53,10 +55,13 @@ def read_rows(data_file: str | None) -> tuple[list[str], str]:
         return _download(), "Salesforce/wikitext, wikitext-2-raw-v1, test"
     if not path.is_file():
         raise ConfigError(f"--data-file {path}: no such file; {HELP}")
-    try:
-        raw = path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); {HELP}") from error
+    file = DataFile(path, *kind_of(path))
+    if file.has_rows:
+        return _rows_of(file), str(path)
+    with file.open_text(newline="") as stream:
+        raw = stream.read()
+    if fault := decoding_fault(raw):
+        raise ConfigError(f"{path}: not UTF-8 text ({fault}); {HELP}")
     return [row if row.strip() else "" for row in StringIO(raw)], str(path)  # ends at "\n" alone
 
 
@@ -90,6 +95,17 @@ def detokenize(page: str) -> str:
     for old, new in _AFTER_BRACKETS:
         page = page.replace(old, new)
     return page
+
+
+def _rows_of(file: DataFile) -> list[str]:
+    """The rows of the dataset's own file, wikitext-2-raw-v1/test-00000-of-00001.parquet."""
+    rows = []
+    for row in read_data(file):
+        text = row.value.get("text") if isinstance(row.value, dict) else None
+        if not isinstance(text, str):
+            raise ConfigError(f"{file.path}: row {row.number} has no text under 'text'; {HELP}")
+        rows.append(text)
+    return rows
 
 
 def _find() -> Path | None:

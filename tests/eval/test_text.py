@@ -59,7 +59,7 @@ def test_no_text_is_refused(tmp_path):
     empty.write_text(" \n")
     for arguments, message in (
         ((str(empty),), "holds no text"),
-        ((str(tmp_path),), r"no text in files that end in \.txt, \.md"),
+        ((str(tmp_path),), r"holds no text that can be read \(1: an empty text \(row 1 of empty\.txt"),
         (("wikitext", str(empty)), "holds no text; give the file with --data-file"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -96,7 +96,7 @@ def test_what_is_not_there_is_named(dataset, data_file, message):
 
 def test_binary_is_refused(tmp_path):
     (tmp_path / "b").write_bytes(b"ab\xff\xfe")
-    with pytest.raises(ConfigError, match="not UTF-8 text .byte 2"):
+    with pytest.raises(ConfigError, match="not UTF-8 text .bytes that are not UTF-8 in line 1"):
         texts.load_text(str(tmp_path / "b"))
 
 

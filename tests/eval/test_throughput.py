@@ -67,17 +67,33 @@ def test_prompts_of_files(tmp_path):
     (tmp_path / "g.jsonl").write_text(json.dumps({"prompt": odd}, ensure_ascii=False))
     assert throughput.read_prompts(str(tmp_path / "g.jsonl"), tokenizer) == [tokenizer.encode(odd)]
     for name, content, message in (
-        ("c.jsonl", b'{"text": 1}', 'line 1: wanted an object with a "prompt" that is text'),
-        ("d.jsonl", b'{"prompt": "a"}\n{', "line 2 is not JSON"),
+        ("c.jsonl", b'{"text": 1}', 'holds no prompt; expected text, or rows with a "prompt" that is text'),
+        ("d.jsonl", b"{", "not JSON"),
         ("e.txt", b"\n", "holds no prompt"),
-        ("h.jsonl", b'\n{"prompt": 5}', "line 2: wanted an object .*got {'prompt': 5}"),
-        ("i.txt", b"caf\xe9", "is not UTF-8 text .* at byte 3"),
+        ("h.jsonl", b'\n{"prompt": 5}', "holds no prompt"),
+        ("i.txt", b"caf\xe9", "not UTF-8 text .* in line 1"),
+        ("j.pdf", b"words", r"expected text .*, got \.pdf"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=f"{name}.*{message}"):
             throughput.read_prompts(str(tmp_path / name), tokenizer)
     with pytest.raises(ConfigError, match="no such file"):
         throughput.read_prompts(str(tmp_path / "none"), tokenizer)
+
+
+def test_prompts_of_rows_in_any_kind_of_file(tmp_path, caplog):
+    """A row without a prompt is left out and counted."""
+    tokenizer = Tokenizer("tiny")
+    wanted = [tokenizer.encode("one line"), tokenizer.encode("and another")]
+    rows = [{"prompt": "one line"}, {"prompt": None}, {"prompt": "\ud83d"}, {"prompt": "and another"}]
+    (tmp_path / "a.JSONL").write_text("\n".join([*map(json.dumps, rows), "{"]))
+    assert throughput.read_prompts(str(tmp_path / "a.JSONL"), tokenizer) == wanted
+    (warning,) = caplog.messages
+    assert '3 of 5 rows have no "prompt" that is text (row 2 of a.JSONL) and are left out' in warning
+    (tmp_path / "b.csv").write_text("id,prompt\n1,one line\n2,and another\n")
+    assert throughput.read_prompts(str(tmp_path / "b.csv"), tokenizer) == wanted
+    (tmp_path / "c.json").write_text('["one line", "and another"]')
+    assert throughput.read_prompts(str(tmp_path / "c.json"), tokenizer) == wanted
 
 
 def test_a_text_needs_a_tokenizer(capsys):
