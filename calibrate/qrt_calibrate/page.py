@@ -57,6 +57,11 @@ endfor %}
 <td>{{ point.change }}</td></tr>
 {% endfor %}</table>
 {% endif %}
+{% if left_out %}
+<h2>Left out of the calibration data</h2>
+<table><tr><th>rows or files</th><th>count</th></tr>
+{% for reason, count in left_out %}<tr><td>{{ reason }}</td><td>{{ count }}</td></tr>{% endfor %}</table>
+{% endif %}
 <h2>Recipe</h2>
 <table>{% for key, value in recipe.items() %}<tr><td>{{ key }}</td><td>{{ value }}</td>
 </tr>{% endfor %}</table>
@@ -69,13 +74,15 @@ def render(name: str, title: str, facts: Mapping[str, Any]) -> str:
     layers = facts["layers"]
     columns = list(dict.fromkeys(column for layer in layers for column in layer if column != "name"))
     most = max(layer[columns[0]] for layer in layers) or 1.0
-    recipe = {
-        **facts.get("source", {}),
-        **facts["recipe"],
-        **(facts["calibration"] or {}),
-        **facts["versions"],
-    }
+    text = dict(facts["calibration"] or {})
+    left_out = [
+        (what.format(kind), count)
+        for key, what in (("rows_left_out", "{}"), ("files_left_out", "files: {}"))
+        for kind, count in text.pop(key, {}).items()
+    ]
+    recipe = {**facts.get("source", {}), **facts["recipe"], **text, **facts["versions"]}
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE)
     return page.render(
-        counted=COUNTED, name=name, title=title, facts=facts, columns=columns, most=most, recipe=recipe
-    )
+        counted=COUNTED, name=name, title=title, facts=facts, columns=columns, most=most, recipe=recipe,
+        left_out=left_out,
+    )  # fmt: skip

@@ -81,7 +81,7 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.devi
             cost=cost,
             stored_bytes=writer.stored.num_bytes,
             bits_per_weight=bits_per_weight(job, writer.stored),
-            calibration=text.metadata["calibration"] if text else None,
+            calibration={**text.metadata["calibration"], **text.rows} if text else None,
             seconds=time.perf_counter() - start,
             curve=curve,
             tuned=tuned,

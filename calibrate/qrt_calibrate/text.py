@@ -3,175 +3,138 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import logging
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qrt.errors import ConfigError
+from qrt.text.data.files import find_files, is_known
+from qrt.text.data.rows import Row, read_rows
+from qrt.text.data.texts import Render, Texts
 from qrt.text.loading import load
-from qrt_calibrate.lines import parse, read_rows, read_text
+from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.plan import Job
+from qrt_calibrate.windows import choose_windows
 
 logger = logging.getLogger(__name__)
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
-TEXT_FILES = (".txt", ".md", ".rst")
-FILES = (*TEXT_FILES, ".jsonl", ".json", ".csv", ".parquet")  # other dots are of datasets' names
-CHAT_KEYS = ("messages", "conversations")
-TEXT_KEYS = ("text", "content", "prompt")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other names are roles as they are
-MAX_ROWS = 20_000  # of a dataset by name: more than any calibration needs
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token ids int64 [B, T] of the windows that calibrate, then of those that evaluate; and what the
-    checkpoint's config records of them."""
+    """Token ids int64 [B, T] of the windows that calibrate, then of those that evaluate; what the
+    checkpoint's config records of them; and what the report says of the rows they are from."""
 
     windows: Tensor
     metadata: dict[str, Any]
+    rows: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Calibration data: its name, a call for its rows, and the files of a folder that are not read."""
+
+    name: str
+    rows: Callable[[], Iterable[Row]]
+    files_left_out: Mapping[str, int] = field(default_factory=dict)
+    remote: bool = False
 
 
 def calibration(job: Job) -> Calibration:
     """The windows of a job, by the checkpoint's own tokenizer."""
     recipe = job.recipe
     tokenizer = load_tokenizer(job.checkpoint.path)
-    texts, source = read_texts(recipe.calib, tokenizer)
-    count = sum(recipe.windows)
-    windows = cut_windows(texts, tokenizer, count, recipe.seqlen, recipe.seed)
-    sha256 = hashlib.sha256("\n\n".join(texts).encode()).hexdigest()
+    source = open_source(recipe.calib, recipe.seed)
     shape = {"n_samples": recipe.windows[0], "seqlen": recipe.seqlen, "seed": recipe.seed}
-    return Calibration(windows, {"calibration": {"text": source, "sha256": sha256, **shape}})
+    found = choose_windows(
+        source.rows, _render(tokenizer), tokenizer, sum(recipe.windows), recipe.seqlen, recipe.seed,
+        source.remote,
+    )  # fmt: skip
+    _say_left_out(source, found.texts)
+    rows = {
+        "rows": found.rows, "rows_looked_at": found.sampled, "rows_left_out": found.texts.left_out,
+        "files_left_out": dict(source.files_left_out),
+    }  # fmt: skip
+    return Calibration(
+        found.ids, {"calibration": {"text": source.name, "sha256": found.sha256, **shape}}, rows
+    )
 
 
-def read_texts(calib: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], str]:
-    """Texts and the name of their source: a text file, JSONL (a text a line, or chat messages, which pass
-    through the chat template), a folder of them, a .json that is a list of such rows, a datasets name
-    ("org/name", "org/name:config:split"), or the standard library's docstrings.
-    """
+def read_texts(calib: str | None, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[str], str]:
+    """All texts of some calibration data, and its name."""
+    source = open_source(calib, seed=0)
+    texts = Texts(_render(tokenizer))
+    found = list(texts.documents(source.rows()))
+    _say_left_out(source, texts)
+    if not found:
+        raise ConfigError(
+            f"--calib: no row of {calib!r} can be used ({texts.reasons()}); give data that has text"
+        )
+    return found, source.name
+
+
+def cut_windows(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int, seqlen: int, seed: int
+) -> Tensor:
+    """Token ids int64 [count, seqlen] of windows of the texts: see `choose_windows`."""
+    rows = [Row(text, "the texts", number) for number, text in enumerate(texts, 1)]
+    return choose_windows(lambda: rows, None, tokenizer, count, seqlen, seed).ids
+
+
+def open_source(calib: str | None, seed: int) -> Source:
+    """The data that --calib names: a file, a folder, a dataset ("org/name", "org/name:config:split"), or
+    without it the standard library's docstrings."""
     if calib is None:
-        return list(docstrings(Path(sysconfig.get_paths()["stdlib"]))), "python-docstrings"
-    path = Path(calib)
-    name = path.name
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in (*TEXT_FILES, ".jsonl") and p.is_file())
-        if not files:
-            raise ConfigError(f"--calib: no {', '.join(TEXT_FILES)} or .jsonl files in {calib!r}")
-        found = [text for file in files for text in _file_texts(file, tokenizer)]
-    elif path.is_file():
-        found = list(_file_texts(path, tokenizer))
-    elif path.suffix in FILES or calib.startswith((".", "/", "~")):
-        raise ConfigError(f"--calib: no file {calib!r}; give a UTF-8 text file, or leave the flag out")
-    else:
-        name, found = calib, list(_row_texts(_dataset(calib), calib, tokenizer))
-    texts = [text for text in found if text is not None]
-    if not texts:
-        raise ConfigError(
-            f"--calib: of {len(found)} rows in {calib!r} none has text; give data that has some"
+        texts = partial(docstrings, Path(sysconfig.get_paths()["stdlib"]))
+        return Source("python-docstrings", lambda: _numbered(texts(), "python-docstrings"))
+    path = Path(calib).expanduser()
+    if path.exists():
+        found = find_files(path)
+        return Source(
+            found.name, lambda: (row for file in found.files for row in read_rows(file)), found.left_out
         )
-    if len(texts) < len(found):
-        left_out = len(found) - len(texts)
-        logger.warning(
-            "--calib: %d of the %d texts of %s are conversations without messages, and left out",
-            left_out, len(found), calib,
-        )  # fmt: skip
-    return texts, name
-
-
-def _file_texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str | None]:
-    if path.suffix == ".json":
-        yield from _row_texts(_list(path), str(path), tokenizer)
-    elif path.suffix == ".jsonl":
-        yield from _row_texts((row for _, row in read_rows(path, "--calib")), str(path), tokenizer)
-    else:
-        yield read_text(path, "--calib")
-
-
-def _list(path: Path) -> list[Any]:
-    """The rows of a .json file; ConfigError where it is no list."""
-    content = read_text(path, "--calib", "utf-8-sig")
-    try:
-        rows = parse(content)
-    except ValueError as error:
+    if is_known(path) or calib.startswith((".", "/", "~")):
         raise ConfigError(
-            f"--calib: {path} is not JSON ({error}); name it .jsonl if it is a JSON value a line"
-        ) from None
-    if not isinstance(rows, list):
-        raise ConfigError(f"--calib: {path} holds {type(rows).__name__}, wanted a list of rows")
-    return rows
-
-
-def _row_texts(rows: Iterable[Any], source: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str | None]:
-    """The text of each row: a string, {"text": ...}, {"messages": [{"role", "content"}, ...]}, or ShareGPT's
-    {"conversations": [{"from", "value"}, ...]}; None for a conversation without messages."""
-    for number, row in enumerate(rows, 1):
-        if isinstance(row, str):
-            yield row
-            continue
-        row = row if isinstance(row, Mapping) else {}
-        messages = next((row[key] for key in CHAT_KEYS if row.get(key) is not None), None)
-        text = next((row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)), None)
-        if messages:
-            yield _rendered(messages, f"--calib: {source}, row {number}", tokenizer)
-        elif messages is None and text is not None:
-            yield text
-        elif not row.keys().isdisjoint(CHAT_KEYS):
-            yield None
-        else:
-            raise ConfigError(
-                f"--calib: {source}, row {number} has keys {sorted(row)}, wanted one of "
-                f"{', '.join((*CHAT_KEYS, *TEXT_KEYS))}"
-            )
-
-
-def _rendered(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    if tokenizer.chat_template is None:
-        raise ConfigError(f"{where} holds chat messages, but the model has no chat template; give plain text")
-    if not isinstance(messages, list):
-        raise ConfigError(f"{where}: got {type(messages).__name__}, wanted a list of chat messages")
-    chat = [_message(entry, f"{where}, message {number}") for number, entry in enumerate(messages, 1)]
-    try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False))
-    except Exception as error:  # the template is the model's own code, and raises what it likes
-        raise ConfigError(f"{where}: the chat template refuses it ({error})") from None
-
-
-def _message(entry: Any, where: str) -> dict[str, Any]:
-    """A chat message as templates read it; ConfigError where they would print nothing of it."""
-    message = dict(entry) if isinstance(entry, Mapping) else {}
-    if "role" not in message:
-        sender = message.get("from")
-        message = {"role": SHAREGPT_ROLES.get(str(sender), sender), "content": message.get("value")}
-    parts = message.get("content")
-    if isinstance(parts, list) and parts:  # joined, as the server does
-        texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-        message["content"] = "\n".join(map(str, texts)) if all(isinstance(t, str) for t in texts) else None
-    has_content = isinstance(message.get("content"), str) or message.get("tool_calls")
-    if not isinstance(message.get("role"), str) or not has_content:
-        raise ConfigError(
-            f"{where}: got {entry!r:.80}, wanted a role and a content that are text, or ShareGPT's from "
-            "and value"
+            f"--calib: no file {calib!r}; give a data file or a folder of them, or leave the flag out"
         )
-    return message
+    return Source(calib, lambda: _numbered(_dataset(calib, seed), calib), remote=True)
 
 
-def _dataset(name: str) -> Iterable[Any]:
-    """Rows of a dataset of the Hub or of its cache: "path", "path:config" or "path:config:split"."""
+def _numbered(values: Iterable[Any], name: str) -> Iterator[Row]:
+    return (Row(value, name, number) for number, value in enumerate(values, 1))
+
+
+def _say_left_out(source: Source, texts: Texts) -> None:
+    for note in texts.notes(source.name, source.files_left_out):
+        logger.warning("--calib: %s", note)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase | None) -> Render | None:
+    """How a conversation is written: as the server and `LLM.chat` do; None without a chat template."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return None
+    wrapped = Tokenizer.of(tokenizer)
+    return lambda messages, tools: wrapped.render_chat(messages, tools=tools or None)
+
+
+def _dataset(name: str, seed: int) -> Iterator[Any]:
+    """Stream the rows of a dataset of the Hub or of its cache: "path", "path:config" or "path:config:split";
+    its files come in an order by `seed`."""
     import datasets
 
     path, _, rest = name.partition(":")
     config, _, split = rest.partition(":")
     try:
         rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
-        return list(rows.take(MAX_ROWS))
+        yield from rows.shuffle(seed=seed, buffer_size=1)
     except Exception as error:  # no network, no such dataset, another split: many kinds
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
@@ -203,25 +166,3 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the checkpoint's own tokenizer, as the server does."""
     tokenizer: PreTrainedTokenizerBase = load(folder)
     return tokenizer
-
-
-def cut_windows(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, count: int, seqlen: int, seed: int
-) -> Tensor:
-    """Token ids int64 [count, seqlen]: disjoint windows of the texts, packed one after the other, chosen and
-    ordered by `seed`; more of them begin with the same ones.
-
-    Each window begins with BOS when the tokenizer puts one before a text. ConfigError: text too short.
-    """
-    ids = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    bos = [tokenizer.bos_token_id] if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id else []
-    width = seqlen - len(bos)
-    slots = len(ids) // width
-    if slots < count:
-        raise ConfigError(
-            f"calibration text: {len(ids)} tokens, wanted {count * width} for {count} samples "
-            f"of {seqlen}; give a longer --calib, or fewer --n-samples or a shorter --seqlen"
-        )
-    chosen = torch.randperm(slots, generator=torch.Generator().manual_seed(seed))[:count]
-    windows = torch.tensor(ids)[: slots * width].view(slots, width)[chosen]
-    return torch.cat([torch.tensor(bos, dtype=torch.long).expand(count, -1), windows], dim=1)

@@ -56,7 +56,9 @@ def test_default_output_and_summary(run, llama, calib, tmp_path):
     recipe = {"version": qrt.__version__, "scheme": "w4a16", "method": "awq-yaqa", "damping": 0.01}
     assert config["qrt"] == {**recipe, "calibration": calibration}
     report = json.loads((out / "qrt_report.json").read_text())
-    assert report["grids"] == {"w4a16 g128 asym": 7, "fp16": 7} and report["calibration"] == calibration
+    counts = {"rows": 2, "rows_looked_at": 2, "rows_left_out": {}, "files_left_out": {}}
+    assert report["calibration"] == calibration | counts
+    assert report["grids"] == {"w4a16 g128 asym": 7, "fp16": 7}
     assert report["cost"]["tokens"] == 63 and report["cost"]["kl"] > 0 and len(report["layers"]) == 2
     assert f"KL {report['cost']['kl']:.5f}" in shown.out
     page = (out / "qrt_report.html").read_text()

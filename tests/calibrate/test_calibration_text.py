@@ -38,7 +38,7 @@ def test_default_text_is_long_and_not_the_evaluation_text(default_text):
 
 @pytest.mark.parametrize(
     "content, message",
-    [(None, "--calib: no file '.*'; give a UTF-8 text file"), (b"\xff\xfe\x00a", "is not UTF-8 text")],
+    [(None, "--calib: no file '.*'; give a data file"), (b"\xe9\x00a", "not UTF-8 text .* in line 1")],
 )
 def test_files_that_are_no_text(content, message, tmp_path):
     path = tmp_path / "ultrachat.txt"
@@ -56,6 +56,8 @@ class Plain:
 
     def __call__(self, text, add_special_tokens=True, **options):
         ids = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+        if isinstance(text, list):
+            return {"input_ids": ids}
         return {"input_ids": [self.bos_token_id] * (self._bos and add_special_tokens) + ids}
 
 
@@ -77,58 +79,22 @@ def test_windows(bos, llama):
         cut_windows([text], Plain(tokenizer, bos), 101, 30 + bos, seed=0)
 
 
-class Chat:
-    chat_template = "{{ messages }}"
-
-    def apply_chat_template(self, messages, tokenize):
-        assert not tokenize
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
-
-
-def test_folders_and_rows(tmp_path):
+def test_a_folder_of_texts_and_rows(tmp_path, caplog):
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.txt").write_text("second")
-    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "a.md").write_text("\ufefffirst")
     (tmp_path / "ignored.py").write_text("code")
     rows = ['"a string"', '{"text": "a text"}', "", '{"messages": [{"role": "user", "content": "hi"}]}']
     (tmp_path / "sub/c.jsonl").write_text("\n".join(rows))
-    wanted = ["first", "second", "a string", "a text", "<user>hi"]
-    assert read_texts(str(tmp_path), Chat()) == (wanted, tmp_path.name)
-    Chat.chat_template = None
-    for content, message in (
-        ('{"messages": [{"role": "user"}]}', "row 1 holds chat messages, but the model has no chat template"),
-        ('"fine"\n{"txt": 1}', r"row 2 has keys \['txt'\], wanted one of messages, .*text"),
-        ('"fine"\n{', "line 2 is not JSON"),
-    ):
-        (tmp_path / "sub/c.jsonl").write_text(content)
-        with pytest.raises(ConfigError, match=message):
-            read_texts(str(tmp_path / "sub/c.jsonl"), Chat())
-    odd = "two\u2028lines\x85of\x0bone\x0ctext"
-    row = json.dumps({"text": odd}, ensure_ascii=False)
-    (tmp_path / "sub/c.jsonl").write_text(f"\ufeff{row}\r\n", newline="")
-    assert read_texts(str(tmp_path / "sub/c.jsonl"), Chat())[0] == [odd]
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"no \.txt, \.md, \.rst or \.jsonl files"):
-        read_texts(str(tmp_path / "empty"), Chat())
+    tokenizer = load_tokenizer(model_path("tiny"))
+    *plain, chat = read_texts(str(tmp_path), tokenizer)[0]
+    assert plain == ["first", "second", "a string", "a text"]
+    assert chat == tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert caplog.messages == [f"--calib: {tmp_path.name}: files that are left out: .py (1)"]
 
 
-@pytest.mark.parametrize(("name", "where"), [("c.jsonl", "c.jsonl, line 2 is"), ("c.json", "c.json is")])
-def test_half_of_a_surrogate_pair_is_no_text(name, where, tmp_path):
-    """As in dumps that cut an emoji in two: tokenizers do not take it. Whole ones are text."""
-    path, rows = tmp_path / name, ['{"text": "\\ud83d\\ude00"}', '{"text": "\\ud83d"}']
-
-    def write(rows):
-        path.write_text("\n".join(rows) if name == "c.jsonl" else f"[{', '.join(rows)}]")
-
-    write(rows[:1])
-    assert read_texts(str(path), Chat())[0] == ["\U0001f600"]
-    write(rows)
-    with pytest.raises(ConfigError, match=f"{where} not JSON .a string holds half of a surrogate pair"):
-        read_texts(str(path), Chat())
-
-
-def test_sharegpt_is_the_same_chat(tmp_path):
-    """By the bundled model's own template; what it would print nothing of is named."""
+def test_chats_are_written_by_the_models_template(tmp_path):
+    """As transformers writes them, in OpenAI's form, in parts and in ShareGPT's."""
     tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.jsonl"
     said = [("system", "Be brief."), ("user", "How many?"), ("assistant", "Seven.")]
     names = {"user": "human", "assistant": "gpt"}
@@ -139,75 +105,66 @@ def test_sharegpt_is_the_same_chat(tmp_path):
         {"conversations": [{"from": names.get(role, role), "value": text} for role, text in said]},
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
-    openai, in_parts, sharegpt = read_texts(str(path), tokenizer)[0]
-    assert (
-        openai == in_parts == sharegpt == tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
-    )
-    assert all(text in sharegpt for _, text in said)
-    for entry in ({"user": "hi"}, {"from": "human"}, {"from": ["gpt"], "value": "a"}, {"role": "user"}, "hi",
-                  {"role": "user", "content": ["hi"]}):  # fmt: skip
-        path.write_text(json.dumps({"text": "fine"}) + "\n" + json.dumps({"conversations": [entry]}))
-        with pytest.raises(ConfigError, match="row 2, message 1: got .*, wanted a role and a content"):
-            read_texts(str(path), tokenizer)
-    path.write_text(json.dumps({"conversations": "hi"}))
-    with pytest.raises(ConfigError, match="row 1: got str, wanted a list of chat messages"):
-        read_texts(str(path), tokenizer)
+    wanted = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    assert read_texts(str(path), tokenizer)[0] == [wanted] * 3
+    assert all(text in wanted for _, text in said)
 
 
-def test_a_json_file_is_a_list_of_rows(tmp_path):
-    """As ShareGPT's dumps are; markup is not text."""
-    tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.json"
-    said = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "Seven."}]
-    path.write_text(
-        "\ufeff" + json.dumps([{"id": "a", "conversations": said}, {"text": "a text"}, "a string"])
-    )
-    chat, *others = read_texts(str(path), tokenizer)[0]
-    assert chat.index("How many?") < chat.index("Seven.") and "conversations" not in chat
-    assert others == ["a text", "a string"]
-    for content, message in (
-        ('{"text": "one"}', r"c\.json holds dict, wanted a list of rows"),
-        ('"one"\n"two"', r"c\.json is not JSON \(Extra data.*name it \.jsonl if it is a JSON value a line"),
-        ('[{"txt": 1}]', r"c\.json, row 1 has keys \['txt'\], wanted one of messages"),
-        ("[]", r"of 0 rows in '.*c\.json' none has text"),
-    ):
-        path.write_text(content)
-        with pytest.raises(ConfigError, match=message):
-            read_texts(str(path), tokenizer)
-
-
-def test_conversations_without_messages_are_left_out(tmp_path, caplog):
+def test_rows_that_are_left_out_are_counted(tmp_path, caplog):
     tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.jsonl"
     said = {"messages": [{"role": "user", "content": "How many?"}]}
     empty = [{"conversations": []}, {"messages": [], "prompt": "unsaid"}, {"messages": None}]
-    rows = [empty[0], said, *empty[1:], {"messages": None, "text": "a text"}]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    rows = [empty[0], said, *empty[1:], {"messages": None, "text": "a text"}, {"text": None}]
+    path.write_text("\n".join([*map(json.dumps, rows), "{"]))
     chat, text = read_texts(str(path), tokenizer)[0]
     assert "How many?" in chat and text == "a text"
     (warning,) = caplog.messages
-    assert "3 of the 5 texts of" in warning and "are conversations without messages" in warning
+    assert "5 of the 7 rows" in warning and "3: a conversation without messages (row 1 of c.jsonl)" in warning
+    assert "1: 'text' is null" in warning and "1: a line that is not JSON" in warning
     path.write_text("\n".join(map(json.dumps, empty)))
-    with pytest.raises(ConfigError, match=r"--calib: of 3 rows in '.*c\.jsonl' none has text"):
+    with pytest.raises(
+        ConfigError, match=r"no row of '.*c\.jsonl' can be used .3: a conversation without mess"
+    ):
         read_texts(str(path), tokenizer)
 
 
-def test_a_dataset_by_name(monkeypatch):
+def by_name(monkeypatch, rows):
+    """Datasets of the Hub, by a library that has one; the names asked for."""
     import datasets
 
     asked = []
 
     def load(path, config, split, streaming):
+        assert streaming
         asked.append((path, config, split))
-        return datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
+        return datasets.IterableDataset.from_generator(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    assert read_texts("org/name:config:validation", Chat()) == (["one", "two"], "org/name:config:validation")
-    assert read_texts("wikitext", Chat())[0] == ["one", "two"]
-    assert read_texts("org/Name-2.5", Chat())[1] == "org/Name-2.5"
-    assert read_texts("org/name:20231101.en", Chat())[1] == "org/name:20231101.en"
+    return asked
+
+
+def test_a_dataset_by_name(monkeypatch):
+    asked = by_name(monkeypatch, lambda: iter([{"text": "one"}, {"text": "two"}]))
+    assert read_texts("org/name:config:validation", None) == (["one", "two"], "org/name:config:validation")
+    assert read_texts("wikitext", None)[0] == ["one", "two"]
+    assert read_texts("org/Name-2.5", None)[1] == "org/Name-2.5"
+    assert read_texts("org/name:20231101.en", None)[1] == "org/name:20231101.en"
     assert asked == [
         ("org/name", "config", "validation"), ("wikitext", None, "train"), ("org/Name-2.5", None, "train"),
         ("org/name", "20231101.en", "train"),
     ]  # fmt: skip
+
+
+def test_a_dataset_that_cannot_be_read_is_one_line(monkeypatch):
+    def rows():
+        raise ConnectionError("no route\nto the host")
+        yield
+
+    by_name(monkeypatch, rows)
+    with pytest.raises(
+        ConfigError, match="neither a file nor a dataset .* 'org/name' .no route.; give a local"
+    ):
+        read_texts("org/name", None)
 
 
 def test_no_tokenizer(llama, tmp_path):
