@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -44,7 +45,40 @@ def load(folder: Path) -> Any:
         raise CheckpointError(f"{folder}: no usable tokenizer: {fault}") from error
     if not getattr(hf, "is_fast", False):
         raise UnsupportedError(f"{folder}: {type(hf).__name__} has no fast backend; {ADD_TOKENIZER}")
+    if whole:
+        _add_bos(hf, folder)
     return hf
+
+
+def _add_bos(hf: Any, folder: Path) -> None:
+    """Begin every text with BOS where either file says so.
+
+    Transformers 5 asks the post-processor of tokenizer.json alone. That of DeepSeek's distilled Qwen adds
+    none; `add_bos_token` in its tokenizer_config.json does, by which transformers 4 and llama.cpp go and the
+    model was trained. `add_bos_token: false` leaves the post-processor as it is, as in transformers 5. EOS
+    comes from the post-processor alone: behind a prompt it would end the answer.
+    """
+    config = folder / TOKENIZER_CONFIG
+    wanted = is_file(config) and read_json(config).get("add_bos_token") is True
+    if not wanted or hf.bos_token_id is None or hf("a")["input_ids"][:1] == [hf.bos_token_id]:
+        return
+    from tokenizers import processors
+
+    bos, backend = hf.bos_token, hf.backend_tokenizer
+    whole = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
+    before = whole if backend.post_processor is None else backend.post_processor
+    state = json.loads(before.__getstate__())
+    steps = state.get("processors", [state])
+    template = next((step for step in steps if step["type"] == "TemplateProcessing"), None)
+    if template is None:
+        before = processors.Sequence([before, whole])
+        state = json.loads(before.__getstate__())
+        template = state["processors"][-1]
+    for form in ("single", "pair"):
+        template[form].insert(0, {"SpecialToken": {"id": bos, "type_id": 0}})
+    template["special_tokens"][bos] = {"id": bos, "ids": [hf.bos_token_id], "tokens": [bos]}
+    before.__setstate__(json.dumps(state).encode())
+    backend.post_processor = before
 
 
 def _faults(folder: Path, reason: str) -> Iterator[str]:
