@@ -21,6 +21,7 @@ from qrt.serve.settings import (
     MAX_STOPS,
     MAX_TOOLS,
 )
+from qrt.text.tool_calls import MAX_CALLS
 
 # Fields of Sampling that SamplingParams has under the same name.
 SAMPLING_FIELDS = (
@@ -154,7 +155,7 @@ class ChatMessage(BaseModel):
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as it came, for `ChatTemplate.render`."""

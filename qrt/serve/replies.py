@@ -242,7 +242,7 @@ class ChatReply(Reply):
         if self._tools:
             text, calls = parse(self._tools, self._names, completion.text)
             if calls:
-                message["content"] = text.strip() or None
+                message["content"] = text or None
                 message["tool_calls"] = [
                     _tool_call(call) for call in (calls if self._parallel else calls[:1])
                 ]
@@ -264,14 +264,14 @@ class ChatReply(Reply):
             first = stream.num_calls
             text, calls = stream.feed(text)
             if reason:
-                text += stream.finish()
+                rest, more = stream.finish()
+                text, calls = text + rest, calls + more
             for place, call in enumerate(calls, start=first):
                 if place and not self._parallel:
                     break
                 yield _chat_chunk(number, {"tool_calls": [{"index": place, **_tool_call(call)}]})
             if stream.num_calls:
                 reason = "tool_calls" if reason == "stop" else reason
-                text = text if text.strip() else ""
             if not (text or reason or logprobs):
                 return
         choice = _chat_chunk(number, {"content": text} if text else {}, logprobs, reason)

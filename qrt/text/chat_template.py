@@ -10,7 +10,8 @@ from typing import Any
 import jinja2
 
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.text.messages import REPAIRS, Message, join_parts, read_messages, read_tools
+from qrt.text.messages import Message, join_parts, read_messages, read_tools
+from qrt.text.repairs import REPAIRS, without_null
 from qrt.text.sandbox import compile_template, limited_range, within
 
 MAX_TEMPLATE_CHARS = 64 * 2**10
@@ -62,7 +63,7 @@ class ChatTemplate:
         The result is that of transformers, after `read_messages`. Parts of text are joined where the template
         does not read parts, text becomes a part where it reads nothing else, and OpenAI's role developer is
         the system's where the template does not know it. What transformers would fail on is changed as
-        little as helps: see `messages.REPAIRS`. ConfigError when the template refuses even then, or does too
+        little as helps: see `repairs.py`. ConfigError when the template refuses even then, or does too
         much; UnsupportedError for tools or documents it never shows.
         """
         for name, items in (("tools", tools), ("documents", documents)):
@@ -113,7 +114,7 @@ class ChatTemplate:
         """`text`, or without what it prints of a content that is null."""
         if "None" not in text or all(m.get("content", "") is not None for m in read):
             return text
-        filled = REPAIRS[0](read)
+        filled = without_null(read)
         try:
             other = self._repaired(filled, given, marked)
         except Exception:

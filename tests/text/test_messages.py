@@ -161,6 +161,16 @@ def test_results_without_ids_belong_to_the_calls_in_order():
     assert [part[:9] for part in text.split('"call_id": "')[1:]] == ids and len(set(ids)) == 2
 
 
+def test_parallel_calls_come_one_by_one_where_the_template_takes_one():
+    """Llama 3.1's refuses two, which its model may well make."""
+    calls = [{**CALL, "id": id} for id in ("1", "2")]
+    results = [{"role": "tool", "tool_call_id": id, "content": f"result {id}"} for id in ("2", "1")]
+    messages = [CALLED[0], {"role": "assistant", "content": None, "tool_calls": calls}, *results, *CALLED[3:]]
+    one = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls]
+    wanted = [CALLED[0], one[0], results[1], one[1], results[0], *CALLED[3:]]
+    assert renders(LLAMA31, messages, tools=TOOLS) == transformers_renders(LLAMA31, wanted, tools=TOOLS)
+
+
 @pytest.mark.parametrize("calls", [[], None])
 def test_an_empty_list_of_calls_is_none(calls):
     messages = [*TALK[1:2], {**TALK[2], "tool_calls": calls}, *TALK[3:]]

@@ -70,7 +70,8 @@ def test_whole_and_in_pieces(name, text, shown, count):
             piece, new = stream.feed(rest[:size])
             pieces, found, rest = pieces + piece, found + new, rest[size:]
             assert whole.startswith(pieces) or not count, "shown text is never taken back"
-        pieces += stream.finish()
+        piece, new = stream.finish()
+        pieces, found = pieces + piece, found + new
         assert pieces == whole
         assert [(c.name, c.arguments) for c in found] == [(c.name, c.arguments) for c in calls]
         assert len({call.id for call in found}) == count

@@ -1,0 +1,7 @@
+"""Tool calls: read back from the text of a model, in the notations of the common chat templates."""
+
+from qrt.text.tool_calls.call import ToolCall
+from qrt.text.tool_calls.formats import FORMATS, ToolFormat, tool_format
+from qrt.text.tool_calls.stream import MAX_CALLS, ToolCallStream, parse
+
+__all__ = ["FORMATS", "MAX_CALLS", "ToolCall", "ToolCallStream", "ToolFormat", "parse", "tool_format"]

@@ -1,0 +1,47 @@
+"""ToolCall: one call, read from the JSON value that stands for it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+NAME_KEYS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call; `arguments` is the JSON of an object."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+
+def read_calls(value: Any) -> list[ToolCall]:
+    """Return the call that an object stands for, or the calls of a list of them; ValueError for all else."""
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise ValueError("no calls")
+    return [_read_call(value) for value in values]
+
+
+def _read_call(value: Any) -> ToolCall:
+    """An object with a name and arguments, whatever the order of its keys and whatever else it has."""
+    if not isinstance(value, dict) or not any(key in value for key in NAME_KEYS):
+        raise ValueError("no call")
+    return named_call(value.get("name"), value.get("arguments", value.get("parameters")))
+
+
+def named_call(name: Any, arguments: Any) -> ToolCall:
+    """Return a call; ValueError unless the arguments are an object, or the JSON of one."""
+    if not isinstance(name, str) or not name:
+        raise ValueError("a call without a name")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments that are no object")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    f"{name}{text}".encode()  # no lone surrogates, which no reply can hold
+    return ToolCall(name, text)

@@ -1,0 +1,170 @@
+"""The notations in which models write tool calls.
+
+    hermes        <tool_call>{"name": "f", "arguments": {...}}</tool_call>          (Hermes, Qwen 2.5 and 3)
+    llama3_json   {"name": "f", "parameters": {...}}, after <|python_tag|> or first  (Llama 3.1)
+    mistral       [TOOL_CALLS][{"name": "f", "arguments": {...}}] or [TOOL_CALLS]f[ARGS]{...}
+    pythonic      [f(x=1), g(y="a")], first                                          (Llama 3.2 and 4)
+
+Nothing of it is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import uuid
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any
+
+from qrt.errors import ConfigError
+from qrt.registry import nearest
+from qrt.text.tool_calls.call import ToolCall, named_call, read_calls
+from qrt.text.tool_calls.outline import Outline, json_at
+
+SPACE = re.compile(r"\s*")
+NAMED = re.compile(r"([\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?\s*(?=\{)")
+CALLED = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?\Z", re.DOTALL)  # or its beginning
+LONGEST_NAME = 1000
+CONSTANTS = {"true": True, "false": False, "null": None}
+
+Taken = tuple[list[ToolCall], int]
+
+
+class ToolFormat(ABC):
+    """One notation.
+
+    marker    what begins a call anywhere in the text
+    opening   the character that a call may begin with at the start of the text, and behind another call
+    closing   what may stand behind a call
+    python    whether it is Python's notation, not JSON
+    """
+
+    marker: str | None = None
+    opening: str | None = None
+    closing: str | None = None
+    python: bool = False
+
+    @abstractmethod
+    def take(self, text: str, start: int) -> Taken | None:
+        """Read the calls at `start`, behind the marker; return them and where they end, or None while they
+        may still come. ValueError when no text that goes on so has any: what is told must not depend on how
+        much of the text is there."""
+
+
+class JsonFormat(ToolFormat):
+    """A notation whose calls are JSON."""
+
+    def take(self, text: str, start: int) -> Taken | None:
+        """See ToolFormat."""
+        start = SPACE.match(text, start).end()  # type: ignore[union-attr]  # it matches everywhere
+        if start == len(text):
+            return None
+        if text[start] not in "{[":
+            raise ValueError("no object and no list")
+        decoded = json_at(text, start)
+        return None if decoded is None else (read_calls(decoded[0]), decoded[1])
+
+
+class Hermes(JsonFormat):
+    """JSON between tags; the second may be missing."""
+
+    marker = "<tool_call>"
+    closing = "</tool_call>"
+
+
+class Llama3Json(JsonFormat):
+    """JSON objects, several with ; or a new line between."""
+
+    marker = "<|python_tag|>"
+    opening = "{"
+
+
+class Mistral(JsonFormat):
+    """A JSON list, or a name and JSON arguments."""
+
+    marker = "[TOOL_CALLS]"
+
+    def take(self, text: str, start: int) -> Taken | None:
+        """See ToolFormat. Ids have nine letters and digits: Mistral's templates refuse any other."""
+        start = SPACE.match(text, start).end()  # type: ignore[union-attr]  # it matches everywhere
+        taken = super().take(text, start) if text[start : start + 1] in "{[" else self._named(text, start)
+        if taken is None:
+            return None
+        return [replace(call, id=uuid.uuid4().hex[:9]) for call in taken[0]], taken[1]
+
+    @staticmethod
+    def _named(text: str, start: int) -> Taken | None:
+        named = NAMED.match(text, start)
+        if named is None:
+            if "{" in text[start : start + LONGEST_NAME] or len(text) - start > LONGEST_NAME:
+                raise ValueError("no call")
+            return None
+        decoded = json_at(text, named.end())
+        return None if decoded is None else ([named_call(named[1], decoded[0])], decoded[1])
+
+
+class Pythonic(ToolFormat):
+    """A list of calls in Python's notation."""
+
+    opening = "["
+    python = True
+
+    def take(self, text: str, start: int) -> Taken | None:
+        """See ToolFormat."""
+        if not CALLED.match(text, start):
+            raise ValueError("no list of calls")
+        outline = Outline(start, python=True)
+        outline.feed(text)
+        if outline.end is None:
+            return None
+        try:
+            tree = ast.parse(text[start : outline.end], mode="eval").body
+        except (SyntaxError, MemoryError) as error:
+            raise ValueError("no Python") from error
+        if not isinstance(tree, ast.List):
+            raise ValueError("no list")
+        return [_python_call(node) for node in tree.elts], outline.end
+
+
+def _python_call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
+        raise ValueError("no call with named arguments")
+    name = ast.unparse(node.func)
+    if not re.fullmatch(r"[\w.]+", name):
+        raise ValueError("no function's name")
+    return named_call(
+        name, {str(k.arg): ast.literal_eval(_Constants().visit(k.value)) for k in node.keywords}
+    )
+
+
+class _Constants(ast.NodeTransformer):
+    """JSON's words for Python's, which models mix up."""
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        """See ast.NodeVisitor."""
+        return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
+
+
+FORMATS: dict[str, ToolFormat] = {
+    "hermes": Hermes(),
+    "llama3_json": Llama3Json(),
+    "mistral": Mistral(),
+    "pythonic": Pythonic(),
+}
+
+
+def tool_format(name: str, chat_template: str) -> ToolFormat | None:
+    """Return the notation called `name`; for "auto" the one whose marker the chat template has, or None."""
+    if name == "none":
+        return None
+    if name != "auto":
+        if name not in FORMATS:
+            known = [*FORMATS, "auto", "none"]
+            raise ConfigError(
+                f"tool_call_parser: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
+            )
+        return FORMATS[name]
+    if "<function=" in chat_template:  # XML between Hermes' tags
+        return None
+    return next((f for f in FORMATS.values() if f.marker and f.marker in chat_template), None)
