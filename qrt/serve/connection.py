@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from qrt.serve.settings import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_HEADERS
 
 REQUEST_SECONDS = 20.0  # for a request's header and body to arrive, once its first byte has
 LINGER_SECONDS = 5.0  # a refused client may first send what it has begun, or it would not see the answer
+UPGRADE = re.compile(rb"(\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
 MAX_PIPELINED = 64  # requests of a connection that are not answered yet
 READ_SECONDS = 60.0  # for a client to read on, once the buffers between it and us are full
 
@@ -80,7 +82,7 @@ class Connection(HttpToolsProtocol):
         if too_large:
             self._refuse(431, f"the header is larger than {MAX_HEADER_BYTES} bytes")
             return
-        super().data_received(data)
+        super().data_received(_without_upgrade(data) if self._in_header else data)
 
     def on_message_begin(self) -> None:
         """The next request's clock starts."""
@@ -182,6 +184,16 @@ class Connection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         self._request_timer = self._read_timer = None
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Rename the Upgrade header of the header that `data` begins with.
+
+    No upgrade is taken, and Java's client offers one (h2c) with every request; the parser would leave the body
+    behind it unread.
+    """
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return UPGRADE.sub(rb"\1x-grade", head) + end + rest
 
 
 def _body_part(data: bytes) -> int:

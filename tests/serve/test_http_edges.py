@@ -74,6 +74,19 @@ def test_an_http_1_0_client_gets_no_chunks(server, headers):
     assert fields["transfer-encoding"] == "chunked" and events.endswith(b"0\r\n\r\n")
 
 
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_upgrade_is_not_taken_and_loses_no_body(server, protocol, apart):
+    """Java's client offers h2c with every request."""
+    offer = b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUPGRADE: " + protocol + b"\r\n"
+    request = post({"prompt": "x", "max_tokens": 1}, headers=offer)
+    head, _, body = request.partition(b"\r\n\r\n")
+    sent = (head + b"\r\n\r\n", body) if apart else (request,)
+    last = b"GET /liveness HTTP/1.1\r\n" + CLOSED + b"\r\n"
+    answer = raw(server, *sent, last)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2 and answer.endswith(b'{"status":"alive"}')
+
+
 def test_an_error_in_a_stream_of_http_1_0(server):
     status, fields, body = parts(raw(server, post({"prompt": "x", "stream": 5}, b"1.0", b"")))
     assert status.startswith("http/1.1 400") and int(fields["content-length"]) == len(body)
