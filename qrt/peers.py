@@ -78,7 +78,7 @@ _POOLING = "qrt serves generating models only"
 SETTINGS = named(
     ("trust_remote_code", "qrt never runs a model's own code", (False,)),
     ("load_way", "qrt reads safetensors only", ("HF",)),
-    ("quantization quant_type quant_cfg", _CHECKPOINT, ()),
+    ("quantization q quant_type quant_cfg", _CHECKPOINT, ()),
     ("tensor_parallel_size tp pipeline_parallel_size pp data_parallel_size dp nnodes", _ONE_GPU, (1,)),
     ("node_rank data_parallel_rank", _ONE_GPU, (0,)),
     ("master_addr master_port nccl_host nccl_port worker_extension_cls", _ONE_GPU, ()),
@@ -114,7 +114,10 @@ SETTINGS = named(
     ("token_healing_mode", "there is no token healing", ()),
     ("enable_lora enable_prompt_adapter", _ADAPTERS, (False,)),
     ("lora_modules", _ADAPTERS, ()),
-    ("max_loras max_lora_rank max_cpu_loras fully_sharded_loras", _ADAPTERS, ANY),  # enable_lora says it
+    # what these say counts only where enable_lora is true
+    ("max_loras max_lora_rank max_cpu_loras fully_sharded_loras enable_lora_bias", _ADAPTERS, ANY),
+    ("lora_extra_vocab_size lora_dtype long_lora_scaling_factors", _ADAPTERS, ANY),
+    ("max_prompt_adapters max_prompt_adapter_token", _ADAPTERS, ANY),
     ("swap_space", "weights and KV stay on the device; take fewer bits, or a smaller pool", (0, 4)),
     ("cpu_offload_gb", "weights and KV stay on the device; take fewer bits, or a smaller pool", (0,)),
     ("kv_transfer_config kv_connector", "K and V stay in one engine", ({},)),
@@ -137,8 +140,17 @@ SETTINGS = named(
     ("enable_sleep_mode", "weights stay on the device; end the process to free it", (False,)),
     ("chat_template_content_format", "the form that the template reads is found out by itself", ("auto",)),
     ("response_role", "answers have the role assistant", ("assistant",)),
+    ("enable_reasoning", "reasoning is not told apart from the answer", (False,)),
+    ("model_loader_extra_config additional_config", "qrt has no extension that reads it", ({},)),
+    ("scheduler_cls", "see --scheduling-policy", ()),
+    ("scheduler_delay_factor max_num_partial_prefills max_long_partial_prefills", _CHUNKS, (0, 1)),
+    ("cuda_graph_sizes", _GRAPHS, ()),
+    # what they are about is not there, or goes by itself, whatever they say
     ("disable_cascade_attn prefix_caching_hash_algo attention_backend uvicorn_log_level", "", ANY),
-    ("additional_config", "", ({},)),
+    ("tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config use_tqdm_on_load", "", ANY),
+    ("disable_mm_preprocessor_cache mm_processor_cache_gb skip_mm_profiling", "", ANY),
+    ("multi_step_stream_outputs disable_hybrid_kv_cache_manager pt_load_map_location", "", ANY),
+    ("show_hidden_metrics_for_version collect_detailed_traces ignore_patterns", "", ANY),
 )  # fmt: skip
 
 # Flags that take no value, with which vLLM's server is started and that ask for what qrt-serve does anyway.

@@ -73,8 +73,36 @@ def test_arrays_ask_for_something():
 
 def test_every_refusal_says_what_to_do_instead():
     """A name that some value can be refused for has a remedy."""
-    for name, entry in {**FIELDS, **SETTINGS}.items():
-        assert entry.remedy or entry.asks_nothing(object()) or is_so_anyway(name, {}), name
+    for name, entry in [*FIELDS.items(), *SETTINGS.items()]:
+        assert entry.remedy or entry.asks_nothing(object()), name
+
+
+# vLLM's EngineArgs with the defaults of 0.8 to 0.11, those left out that qrt has too
+ENGINE_DEFAULTS = {
+    "task": "auto", "runner": "auto", "convert": "auto", "skip_tokenizer_init": False,
+    "tokenizer_mode": "auto", "trust_remote_code": False, "allowed_local_media_path": "",
+    "tensor_parallel_size": 1, "hf_overrides": {}, "pipeline_parallel_size": 1, "data_parallel_size": 1,
+    "enable_expert_parallel": False, "block_size": None, "quantization": None, "rope_scaling": {},
+    "rope_theta": None, "swap_space": 4, "cpu_offload_gb": 0, "max_seq_len_to_capture": 8192,
+    "disable_custom_all_reduce": False, "disable_async_output_proc": False, "mm_processor_kwargs": None,
+    "limit_mm_per_prompt": {}, "override_pooler_config": None, "enable_lora": False,
+    "compilation_config": None, "distributed_executor_backend": None, "max_parallel_loading_workers": None,
+    "max_loras": 1, "max_lora_rank": 16, "lora_dtype": "auto", "lora_extra_vocab_size": 256,
+    "worker_cls": "auto", "long_lora_scaling_factors": None, "num_gpu_blocks_override": None,
+    "model_impl": "auto", "max_logprobs": 20, "config_format": "auto", "disable_sliding_window": False,
+    "use_v2_block_manager": True, "stream_interval": 1, "num_lookahead_slots": 0, "preemption_mode": None,
+    "num_scheduler_steps": 1, "scheduler_delay_factor": 0.0, "speculative_config": None,
+    "guided_decoding_backend": "auto", "logits_processors": None, "override_generation_config": {},
+    "enable_sleep_mode": False, "additional_config": {}, "reasoning_parser": "", "kv_transfer_config": None,
+    "calculate_kv_scales": False, "enable_prompt_embeds": False, "disable_log_stats": True,
+    "otlp_traces_endpoint": None, "collect_detailed_traces": None, "long_prefill_token_threshold": 0,
+    "max_num_partial_prefills": 1, "logprobs_mode": "raw_logprobs",
+}  # fmt: skip
+
+
+def test_every_default_of_vllms_engine_asks_for_nothing():
+    assert [name for name, value in ENGINE_DEFAULTS.items() if not is_so_anyway(name, value)] == []
+    assert not is_so_anyway("tensor_parallel_size", 2) and not is_so_anyway("quantization", "awq")
 
 
 def test_an_unknown_argument_is_named():
