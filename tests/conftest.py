@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 
+import gpu_turns
 import interpreter
 from backends import GPU, PTX, PTX_SEED, PTX_SM, PTX_TESTS
 from ptx import launch
@@ -40,6 +41,33 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """What is there before the first test stays: no need to look through all of it for garbage, each time."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Tests that use the GPU take turns on it, fixtures included; see gpu_turns."""
+    if not (GPU and _uses_gpu(item)):
+        return (yield)
+    with gpu_turns.turn(item.get_closest_marker("alone") is not None):
+        try:
+            return (yield)
+        finally:
+            gpu_turns.give_back()
+
+
+def _uses_gpu(item):
+    return item.get_closest_marker("gpu") is not None or "device" in item.fixturenames
+
+
+@pytest.fixture(autouse=True)
+def room_on_the_gpu(request):
+    """Fail a test that takes so much of the GPU that others beside it may lack it."""
+    shared = GPU and _uses_gpu(request.node) and request.node.get_closest_marker("alone") is None
+    if shared and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    yield
+    if shared and (wrong := gpu_turns.is_too_large()):
+        pytest.fail(wrong)
 
 
 def _is_small(item):

@@ -27,15 +27,20 @@ def run(engine, requests, **options):
     return {name: [d for d in deltas if d.request_id == name] for name in requests}
 
 
+@pytest.mark.alone
 def test_the_measured_pool_leaves_room_for_the_largest_step(folder):
+    """In a tenth of the GPU beyond what is in use: the CUDA contexts of other test processes are, too."""
     share = 0.1
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
     before = torch.cuda.memory_allocated()
-    config = EngineConfig(str(folder), dtype="bfloat16", gpu_memory_utilization=share, max_num_seqs=64)
+    config = EngineConfig(
+        str(folder), dtype="bfloat16", gpu_memory_utilization=1 - free / total + share, max_num_seqs=64
+    )
     engine = Engine(config)
     torch.cuda.reset_peak_memory_stats()
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=8, prompt_logprobs=1)
     run(engine, {str(i): ([i + 3] * 300, params) for i in range(64)})
-    total = torch.cuda.get_device_properties(0).total_memory
     assert torch.cuda.max_memory_allocated() - before < share * total
     assert engine.pool.num_slots >= 512
 

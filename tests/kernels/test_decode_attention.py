@@ -346,7 +346,9 @@ def plain(name, lens, Hkv, D, dtype, device, extra=0) -> Cache:
 @pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("lens,Hq,Hkv,D", [
-    ([4096] * 64, 32, 8, 128), ([131072], 32, 8, 128), ([131072] + [17] * 30, 8, 2, 128),
+    pytest.param([4096] * 64, 32, 8, 128, marks=pytest.mark.alone),
+    pytest.param([131072], 32, 8, 128, marks=pytest.mark.alone),
+    pytest.param([131072] + [17] * 30, 8, 2, 128, marks=pytest.mark.alone),
     ([1000, 31, 64, 65, 0, 4095], 28, 4, 128), ([3000] * 7, 16, 16, 64), ([2048] * 5, 16, 2, 256),
     ([777] * 9, 20, 20, 80), ([778] * 9, 12, 4, 96), ([17, 300, 1000] * 70, 32, 8, 128),
 ])  # fmt: skip
@@ -365,7 +367,8 @@ def test_sizes_of_users(device, name, lens, Hq, Hkv, D):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow  # gigabytes: not beside other tests
+@pytest.mark.alone
+@pytest.mark.slow
 @FORMATS
 def test_pool_beyond_2_to_the_31_elements(device, name):
     extra = far_slot(name, 8, 128) + 100_000

@@ -213,7 +213,8 @@ def test_a_prefill_of_8192_tokens(device, name, D):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow  # gigabytes: not beside other tests
+@pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_pool_beyond_2_to_the_31_elements(device, name):
     """The same bits into slots at its end as into the first ones, and nothing below them."""

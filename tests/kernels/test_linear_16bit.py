@@ -40,6 +40,7 @@ def test_sizes(device, monkeypatch, dtype, tokens, k, n, biased):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @DTYPES
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 @pytest.mark.parametrize("k, n", [(4096, 128256), (8192, 128256), (1024, 151936), (2048, 256000)])

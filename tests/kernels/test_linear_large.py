@@ -10,6 +10,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from random_weights import random_weight, reference, relative
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+LARGE = ("8B gate_up", "70B qkv", "70B gate_up", "70B down")  # gigabytes of fp64 beside each
 
 SIZES = {
     "ragged": (1001, 3200), "0.6B o": (1024, 2048), "1B qkv": (3072, 2048),
@@ -19,7 +20,13 @@ SIZES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n, k", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize(
+    "n, k",
+    [
+        pytest.param(*size, id=name, marks=[pytest.mark.alone] * (name in LARGE))
+        for name, size in SIZES.items()
+    ],
+)
 @pytest.mark.parametrize(
     "scheme, symmetric", [("w4a16", False), ("w4a16", True), ("w8a16", True), ("w8a8", True)]
 )
@@ -46,6 +53,7 @@ def test_sizes_of_users(device, scheme, symmetric, n, k):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme, bits, per_word", [("w4a16", 4, 4), ("w8a16", 8, 2), ("w8a8", 8, 1)])
 def test_weights_of_more_than_2_to_the_31_words(device, scheme, bits, per_word):
@@ -70,6 +78,7 @@ def test_weights_of_more_than_2_to_the_31_words(device, scheme, bits, per_word):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a8", 8)])
 def test_more_than_2_to_the_31_outputs(device, scheme, bits):
     n, k, dtype = 32771, 256, torch.bfloat16

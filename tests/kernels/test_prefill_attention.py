@@ -225,9 +225,9 @@ def test_operator(device):
 @CACHED
 @FORMATS
 @pytest.mark.parametrize("lens,own,Hq,Hkv,D", [
-    ([4096, 3000, 777], [4096, 1000, 3], 32, 8, 128), ([9000], [128], 28, 4, 128),
-    ([2000, 130], [600, 130], 16, 16, 64), ([1500], [1024], 8, 4, 256), ([1500], [500], 6, 6, 80),
-    ([1500], [500], 6, 2, 96),
+    pytest.param([4096, 3000, 777], [4096, 1000, 3], 32, 8, 128, marks=pytest.mark.alone),
+    ([9000], [128], 28, 4, 128), ([2000, 130], [600, 130], 16, 16, 64), ([1500], [1024], 8, 4, 256),
+    ([1500], [500], 6, 6, 80), ([1500], [500], 6, 2, 96),
 ])  # fmt: skip
 def test_sizes_of_users(device, attend_cache, name, lens, own, Hq, Hkv, D):
     dtype = torch.bfloat16
@@ -238,6 +238,7 @@ def test_sizes_of_users(device, attend_cache, name, lens, own, Hq, Hkv, D):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @FORMATS
 def test_a_prompt_of_32k_tokens(device, name):
     """As one chunk, against the truth of some of its rows; nothing of the size of its score matrix."""
@@ -254,6 +255,7 @@ def test_a_prompt_of_32k_tokens(device, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @CACHED
 @FORMATS
 def test_a_chunk_after_128k_tokens(device, attend_cache, name):
@@ -271,7 +273,8 @@ def test_a_chunk_after_128k_tokens(device, attend_cache, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow  # gigabytes: not beside other tests
+@pytest.mark.alone
+@pytest.mark.slow
 @CACHED
 @FORMATS
 def test_pool_beyond_2_to_the_31_elements(device, attend_cache, name):

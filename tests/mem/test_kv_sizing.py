@@ -138,8 +138,8 @@ def test_budget_of_a_cpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # what other processes take meanwhile counts too
 def test_budget_of_this_gpu():
-    """Alone: what other processes take meanwhile counts too."""
     before = torch.cuda.mem_get_info()[0]
     blocks = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     held = budget("cuda", reserve_bytes=0)

@@ -107,6 +107,7 @@ def test_a_pool_too_large_is_one_clear_line():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # it fills the GPU until nothing more fits
 @FORMATS
 def test_on_the_gpu(name):
     kv = KVStorage([KV_FORMATS[name]] * 2, 100_000, 8, 128, torch.bfloat16, "cuda")

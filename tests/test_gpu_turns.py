@@ -1,0 +1,106 @@
+"""The lock of tests on a GPU, by processes on a CPU."""
+
+import fcntl
+import multiprocessing
+import os
+import signal
+from contextlib import contextmanager
+
+import pytest
+
+from gpu_turns import turn
+
+LONG = 60  # seconds: a deadlock fails rather than hangs
+SPAWN = multiprocessing.get_context("spawn")  # pytest's workers have threads
+
+
+def write(folder, word):
+    """One line of the log, whole whoever else writes."""
+    log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(log, f"{word}\n".encode())
+    os.close(log)
+
+
+def visit(folder, name, alone, rounds=1, inside=None, leave=None):
+    """Take turns; with events say that one is in, and stay until told to leave."""
+    for _ in range(rounds):
+        with turn(alone, folder):
+            write(folder, f"+{name}")
+            if inside is not None:
+                inside.set()
+            if leave is not None:
+                assert leave.wait(LONG)
+            write(folder, f"-{name}")
+
+
+@contextmanager
+def visitors(folder, *arguments):
+    """Processes of `visit`; all must end well."""
+    processes = [SPAWN.Process(target=visit, args=(folder, *each)) for each in arguments]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+        for process in processes:
+            process.join(LONG)
+        assert [process.exitcode for process in processes] == [0] * len(processes)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def lines(folder):
+    return (folder / "log").read_text().split()
+
+
+def wait_for_somebody_in_the_queue(folder):
+    """Until a process holds the queue's lock, which it does only while it waits for the room."""
+    with open(folder / "queue", "w") as queue:
+        while True:
+            try:
+                fcntl.flock(queue, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(queue, fcntl.LOCK_UN)
+            except BlockingIOError:
+                return
+
+
+def test_nobody_is_beside_one_that_is_alone(tmp_path):
+    with visitors(tmp_path, *[(f"{name}", name in "ab", 100) for name in "abcd"]):
+        pass
+    inside = set()
+    for line in lines(tmp_path):
+        (inside.add if line[0] == "+" else inside.remove)(line[1:])
+        assert len(inside) == 1 or not inside & set("ab")
+    assert len(lines(tmp_path)) == 800
+
+
+def test_others_are_beside_each_other(tmp_path):
+    """Both are in before either leaves."""
+    leave, ins = SPAWN.Event(), [SPAWN.Event() for _ in range(2)]
+    with visitors(tmp_path, ("a", False, 1, ins[0], leave), ("b", False, 1, ins[1], leave)):
+        assert all(inside.wait(LONG) for inside in ins)
+        leave.set()
+
+
+def test_who_waits_to_be_alone_is_not_overtaken(tmp_path):
+    inside, leave = SPAWN.Event(), SPAWN.Event()
+    with visitors(tmp_path, ("first", False, 1, inside, leave)):
+        assert inside.wait(LONG)
+        with visitors(tmp_path, ("alone", True)):
+            wait_for_somebody_in_the_queue(tmp_path)
+            with visitors(tmp_path, ("later", False)):
+                leave.set()
+    assert lines(tmp_path) == ["+first", "-first", "+alone", "-alone", "+later", "-later"]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_process_that_is_killed_gives_up_its_turn(tmp_path, alone):
+    inside, never = SPAWN.Event(), SPAWN.Event()
+    process = SPAWN.Process(target=visit, args=(tmp_path, "killed", alone, 1, inside, never))
+    process.start()
+    assert inside.wait(LONG)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(LONG)
+    with visitors(tmp_path, ("next", True)):
+        pass
+    assert lines(tmp_path) == ["+killed", "+next", "-next"]
