@@ -128,6 +128,7 @@ def _add_grid(parser: ArgumentParser) -> None:
 
 
 def _add_method(parser: ArgumentParser) -> None:
+    from qrt.text.data.files import KINDS
     from qrt_calibrate.method import METHODS
     from qrt_calibrate.recipe import ROTATIONS, Recipe
 
@@ -139,8 +140,8 @@ def _add_method(parser: ArgumentParser) -> None:
     )
     method.add_argument(
         "--calib", metavar="DATA",
-        help="text file, folder, .jsonl or .json (text or chat messages), or dataset, "
-        "ORG/NAME[:CONFIG[:SPLIT]] (default: Python's own docstrings)",
+        help=f"file of {KINDS}, folder of such files, or dataset, ORG/NAME[:CONFIG[:SPLIT]]; a row holds "
+        "a text, a chat, or a question and its answer (default: Python's own docstrings)",
     )  # fmt: skip
     for flag, kind, field, what in (
         ("--n-samples", int, "n_samples", "windows of text"),

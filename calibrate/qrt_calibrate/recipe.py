@@ -48,7 +48,7 @@ class Recipe:
     ignore        Linears left as they are: globs over names, whole or from any dot ("down_proj",
                   "model.layers.0.*"), or "re:<regex>" from the name's start
     overrides     Linears on other grids; of several that match the last counts
-    calib         text file, folder, JSONL or datasets name; None is the default text
+    calib         data file, folder of them or datasets name; None is the default text
     n_samples     windows of `seqlen` tokens each, drawn with `seed`
     eval_samples  further windows of the text on which the result is compared with the original; 0: none
     damping       share of the Hessian's diagonal that GPTQ adds to it

@@ -16,6 +16,7 @@ from qrt.cli import ArgumentParser, add_place
 from qrt.config import DTYPES
 from qrt.location import EXPECTED
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV
+from qrt.text.data.files import KINDS
 from qrt_eval.shapes import SHAPES
 
 KV_CHOICES = (*UNQUANTIZED_KV, *KV_FORMATS)
@@ -106,7 +107,7 @@ def add_text(command: ArgumentParser, what: str, default: str | None, optional: 
         nargs="?" if optional else None,
         default=default,
         metavar="wikitext|pydoc|FILE|FOLDER",
-        help=f"the text {what}",
+        help=f"the text {what}; a file is {KINDS}, and a row's text is a document",
     )
 
 

@@ -110,3 +110,55 @@ def test_no_network_says_how(monkeypatch):
     monkeypatch.setattr(wikitext, "ENV", wikitext.ENV.__class__())
     with pytest.raises(ConfigError, match="--data-file.*QRT_DATA"):
         texts.load_text("wikitext")
+
+
+def test_the_rows_of_a_file_are_documents(tmp_path, caplog):
+    rows = tmp_path / "rows.CSV"
+    rows.write_text('text,label\n"One, with a comma",1\n,2\nTwo,3\n')
+    text = texts.load_text(str(rows))
+    assert text.name == "rows.CSV" and text.text == "One, with a comma\n\nTwo"
+    assert [d.original for d in text.documents] == ["One, with a comma", "Two"]
+    assert "1 of the 3 rows looked at are left out: 1: an empty text (row 2 of rows.CSV)" in caplog.text
+
+
+def test_chats_are_no_text_to_evaluate_on(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    with pytest.raises(
+        ConfigError, match="holds no text that can be read .1: chat messages, without a chat temp"
+    ):
+        texts.load_text(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_is_none_of_the_text(encoding, tmp_path):
+    """Of a wikitext either, whose lines stay as they end otherwise."""
+    (tmp_path / "a.txt").write_bytes("one\r\ntwo\r\n".encode(encoding))
+    assert texts.load_text(str(tmp_path / "a.txt")).raw == "one\ntwo\n"
+    (tmp_path / "wiki").write_bytes(" = A = \r\n b \n".encode(encoding))
+    assert texts.load_text("wikitext", str(tmp_path / "wiki")).raw == " = A = \r\n b \n"
+
+
+def test_wikitext_compressed_and_as_the_dataset_has_it(tmp_path):
+    import gzip
+
+    import datasets
+
+    rows = ["", " = A = \n", "", " b c \n"]
+    raw = " \n = A = \n \n b c \n"
+    (tmp_path / "wiki.test.raw.gz").write_bytes(gzip.compress(raw.encode()))
+    datasets.Dataset.from_dict({"text": rows}).to_parquet(tmp_path / "test.parquet")
+    for name in ("wiki.test.raw.gz", "test.parquet"):
+        text = texts.load_text("wikitext", str(tmp_path / name))
+        assert text.raw == raw and text.text == "\n\n".join(rows)
+    (tmp_path / "a.jsonl").write_text('{"txt": "a"}')
+    with pytest.raises(ConfigError, match="row 1 has no text under 'text'; give the file"):
+        texts.load_text("wikitext", str(tmp_path / "a.jsonl"))
+
+
+def test_files_of_other_kinds_are_counted_or_refused(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "b.py").write_text("code")
+    assert texts.load_text(str(tmp_path)).text == "words"
+    assert "files that are left out: .py (1)" in caplog.text
+    with pytest.raises(ConfigError, match=r"b\.py: expected text .*, got \.py"):
+        texts.load_text(str(tmp_path / "b.py"))
