@@ -61,6 +61,9 @@ PROMPT_FIELDS = named(
     ("with_pieces", "its name here is return_token_strs", (False,)),
 )  # fmt: skip
 
+# Of a message: Ollama's way to send pictures, which no template would show.
+MESSAGE_FIELDS = named(("images audio videos", _TEXT_ONLY, ()))
+
 FIELDS = PROMPT_FIELDS | named(
     # grammars
     ("grammar grammar_string json_schema regex ebnf structural_tag regular_constraint format", _GRAMMAR, ()),
@@ -91,7 +94,8 @@ FIELDS = PROMPT_FIELDS | named(
     ("logits_processors custom_logit_processor", _PROCESSORS, ()),
     ("custom_params", _PROCESSORS, ({},)),
     ("suppress_tokens begin_suppress_tokens banned_tokens custom_token_bans bad_words_ids", _PROCESSORS, ()),
-    ("invalid_token_ids sequence_bias forced_eos_token_id forced_bos_token_id", _PROCESSORS, ()),
+    ("banned_strings invalid_token_ids sequence_bias", _PROCESSORS, ()),
+    ("forced_eos_token_id forced_bos_token_id", _PROCESSORS, ()),
     ("allowed_token_ids logit_bias bad_words", _OPENAI, ({},)),
     # penalties
     ("repetition_penalty", _OPENAI, (1,)),
@@ -99,7 +103,8 @@ FIELDS = PROMPT_FIELDS | named(
     ("repeat_penalty", "its name here is repetition_penalty", (1,)),
     ("no_repeat_ngram_size encoder_no_repeat_ngram_size repetition_decay", _PENALTIES, (0,)),
     ("encoder_repetition_penalty", _PENALTIES, (1,)),
-    ("repeat_last_n repetition_penalty_range", _PENALTY_RANGE, (-1,), _PENALTY_NAMES),
+    ("repeat_last_n", _PENALTY_RANGE, (-1,), _PENALTY_NAMES),
+    ("repetition_penalty_range", _PENALTY_RANGE, (0, -1), _PENALTY_NAMES),
     ("penalize_nl penalize_newline", _PENALTY_RANGE, (True,), _PENALTY_NAMES),
     ("input_penalty", "repetition_penalty sees the prompt too, the others do not", (), _PENALTY_NAMES),
     ("exponential_decay_length_penalty", "this route does not have it; ask /generate", ()),

@@ -61,6 +61,8 @@ def test_some_fields_ask_only_together_with_another():
             SamplingParams(**{lead: value, follower: 64})
     with pytest.raises(UnsupportedError, match="dry_base: .*; dry_multiplier: "):
         SamplingParams(dry_multiplier=0.8, dry_base=2)
+    everything = SamplingParams(repetition_penalty=1.1, repetition_penalty_range=0, repeat_last_n=-1)
+    assert everything == SamplingParams(repetition_penalty=1.1)
     assert all(lead in FIELDS for entry in FIELDS.values() for lead in entry.only_with)
     assert not any(entry.only_with for entry in SETTINGS.values()), "settings are judged one by one"
 

@@ -189,8 +189,8 @@ class Connection(HttpToolsProtocol):
 def _without_upgrade(data: bytes) -> bytes:
     """Rename the Upgrade header of the header that `data` begins with.
 
-    No upgrade is taken, and Java's client offers one (h2c) with every request; the parser would leave the body
-    behind it unread.
+    No upgrade is taken, and Java's client offers one (h2c) with every request; the parser would leave the
+    body behind it unread.
     """
     head, end, rest = data.partition(b"\r\n\r\n")
     return UPGRADE.sub(rb"\1x-grade", head) + end + rest

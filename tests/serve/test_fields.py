@@ -309,6 +309,16 @@ def test_fields_of_other_servers_on_every_route(client, route):
     )
 
 
+def test_pictures_in_a_message(client):
+    """Ollama's form: a template would leave them out without a word."""
+    for url in ("/v1/chat/completions", "/tokenize"):
+        said = {"role": "user", "content": "x"}
+        body = {"messages": [said, {**said, "images": ["AA=="]}], "max_tokens": 2}
+        assert refused(client.post(url, json=body), 501).startswith("messages.1.images: only text is run")
+        body["messages"][1] = {**said, "images": [], "audio": None}
+        assert client.post(url, json=body).status_code == 200
+
+
 def test_names_of_the_other_route(client):
     """`max_completion_tokens` is run by both; others are named with the route or the name that has them."""
     body = {"prompt": "x", "ignore_eos": True}
