@@ -9,9 +9,10 @@ import hmac
 import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import FileResponse, RedirectResponse
+from fastapi.responses import FileResponse, RedirectResponse, Response
 from starlette._utils import get_route_path
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
@@ -30,10 +31,16 @@ from qrt.serve.service import Service, new_id
 PAGE = Path(__file__).parent / "page"
 OPEN_ROUTES = ("/", "/health", "/healthz", "/liveness", "/readiness")  # to be read without a key
 OPEN_FOLDER = "/page/"
-# the page asks nobody but this server, and nobody frames it
+# the page loads and asks nothing but this server, runs no script of its text, and nobody frames it
 PAGE_POLICY = (
-    "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+PAGE_HEADERS = {
+    "Content-Security-Policy": PAGE_POLICY,
+    "Cache-Control": "no-cache",  # asked for again each time: its files belong together
+    "Referrer-Policy": "no-referrer",
+}
 READY_SECONDS = 3.0  # for an engine that runs to answer, before this process takes connections
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
@@ -65,9 +72,9 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
-        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
+        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
-    app.mount("/page", StaticFiles(directory=PAGE), name="page")
+    app.mount("/page", PageFiles(directory=PAGE), name="page")
     app.add_middleware(Gate, service=service, routes=app.routes)
     if service.config.allowed_origins:
         app.add_middleware(
@@ -77,6 +84,16 @@ def create_app(service: Service) -> FastAPI:
             allow_headers=["*"],
         )
     return app
+
+
+class PageFiles(StaticFiles):
+    """The page's scripts and style."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """See StaticFiles."""
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(PAGE_HEADERS)
+        return response
 
 
 class Gate:

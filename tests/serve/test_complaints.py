@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from servers import KEY, ThreadServer, bearer, wait_idle
 
 from qrt import LLM, SamplingParams
+from qrt.serve.app import PAGE
 
 pytestmark = pytest.mark.model
 PROMPT = "When a function is called, the"
@@ -262,10 +263,21 @@ def test_a_stop_string_is_no_abort(client, http, server):
 
 def test_the_page_asks_nobody_else(http):
     page = http.get("/")
-    assert page.status_code == 200 and "default-src 'self'" in page.headers["Content-Security-Policy"]
     files = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-    assert {"page/app.js", "page/style.css"} < set(files)
+    assert {"page/app.js", "page/markdown.js", "page/style.css"} < set(files)
     for file in files:
         assert file.startswith(("page/", "data:"))
-        assert file.startswith("data:") or http.get(f"/{file}").status_code == 200
-    assert "http" not in http.get("/page/app.js").text.replace("https://a", "")
+    for path in ("/", *[f"/{file}" for file in files if file.startswith("page/")]):
+        reply = http.get(path)
+        policy = dict(part.split(" ", 1) for part in reply.headers["Content-Security-Policy"].split("; "))
+        assert reply.status_code == 200 and reply.headers["Cache-Control"] == "no-cache"
+        assert policy["default-src"] == "'none'" and policy["script-src"] == policy["connect-src"] == "'self'"
+        assert "unsafe" not in str(policy) and policy["frame-ancestors"] == "'none'"
+
+
+def test_the_page_makes_no_markup_of_texts():
+    for file in PAGE.glob("*.js"):
+        found = re.findall(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", file.read_text()
+        )
+        assert not found, f"{file.name}: {found}"

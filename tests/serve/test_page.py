@@ -1,7 +1,8 @@
-"""The page at / in a real browser, where there is one: typed, streamed, stopped, figures that move, no key at
-first; it asks nobody but its server. Driven over the DevTools protocol (https://chromedevtools.github.io)."""
+"""The page at / in a browser, where there is one: typed, streamed, stopped, cleared, refused, on a phone; it
+asks nobody but its server. Driven over the DevTools protocol (https://chromedevtools.github.io)."""
 
 import asyncio
+import contextlib
 import itertools
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 
 import aiohttp
 import pytest
+from scripted import script
 from servers import KEY, ThreadServer, wait_idle
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -95,41 +97,119 @@ def browser(tmp_path):
             process.kill()
 
 
+@contextlib.asynccontextmanager
+async def tab(browser: str, url: str):
+    async with aiohttp.ClientSession() as session, session.ws_connect(browser, max_msg_size=0) as socket:
+        page = Page(socket)
+        await page.open(url)
+        await page.until("document.getElementById('model').textContent.includes('API key')")
+        await page.value(f"document.getElementById('key').value = '{KEY}'")
+        await page.value("document.getElementById('key').dispatchEvent(new Event('change'))")
+        await page.until("document.getElementById('model').textContent.startsWith('tiny, ')")
+        yield page
+        assert page.requested and all(asked.startswith((f"{url}/", "data:")) for asked in page.requested)
+        assert not page.problems
+
+
 def test_the_page_in_a_browser(browser):
     with ThreadServer(kv="int8") as server:
         asyncio.run(drive(browser, server))
 
 
 async def drive(browser: str, server: ThreadServer) -> None:
-    async with aiohttp.ClientSession() as session, session.ws_connect(browser, max_msg_size=0) as socket:
-        page = Page(socket)
-        await page.open(server.url)
-        await page.until("document.getElementById('model').textContent.includes('API key')")
-        await page.value(f"document.getElementById('key').value = '{KEY}'")
-        await page.until("document.getElementById('model').textContent.startsWith('tiny, ')")
+    async with tab(browser, server.url) as page:
         assert await page.text("kv-format") == "int8" and await page.text("kv-bytes") == "1,632"
-
         await page.value("document.getElementById('temperature').value = 0")
         await page.value("document.getElementById('max-tokens').value = 12")
         await page.type("What is a <b>list</b>?")
-        await page.until("document.querySelector('.assistant small')?.textContent.includes('tokens')")
-        assert await page.value("document.querySelector('.user').textContent") == "What is a <b>list</b>?"
-        answer, note = [
-            await page.value(f"document.querySelector('.assistant{x}').textContent") for x in ("", " small")
-        ]
-        assert len(answer) > len(note) + 3 and "12 tokens" in note
+        await page.until("document.querySelector('.answer small')?.textContent.includes('12 tokens')")
+        assert (
+            await page.value("document.querySelector('.question .plain').textContent")
+            == "What is a <b>list</b>?"
+        )
+        assert await page.value("document.querySelector('.answer .markdown').textContent.length > 3")
+        assert "most tokens" in await page.value("document.querySelector('.state').textContent")
         await page.until("document.getElementById('generated').textContent !== '0'")
         await page.until("document.getElementById('kv-cached').textContent !== '0 tokens'")
 
         await page.value("document.getElementById('tab-completion').click()")
         await page.value("document.getElementById('max-tokens').value = 1900")
         await page.type("When a function is called, the")
-        await page.until("document.querySelector('.assistant').textContent.length > 60")
+        await page.until("document.querySelector('#log-completion .plain')?.textContent.length > 60")
         await page.until("document.getElementById('running').textContent === '1'")
         await page.value("document.getElementById('stop').click()")
-        await page.until("document.querySelector('.assistant small')?.textContent.includes('stopped')")
+        await page.until("document.querySelector('#log-completion .state')?.textContent === 'Stopped.'")
         await asyncio.to_thread(wait_idle, server)
         await page.until("document.getElementById('running').textContent === '0'")
 
-        assert page.requested and all(url.startswith((f"{server.url}/", "data:")) for url in page.requested)
-        assert not page.problems
+
+HOSTILE = (
+    "A *list*: <img src=x onerror=\"document.title='x'\"> [a](javascript:document.title='x') "
+    "![b](https://evil.example/b.png) <script>document.title='x'</script>\n\n```py\n<b>1</b>\n```"
+)
+# messages of the requests that the page sends
+WATCH = """
+window.sent = [];
+const real = window.fetch;
+window.fetch = (path, options) => {
+  if (options?.body) sent.push(JSON.parse(options.body).messages);
+  return real(path, options);
+};
+"""
+
+
+def test_conversations_in_a_browser(browser):
+    with ThreadServer(kv="int8", engine={"max_model_len": 512}) as server:
+        script(
+            server.engine, server.tokenizer, {"list": HOSTILE, "story": "and so on " * 100, "cat": "A cat."}
+        )
+        asyncio.run(converse(browser, server))
+
+
+async def converse(browser: str, server: ThreadServer) -> None:
+    async with tab(browser, server.url) as page:
+        idle = "document.getElementById('stop').hidden"
+        await page.value(WATCH)
+        # S38
+        await page.type("A story")
+        await page.until("document.querySelector('.markdown')?.textContent.length > 20")
+        await page.value("document.getElementById('clear').click()")
+        await page.type("A cat")
+        await page.until("document.querySelector('.markdown')?.textContent === 'A cat.'")
+        await page.until(idle)
+        assert await page.value("sent") == [
+            [{"role": "user", "content": "A story"}], [{"role": "user", "content": "A cat"}],
+        ]  # fmt: skip
+        # S39
+        await page.type("cat " * 600)
+        await page.until("!document.getElementById('error').hidden")
+        await page.until("document.getElementById('prompt').value.length === 2400")
+        await page.value("document.getElementById('prompt').value = ''")
+        await page.type("The cat?")
+        await page.until("document.querySelectorAll('.answer small').length === 2")
+        await page.until(idle)
+        assert [m["content"] for m in await page.value("sent.at(-1)")] == ["A cat", "A cat.", "The cat?"]
+        assert await page.value("document.getElementById('error').hidden")
+        # what a model says is text
+        await page.value("document.getElementById('clear').click()")
+        await page.type("A list")
+        await page.until("document.querySelector('.code pre')?.textContent.startsWith('<b>1</b>')")
+        await page.until(idle)
+        assert await page.value("document.title") == "qrt"
+        assert await page.value("document.querySelectorAll('img, .markdown script, .markdown b').length") == 0
+        links = await page.value("[...document.querySelectorAll('a')].map((a) => a.href)")
+        assert links == ["https://evil.example/b.png"]
+        # S42
+        await page.call(
+            "Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True
+        )
+        await page.until("innerWidth === 390")
+        assert await page.value("document.getElementById('log-chat').clientHeight") > 560
+        assert await page.value("document.documentElement.scrollWidth") == 390
+        assert not await page.value("document.getElementById('panel').checkVisibility()")
+        await page.value("document.getElementById('panel-button').click()")
+        assert await page.value("document.getElementById('panel').checkVisibility()")
+        # a reload keeps what this tab has
+        await page.call("Page.reload")
+        await page.until("document.querySelector('.code pre')?.textContent.startsWith('<b>1</b>')")
+        await page.until("document.getElementById('model').textContent.startsWith('tiny, ')")

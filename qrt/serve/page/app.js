@@ -1,216 +1,190 @@
 "use strict";
-// The playground: chat and completion over the OpenAI endpoints, figures from /load. No other requests.
+// The page: its form and buttons, the two talks, and what this tab keeps. It asks nobody but its own server.
 
-const POLL_MS = 1000;
-const POINTS = 60; // of the line: a minute
+const STORE = `qrt ${location.pathname}`; // of this tab, until it is closed
+const NUMBERS = { "max-tokens": "max_tokens", temperature: "temperature", "top-p": "top_p", seed: "seed" };
+const MODES = ["chat", "completion"];
+
 const $ = (id) => document.getElementById(id);
+const kept = keptState();
+let mode = kept.mode === "completion" ? "completion" : "chat";
+const talks = {};
+const logs = {};
 
-let mode = "chat";
-let conversation = []; // of the chat: {role, content}
-let running = null; // AbortController of the answer that streams
-let rates = [];
+// --- the server ----------------------------------------------------------------------------------------
 
-function headers() {
+function ask(path, options = {}) {
   const key = $("key").value;
-  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+  const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+  return fetch(path, { ...options, headers });
 }
 
-async function ask(path, options = {}) {
-  const reply = await fetch(path, { ...options, headers: headers() });
-  if (reply.ok) return reply;
-  const body = await reply.json().catch(() => null);
-  throw new Error(body?.error?.message ?? `${reply.status} ${reply.statusText}`);
+function send(path, body, signal) {
+  return ask(path, { method: "POST", body: JSON.stringify(body), signal });
 }
 
-// The events of a stream of server-sent events, as parsed JSON, up to [DONE].
-async function* events(reply) {
-  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    text += value;
-    const parts = text.split("\n\n");
-    text = parts.pop();
-    for (const part of parts) {
-      if (part === "data: [DONE]") return;
-      if (!part.startsWith("data: ")) continue; // a comment
-      const event = JSON.parse(part.slice(6));
-      if (event.error) throw new Error(event.error.message);
-      yield event;
-    }
-  }
-}
+const figuresView = new Figures(async (path) => (await checked(await ask(path))).json(), wantKey);
 
-function request(text) {
-  const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
-  const shared = {
-    max_tokens: number("max-tokens"),
-    temperature: number("temperature"),
-    top_p: number("top-p"),
-    seed: number("seed"),
-    stream: true,
-    stream_options: { include_usage: true },
-  };
-  if (mode === "completion") return ["v1/completions", { ...shared, prompt: text }];
-  return ["v1/chat/completions", { ...shared, messages: conversation }];
-}
-
-function show(role, text) {
-  const message = document.createElement("div");
-  message.className = `message ${role}`;
-  message.append(text);
-  $("messages").append(message);
-  message.scrollIntoView({ block: "end" });
-  return message;
+// Where the server refuses for want of a key, its field comes into sight until one is right.
+let keyWanted = false;
+function wantKey(error) {
+  if (error?.status === 401) showPanel(true, "key");
+  else if (!error && keyWanted) showPanel(false);
+  keyWanted = error?.status === 401;
 }
 
 function fail(error) {
-  $("error").textContent = error ?? "";
+  $("error").textContent = error?.message ?? "";
   $("error").hidden = !error;
+  if (error) wantKey(error);
 }
 
-function setRunning(controller) {
-  running = controller;
-  $("stop").hidden = !controller;
-  $("send").hidden = Boolean(controller);
+// --- the talks -----------------------------------------------------------------------------------------
+
+function settings() {
+  const given = Object.entries(NUMBERS).filter(([id]) => $(id).value !== "");
+  return Object.fromEntries(given.map(([id, name]) => [name, Number($(id).value)]));
 }
 
-async function send(text) {
+function addTalk(name) {
+  const { conversation, question } = Conversation.restored(kept.talks?.[name]);
+  const log = $(`log-${name}`);
+  let drawn = false;
+  const changed = () => {
+    if (drawn) return;
+    drawn = true;
+    requestAnimationFrame(() => {
+      drawn = false;
+      logs[name].show();
+      showButtons();
+    });
+  };
+  const talk = new Talk({ mode: name, conversation, send, settings, changed, failed: fail, clock: () => performance.now() });
+  const edit = (exchange, text) => start(talk, () => conversation.edit(conversation.exchanges.indexOf(exchange), text));
+  const acts = { edit, retry: () => start(talk, () => conversation.retry()), resume: () => start(talk, () => conversation.resume()) };
+  talks[name] = talk;
+  logs[name] = new LogView(log, $("jump"), conversation, name, acts);
+  return question;
+}
+
+// Runs the answer that `begin` begins. A question that gets none comes back into the field.
+async function start(talk, begin) {
+  if (!$("settings").checkValidity()) {
+    showPanel(true);
+    return $("settings").reportValidity();
+  }
   fail(null);
-  const answer = start(text);
-  const controller = new AbortController();
-  setRunning(controller);
-  const began = performance.now();
-  let first = null;
-  let usage = null;
-  let content = "";
+  const exchange = begin();
+  if (!exchange) return;
+  logs[talk.mode].follows = true;
+  takeBack(await talk.run(exchange));
+  keep();
+}
+
+function takeBack(question) {
+  const field = $("prompt");
+  if (question === null || field.value === question) return;
+  field.value = field.value ? `${question}\n${field.value}` : question;
+  field.focus();
+}
+
+// --- what this tab keeps -------------------------------------------------------------------------------
+
+function keptState() {
   try {
-    const [path, body] = request(text);
-    const reply = await ask(path, { method: "POST", body: JSON.stringify(body), signal: controller.signal });
-    for await (const event of events(reply)) {
-      const choice = event.choices[0];
-      const piece = choice?.delta?.content ?? choice?.text ?? "";
-      if (piece) {
-        first ??= performance.now();
-        content += piece;
-        answer.append(piece);
-        $("messages").scrollTop = $("messages").scrollHeight;
-      }
-      usage = event.usage ?? usage;
-    }
-  } catch (error) {
-    if (error.name !== "AbortError") fail(error.message);
-  } finally {
-    setRunning(null);
-    answer.classList.remove("running");
-    note(answer, usage, began, first, controller.signal.aborted);
-    if (mode === "chat") conversation.push({ role: "assistant", content });
+    return JSON.parse(sessionStorage.getItem(STORE)) ?? {};
+  } catch {
+    return {};
   }
 }
 
-// Show the user's text; returns where the answer goes.
-function start(text) {
-  if (mode === "chat") {
-    conversation.push({ role: "user", content: text });
-    show("user", text);
-    return show("assistant running", "");
+function keep() {
+  const state = { mode, key: $("key").value, form: {}, talks: {} };
+  for (const id of Object.keys(NUMBERS)) state.form[id] = $(id).value;
+  for (const name of MODES) state.talks[name] = talks[name].conversation.save();
+  try {
+    sessionStorage.setItem(STORE, JSON.stringify(state));
+  } catch {
+    sessionStorage.removeItem(STORE); // more than a browser keeps
   }
-  const answer = show("assistant running", "");
-  const given = document.createElement("span");
-  given.className = "given";
-  given.textContent = text;
-  answer.append(given);
-  return answer;
 }
 
-function note(answer, usage, began, first, stopped) {
-  const parts = [];
-  const seconds = (performance.now() - (first ?? began)) / 1000;
-  if (first !== null) parts.push(`first token after ${Math.round(first - began)} ms`);
-  if (usage) {
-    parts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`);
-    parts.push(`${usage.prompt_tokens_details.cached_tokens} of the prompt cached`);
-    if (usage.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
-  }
-  if (stopped) parts.push("stopped");
-  const line = document.createElement("small");
-  line.textContent = parts.join(", ");
-  answer.append(line);
+// The conversation as a file: messages as the API takes them.
+function save() {
+  const messages = talks.chat.conversation.history();
+  const text = JSON.stringify({ model: figuresView.model, messages }, null, 2);
+  const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  element("a", { href: url, download: `conversation-${new Date().toISOString().slice(0, 19).replaceAll(":", "")}.json` }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 
-function clear() {
-  running?.abort();
-  conversation = [];
-  $("messages").replaceChildren();
+// --- the form ------------------------------------------------------------------------------------------
+
+function showButtons() {
+  const running = talks[mode].conversation.begun !== null;
+  $("stop").hidden = !running;
+  $("send").hidden = running;
+  $("save").hidden = mode !== "chat";
+  $("save").disabled = $("clear").disabled = talks[mode].conversation.exchanges.length === 0;
+}
+
+function showMode(name) {
+  mode = name;
+  for (const each of MODES) {
+    $(`tab-${each}`).setAttribute("aria-selected", String(each === name));
+    $(`log-${each}`).hidden = each !== name;
+  }
+  $("prompt").placeholder = name === "chat" ? "Write a message" : "Write the beginning of a text";
+  $("max-tokens").placeholder = name === "chat" ? "no limit" : "256";
+  logs[name].show();
+  showButtons();
   fail(null);
 }
 
-function choose(tab) {
-  if (mode === tab) return;
-  mode = tab;
-  clear();
-  for (const name of ["chat", "completion"]) $(`tab-${name}`).setAttribute("aria-selected", String(name === tab));
-  $("prompt").placeholder = tab === "chat" ? "Write a message" : "Write the beginning of a text";
+function showPanel(open, focus) {
+  $("panel").classList.toggle("open", open);
+  $("panel-button").setAttribute("aria-expanded", String(open));
+  if (!open) return;
+  $("settings-fold").open = true;
+  if (focus && document.activeElement === document.body) $(focus).focus();
 }
 
-const count = (number) => Math.round(number).toLocaleString("en");
-const rate = (number) => number.toFixed(number < 100 ? 1 : 0);
-
-function showLoad(load) {
-  const part = (tokens) => `${(100 * tokens) / load.kv_pool_tokens}%`;
-  $("kv-used-bar").style.width = part(load.kv_used_tokens);
-  $("kv-cached-bar").style.width = part(load.kv_cached_tokens);
-  $("kv-used").textContent = `${count(load.kv_used_tokens)} tokens`;
-  $("kv-cached").textContent = `${count(load.kv_cached_tokens)} tokens`;
-  $("kv-pool").textContent = `${count(load.kv_pool_tokens)} tokens`;
-  $("running").textContent = count(load.running);
-  $("waiting").textContent = count(load.waiting);
-  const hits = load.prefix_query_tokens ? (100 * load.prefix_hit_tokens) / load.prefix_query_tokens : 0;
-  $("hits").textContent = `${hits.toFixed(1)} %`;
-  $("rate").textContent = rate(load.generation_tokens_per_second);
-  $("prompt-rate").textContent = rate(load.prompt_tokens_per_second);
-  $("generated").textContent = count(load.generation_tokens);
-  rates = [...rates, load.generation_tokens_per_second].slice(-POINTS);
-  const most = Math.max(1, ...rates);
-  const points = rates.map((value, i) => `${(240 * (i + POINTS - rates.length)) / (POINTS - 1)},${58 - (54 * value) / most}`);
-  $("rate-line").firstElementChild.setAttribute("points", points.join(" "));
-}
-
-async function showServer() {
-  const info = await (await ask("get_server_info")).json();
-  $("model").textContent = `${info.models[0]}, ${info.weight_scheme} weights, ${info.dtype} on ${info.device}`;
-  $("kv-format").textContent = info.kv;
-  $("kv-bytes").textContent = count(info.kv_bytes_per_token);
-}
-
-let known = false;
-async function poll() {
-  try {
-    if (!known) await showServer();
-    known = true;
-    showLoad(await (await ask("load")).json());
-  } catch (error) {
-    known = false;
-    $("model").textContent = error.message;
-  }
-  setTimeout(poll, POLL_MS);
-}
-
-$("form").addEventListener("submit", (event) => {
-  event.preventDefault();
+function submit() {
   const text = $("prompt").value;
-  if (running || !text.trim()) return;
-  if (mode === "chat") $("prompt").value = "";
-  send(text);
-});
-$("prompt").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  $("form").requestSubmit();
-});
-$("stop").addEventListener("click", () => running?.abort());
-$("clear").addEventListener("click", clear);
-$("tab-chat").addEventListener("click", () => choose("chat"));
-$("tab-completion").addEventListener("click", () => choose("completion"));
-poll();
+  const talk = talks[mode];
+  if (talk.conversation.begun || !text.trim()) return;
+  start(talk, () => {
+    if (mode === "chat") $("prompt").value = "";
+    return talk.conversation.ask(text);
+  });
+}
+
+function begin() {
+  const lost = MODES.map(addTalk);
+  $("key").value = kept.key ?? "";
+  for (const id of Object.keys(NUMBERS)) $(id).value = kept.form?.[id] ?? "";
+  $("system").value = talks.chat.conversation.system;
+  showMode(mode);
+  lost.forEach(takeBack);
+  $("form").addEventListener("submit", (event) => (event.preventDefault(), submit()));
+  $("prompt").addEventListener("keydown", (event) => {
+    if (event.key === "Escape") talks[mode].stop();
+    if (!isEnter(event)) return;
+    event.preventDefault();
+    submit();
+  });
+  // the second click of a double click on Send is not one on Stop, which is then in its place
+  $("stop").addEventListener("click", (event) => event.detail > 1 || talks[mode].stop());
+  $("clear").addEventListener("click", () => (talks[mode].clear(), fail(null), keep()));
+  $("save").addEventListener("click", save);
+  $("settings").addEventListener("submit", (event) => event.preventDefault());
+  $("system").addEventListener("input", () => (talks.chat.conversation.system = $("system").value));
+  $("key").addEventListener("change", () => figuresView.poll());
+  $("panel-button").addEventListener("click", () => showPanel(!$("panel").classList.contains("open")));
+  for (const name of MODES) $(`tab-${name}`).addEventListener("click", () => showMode(name));
+  addEventListener("pagehide", keep);
+  document.addEventListener("visibilitychange", () => (document.hidden ? keep() : figuresView.poll()));
+  figuresView.poll();
+}
+
+begin();

@@ -1,0 +1,264 @@
+"use strict";
+// Exchanges and Markdown as elements. Text of the model or the user gets into the page as text nodes only.
+
+// An element with these properties and children; strings become text nodes.
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+function button(label, title, act) {
+  const made = element("button", { type: "button", title, onclick: act }, label);
+  made.setAttribute("aria-label", title);
+  return made;
+}
+
+// Pages that came over plain http from another machine have no navigator.clipboard.
+async function copy(text, from) {
+  const label = from.textContent;
+  try {
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else copySelected(text);
+    from.textContent = "Copied";
+  } catch {
+    from.textContent = "Not copied";
+  }
+  setTimeout(() => (from.textContent = label), 1500);
+}
+
+function copySelected(text) {
+  const field = element("textarea", { value: text, className: "offscreen" });
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  if (!done) throw new Error("not copied");
+}
+
+// --- Markdown ------------------------------------------------------------------------------------------
+
+const TAGS = { em: "em", strong: "strong", del: "del" };
+
+function inlineElement(node) {
+  if (typeof node === "string") return node;
+  const children = () => node.children.map(inlineElement);
+  switch (node.type) {
+    case "break": return element("br");
+    case "code": return element("code", {}, node.text);
+    case "math": return element("span", { className: "math" }, node.text);
+    case "link": {
+      const rest = { target: "_blank", rel: "noopener noreferrer", title: node.title || node.href };
+      return element("a", { href: node.href, ...rest }, ...(node.image ? ["image: "] : []), ...children());
+    }
+    default: return element(TAGS[node.type], {}, ...children());
+  }
+}
+
+function blockElement(block) {
+  switch (block.type) {
+    case "heading": return element(`h${Math.min(block.level + 2, 6)}`, {}, ...block.children.map(inlineElement));
+    case "code": return codeElement(block);
+    case "math": return element("div", { className: "math" }, block.text);
+    case "rule": return element("hr");
+    case "quote": return element("blockquote", {}, ...block.blocks.map(blockElement));
+    case "list": return listElement(block);
+    case "table": return tableElement(block);
+    default: return element("p", {}, ...block.children.map(inlineElement));
+  }
+}
+
+function codeElement({ language, text }) {
+  const bar = element("div", { className: "bar" }, element("span", {}, language || "text"));
+  const copied = button("Copy", "Copy the code", () => copy(text, copied));
+  bar.append(copied);
+  return element("div", { className: "code" }, bar, element("pre", { tabIndex: 0 }, element("code", {}, text)));
+}
+
+function listElement({ ordered, start, tight, items }) {
+  const list = element(ordered ? "ol" : "ul", ordered ? { start } : {});
+  for (const blocks of items) {
+    const parts = blocks.flatMap((block) =>
+      tight && block.type === "paragraph" ? block.children.map(inlineElement) : [blockElement(block)],
+    );
+    list.append(element("li", {}, ...parts));
+  }
+  return list;
+}
+
+function tableElement({ align, rows }) {
+  const row = (cells, tag) => {
+    const made = element("tr");
+    cells.forEach((cell, i) => made.append(element(tag, { className: align[i] ?? "" }, ...cell.map(inlineElement))));
+    return made;
+  };
+  const [head, ...body] = rows;
+  const parts = [element("thead", {}, row(head, "th")), element("tbody", {}, ...body.map((cells) => row(cells, "td")))];
+  return element("div", { className: "table", tabIndex: 0 }, element("table", {}, ...parts));
+}
+
+// Elements of a text that grows: blocks that are as they were stay, with what is selected in them.
+class MarkdownView {
+  constructor() {
+    this.element = element("div", { className: "markdown" });
+    this.sources = [];
+  }
+
+  show(text) {
+    const blocks = parseMarkdown(text);
+    let same = 0;
+    while (same < blocks.length && blocks[same].source === this.sources[same]) same += 1;
+    for (const old of [...this.element.children].slice(same)) old.remove();
+    this.element.append(...blocks.slice(same).map(blockElement));
+    this.sources = blocks.map((block) => block.source);
+  }
+}
+
+// --- exchanges -----------------------------------------------------------------------------------------
+
+const STATES = {
+  running: "",
+  done: "",
+  cut: "Cut off: the most tokens are reached.",
+  stopped: "Stopped.",
+};
+
+function stateText(exchange) {
+  const { state, error } = exchange.answer;
+  if (state === "failed") return `Broken off: ${error}. Not part of the conversation; try it again.`;
+  if (state === "running" || isPart(exchange)) return STATES[state];
+  return `${STATES[state]} There is no answer, so this is not part of the conversation.`.trim();
+}
+
+function figuresText(figures) {
+  if (!figures) return "";
+  const { first_ms, prompt_tokens, cached_tokens, completion_tokens, tokens_per_second } = figures;
+  const parts = [`${prompt_tokens} + ${completion_tokens} tokens`, `${cached_tokens} of the prompt cached`];
+  if (first_ms !== null) parts.unshift(`first token after ${first_ms} ms`);
+  if (tokens_per_second) parts.push(`${tokens_per_second.toFixed(1)} tokens/s`);
+  return parts.join(", ");
+}
+
+// One question and its answer. `acts` are what its buttons do: edit(exchange, text), retry(), resume().
+class ExchangeView {
+  constructor(exchange, mode, acts) {
+    Object.assign(this, { exchange, mode, acts, seen: "" });
+    this.question = element("div", { className: mode === "chat" ? "question" : "given" });
+    this.thought = element("pre");
+    this.summary = element("summary");
+    this.details = element("details", { className: "thought", hidden: true }, this.summary, this.thought);
+    this.markdown = new MarkdownView();
+    this.text = mode === "chat" ? this.markdown.element : element("span");
+    this.state = element("p", { className: "state" });
+    this.figures = element("small");
+    this.actions = element("div", { className: "actions" });
+    const body = mode === "chat" ? [this.details, this.text] : [element("div", { className: "plain" }, this.question, this.text)];
+    this.answer = element("div", { className: "answer" }, ...body, this.state, element("footer", {}, this.actions, this.figures));
+    this.element = element("article", {}, ...(mode === "chat" ? [this.question] : []), this.answer);
+    this.showQuestion();
+  }
+
+  showQuestion() {
+    const { question } = this.exchange;
+    this.question.replaceChildren(question);
+    if (this.mode !== "chat") return;
+    const copied = button("Copy", "Copy the message", () => copy(question, copied));
+    this.edit = button("Edit", "Edit the message and ask again from here", () => this.showEditor());
+    this.question.replaceChildren(element("div", { className: "plain" }, question), element("div", { className: "actions" }, this.edit, copied));
+  }
+
+  showEditor() {
+    const field = element("textarea", { value: this.exchange.question, rows: 3 });
+    field.setAttribute("aria-label", "The message");
+    const send = () => field.value.trim() && this.acts.edit(this.exchange, field.value);
+    field.onkeydown = (event) => {
+      if (event.key === "Escape") this.showQuestion();
+      if (isEnter(event)) event.preventDefault(), send();
+    };
+    const cancel = button("Cancel", "Leave the message as it was", () => this.showQuestion());
+    this.question.replaceChildren(field, element("div", { className: "actions" }, button("Send", "Ask again from here", send), cancel));
+    field.focus();
+  }
+
+  // `last` of the conversation; `busy` while any answer runs.
+  show(last, busy) {
+    const { raw, reasoning, state, figures } = this.exchange.answer;
+    const seen = [raw.length, reasoning.length, state, last, busy, figures?.completion_tokens].join();
+    if (seen === this.seen) return;
+    this.seen = seen;
+    const running = state === "running";
+    const { thought, text, thinking } = thoughtAndText(this.exchange.answer);
+    if (this.mode === "chat") this.showAnswer(thought, text, running && thinking);
+    else this.text.textContent = raw;
+    this.answer.classList.toggle("running", running);
+    this.element.classList.toggle("out", !running && !isPart(this.exchange));
+    this.state.textContent = stateText(this.exchange);
+    this.figures.textContent = figuresText(figures);
+    if (this.edit) this.edit.disabled = busy;
+    this.showActions(this.mode === "chat" ? text : this.exchange.question + raw, last, busy);
+  }
+
+  showAnswer(thought, text, thinking) {
+    this.markdown.show(text);
+    this.details.hidden = !thought && !thinking;
+    this.summary.textContent = thinking ? "Thinking …" : "Thought";
+    if (this.thought.textContent !== thought) this.thought.textContent = thought;
+  }
+
+  showActions(text, last, busy) {
+    const made = [];
+    if (!busy && text) {
+      const copied = button("Copy", "Copy the answer", () => copy(text, copied));
+      made.push(copied);
+    }
+    if (!busy && last) made.push(button("Retry", "Answer once more", this.acts.retry));
+    if (!busy && last && canResume(this.exchange)) made.push(button("Continue", "Go on with the answer", this.acts.resume));
+    this.actions.replaceChildren(...made);
+  }
+}
+
+// Enter that sends: not one with Shift, nor one that ends the input of a character (Safari tells that by 229).
+function isEnter(event) {
+  return event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
+}
+
+// All exchanges of a conversation, scrolled to the end as long as its reader is there.
+class LogView {
+  constructor(log, jump, conversation, mode, acts) {
+    Object.assign(this, { log, jump, conversation, mode, acts, views: new Map(), follows: true });
+    log.addEventListener("scroll", () => this.scrolled());
+    jump.addEventListener("click", () => this.toEnd());
+    new ResizeObserver(() => this.follows && this.toEnd()).observe(log);
+  }
+
+  scrolled() {
+    if (this.log.hidden) return;
+    this.follows = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
+    this.jump.hidden = this.follows;
+  }
+
+  toEnd() {
+    this.follows = true;
+    this.jump.hidden = true;
+    this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  show() {
+    const { exchanges, begun } = this.conversation;
+    const views = new Map();
+    for (const exchange of exchanges) {
+      views.set(exchange, this.views.get(exchange) ?? new ExchangeView(exchange, this.mode, this.acts));
+    }
+    for (const [exchange, view] of this.views) if (!views.has(exchange)) view.element.remove();
+    this.views = views;
+    let i = 0;
+    for (const view of views.values()) {
+      if (this.log.children[i] !== view.element) this.log.insertBefore(view.element, this.log.children[i] ?? null);
+      i += 1;
+      view.show(i === exchanges.length, begun !== null);
+    }
+    this.log.setAttribute("aria-busy", String(begun !== null));
+    if (this.follows) this.toEnd();
+    else this.scrolled();
+  }
+}

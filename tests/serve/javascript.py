@@ -1,0 +1,29 @@
+"""The page's scripts without a browser, in V8: `Scripts("markdown.js").call("parseMarkdown", text)`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from py_mini_racer import MiniRacer
+
+PAGE = Path(__file__).parents[2] / "qrt/serve/page"
+SECONDS = 20.0  # ends what does not end by itself
+
+
+class Scripts:
+    """Files of the page in a context of their own, in this order; `more` is JavaScript of the test."""
+
+    def __init__(self, *files: str, more: str = "") -> None:
+        self._context = MiniRacer()
+        for text in (*[(PAGE / file).read_text() for file in files], more):
+            self._context.eval(text)
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """The result of a function, through JSON; of an async one what it resolves to."""
+        text = self._context.eval(
+            f"(async () => JSON.stringify((await {function}(...{json.dumps(arguments)})) ?? null))()",
+            timeout_sec=SECONDS,
+        ).get(timeout=SECONDS)
+        return json.loads(text)
