@@ -57,8 +57,8 @@ def choose_windows(
 
     remote   whether reading on costs: then the sample is of the first rows
 
-    Each window begins with BOS when the tokenizer puts one before a text. ConfigError: no row can be used, or
-    the text is too short.
+    Each window begins with one BOS when the tokenizer puts one before a text. ConfigError: no row can be
+    used, or the text is too short.
     """
     bos = [tokenizer.bos_token_id] if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id else []
     width = seqlen - len(bos)
@@ -78,6 +78,11 @@ def choose_windows(
     chosen = torch.randperm(slots, generator=torch.Generator().manual_seed(seed))[:count]
     windows = tokens[: slots * width].view(slots, width)[chosen].long()
     ids = torch.cat([torch.tensor(bos, dtype=torch.long).expand(count, -1), windows], dim=1)
+    for row, start in enumerate((chosen * width).tolist()):
+        if bos and tokens[start] == bos[0] and start + seqlen <= len(tokens):
+            ids[row] = tokens[
+                start : start + seqlen
+            ]  # a chat's own BOS is the only one, and a token more fits
     return Windows(ids, sha256, sample.seen, len(sample.rows), texts)
 
 

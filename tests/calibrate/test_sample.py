@@ -104,6 +104,16 @@ def test_windows_are_of_the_whole_text_tokenized_at_once(tiny):
     assert torch.equal(choose(data, tiny, count=30, seed=5).ids, found.ids[:30])
 
 
+def test_a_window_that_begins_with_a_chat_has_one_bos(tiny):
+    """Which the chat's template has written; the text of the window is otherwise as long as any other."""
+    data = [Row(f"{tiny.bos_token}{row.value}", "a", number) for number, row in enumerate(words(300))]
+    ids = tiny("\n\n".join(row.value for row in data), add_special_tokens=False)["input_ids"]
+    found = choose(data, tiny, count=len(ids) // 15 - 1)
+    assert (found.ids[:, 0] == tiny.bos_token_id).all() and not (found.ids[:, 1] == tiny.bos_token_id).any()
+    assert found.ids[:, 2:].eq(tiny.bos_token_id).any(), "chats begin inside windows, too"
+    assert ids[:16] in found.ids.tolist(), "the first chat is the first window, and a token more"
+
+
 def test_large_data_are_sampled(tiny, monkeypatch):
     monkeypatch.setattr(windows, "SMALL", 3000)
     found = choose(words(5000), tiny)
