@@ -1,6 +1,6 @@
 """The calibrator in Python: `qrt.calibrate` writes a checkpoint, `qrt.quantize` makes one for LLM.
 
-report = qrt.calibrate("Qwen/Qwen3-8B", "Qwen3-8B-w4", bits=4, calib="chats.jsonl")
+report = qrt.calibrate("Qwen/Qwen3-8B", "Qwen3-8B-w4", bits=4)
 llm = qrt.LLM(qrt.quantize(model, tokenizer, bits=8))
 """
 

@@ -1,7 +1,7 @@
 """lm-evaluation-harness over the engine: `qrt-eval lm --tasks ...`, and its model class `qrt`.
 
     import qrt_eval.lm_model  # registers it
-    lm_eval.simple_evaluate(model="qrt", model_args="model=X-w4,kv=int8", tasks=["hellaswag"])
+    lm_eval.simple_evaluate(model="qrt", model_args="model=Qwen3-8B-w4,kv=int8", tasks=["hellaswag"])
 
 Needs lm-eval: `pip install qrt[lm]`.
 """

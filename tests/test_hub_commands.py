@@ -1,0 +1,147 @@
+"""The commands with a model of the Hub, as processes: what they name it, and how they end without it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hub_server import hub, repo_of
+from qrt import LLM, SamplingParams
+from qrt.assets import model_path
+
+pytestmark = pytest.mark.model
+MAINS = {
+    "serve": "qrt.serve.cli",
+    "calibrate": "qrt_calibrate.cli",
+    "eval": "qrt_eval.cli",
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with hub({"org/tiny": repo_of(model_path("tiny"))}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def start(server, home, tmp_path):
+    """Start `qrt-NAME words` in a folder of its own."""
+
+    def begin(name, *words, **environment):
+        code = f"import sys; from {MAINS[name]} import main; sys.exit(main())"
+        given = {"HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", **environment}
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *words],
+            cwd=tmp_path,
+            env={**os.environ, **given},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return begin
+
+
+def done(process):
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    return out, err
+
+
+def test_eval_writes_id_and_commit(start, server, tmp_path):
+    words = "ppl pydoc --model org/tiny --baseline org/tiny@main --limit 1 --seqlen 32 --json r.json".split()
+    out, err = done(start("eval", *words))
+    commit = server.repos["org/tiny"].commit
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["model"], result["model_revision"]) == ("org/tiny", commit)
+    assert result["arguments"]["model"] == result["arguments"]["baseline"] == f"org/tiny@{commit}"
+    assert out.count("org/tiny") == 2 and "snapshots" not in out, "the table has the id"
+    assert "Fetching" in err and "Fetching" not in out, "progress is no result"
+
+
+def test_a_calibrated_checkpoint_has_the_models_name(start, server, tmp_path):
+    words = "--model org/tiny --bits 4 --method rtn --eval-samples 0 --device cpu".split()
+    out, _ = done(start("calibrate", *words, HF_HUB_DISABLE_PROGRESS_BARS="1"))
+    assert "written to tiny-w4" in out
+    source = {"model": "org/tiny", "commit": server.repos["org/tiny"].commit}
+    report = json.loads((tmp_path / "tiny-w4/qrt_report.json").read_text())
+    config = json.loads((tmp_path / "tiny-w4/config.json").read_text())
+    assert report["source"] == config["quantization_config"]["qrt"]["source"] == source
+    assert source["commit"] in (page := (tmp_path / "tiny-w4/qrt_report.html").read_text())
+    assert "<h1>org/tiny</h1>" in page
+    done(start("calibrate", "convert", "--model", "tiny-w4", "--to", "gptq", "--out", "tiny-gptq"))
+
+
+def test_the_server_names_id_and_commit(start, server, home, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["org/tiny@main", "--port", str(port), "--kv-cache-memory-bytes", "64M"]
+    process = start("serve", *words, TMPDIR=str(tmp_path), OMP_NUM_THREADS="1")
+    try:
+        card = _models(f"http://127.0.0.1:{port}", process)["data"][0]
+    finally:
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    commit = server.repos["org/tiny"].commit
+    assert (card["id"], card["root"], card["revision"]) == ("org/tiny", "org/tiny", commit)
+    assert f"org/tiny: commit {commit}, in {home}" in err
+    assert server.url not in err, "the client's requests are not logged"
+
+
+def _models(url, process):
+    end = time.monotonic() + 120
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if (reply := httpx.get(f"{url}/v1/models")).status_code == 200:
+                return reply.json()
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    process.kill()
+    pytest.fail(f"no answer; the log: {process.communicate()[1][-3000:]}")
+
+
+def test_the_python_api(server, home, monkeypatch):
+    code = """
+import qrt
+llm = qrt.LLM("org/tiny", revision="main", tokenizer="org/tiny@main", kv_cache_memory_bytes=2**26)
+greedy = qrt.SamplingParams(temperature=0, max_tokens=8)
+print(llm.generate(["The"], greedy, use_tqdm=False)[0].outputs[0].text)
+"""
+    given = {"HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=True)
+    llm = LLM("tiny", kv_cache_memory_bytes=2**26)
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    assert ran.stdout == llm.generate(["The"], greedy, use_tqdm=False)[0].outputs[0].text + "\n"
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("serve", ["org/none"]),
+        ("serve", ["tiny", "--tokenizer", "org/none"]),
+        ("calibrate", ["--model", "org/none", "--bits", "4", "--dry-run"]),
+        ("calibrate", ["convert", "--model", "org/none", "--to", "awq", "--out", "x"]),
+        ("eval", ["kld", "pydoc", "--model", "tiny", "--baseline", "org/none"]),
+        ("eval", ["sweep", "--model", "org/none"]),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_line(name, words, start, tmp_path):
+    process = start(name, *words)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 1 and out == ""
+    assert err.startswith("error: org/none: no such folder here, and http://127.0.0.1:")
+    assert err.count("\n") == 1 and not list(Path(tmp_path).iterdir())
