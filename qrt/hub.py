@@ -5,7 +5,6 @@ The only module that asks the Hub for models. Names come from command lines and 
 
 from __future__ import annotations
 
-import errno
 import glob
 import logging
 import shutil
@@ -29,6 +28,7 @@ from qrt.folder import (
     read_json,
     weight_files,
 )
+from qrt.hub_errors import MAKE_ROOM, line, offline_remedy, said
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,6 @@ DESCRIBING = (CONFIG, *SEPARATE_CONFIGS, *COPIED)
 GB = 1e9
 SPARE_BYTES = 64 << 20  # of the disk, for the cache's own files
 UNASKED = "the Hub does not answer"
-MESSAGE = "X-Error-Message"  # header of a refusal
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-MAKE_ROOM = "free some, or keep models elsewhere with --download-dir, HF_HOME or HF_HUB_CACHE"
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Repository:
                 check(folder)
             if weights and (missing := _missing_weight(folder)):
                 raise CheckpointError(
-                    f"{self.id}: {missing} is not in the cache, {folder}; {self.offline_remedy()}"
+                    f"{self.id}: {missing} is not in the cache, {folder}; {offline_remedy(self.id)}"
                 )
             return folder
         commit, sizes = listing
@@ -130,7 +127,7 @@ class Repository:
                 commit = self._cached(()).name
             except OSError:
                 raise error from None
-            reason = _line(error)
+            reason = line(error)
             logger.warning("%s: %s (%s); going on with %s, which is cached", self.id, UNASKED, reason, commit)
             return None
         return str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()}
@@ -180,11 +177,6 @@ class Repository:
                 f"free; {MAKE_ROOM}"
             )
 
-    def offline_remedy(self) -> str:
-        """What to do where the cache lacks something and the Hub is not asked."""
-        where = "unset HF_HUB_OFFLINE" if ENV.hub_offline else "try again with the network up"
-        return f"{where}, or bring the files from another machine (hf download {self.id} --local-dir FOLDER)"
-
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a file is meant; unlike fnmatch's a `*` stays within its folder."""
@@ -215,55 +207,34 @@ def _explained(repository: Repository) -> Iterator[None]:
     except QrtError:
         raise
     except Exception as error:  # of the client, its HTTP library, its download library and the system
-        raise CheckpointError(_said(repository, error)) from error
+        raise CheckpointError(said(repository.id, repository.revision, repository.cache, error)) from error
 
 
-def _said(repository: Repository, error: BaseException) -> str:
-    """What went wrong, and what to do about it."""
+@contextmanager
+def dataset(id: str) -> Iterator[None]:
+    """Let `datasets` load the dataset `id`: ask the Hub once whether it may be had.
+
+    Where the Hub does not answer, what is cached is taken within the block, instead of a minute of retries.
+    CheckpointError for a dataset that is not there or not granted.
+    """
+    import datasets
     import httpx
-    from huggingface_hub import errors
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
 
-    id, endpoint = repository.id, ENV.hub_endpoint
-    page = f"{endpoint}/{id}"
-    login = "run `hf auth login` or set HF_TOKEN"
-    match error:
-        case errors.GatedRepoError():
-            return f"{id}: access is granted by its owners; ask for it at {page}, then {login}"
-        case errors.RevisionNotFoundError():
-            return f"{id}: no revision {repository.revision!r}; give a branch, a tag or a commit of {page}"
-        case errors.HfHubHTTPError() if "Invalid credentials" in error.response.headers.get(MESSAGE, ""):
-            return f"{id}: {endpoint} does not accept the token; {login}, or leave it away"
-        case errors.HfHubHTTPError() if error.response.status_code in (401, 404):
-            return (
-                f"{id}: no such folder here, and {endpoint} shows no such model; check the name, and for a "
-                f"private model {login}"
-            )
-        case errors.HfHubHTTPError():
-            return f"{id}: {endpoint} answers {error.response.status_code} ({_line(error)}); try again later"
-        case errors.LocalEntryNotFoundError():
-            if error.__cause__ is not None:
-                return _said(repository, error.__cause__)
-            part = getattr(error, "snapshot_path", None)  # of recent clients
-            place = f"only a part of it is in the cache, {part}" if part else f"not in {repository.cache}"
-            return f"{id}: no such folder here, and {place}; {repository.offline_remedy()}"
-        case errors.FileMetadataError():
-            return f"{id}: {endpoint} does not answer as the Hub does ({_line(error)}); check HF_ENDPOINT"
-        case httpx.RemoteProtocolError() | httpx.ReadError() | httpx.ReadTimeout():
-            return f"{id}: {endpoint} broke off ({_line(error)}); run it again, for what is still missing"
-        case httpx.HTTPError() | errors.OfflineModeIsEnabled():
-            return (
-                f"{id}: no such folder here, and {endpoint} cannot be reached ({_line(error)}); check the "
-                "network, HF_ENDPOINT and the proxy, or give a folder"
-            )
-        case OSError() if error.errno in NO_ROOM:
-            return f"{id}: no space left in {repository.cache}; {MAKE_ROOM}"
-        case OSError() if error.errno is not None:
-            file = error.filename or repository.cache
-            return f"{id}: {file} cannot be used ({error.strerror}); name another --download-dir"
-    return f"{id}: cannot be downloaded ({type(error).__name__}: {_line(error)}); try again"
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind where it has none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    offline = ENV.hub_offline
+    if not offline:
+        try:
+            HfApi(ENV.hub_endpoint, token=ENV.hub_token, library_name="qrt").dataset_info(id, timeout=10)
+        except Exception as error:
+            fails = isinstance(error, HfHubHTTPError) and error.response.status_code >= 500
+            if not fails and not isinstance(error, httpx.TransportError):
+                raise CheckpointError(said(id, "main", ENV.hub_cache, error, "dataset")) from error
+            logger.warning("%s: %s (%s); going on with what is cached", id, UNASKED, line(error))
+            offline = True
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before

@@ -1,4 +1,4 @@
-"""A small Hub on loopback for the real huggingface_hub client: model and file routes of https://huggingface.co.
+"""A small Hub on loopback for the real huggingface_hub client: routes of https://huggingface.co.
 
 As there, small files are answered at once, and weights are a redirect to another host (`localhost`) that
 knows ranges. Everything asked is kept in `requests`, so that a test can count.
@@ -21,6 +21,9 @@ from urllib.parse import unquote
 
 TOKEN = "hf_secret-of-the-test"
 LARGE = (".safetensors", ".bin", ".gguf", ".pth")  # files that stand behind a redirect
+ID = "((?:datasets/)?[^/]+/[^/]+)"
+API = re.compile(f"/api/models/{ID}(?:/(revision|tree)/([^/]+)(/.+)?)?")
+RESOLVE = re.compile(f"/{ID}/resolve/([^/]+)/(.+)")
 RANGE = re.compile(r"bytes=(\d+)-")
 
 
@@ -68,7 +71,7 @@ def repo_of(folder: Path, **more: Any) -> Repo:
 
 
 class HubServer(ThreadingHTTPServer):
-    """Repositories by id."""
+    """Repositories by id, ORG/NAME, or datasets/ORG/NAME."""
 
     daemon_threads = True
 
@@ -117,9 +120,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(self.path.partition("?")[0])
         self.server.requests.append((self.command, path))
-        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path):
+        path = path.replace("/api/datasets/", "/api/models/datasets/", 1)
+        if found := API.fullmatch(path):
+            if found[4]:
+                return self._refuse(404, "EntryNotFound")  # no repository here has folders
             self._api(found[1], found[2], found[3] or "main")
-        elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        elif found := RESOLVE.fullmatch(path):
             self._file(found[1], found[2], found[3])
         elif found := re.fullmatch(r"/cdn/([^/]+/[^/]+)/([^/]+)/(.+)", path):
             if "Authorization" in self.headers:

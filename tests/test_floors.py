@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "qrt.errors": 0, "qrt.registry": 0, "qrt.config": 0, "qrt.checks": 0,
     "qrt.assets": 0, "qrt.cli": 0, "qrt.folder": 0, "qrt.peers": 0,
-    "qrt.peer_fields": 0, "qrt.hub": 0, "qrt.location": 0,
+    "qrt.peer_fields": 0, "qrt.hub": 0, "qrt.hub_errors": 0, "qrt.location": 0,
     "qrt.quant": 1, "qrt.arch": 1, "qrt.text": 1,
     "qrt.kernels": 2,
     "qrt.mem": 3,
@@ -23,7 +23,7 @@ FLOORS = {
 TORCH_FREE = (
     "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.cli",
     "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager", "qrt.folder", "qrt.peers",
-    "qrt.peer_fields", "qrt.hub", "qrt.location", "qrt.engine.preflight",
+    "qrt.peer_fields", "qrt.hub", "qrt.hub_errors", "qrt.location", "qrt.engine.preflight",
 )  # fmt: skip
 
 

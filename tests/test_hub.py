@@ -15,6 +15,7 @@ import pytest
 
 from hub_server import TOKEN, Repo, hub, repo_of
 from qrt import hub as hub_module
+from qrt import hub_errors
 from qrt.assets import model_path
 from qrt.config import EngineConfig
 from qrt.engine.preflight import preflight
@@ -48,7 +49,8 @@ def asking(monkeypatch, tmp_path):
 
         def change(**settings):
             server.environment = replace(server.environment, **settings)
-            monkeypatch.setattr(hub_module, "ENV", server.environment)
+            for module in (hub_module, hub_errors):
+                monkeypatch.setattr(module, "ENV", server.environment)
 
         server.change = change
         change()
@@ -260,7 +262,7 @@ def test_models_that_are_hidden_or_gated(asking):
     for name in ("org/nothing", "org/private"):
         assert refusal(name) == (
             f"{name}: no such folder here, and {asking.url} shows no such model; check the name, and for a "
-            f"private model {login}"
+            f"private one {login}"
         )
     gated = f"org/gated: access is granted by its owners; ask for it at {asking.url}/org/gated, then {login}"
     assert refusal("org/gated") == gated
@@ -329,3 +331,20 @@ def test_a_hub_that_is_silent(asking, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", silent)
     assert f"{asking.url} broke off (The read operation timed out); run it again" in refusal("org/tiny")
+
+
+def test_without_a_network_a_cached_dataset_is_taken_at_once(asking, caplog):
+    import datasets
+    from huggingface_hub import constants
+
+    asking.repos["datasets/org/rows"] = Repo({"rows.jsonl": b'{"text": "a"}'})
+    with hub_module.dataset("org/rows"):
+        assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
+    said = "org/none: no such folder here, and .* shows no such dataset; check the name"
+    with pytest.raises(CheckpointError, match=said), hub_module.dataset("org/none"):
+        pass
+    asking.change(hub_endpoint="http://127.0.0.1:9")
+    with caplog.at_level(logging.WARNING, "qrt"), hub_module.dataset("org/rows"):
+        assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
+    assert not constants.HF_HUB_OFFLINE
+    assert "org/rows: the Hub does not answer ([Errno 111] Connection refused)" in caplog.text

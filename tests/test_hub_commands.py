@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hub_server import hub, repo_of
+from hub_server import Repo, hub, repo_of
 from qrt import LLM, SamplingParams
 from qrt.assets import model_path
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 MAINS = {
     "serve": "qrt.serve.cli",
     "calibrate": "qrt_calibrate.cli",
@@ -25,7 +25,12 @@ MAINS = {
 
 @pytest.fixture(scope="module")
 def server():
-    with hub({"org/tiny": repo_of(model_path("tiny"))}) as server:
+    rows = "".join(json.dumps({"text": f"Sentence number {i} is short. " * 9}) + "\n" for i in range(40))
+    repos = {
+        "org/tiny": repo_of(model_path("tiny")),
+        "datasets/org/rows": Repo({"rows.jsonl": rows.encode()}),
+    }
+    with hub(repos) as server:
         yield server
 
 
@@ -44,7 +49,7 @@ def start(server, home, tmp_path):
         return subprocess.Popen(
             [sys.executable, "-c", code, *words],
             cwd=tmp_path,
-            env={**os.environ, **given},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **given},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -71,16 +76,16 @@ def test_eval_writes_id_and_commit(start, server, tmp_path):
 
 
 def test_a_calibrated_checkpoint_has_the_models_name(start, server, tmp_path):
-    words = "--model org/tiny --bits 4 --method rtn --eval-samples 0 --device cpu".split()
-    out, _ = done(start("calibrate", *words, HF_HUB_DISABLE_PROGRESS_BARS="1"))
+    words = "--model org/tiny --bits 4 --method rtn --calib org/rows --seqlen 32 --eval-samples 1".split()
+    out, _ = done(start("calibrate", *words, "--device", "cpu", HF_HUB_DISABLE_PROGRESS_BARS="1"))
     assert "written to tiny-w4" in out
     source = {"model": "org/tiny", "commit": server.repos["org/tiny"].commit}
     report = json.loads((tmp_path / "tiny-w4/qrt_report.json").read_text())
     config = json.loads((tmp_path / "tiny-w4/config.json").read_text())
+    assert report["calibration"]["text"] == "org/rows"
     assert report["source"] == config["quantization_config"]["qrt"]["source"] == source
     assert source["commit"] in (page := (tmp_path / "tiny-w4/qrt_report.html").read_text())
     assert "<h1>org/tiny</h1>" in page
-    done(start("calibrate", "convert", "--model", "tiny-w4", "--to", "gptq", "--out", "tiny-gptq"))
 
 
 def test_the_server_names_id_and_commit(start, server, home, tmp_path):
@@ -88,7 +93,7 @@ def test_the_server_names_id_and_commit(start, server, home, tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = ["org/tiny@main", "--port", str(port), "--kv-cache-memory-bytes", "64M"]
-    process = start("serve", *words, TMPDIR=str(tmp_path), OMP_NUM_THREADS="1")
+    process = start("serve", *words, TMPDIR=str(tmp_path))
     try:
         card = _models(f"http://127.0.0.1:{port}", process)["data"][0]
     finally:
@@ -135,6 +140,7 @@ print(llm.generate(["The"], greedy, use_tqdm=False)[0].outputs[0].text)
         ("serve", ["tiny", "--tokenizer", "org/none"]),
         ("calibrate", ["--model", "org/none", "--bits", "4", "--dry-run"]),
         ("calibrate", ["convert", "--model", "org/none", "--to", "awq", "--out", "x"]),
+        ("calibrate", ["--model", "tiny", "--bits", "4", "--calib", "org/none"]),
         ("eval", ["kld", "pydoc", "--model", "tiny", "--baseline", "org/none"]),
         ("eval", ["sweep", "--model", "org/none"]),
     ],
@@ -143,5 +149,6 @@ def test_a_model_that_is_not_there_is_one_line(name, words, start, tmp_path):
     process = start(name, *words)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 1 and out == ""
-    assert err.startswith("error: org/none: no such folder here, and http://127.0.0.1:")
+    asked = "error: --calib: org/none: no such" if "--calib" in words else "error: org/none: no such"
+    assert err.startswith(asked) and "http://127.0.0.1:" in err
     assert err.count("\n") == 1 and not list(Path(tmp_path).iterdir())

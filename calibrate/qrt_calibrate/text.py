@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qrt.errors import ConfigError
+from qrt import hub
+from qrt.errors import CheckpointError, ConfigError
 from qrt.text.data.files import find_files, is_known
 from qrt.text.data.rows import Row, read_rows
 from qrt.text.data.texts import Render, Texts
@@ -133,8 +134,11 @@ def _dataset(name: str, seed: int) -> Iterator[Any]:
     path, _, rest = name.partition(":")
     config, _, split = rest.partition(":")
     try:
-        rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
-        yield from rows.shuffle(seed=seed, buffer_size=1)
+        with hub.dataset(path):
+            rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
+            yield from rows.shuffle(seed=seed, buffer_size=1)
+    except CheckpointError as error:
+        raise ConfigError(f"--calib: {error}") from None
     except Exception as error:  # no network, no such dataset, another split: many kinds
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(

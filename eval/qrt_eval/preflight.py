@@ -45,13 +45,16 @@ def preflight(arguments: Namespace) -> None:
 def shared_context(arguments: Namespace) -> int:
     """What every checkpoint of a command holds, so that they can be compared on the same windows."""
     lengths: list[int] = []
-    models_of(
-        vars(arguments), lambda _, model: lengths.append(engine.preflight(EngineConfig(model))[1].context)
-    )
+
+    def note(_: str, model: str) -> str:
+        lengths.append(engine.preflight(EngineConfig(model))[1].context)
+        return model
+
+    models_of(vars(arguments), note)
     return min(lengths)
 
 
-def models_of(given: Mapping[str, Any], change: Callable[[str, str], Any]) -> dict[str, Any]:
+def models_of(given: Mapping[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
     """The arguments that name checkpoints which a command reads, with what `change` makes of argument and
     checkpoint in place of each."""
     found: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
 
+from qrt import hub
 from qrt.config import ENV
 from qrt.errors import ConfigError
 from qrt.text.data.files import DataFile, decoding_fault, kind_of
@@ -123,7 +124,8 @@ def _download() -> list[str]:
     import datasets
 
     try:
-        rows = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
+        with hub.dataset("Salesforce/wikitext"):
+            rows = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
     except Exception as error:  # the library raises its own, its HTTP client's and OSError kinds here
         raise ConfigError(f"wikitext could not be downloaded ({type(error).__name__}); {HELP}") from error
     return list(rows["text"])

@@ -203,7 +203,7 @@ def test_a_server_that_refuses_or_is_not_there(capsys):
         ("--base-url localhost:8000", "--base-url localhost:8000: wanted http://HOST:PORT"),
         ("--endpoint v1/completions", "--endpoint v1/completions: wanted a path such as"),
         ("--max-concurrency 2 --processes 3", "--processes 3: wanted 1 to 2"),
-        ("--model nowhere", "'nowhere' is no folder"),
+        ("--model nowhere", "nowhere: no such folder; give a checkpoint folder, ORG/NAME"),
     ],
 )
 def test_bad_input(flags, message, capsys):
