@@ -80,7 +80,7 @@ def test_streamed_the_name_comes_once(client):
             names += [call.function.name] if call.function.name else []
             arguments += call.function.arguments or ""
         reasons.append(choice.finish_reason)
-    assert content.strip() == "Let me see." and names == ["get_weather"]
+    assert content == "Let me see." and names == ["get_weather"]
     assert json.loads(arguments) == ARGUMENTS
     assert reasons[-1] == "tool_calls" and not any(reasons[:-1])
 
