@@ -103,8 +103,8 @@ class EngineConfig:
     overlap                  prepare and launch a step while the one before it runs (None: on a GPU)
     gpu_memory_utilization   share of the GPU's memory that weights, activations and KV may take
     kv_cache_memory_bytes    KV memory, instead of what `gpu_memory_utilization` leaves
-    attend_cache             prefill reads the chunk's own K/V back from the cache too: a perplexity sees the KV
-                             format's loss, and a prompt behind a cached prefix is answered as a cold one is
+    attend_cache             prefill reads the chunk's own K/V back from the cache too: a perplexity sees the
+                             KV format's loss, and a prompt is answered behind a cached prefix as it is cold
                              (by default a prompt attends its chunk's K/V before they are rounded)
     enforce_eager            record no CUDA graphs: slower steps, an earlier start
     cudagraph_capture_sizes  decodes of a recorded step (None: 1, 2, 4, then every 8 to 256)

@@ -101,3 +101,9 @@ def test_torch_free_floors():
     for module, path in modules().items():
         if module.startswith(TORCH_FREE):
             assert not [n for n in imports(path) if n.split(".")[0] == "torch"], f"{module} imports torch"
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """pytest imports them by their file names alone, and refuses the second of one name in one run."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}
