@@ -37,7 +37,7 @@ Check = Callable[[Path], object]
 DESCRIBING = (CONFIG, *SEPARATE_CONFIGS, *COPIED)
 GB = 1e9
 SPARE_BYTES = 64 << 20  # of the disk, for the cache's own files
-UNASKED = "the Hub does not answer"
+UNASKED = "the Hub could not be asked"
 
 
 @dataclass(frozen=True)

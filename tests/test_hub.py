@@ -308,7 +308,7 @@ def test_without_a_network_the_cache_has_to_do(asking, caplog):
     with caplog.at_level(logging.WARNING, "qrt"):
         assert model_folder("org/tiny") == folder
     (line,) = [record.getMessage() for record in caplog.records if record.name == "qrt.hub"]
-    assert line.startswith("org/tiny: the Hub does not answer (") and folder.name in line
+    assert line.startswith("org/tiny: the Hub could not be asked (") and folder.name in line
     said = refusal("org/other")
     assert "http://127.0.0.1:9 cannot be reached ([Errno 111] Connection refused); check the network" in said
     asking.change(hub_endpoint="mirror.example")
@@ -347,4 +347,4 @@ def test_without_a_network_a_cached_dataset_is_taken_at_once(asking, caplog):
     with caplog.at_level(logging.WARNING, "qrt"), hub_module.dataset("org/rows"):
         assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
     assert not constants.HF_HUB_OFFLINE
-    assert "org/rows: the Hub does not answer ([Errno 111] Connection refused)" in caplog.text
+    assert "org/rows: the Hub could not be asked ([Errno 111] Connection refused)" in caplog.text
