@@ -133,9 +133,7 @@ def _add_kv_error(command: ArgumentParser) -> None:
 
 def _add_sweep(command: ArgumentParser) -> None:
     flags.add_text(command, "to take the quality on", "pydoc", optional=True)
-    source = command.add_mutually_exclusive_group(required=True)
-    flags.add_model(source, required=False)
-    flags.add_shape(source)
+    flags.add_model_or_shape(command)
     flags.add_several(
         command,
         "--weights",
@@ -169,9 +167,7 @@ def _add_sweep(command: ArgumentParser) -> None:
 
 
 def _add_model_or_shape(command: ArgumentParser) -> None:
-    source = command.add_mutually_exclusive_group(required=True)
-    flags.add_model(source, required=False)
-    flags.add_shape(source)
+    flags.add_model_or_shape(command)
     text = "weight scheme of --shape's layers (default: w4a16)"
     command.add_argument("--weights", type=str, metavar="SCHEME", help=text)
     command.add_argument(

@@ -111,12 +111,20 @@ def add_text(command: ArgumentParser, what: str, default: str | None, optional: 
     )
 
 
-def add_model(command: Any, several: bool = False, required: bool = True) -> None:
+def add_model(command: ArgumentParser, several: bool = False) -> None:
     """Checkpoints."""
-    kind: dict[str, Any] = {"required": True} if required else {}
-    if several:
-        kind["nargs"] = "+"
-    command.add_argument("--model", help=EXPECTED + ("; or several" if several else ""), **kind)
+    several_of_them = "; or several" if several else ""
+    command.add_argument(
+        "--model", required=True, nargs="+" if several else None, help=EXPECTED + several_of_them
+    )
+    add_place(command)
+
+
+def add_model_or_shape(command: ArgumentParser) -> None:
+    """A checkpoint, or random weights of a known shape."""
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help=EXPECTED)
+    add_shape(source)
     add_place(command)
 
 

@@ -57,6 +57,14 @@ def test_several_values_are_words_or_have_commas():
                 assert found[0] == found[1] and len(found[0]) == 2, f"{command} {flag}"
 
 
+def test_a_model_goes_with_its_revision_and_its_folder():
+    for command in flags()["--revision"]:
+        words = [command, *{"ppl": ["pydoc"], "lm": ["--tasks", "x"]}.get(command, [])]
+        words += ["--model", "org/name", "--revision", "v2", "--download-dir", "kept"]
+        given = parser().parse_args(words)
+        assert (given.revision, given.download_dir) == ("v2", "kept"), command
+
+
 def test_every_kv_format_can_be_chosen():
     for command, action in flags()["--kv"].items():
         for name in KV_FORMATS:
