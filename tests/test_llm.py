@@ -261,10 +261,10 @@ def test_refusals_leave_the_engine_clean(llm, folder, expected, tmp_path):
         ({"promt": "x"}, "'promt'; did you mean 'prompt'"),
         ([0.5, 1.5], "wanted a list of token ids"),
         ([1, [2, 3]], "wanted a list of token ids"),
-        ({"prompt_token_ids": None}, "got NoneType, wanted text, token ids"),
+        ({"prompt_token_ids": None}, "expected text, token ids or a dictionary, got NoneType"),
         ({"prompt": "x", "cache_salt": ["a"]}, r"cache_salt: got \['a'\], wanted text"),
         ({"prompt": "x", "cache_salt": ""}, "cache_salt: got '', wanted text"),
-        ("a\ud800", "wanted text without lone surrogates"),
+        ("a\ud800", "expected text without lone surrogates"),
         ("", "got no tokens"),
     ):
         with pytest.raises(ConfigError, match=message):

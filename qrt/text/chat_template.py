@@ -16,36 +16,36 @@ from qrt.text.sandbox import compile_template, limited_range, within
 
 MAX_TEMPLATE_CHARS = 64 * 2**10
 RENDER_SECONDS = 5.0  # for all that a conversation takes
-END_OF_TURN = "\x00end of the final message\x00 "  # with a space, which shows whether the template trims
+END_OF_TURN = "\x00end of the final message\x00 "  # ends with a space, to see whether the template trims
 PROBE = "a text that no template has"
 ASKED = {"role": "user", "content": "x"}
 CALLED = {"type": "function", "id": "123456789", "function": {"name": "f", "arguments": {}}}
-# What stands before and behind a message of each role when it is tried out.
+# The messages before and after the one of each role that is tried out.
 BEFORE: dict[str, tuple[dict[str, Any], ...]] = {
     "assistant": (ASKED,),
     "tool": (ASKED, {"role": "assistant", "content": "", "tool_calls": [CALLED]}),
 }
-BEHIND = {"system": (ASKED,)}
+AFTER = {"system": (ASKED,)}
 
 
 class ChatTemplate:
-    """One template, and what of the tokenizer it may name.
+    """Renders conversations with one template.
 
-    special_tokens   e.g. {"bos_token": "<s>"}
+    special_tokens   the tokenizer's special tokens by name, which the template may use: {"bos_token": "<s>"}
     """
 
     def __init__(self, text: str, special_tokens: Mapping[str, str]) -> None:
-        """ConfigError for a template that is too large or no Jinja."""
+        """Compile the template; ConfigError where it is too long or not valid Jinja."""
         if len(text) > MAX_TEMPLATE_CHARS:
             raise ConfigError(
-                f"chat template: got {len(text)} characters, wanted at most {MAX_TEMPLATE_CHARS}"
+                f"chat template: expected at most {MAX_TEMPLATE_CHARS} characters, got {len(text)}"
             )
         self._text = text
         self._special_tokens = dict(special_tokens)
         try:
             compile_template(text)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"chat template: no valid Jinja: {error}") from error
+            raise ConfigError(f"chat template: not valid Jinja: {error}") from error
 
     def render(
         self,
@@ -57,14 +57,17 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **named: Any,
     ) -> str:
-        """Render the prompt. With `continue_final_message` it ends inside the last message, which the model
-        goes on with. `named` are the template's own.
+        """Render the messages to a prompt.
 
-        The result is that of transformers, after `read_messages`. Parts of text are joined where the template
-        does not read parts, text becomes a part where it reads nothing else, and OpenAI's role developer is
-        the system's where the template does not know it. What transformers would fail on is changed as
-        little as helps: see `repairs.py`. ConfigError when the template refuses even then, or does too
-        much; UnsupportedError for tools or documents it never shows.
+        With `continue_final_message` the prompt ends inside the last message, and the model continues it.
+        `named` holds the template's own arguments.
+
+        The result equals that of transformers for the messages that `read_messages` returns, with three
+        changes. Parts of text are joined where the template reads no parts. A text becomes a part where the
+        template reads only parts. The role developer becomes system where the template does not name it.
+        If the template still refuses the messages, the fewest repairs that help are applied (`repairs.py`).
+        ConfigError when it refuses even then, or exceeds the sandbox's limits; UnsupportedError for tools or
+        documents that the template never shows.
         """
         for name, items in (("tools", tools), ("documents", documents)):
             if items and name not in self._text:
@@ -73,7 +76,9 @@ class ChatTemplate:
                     "or give a template that does"
                 )
         if continue_final_message and add_generation_prompt:
-            raise ConfigError("continue_final_message: wanted without add_generation_prompt")
+            raise ConfigError(
+                "continue_final_message: expected without add_generation_prompt, got both; leave one out"
+            )
         read = read_messages(messages)
         if "developer" not in self._text:
             read = [{**m, "role": "system"} if m["role"] == "developer" else m for m in read]
@@ -92,7 +97,7 @@ class ChatTemplate:
         return _cut(text) if continue_final_message else text
 
     def _repaired(self, read: list[dict[str, Any]], given: dict[str, Any], marked: bool) -> str:
-        """Render the messages as they are, or with the fewest repairs that the template takes."""
+        """Render the messages unchanged, or with the fewest repairs that the template accepts."""
         for needed in _subsets(read):
             messages = read
             for repair in needed:
@@ -111,7 +116,7 @@ class ChatTemplate:
     def _without_none(
         self, text: str, read: list[dict[str, Any]], given: dict[str, Any], marked: bool
     ) -> str:
-        """`text`, or without what it prints of a content that is null."""
+        """Return `text`, or a rendering that does not print "None" for a content that is null."""
         if "None" not in text or all(m.get("content", "") is not None for m in read):
             return text
         filled = without_null(read)
@@ -127,7 +132,7 @@ class ChatTemplate:
         )
 
     def _content(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The content as the template reads it: text, or parts."""
+        """Return the content as the template reads it, text or parts; {} where it needs no change."""
         content, role = message.get("content"), message["role"]
         if isinstance(content, list):
             return {} if self._shows(role, parts=True) else {"content": join_parts(content)}
@@ -144,11 +149,14 @@ class ChatTemplate:
 
 @lru_cache(maxsize=256)
 def _shows(template: str, special_tokens: tuple[tuple[str, str], ...], role: str, parts: bool) -> bool:
-    """Whether the template shows a text of the role, given as it is or as a part, tried on a short chat."""
+    """Return whether the template shows a text of the role; a short chat is rendered to find out.
+
+    parts   give the text as a content part, not as a string
+    """
 
     def tried(content: Any) -> str:
         message = {"role": role, "content": content, "tool_call_id": CALLED["id"]}
-        chat = [*BEFORE.get(role, ()), message, *BEHIND.get(role, ())]
+        chat = [*BEFORE.get(role, ()), message, *AFTER.get(role, ())]
         try:
             return compile_template(template).render(
                 {**dict(special_tokens), "messages": chat, "tools": None, "range": limited_range()}
@@ -161,18 +169,19 @@ def _shows(template: str, special_tokens: tuple[tuple[str, str], ...], role: str
     if "text" not in template:
         return False
     shown = tried([{"type": "text", "text": PROBE}])
-    return PROBE in shown and shown.count("type") <= tried(PROBE).count("type")  # not as a list is printed
+    # a template that prints the list itself prints its key "type" too
+    return PROBE in shown and shown.count("type") <= tried(PROBE).count("type")
 
 
 def _subsets(messages: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
-    """The repairs that change something: none of them, each, two at a time, all."""
+    """Yield the sets of repairs to try, the smallest first; repairs that change nothing are left out."""
     changing = [repair for repair in REPAIRS if repair(messages) != messages]
     for count in range(len(changing) + 1):
         yield from combinations(changing, count)
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with a mark where the last one ends."""
+    """Return the messages with a mark at the end of the last one."""
     *before, last = messages
     content = last.get("content")
     if isinstance(content, str) and content:
@@ -180,11 +189,11 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
     if isinstance(content, list) and content:
         *parts, end = content
         return [*before, {**last, "content": [*parts, {**end, "text": end["text"] + END_OF_TURN}]}]
-    raise ConfigError("continue_final_message: the final message has no text to go on with")
+    raise ConfigError("continue_final_message: the final message has no text to continue")
 
 
 def _cut(text: str) -> str:
-    """The text before the mark; as in transformers without its last spaces where the template trims."""
+    """Return the text before the mark; where the template trims, without spaces at its end."""
     mark = END_OF_TURN.strip()
     if mark not in text:
         raise ConfigError("continue_final_message: the template does not show the final message as it is")

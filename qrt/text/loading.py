@@ -1,4 +1,4 @@
-"""Load the tokenizer of a checkpoint folder: files only, never the checkpoint's own code."""
+"""Load the tokenizer of a checkpoint folder from its files; the checkpoint's own code is never run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ ADD_TOKENIZER = f"add the {TOKENIZER} of the model it was made from"
 def load(folder: Path) -> Any:
     """Return the transformers tokenizer of a folder.
 
-    tokenizer.json is taken as it is, whatever class tokenizer_config.json names: AutoTokenizer keeps its
-    vocabulary only and splits text as the class does, which is wrong where byte-level tokens go by
-    LlamaTokenizerFast, as those of DeepSeek's distilled Llama. AutoTokenizer also imports the code of all
-    models first, which takes each process of a server seconds; without a tokenizer.json there is no way
-    around it. CheckpointError names the file that cannot be read and what helps, UnsupportedError a
-    tokenizer without a fast backend.
+    tokenizer.json is loaded unchanged, whatever class tokenizer_config.json names. AutoTokenizer would keep
+    only its vocabulary and split text as that class does. This is wrong for DeepSeek's distilled Llama: its
+    tokens are byte-level, and its config names LlamaTokenizerFast. AutoTokenizer also imports the code of
+    all models, which takes seconds in each process of a server; it is used only without a tokenizer.json.
+
+    CheckpointError names the file that cannot be read and the remedy. UnsupportedError for a tokenizer
+    without a fast backend.
     """
     whole = is_file(folder / TOKENIZER)
     if whole:
@@ -38,7 +39,7 @@ def load(folder: Path) -> Any:
     try:
         hf = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not hf.get_vocab().keys() - {*hf.all_special_tokens, *hf.added_tokens_encoder}:
-            raise ValueError(f"{type(hf).__name__} finds no vocabulary")  # and makes one up
+            raise ValueError(f"{type(hf).__name__} finds no vocabulary")  # it makes one up instead
     except Exception as error:  # the Rust side raises bare Exceptions for a damaged file
         reason = str(error).strip().partition("\n")[0].partition(" from one of")[0]
         fault = next(_faults(folder, f"{type(error).__name__}: {reason}"))
@@ -51,16 +52,16 @@ def load(folder: Path) -> Any:
 
 
 def _add_bos(hf: Any, folder: Path) -> None:
-    """Begin every text with BOS where either file says so.
+    """Begin every text with BOS where tokenizer.json or tokenizer_config.json says so.
 
-    Transformers 5 asks the post-processor of tokenizer.json alone. That of DeepSeek's distilled Qwen adds
-    none; `add_bos_token` in its tokenizer_config.json does, by which transformers 4 and llama.cpp go and the
-    model was trained. `add_bos_token: false` leaves the post-processor as it is, as in transformers 5. EOS
-    comes from the post-processor alone: behind a prompt it would end the answer.
+    Transformers 5 obeys only the post-processor of tokenizer.json. That of DeepSeek's distilled Qwen adds no
+    BOS, but its tokenizer_config.json says `add_bos_token: true`. Transformers 4 and llama.cpp obey that
+    entry, and the model was trained with it. `add_bos_token: false` leaves the post-processor unchanged, as
+    in transformers 5. `add_eos_token` is ignored: EOS after a prompt would end the answer.
     """
     config = folder / TOKENIZER_CONFIG
-    wanted = is_file(config) and read_json(config).get("add_bos_token") is True
-    if not wanted or hf.bos_token_id is None or hf("a")["input_ids"][:1] == [hf.bos_token_id]:
+    asked = is_file(config) and read_json(config).get("add_bos_token") is True
+    if not asked or hf.bos_token_id is None or hf("a")["input_ids"][:1] == [hf.bos_token_id]:
         return
     from tokenizers import processors
 
@@ -82,14 +83,16 @@ def _add_bos(hf: Any, folder: Path) -> None:
 
 
 def _faults(folder: Path, reason: str) -> Iterator[str]:
-    """Say what is wrong with the tokenizer's files, and what helps; the first is the likeliest. `reason` is
-    what transformers says, which often names a package that does not help."""
+    """Yield what may be wrong with the tokenizer's files, with the remedy, the likeliest first.
+
+    `reason` is the text of transformers' error, which often names a package that does not help.
+    """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     vocabularies = [name for name in names if name in (TOKENIZER, "tekken.json") or name.endswith(".model")]
     for name in [name for name in names if name in (*SETTINGS, *vocabularies)]:
         begins = (folder / name).open("rb").read(64)
         if begins.startswith(b"version https://git-lfs"):
-            yield f"{name} is a Git LFS pointer and not the file; run git lfs pull, or download it again"
+            yield f"{name} is a Git LFS pointer, not the file; run git lfs pull, or download it again"
         if begins.startswith(codecs.BOM_UTF8):
             yield f"{name} begins with a byte order mark; save it as UTF-8 without one"
     for name in SETTINGS:
@@ -98,11 +101,11 @@ def _faults(folder: Path, reason: str) -> Iterator[str]:
     if TOKENIZER in names:
         yield f"{TOKENIZER} cannot be read ({reason}); download it again, or update the package tokenizers"
     if "auto_map" in (read_json(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in names else {}):
-        yield f"it is code of the checkpoint's own, which qrt does not run; {ADD_TOKENIZER}"
+        yield f"it is the checkpoint's own code, which qrt does not run; {ADD_TOKENIZER}"
     for name in vocabularies:
         yield _fault_of_vocabulary(folder / name, reason)
     if own := next((name for name in names if name.endswith(".tiktoken")), None):
-        yield f"{own} is read by code of the checkpoint's own, which qrt does not run; {ADD_TOKENIZER}"
+        yield f"{own} is read by the checkpoint's own code, which qrt does not run; {ADD_TOKENIZER}"
     if "vocab.json" in names and "merges.txt" not in names:
         yield f"vocab.json without merges.txt; add merges.txt, or {ADD_TOKENIZER}"
     if found := [name for name in names if name in ("vocab.json", "vocab.txt")]:
@@ -119,7 +122,7 @@ def _no_json(path: Path) -> str | None:
 
 
 def _fault_of_vocabulary(path: Path, reason: str) -> str:
-    """Of a file that needs a package to be read."""
+    """Say what is wrong with a vocabulary file, which may need a package that is not installed."""
     kind, packages = _kind(path)
     if missing := [package for package in packages if not _is_installed(package)]:
         install = " ".join(package.removeprefix("google.").replace("_", "-") for package in missing)
@@ -128,7 +131,7 @@ def _fault_of_vocabulary(path: Path, reason: str) -> str:
 
 
 def _kind(path: Path) -> tuple[str, list[str]]:
-    """Whose a vocabulary is, and the packages that read it."""
+    """Return the library that a vocabulary file belongs to, and the packages that read it."""
     if path.name == "tekken.json":
         return "Mistral's", ["mistral_common"]
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", path.open("rb").read(1024)):
@@ -139,5 +142,5 @@ def _kind(path: Path) -> tuple[str, list[str]]:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # the parent package is missing
         return False

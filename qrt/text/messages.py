@@ -1,7 +1,7 @@
-"""Messages and tools of a chat, as chat templates read them.
+"""Bring the messages and tools of a chat into the form that chat templates read.
 
-All that is done to a conversation before a template sees it is here, for the server, `LLM.chat` and the
-calibrator alike: clients write it as OpenAI's API has it, templates read it as transformers hands it over.
+Clients write the form of OpenAI's API; templates read the form that transformers passes to them. The server,
+`LLM.chat` and the calibrator all use this module, so that they render the same chat to the same prompt.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Check the messages and bring calls and contents into one form; ConfigError names what is wrong.
 
-    Arguments of tool calls become a mapping where they are the JSON of one, and otherwise stay the text that
-    they are: a model may have been cut off. A list of content parts holds `{"type": "text", "text": ...}`
-    only. Null and missing contents stay what they are, and so do keys that are not named here.
+    Arguments of a tool call that are the JSON of a mapping become that mapping. Other text stays text: the
+    model may have been cut off. Content parts become `{"type": "text", "text": ...}`. Null and missing
+    contents stay, and so do all other keys.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ConfigError(f"messages: expected a list of messages, got {type(messages).__name__}")
@@ -31,7 +31,7 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Check the tools and leave out what is null in them; None for none."""
+    """Check the tools and leave out their null entries; return None where there are none."""
     if not tools:
         return None
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
@@ -49,7 +49,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
 
 
 def join_parts(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of content parts, a part a line."""
+    """Join the texts of content parts, one part per line."""
     return "\n".join(part["text"] for part in parts)
 
 
@@ -65,7 +65,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         )
     read = dict(message)
     if not isinstance(read.get("role"), str):
-        raise ConfigError(f"{where}.role: expected a text, got {read.get('role')!r:.50}")
+        raise ConfigError(f"{where}.role: expected text, got {read.get('role')!r:.50}")
     if "content" in read:
         read["content"] = _content(read["content"], read["role"], f"{where}.content")
     if calls := read.pop("tool_calls", None):
@@ -101,7 +101,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """A call of an earlier turn; `function` may be left out, as some templates' own form has it."""
+    """Read a call of an earlier turn; name and arguments may also stand in the call itself."""
     if not isinstance(call, Mapping):
         raise ConfigError(f"{where}: expected a mapping, got {type(call).__name__}")
     function = call.get("function")
@@ -118,12 +118,12 @@ def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> Any:
-    """The mapping that the text is the JSON of, else the text; nothing is a call without arguments."""
+    """Return the mapping that the text is the JSON of, or the text; an empty text gives {}."""
     if not arguments.strip():
         return {}
     try:
         value = json.loads(arguments)
-        json.dumps(value, ensure_ascii=False).encode()  # lone surrogates are no prompt
+        json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates, which no prompt can hold
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

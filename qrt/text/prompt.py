@@ -31,5 +31,5 @@ def split_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list
 def _listed(ids: Any) -> list[int]:
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
         got = type(ids).__name__
-        raise ConfigError(f"prompt: got {got}, wanted text, token ids or a dictionary")
+        raise ConfigError(f"prompt: expected text, token ids or a dictionary, got {got}")
     return list(ids)

@@ -1,4 +1,4 @@
-"""Repairs: each gives messages that a chat template refuses a form that more templates take."""
+"""Repairs: each brings messages that a chat template refuses into a form that more templates accept."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def without_null(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """No content is an empty one."""
+    """Give a message without content an empty one."""
     return [{**m, "content": ""} if m.get("content") is None else m for m in messages]
 
 
 def _with_mappings(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Arguments that are no JSON object are the one value of a mapping."""
+    """Wrap arguments that are not a mapping into one: {"arguments": ...}."""
     return _with_functions(
         messages,
         lambda function: (
@@ -38,10 +38,10 @@ def _with_functions(
 
 
 def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every call and every result by an id of nine letters and digits, as Mistral's templates want it.
+    """Give every call and result an id of nine letters and digits, as Mistral's templates require.
 
-    An id is made from the one that was given, or from the call's place. A result without an id belongs to
-    the first call before it that has no result yet.
+    The id is made from the given one, or from the call's place. A result without an id belongs to the first
+    call before it that has no result yet.
     """
     changed, waiting = [], []
     for place, message in enumerate(messages):
@@ -68,7 +68,7 @@ def _short_id(id: Any) -> str:
 
 
 def _with_single_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A message for each call, with its result behind it: Llama 3.1's templates take one call at a time."""
+    """Give each call its own message, followed by its result; Llama 3.1's templates take only one call."""
     changed: list[dict[str, Any]] = []
     rest = deque(messages)
     while rest:

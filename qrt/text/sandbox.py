@@ -1,10 +1,9 @@
-"""Render a Jinja template in a sandbox with bounds.
+"""Render a Jinja template in a sandbox with limits.
 
-A checkpoint brings its chat template, so a template is as trusted as a checkpoint: not at all. It sees
-nothing but its arguments and cannot change them. What it may loop over and ask for at once is bounded, and so
-is its time. That bounds neither memory nor a single operation: a text doubled thirty times by `~` takes
-gigabytes within them, and comparing two lists so doubled holds Python's lock, and with it the server, as long
-as it takes. Nothing in a sandbox can end that; a template that wants to stop its own server can.
+A chat template comes with its checkpoint and is not trusted. It sees only its arguments and cannot change
+them. Loops, sizes asked for in one step, and time are limited. Memory and single operations are not: a text
+doubled thirty times by `~` takes gigabytes, and comparing two such lists holds Python's lock, and so stops
+the server, until it is done. A sandbox cannot prevent this: a hostile template can stop its own server.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from qrt.errors import ConfigError
 
-MAX_ITERATIONS = 1_000_000  # of all ranges of a rendering together
+MAX_ITERATIONS = 1_000_000  # in all ranges of a rendering together
 MAX_REPEATED = 1_000_000  # characters or items that an operator or an integer argument may ask for
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Refuses what makes much of little in one step, beside what jinja's sandbox refuses."""
+    """Refuses single steps that make a large result, beside what jinja's sandbox refuses."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Numbers as ever; a text or list times a number up to MAX_REPEATED."""
+        """Refuse large powers, repetitions of more than MAX_REPEATED items, and wide formats."""
         if operator == "**" and abs(right) > 64:
             raise SecurityError(f"** {right}")
         for sized, times in ((left, right), (right, left)):
@@ -46,12 +45,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
-        """No function is given a large number."""
+        """Refuse a call with a large number as argument."""
         _check_numbers(*args, *named.values())
         return super().call(context, function, *args, **named)
 
     def wrap_str_format(self, value: Any) -> Any:
-        """Of a text's own `format`, too."""
+        """Refuse wide formats of a text's method `format` too."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
             _check_widths(value.__self__)
@@ -70,7 +69,7 @@ def _check_widths(format: str) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here it is only its body."""
+    """Renders only the body of `{% generation %}`, which marks an assistant's text for training."""
 
     tags = {"generation"}
 
@@ -93,9 +92,9 @@ def _strftime_now(format: str) -> str:
 
 
 def _sized(filter: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that refuses large numbers."""
+    """Make a filter refuse large numbers as arguments."""
 
-    @wraps(filter)  # with the attribute in which jinja reads what to pass
+    @wraps(filter)  # keeps the attribute that tells jinja what to pass
     def checked(*args: Any, **named: Any) -> Any:
         _check_numbers(*args, *named.values())
         return filter(*args, **named)
@@ -105,7 +104,7 @@ def _sized(filter: Callable[..., Any]) -> Callable[..., Any]:
 
 @lru_cache(maxsize=16)
 def compile_template(text: str) -> jinja2.Template:
-    """Compile a template, once for all its renderings; jinja2.TemplateError for what is no Jinja."""
+    """Compile a template, once for all its renderings; jinja2.TemplateError where it is not valid Jinja."""
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     for name in ("center", "indent", "wordwrap", "truncate", "batch", "slice", "round"):
         sandbox.filters[name] = _sized(sandbox.filters[name])
@@ -116,7 +115,7 @@ def compile_template(text: str) -> jinja2.Template:
 
 
 def limited_range() -> Callable[..., Iterator[int] | range]:
-    """Return a `range` for one rendering, all of whose ranges together may have MAX_ITERATIONS."""
+    """Return a `range` for one rendering, with at most MAX_ITERATIONS in all its ranges together."""
     left = MAX_ITERATIONS
 
     def limited(*bounds: int) -> range:
@@ -131,12 +130,14 @@ def limited_range() -> Callable[..., Iterator[int] | range]:
 
 
 class _OutOfTime(BaseException):
-    """Ends a rendering that has taken too long; nothing that runs there catches it."""
+    """Ends a rendering that takes too long; jinja and the template do not catch it."""
 
 
 def within(seconds: float, render: Callable[[], str]) -> str:
-    """Run `render` for `seconds` at most, then raise ConfigError and leave nothing running: an exception ends
-    the thread that renders, between two of its steps."""
+    """Run `render` in a thread; after `seconds` raise ConfigError and end the thread.
+
+    An exception set in the thread ends it between two steps of Python.
+    """
     result: list[Any] = []
 
     def run() -> None:
@@ -151,7 +152,7 @@ def within(seconds: float, render: Callable[[], str]) -> str:
     if not result and thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_OutOfTime))
         thread.join(seconds)
-        raise ConfigError(f"chat: the template has not ended after {seconds:g} s")
+        raise ConfigError(f"chat: the template did not end within {seconds:g} s")
     if isinstance(result[0], BaseException):
         raise result[0]
     return str(result[0])

@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back, and chat templates. Local files only, never a model's own code."""
+"""Tokenizer: text to token ids and back, and chats to prompts. A model's own code is never run."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from qrt.text.chat_template import ChatTemplate
 from qrt.text.loading import load
 from qrt.text.messages import Message
 
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes a byte that is no token's text
-# Byte-level BPE writes each byte as a character that can be seen (GPT-2's bytes_to_unicode): itself, or one
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's token for a single byte
+# Byte-level BPE writes each byte as a visible character (GPT-2's bytes_to_unicode): the byte's own, or one
 # from U+0100 on.
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNSEEN = sorted(set(range(256)).difference(_SEEN))
 BYTE_CHARACTERS = {chr(byte): byte for byte in _SEEN} | {chr(256 + i): byte for i, byte in enumerate(_UNSEEN)}
-LONG = 4096  # characters or tokens, from which on the Rust backend lets other threads run
+LONG = 4096  # from this many characters or tokens on, encode and decode let other threads run
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder (or of the bundled "tiny").
+    """The tokenizer of a checkpoint: of a folder, of the Hub, or of the bundled "tiny".
 
     hf    the transformers tokenizer, for what is not offered here
 
-    Encoding and decoding go to its Rust backend, which many threads may use at once. Only as a batch does it
-    let them: `encode` and `decode` of the backend's own hold Python's lock, for seconds on a long text.
+    The Rust backend encodes and decodes; many threads may use it at once. Only its batch methods release
+    Python's lock: its `encode` and `decode` hold it, for seconds on a long text.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Load the tokenizer of a folder; see `loading.load` for what is refused."""
+        """Find the folder (`tokenizer_folder`) and load its tokenizer (`loading.load`)."""
         self._set(load(tokenizer_folder(path)))
 
     @classmethod
@@ -51,7 +51,7 @@ class Tokenizer:
             )
         self.hf = hf
         self._backend = hf.backend_tokenizer
-        self._backend.no_truncation()  # some tokenizer.json files cut to 512 tokens
+        self._backend.no_truncation()  # some tokenizer.json files cut texts to 512 tokens
         self._backend.no_padding()
         named = hf.special_tokens_map.items()
         self._special_tokens = {name: token for name, token in named if isinstance(token, str)}
@@ -59,68 +59,73 @@ class Tokenizer:
 
     @cached_property
     def for_callers(self) -> Any:
-        """A copy of `hf`: what a caller lets cut or pad does so from then on, to `encode` too."""
+        """Return a copy of `hf`: a call that cuts or pads sets its backend to do so from then on."""
         return deepcopy(self.hf)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that `decode` skips."""
+        """Return the ids that `decode` skips."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def shown(self, token_ids: Iterable[int]) -> Iterator[int]:
-        """Those that `decode` does not skip; ConfigError for what cannot be a token id."""
+        """Yield the ids that `decode` does not skip; ConfigError for what cannot be a token id."""
         try:
             yield from (token_id for token_id in token_ids if token_id not in self.special_ids)
         except TypeError as error:
-            raise ConfigError(f"token ids: wanted integers of 0 or more below 2^32 ({error})") from error
+            raise ConfigError(f"token ids: expected integers of 0 or more below 2^32 ({error})") from error
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The end-of-text token, if there is one."""
+        """Return the end-of-text token, if there is one."""
         return () if self.hf.eos_token_id is None else (int(self.hf.eos_token_id),)
 
     @property
     def max_token_chars(self) -> int:
-        """Characters of the longest token: a text of more than n times as many has more than n tokens."""
+        """Return the longest token's length. A text of more than n times this length has over n tokens."""
         return self._max_token_chars
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with BOS where the tokenizer puts one; ConfigError for what is no Unicode."""
+        """Return the token ids of `text`, with BOS if the tokenizer adds it; ConfigError if not Unicode."""
         try:
             if len(text) < LONG:
                 return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
             (long,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return list(long.ids)
         except TypeError as error:
-            raise ConfigError(f"prompt: got {text[:50]!r}, wanted text without lone surrogates") from error
+            raise ConfigError(f"prompt: expected text without lone surrogates, got {text[:50]!r}") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids` as the model wrote it: spaces are not cleaned up, bytes that are not UTF-8
-        become U+FFFD, ids outside the vocabulary nothing. ConfigError for what cannot be a token id."""
+        """Return the text of `token_ids`, without cleaning up spaces.
+
+        Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary become nothing. ConfigError for
+        what cannot be a token id.
+        """
         ids = list(token_ids)
         try:
             if len(ids) < LONG:
                 return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
             return str(self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
         except (OverflowError, TypeError) as error:
-            raise ConfigError(f"token ids: wanted integers of 0 or more below 2^32 ({error})") from error
+            raise ConfigError(f"token ids: expected integers of 0 or more below 2^32 ({error})") from error
 
     def token_text(self, token_id: int) -> str:
-        """What one token, special or not, writes inside a text: SentencePiece's decoder strips the space of
-        the first."""
+        """Return the text of one token, special or not, inside a text.
+
+        It is decoded behind another token, because SentencePiece's decoder strips the first token's space.
+        """
         before, chars = self._before
         text = self.decode([*before, token_id], skip_special_tokens=False)
         return text[chars:]
 
     @cached_property
     def _before(self) -> tuple[list[int], int]:
-        """A token that a text may begin with, and the length of its own."""
+        """Return a token to decode others behind, and the length of its text."""
         before = self.encode("a", add_special_tokens=False)[-1:]
         return before, len(self.decode(before, skip_special_tokens=False))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """As `token_text`: also the bytes of a part of a character, for which that has only U+FFFD."""
+        """Return the bytes of one token; unlike `token_text` also those of a part of a character."""
         text = self.token_text(token_id)
         token = self._backend.id_to_token(token_id) or ""
         if "\ufffd" in text and (byte := BYTE_TOKEN.fullmatch(token)):
@@ -130,7 +135,7 @@ class Tokenizer:
         return text.encode()
 
     def chat_template(self, text: str | None = None, tools: bool = False) -> str | None:
-        """`text`, or the checkpoint's own template (of two the one for tools); None without one."""
+        """Return `text`, or the checkpoint's template (the one for tools if it has two); None without one."""
         if text is not None or not self.hf.chat_template:
             return text
         try:
@@ -143,10 +148,10 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Message], chat_template: str | None = None, **options: Any
     ) -> str:
-        """The prompt of a conversation, by the checkpoint's chat template (or `chat_template`), sandboxed.
+        """Render a conversation with the checkpoint's chat template, or with `chat_template`, in a sandbox.
 
-        `options` as `ChatTemplate.render`: add_generation_prompt, continue_final_message, tools, documents,
-        and the template's own. ConfigError when there is no template or it refuses.
+        `options` are those of `ChatTemplate.render`: add_generation_prompt, continue_final_message, tools,
+        documents, and the template's own. ConfigError without a template, or where it refuses.
         """
         text = self.chat_template(chat_template, bool(options.get("tools")))
         if text is None:
@@ -154,5 +159,5 @@ class Tokenizer:
         return ChatTemplate(text, self._special_tokens).render(messages, **options)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of `render_chat`: the template writes BOS itself, so none is added."""
+        """Return the token ids of `render_chat`. No BOS is added: the template writes it."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)

@@ -90,7 +90,7 @@ def test_a_folder_of_texts_and_rows(tmp_path, caplog):
     *plain, chat = read_texts(str(tmp_path), tokenizer)[0]
     assert plain == ["first", "second", "a string", "a text"]
     assert chat == tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
-    assert caplog.messages == [f"--calib: {tmp_path.name}: files that are left out: .py (1)"]
+    assert caplog.messages == [f"--calib: {tmp_path.name}: files left out: .py (1)"]
 
 
 def test_chats_are_written_by_the_models_template(tmp_path):

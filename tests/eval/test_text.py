@@ -118,7 +118,7 @@ def test_the_rows_of_a_file_are_documents(tmp_path, caplog):
     text = texts.load_text(str(rows))
     assert text.name == "rows.CSV" and text.text == "One, with a comma\n\nTwo"
     assert [d.original for d in text.documents] == ["One, with a comma", "Two"]
-    assert "1 of the 3 rows looked at are left out: 1: an empty text (row 2 of rows.CSV)" in caplog.text
+    assert "1 of the 3 rows read are left out: 1: an empty text (row 2 of rows.CSV)" in caplog.text
 
 
 def test_chats_are_no_text_to_evaluate_on(tmp_path):
@@ -159,6 +159,6 @@ def test_files_of_other_kinds_are_counted_or_refused(tmp_path, caplog):
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "b.py").write_text("code")
     assert texts.load_text(str(tmp_path)).text == "words"
-    assert "files that are left out: .py (1)" in caplog.text
+    assert "files left out: .py (1)" in caplog.text
     with pytest.raises(ConfigError, match=r"b\.py: expected text .*, got \.py"):
         texts.load_text(str(tmp_path / "b.py"))

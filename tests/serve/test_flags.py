@@ -274,7 +274,7 @@ def test_a_template_is_read_when_the_server_starts(tmp_path):
     file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert configs("--chat-template", str(file))[1].chat_template == file.read_text()
     file.write_text("{% for m in messages %}")
-    with pytest.raises(ConfigError, match=f"--chat-template {file}: chat template: no valid Jinja"):
+    with pytest.raises(ConfigError, match=f"--chat-template {file}: chat template: not valid Jinja"):
         configs("--chat-template", str(file))
 
 

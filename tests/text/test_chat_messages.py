@@ -250,7 +250,7 @@ def test_the_final_message_goes_on_as_in_transformers():
         ("hi", "messages: expected a list of messages, got str"),
         ([], "messages: expected at least one message"),
         (["hi"], "messages.0: expected a mapping such as"),
-        ([{"content": "x"}], "messages.0.role: expected a text, got None"),
+        ([{"content": "x"}], "messages.0.role: expected text, got None"),
         (
             [TALK[0], {"role": "user", "content": 5}],
             "messages.1.content: expected text, or parts of text, got 5",

@@ -33,8 +33,8 @@ def none_installed(monkeypatch):
         ({"tokenizer.model": SENTENCEPIECE}, None, "SentencePiece's; pip install sentencepiece protobuf"),
         ({"tokenizer.model": TIKTOKEN}, LLAMA, "is tiktoken's; pip install tiktoken, or add"),
         ({"tekken.json": "{}"}, None, "is Mistral's; pip install mistral-common, or add the tokenizer.json"),
-        ({"qwen.tiktoken": TIKTOKEN}, None, "qwen.tiktoken is read by code of the checkpoint's own"),
-        ({"qwen.tiktoken": TIKTOKEN}, OWN_CODE, "code of the checkpoint's own, which qrt does not run"),
+        ({"qwen.tiktoken": TIKTOKEN}, None, "qwen.tiktoken is read by the checkpoint's own code"),
+        ({"qwen.tiktoken": TIKTOKEN}, OWN_CODE, "the checkpoint's own code, which qrt does not run"),
         ({"vocab.txt": "the\ndog\n"}, None, "vocab.txt is not read by the class that"),
         (BPE, LLAMA, "vocab.json is not read by the class that"),
         ({"vocab.json": BPE["vocab.json"]}, QWEN, "vocab.json without merges.txt; add merges.txt, or"),
@@ -43,8 +43,8 @@ def none_installed(monkeypatch):
         ({"tokenizer.json": "{ damaged"}, None, r"tokenizer.json cannot be read \(JSONDecodeError: .*"),
         ({"tokenizer.json": "[]"}, None, r"tokenizer.json cannot be read \(.*\); download it again"),
         ({"tokenizer.json": '{"model": {"type": "New"}}'}, None, "or update the package tokenizers"),
-        ({"tokenizer.json": POINTER}, None, "tokenizer.json is a Git LFS pointer and not the file; run git"),
-        ({"tokenizer.model": POINTER}, LLAMA, "tokenizer.model is a Git LFS pointer and not the file; run"),
+        ({"tokenizer.json": POINTER}, None, "tokenizer.json is a Git LFS pointer, not the file; run git"),
+        ({"tokenizer.model": POINTER}, LLAMA, "tokenizer.model is a Git LFS pointer, not the file; run"),
     ],
 )  # fmt: skip
 def test_the_remedy_fits_the_files(files, config, told, tmp_path, none_installed):

@@ -104,7 +104,7 @@ def test_ids_that_are_none(folder):
     tokenizer = Tokenizer(folder)
     assert tokenizer.decode([2**31]) == ""
     for ids in ([-1], [2**40], [1.5], ["a"]):
-        with pytest.raises(ConfigError, match="token ids: wanted integers"):
+        with pytest.raises(ConfigError, match="token ids: expected integers"):
             tokenizer.decode(ids)
 
 

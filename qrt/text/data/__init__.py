@@ -1,1 +1,1 @@
-"""Data files of users: which are read, their rows, and the text of a row."""
+"""Read users' data files: find the files, read their rows, and turn a row into text."""

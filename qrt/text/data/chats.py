@@ -1,4 +1,4 @@
-"""The conversation that a data row holds: its messages, by OpenAI's roles, and its tools."""
+"""Read the conversation of a data row: its messages, with OpenAI's roles, and its tools."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Message = dict[str, Any]
 
 
 class Unused(Exception):
-    """A row is left out; the message is the reason, the same words for all rows of one reason."""
+    """Raised for a row that is left out. The message is the reason, in the same words for all such rows."""
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message] | None:
-    """The messages of a row, with its system prompt; None where it holds no conversation.
+    """Return the messages of a row, with its system prompt; None where it holds no conversation.
 
-    A conversation is a list of messages under one of CHAT_KEYS, or something asked and its answer, under one
-    key of ASKED (with CONTEXT, and `history`) and one of ANSWERED. Raises Unused for one that is not whole.
+    A conversation is a list of messages under one of CHAT_KEYS, or a question and its answer: one key of
+    ASKED (with CONTEXT and `history`) and one of ANSWERED. Unused where the conversation is incomplete.
     """
     key = _first(row, CHAT_KEYS)
     messages = conversation(row[key]) if key else _pair(row)
@@ -50,7 +50,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Message] | None:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a list holds messages."""
+    """Return whether a value is a list of messages."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -59,7 +59,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def conversation(entries: Any) -> list[Message]:
-    """Messages as templates read them, of OpenAI's form or ShareGPT's; Unused where one is not whole."""
+    """Return messages in OpenAI's form from OpenAI's or ShareGPT's; Unused where one is incomplete."""
     if not isinstance(entries, list):
         raise Unused(f"a conversation that is {kind_name(entries)}, not a list of messages")
     messages = [message for entry in entries for message in _message(entry)]
@@ -67,13 +67,13 @@ def conversation(entries: Any) -> list[Message]:
         raise Unused("a conversation without messages")
     try:
         return read_messages(messages)
-    except ConfigError as error:  # its beginning says which message
-        wanted = str(error).partition(": ")[2].partition(", got")[0]
-        raise Unused(f"a message of another form: {wanted}") from None
+    except ConfigError as error:  # "messages.INDEX: expected A, got B"; a reason names neither index nor B
+        expected = str(error).partition(": ")[2].partition(", got")[0]
+        raise Unused(f"a message of another form: {expected}") from None
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any]:
-    """The tools of a row: a list, or JSON of one."""
+    """Return the tools of a row, which are a list or its JSON."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
@@ -81,12 +81,12 @@ def tools_of(row: Mapping[str, Any]) -> list[Any]:
         except ValueError:
             raise Unused("tools that are not JSON") from None
     if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise Unused("tools that are no list of objects")
+        raise Unused("tools that are not a list of objects")
     return list(tools or [])
 
 
 def _pair(row: Mapping[str, Any]) -> list[Message] | None:
-    """Something asked and its answer, as messages."""
+    """Return a question and its answer as messages; None where the row lacks one of the two."""
     asked, answered = _first(row, ASKED) or _first(row, CONTEXT[:1]), _first(row, ANSWERED)
     if not asked or not answered:
         alone = row.get(asked or "chosen")
@@ -95,7 +95,7 @@ def _pair(row: Mapping[str, Any]) -> list[Message] | None:
     if is_conversation(answer):
         answer = conversation(answer)
         if any(message["role"] == "user" for message in answer):
-            return answer  # a whole conversation, which repeats what was asked
+            return answer  # a whole conversation, which repeats the question
     else:
         answer = [{"role": "assistant", "content": _filled(answer, answered)}]
     if is_conversation(row[asked]):
@@ -108,11 +108,11 @@ def _pair(row: Mapping[str, Any]) -> list[Message] | None:
 
 
 def _history(turns: Any) -> list[Message]:
-    """Earlier pairs of a question and an answer."""
+    """Return the messages of earlier pairs of question and answer."""
     if not turns:
         return []
     if not isinstance(turns, list) or any(not isinstance(turn, Sequence) or len(turn) != 2 for turn in turns):
-        raise Unused("a history that is no list of questions and answers")
+        raise Unused("a history that is not a list of questions and answers")
     roles = ("user", "assistant")
     return [
         {"role": role, "content": _text(text, "history")}
@@ -122,7 +122,7 @@ def _history(turns: Any) -> list[Message]:
 
 
 def _message(entry: Any) -> list[Message]:
-    """A message, or the two of an entry that holds what was asked and its answer."""
+    """Return the message of an entry, or two if the entry holds a question and its answer."""
     if not isinstance(entry, Mapping):
         raise Unused(f"a message that is {kind_name(entry)}, not an object")
     if entry.keys() >= {"input", "output"} and entry.keys().isdisjoint(("role", "from")):
@@ -146,7 +146,7 @@ def _message(entry: Any) -> list[Message]:
 
 
 def _calls(value: Any) -> list[dict[str, Any]]:
-    """Tool calls of JSON: one {"name", "arguments"}, or a list of them."""
+    """Read tool calls from JSON: one {"name", "arguments"}, or a list of them."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -176,6 +176,6 @@ def _text(value: Any, name: str) -> str:
 
 
 def kind_name(value: Any) -> str:
-    """What JSON calls the type of a value."""
+    """Return the name of a value's JSON type, for messages."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)

@@ -1,4 +1,4 @@
-"""Which data files are read, and how they are opened: kinds, compression, byte order marks, folders."""
+"""Find and open data files: kinds, compression, byte order marks, folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = (".txt", ".text", ".md", ".rst", ".raw", ".tokens")
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
-MARKS = (  # UTF-32's begins with UTF-16's
+MARKS = (  # UTF-32's come first: UTF-16's are the start of one
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -49,8 +49,8 @@ KINDS = f"text ({', '.join(TEXT)}) or rows ({', '.join(ROWS)}), or either with {
 class DataFile:
     """One file that can be read.
 
-    kind         its suffix in lower case, without that of a compression; "" for none
-    compression  the suffix of its compression, "" for none
+    kind         the suffix in lower case, without that of a compression; "" for none
+    compression  the suffix of the compression; "" for none
     """
 
     path: Path
@@ -59,24 +59,24 @@ class DataFile:
 
     @property
     def has_rows(self) -> bool:
-        """Whether it holds rows, not one text."""
+        """Tell whether the file holds rows, not one text."""
         return self.kind in ROWS
 
     def open(self) -> BinaryIO:
-        """Open the file's bytes, decompressed; ConfigError for git-lfs's stand-in for a file."""
+        """Open the file's decompressed bytes; ConfigError for a Git LFS pointer."""
         with open(self.path, "rb") as stream:
             if stream.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise ConfigError(
-                    f"{self.path}: a git-lfs pointer, not the data; run `git lfs pull` in its folder, or "
-                    "fetch it with `hf download`"
+                    f"{self.path}: a Git LFS pointer, not the data; run `git lfs pull` in its folder, or "
+                    "get it with `hf download`"
                 )
         opened: Any = OPENERS[self.compression](self.path)
         return io.BufferedReader(opened)
 
     def open_text(self, newline: str | None) -> TextIO:
-        """Open the file's characters, by its byte order mark or as UTF-8; `newline` is as for `open`.
+        """Open the file as text, decoded by its byte order mark or as UTF-8; `newline` is as for `open`.
 
-        A byte that does not decode becomes half a surrogate pair, for `decoding_fault` to name.
+        A byte that does not decode becomes half a surrogate pair, which `decoding_fault` reports.
         """
         stream: Any = self.open()
         head = stream.peek(4)
@@ -88,7 +88,7 @@ class DataFile:
 class DataFiles:
     """The files of a path, in the order they are read.
 
-    left_out   how many files of a folder are not read, by kind
+    left_out   how many files of the folder are not read, by kind
     """
 
     name: str
@@ -97,7 +97,7 @@ class DataFiles:
 
 
 def decoding_fault(text: str) -> str | None:
-    """What is wrong with the Unicode of a text: None, bytes that did not decode, half a surrogate pair."""
+    """Say what is wrong with a text's Unicode: bytes that did not decode, half a surrogate pair, or None."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -107,7 +107,7 @@ def decoding_fault(text: str) -> str | None:
 
 
 def kind_of(path: Path) -> tuple[str, str]:
-    """A file's kind and compression: suffixes in lower case, each "" without one."""
+    """Return a file's kind and compression: suffixes in lower case, "" for none."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSED:
         return Path(path.stem).suffix.lower(), suffix
@@ -115,16 +115,16 @@ def kind_of(path: Path) -> tuple[str, str]:
 
 
 def is_known(path: Path) -> bool:
-    """Whether a file of this name can be read."""
+    """Return whether the suffix is one that is read."""
     return kind_of(path)[0] in (*TEXT, *ROWS)
 
 
 def find_files(path: Path) -> DataFiles:
-    """The data files of a file or a folder; ConfigError where there is none that can be read.
+    """Return the data files at a path; ConfigError where none can be read.
 
-    Of a dataset's folder (a clone from the Hub, `save_to_disk`) these are the files of rows, without its card
-    and its facts, and of several splits `train`. Of any other folder all texts and rows, in the order of
-    their paths. Hidden files and folders are not looked at.
+    In a dataset's folder (a clone from the Hub, or made by `save_to_disk`) these are the files of rows, and
+    only those of the split `train` if there are several splits. In any other folder these are all text and
+    row files, sorted by path. Hidden files and folders are ignored.
     """
     if path.is_dir():
         return _of_folder(path)
@@ -155,7 +155,7 @@ def _of_folder(folder: Path) -> DataFiles:
 
 
 def _not_data(path: Path) -> str | None:
-    """The kind of a file that a folder's reader leaves out."""
+    """Return the kind to count a file under if a folder's reader leaves it out; None if it reads it."""
     if path.name in DATASET_FACTS:
         return "facts of a dataset"
     if _is_card(path):
@@ -164,7 +164,7 @@ def _not_data(path: Path) -> str | None:
 
 
 def _is_card(path: Path) -> bool:
-    """Whether it is a README that begins with YAML, as the Hub's cards do."""
+    """Return whether the file is a README that begins with YAML, as the Hub's dataset cards do."""
     if path.name.lower() != "readme.md":
         return False
     with path.open("rb") as stream:
@@ -182,7 +182,7 @@ def _is_dataset(folder: Path) -> bool:
 
 
 def _not_rows(folder: Path, paths: list[Path]) -> dict[Path, str]:
-    """What of a dataset's files is none of its rows, or of another split than `train`."""
+    """Return why files of a dataset are left out: no rows, or a split other than `train`."""
     rows = [path for path in paths if kind_of(path)[0] in ROWS]
     if not rows:
         return {path: "dataset card" for path in paths if path.stem.lower() == "readme"}

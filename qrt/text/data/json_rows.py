@@ -1,4 +1,4 @@
-"""Rows of JSON files, one at a time: a value a line, a list, or an object that holds the list."""
+"""Read the rows of JSON files one at a time: a value per line, a list, or an object that holds the list."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from qrt.errors import ConfigError
 from qrt.text.data.chats import is_conversation
 
 CHUNK = 2**20  # characters read at once
-CUT = 16  # characters before the end of a chunk in which a value may have been cut
-LONGEST_CUT = len(".e+")  # what may follow a whole number at the end of a chunk, and belong to it
-_DECODER = json.JSONDecoder(strict=False)  # takes a tab inside a string
+CUT = 16  # an error this close to a chunk's end may come from the cut
+LONGEST_CUT = len(".e+")  # a number this close to a chunk's end may continue in the next chunk
+_DECODER = json.JSONDecoder(strict=False)  # allows control characters, such as a tab, inside a string
 
 
 class Broken(str):
-    """Stands for a row that cannot be read, and says why."""
+    """The reason why a row cannot be read; stands in the row's place."""
 
 
 def read_json(stream: TextIO, lines: bool, where: str) -> Iterator[Any]:
-    """Read the rows of a JSON file, told by how it begins; a line that is no JSON gives a `Broken`.
+    """Yield the rows of a JSON file. The file's beginning decides how it is read.
 
-    lines   whether the suffix promises a value a line
-    where   names the file in a ConfigError: it is no JSON at all, it breaks inside the list, or its object
-            holds no list or several
+    A line that is not JSON yields a `Broken`. ConfigError where no line is JSON, a list or an object is
+    damaged, or an object holds several lists of rows.
+
+    lines   whether the suffix promises one value per line
+    where   names the file in errors
     """
     buffer = _Buffer(stream)
     first = buffer.peek()
@@ -36,24 +38,24 @@ def read_json(stream: TextIO, lines: bool, where: str) -> Iterator[Any]:
 
 
 class _Buffer:
-    """The text that was read and not yet decoded."""
+    """The text that is read and not yet decoded."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.text = ""
         self.at = 0
-        self.passed = 0  # characters before `text`
+        self.passed = 0  # characters of the file before `text`
         self.ended = False
 
     def more(self) -> None:
-        """Read on: as much as is held again, so that a long value is not decoded often."""
+        """Read at least as much as is held, so that a long value is decoded only a few times."""
         self.passed += self.at
         self.text = self.text[self.at :]
         new = self._stream.read(max(CHUNK, len(self.text)))
         self.text, self.at, self.ended = self.text + new, 0, not new
 
     def peek(self) -> str:
-        """The next character that is no space, "" at the end."""
+        """Return the next character that is not a space; "" at the end."""
         while True:
             while self.at < len(self.text):
                 if not self.text[self.at].isspace():
@@ -64,12 +66,12 @@ class _Buffer:
             self.more()
 
     def begins_with_lines(self) -> bool:
-        """Whether the first line is a whole value, and another one follows."""
+        """Return whether the first line is a complete value and more text follows it."""
         line, _, rest = self.text[self.at :].partition("\n")
         return bool(rest.strip()) and not isinstance(_decode(line), Broken)
 
     def value(self) -> Any:
-        """Decode the next value, or give a `Broken`."""
+        """Decode the next value; return a `Broken` where it is not JSON."""
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.text, self.at)
@@ -111,13 +113,13 @@ def _lines(buffer: _Buffer, where: str) -> Iterator[Any]:
         yield value
     if broken and not good:
         raise ConfigError(
-            f"{where}: not JSON, in none of its {broken} lines; expected a JSON value a line, or one list of "
-            "rows"
+            f"{where}: expected a JSON value per line, or one list of rows; none of its {broken} lines is "
+            "JSON"
         )
 
 
 def _split(buffer: _Buffer) -> Iterator[str]:
-    """The lines, which end with "\\n" alone: JSON strings may hold U+2028 and others."""
+    """Yield the lines. Only "\\n" ends one: JSON strings may hold U+2028 and others."""
     while True:
         end = buffer.text.find("\n", buffer.at)
         if end < 0 and not buffer.ended:
@@ -130,7 +132,7 @@ def _split(buffer: _Buffer) -> Iterator[str]:
 
 
 def _elements(buffer: _Buffer, where: str) -> Iterator[Any]:
-    """The elements of a list that begins here, each decoded by itself."""
+    """Yield the elements of the list that begins here, each decoded on its own."""
     buffer.at += 1
     number = 0
     mark = buffer.peek()
@@ -144,22 +146,22 @@ def _elements(buffer: _Buffer, where: str) -> Iterator[Any]:
         mark = buffer.peek()
         if mark not in (",", "]"):
             found = repr(mark) if mark else "the end of the file"
-            raise _damaged(where, f"behind row {number} of its list: expected , or ], got {found}")
+            raise _damaged(where, f"after row {number} of its list: expected , or ], got {found}")
         buffer.at += mark == ","
     buffer.at += 1
     if buffer.peek():
-        raise _damaged(where, "more follows behind its list")
+        raise _damaged(where, "text follows its list")
 
 
 def _damaged(where: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"{where}: not JSON ({reason}); mend the file or fetch it again: expected a list of rows, or a JSON "
-        "value a line"
+        f"{where}: expected a list of rows, or a JSON value per line; got broken JSON ({reason}); correct "
+        "the file or download it again"
     )
 
 
 def _of_object(buffer: _Buffer, where: str) -> Iterator[Any]:
-    """The rows of an object: those of the one list it holds, or itself and the values that follow."""
+    """Yield the rows of an object's one list; without a list, the object and the values that follow."""
     value = _whole(buffer, where)
     if buffer.peek():
         yield value
@@ -170,8 +172,8 @@ def _of_object(buffer: _Buffer, where: str) -> Iterator[Any]:
     if len(lists) > 1:
         names = ", ".join(map(repr, lists))
         raise ConfigError(
-            f"{where}: expected one list of rows, got an object with lists under {names}; write the one that "
-            "is meant to a file of its own"
+            f"{where}: expected one list of rows, got an object with lists under {names}; save the one you "
+            "mean as a file of its own"
         )
     yield from value[lists[0]] if lists else [value]
 

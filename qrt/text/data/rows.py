@@ -1,4 +1,4 @@
-"""Rows of data files, one at a time: JSON, CSV, Parquet and Arrow; a text file's rows are its pieces."""
+"""Read the rows of data files one at a time: JSON, CSV, Parquet, Arrow; a text file's rows are its pieces."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from qrt.errors import ConfigError
 from qrt.text.data.files import DataFile, decoding_fault
 from qrt.text.data.json_rows import Broken, read_json
 
-PIECE = 2**16  # characters of a text that are handled at once
-BATCH = 64  # rows of a Parquet or Arrow file that are Python's at once
-LOOKS_LIKE = {  # what a file without a suffix may be, and is no text
+PIECE = 2**16  # most characters of a piece of text
+BATCH = 64  # rows of a Parquet or Arrow file that are converted to Python at once
+LOOKS_LIKE = {  # formats, other than plain text, that a file without a suffix may have
     "JSON": re.compile(r'\s*(\{\s*"|\[\s*[\[{"])'),
     "HTML or XML": re.compile(r"\s*<(\?xml|!doctype|html)", re.IGNORECASE),
     "PDF": re.compile("%PDF"),
@@ -27,10 +27,10 @@ LOOKS_LIKE = {  # what a file without a suffix may be, and is no text
 class Row:
     """A row of a data file, or a piece of a text.
 
-    value    as it was read: a string, a dictionary, ...; a `Broken` where it could not be read
-    file     the name of its file
-    number   from 1
-    ends     whether a text ends with it; False where the next piece goes on
+    value    what was read: a string, a dictionary, ...; a `Broken` where it cannot be read
+    file     the name of the file
+    number   the place in the file, from 1
+    ends     whether a text ends here; False where the next piece continues it
     """
 
     value: Any
@@ -40,12 +40,12 @@ class Row:
 
     @property
     def place(self) -> str:
-        """Where it stands."""
+        """Name the row in messages."""
         return f"row {self.number} of {self.file}"
 
 
 def read_rows(file: DataFile) -> Iterator[Row]:
-    """Read a file row by row; ConfigError where it is damaged or not what its name says."""
+    """Yield the rows of a file; ConfigError where it is damaged or not what its suffix says."""
     try:
         if file.has_rows:
             for number, value in enumerate(_values(file), 1):
@@ -55,12 +55,12 @@ def read_rows(file: DataFile) -> Iterator[Row]:
     except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"{file.path}: cannot be read ({reason}); fetch it again, or give another"
+            f"{file.path}: cannot be read ({reason}); download it again, or give another file"
         ) from None
 
 
 def read_lines(file: DataFile) -> Iterator[tuple[int, str]]:
-    """The lines of a text file that are not blank, with their numbers from 1; they end with "\\n" alone."""
+    """Yield the lines of a text file that are not blank, with their numbers from 1; only "\\n" ends one."""
     rest = ""
     number = 1
     for row in read_rows(file):
@@ -72,8 +72,10 @@ def read_lines(file: DataFile) -> Iterator[tuple[int, str]]:
 
 
 def pieces(chunks: Iterable[str]) -> Iterator[str]:
-    """Cut a text that comes in chunks into pieces of at most PIECE characters, each where a line ends, else
-    before a space: there tokens end, too."""
+    """Cut a text that comes in chunks into pieces of at most PIECE characters.
+
+    A piece ends where a line ends, or else before a space; tokens end there too.
+    """
     rest = ""
     for chunk in chunks:
         rest, at = rest + chunk, 0
@@ -98,7 +100,7 @@ def _text_rows(file: DataFile) -> Iterator[Row]:
 
 
 def _chunks(file: DataFile) -> Iterator[str]:
-    """The characters of a text file, its lines ended by "\\n"; ConfigError where it is no text."""
+    """Yield the characters of a text file, with "\\n" as line ends; ConfigError where it is not text."""
     line = 1
     with file.open_text(newline=None) as stream:
         while chunk := stream.read(PIECE):
@@ -119,8 +121,8 @@ def _expect_text(file: DataFile, chunk: str) -> None:
     for kind, begins in LOOKS_LIKE.items():
         if begins.match(chunk):
             raise ConfigError(
-                f"{file.path}: expected text, as it has no suffix, and it looks like {kind}; name it by its "
-                "kind, or .txt if it is meant as text"
+                f"{file.path}: expected text, as it has no suffix, got what looks like {kind}; add the "
+                "suffix of its kind, or .txt if it is text"
             )
 
 
@@ -135,7 +137,7 @@ def _values(file: DataFile) -> Iterator[Any]:
 
 
 def _table(file: DataFile, delimiter: str) -> Iterator[Any]:
-    """The rows of CSV or TSV as dictionaries of strings by the names in the first line."""
+    """Yield the rows of CSV or TSV as dictionaries with the first line's names as keys."""
     csv.field_size_limit(2**31 - 1)
     with file.open_text(newline="") as stream:
         rows = csv.DictReader(stream, delimiter=delimiter, strict=True)
@@ -151,7 +153,7 @@ def _table(file: DataFile, delimiter: str) -> Iterator[Any]:
 
 
 def _columns(file: DataFile) -> Iterator[Any]:
-    """The rows of Parquet or Arrow, a batch in memory at a time."""
+    """Yield the rows of Parquet or Arrow, with one batch in memory at a time."""
     import pyarrow  # takes a second
 
     with file.open() as stream:
@@ -162,7 +164,7 @@ def _columns(file: DataFile) -> Iterator[Any]:
         except pyarrow.ArrowException as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"{file.path}: no {file.kind[1:].title()} file ({reason}); fetch it again"
+                f"{file.path}: not a {file.kind[1:].title()} file ({reason}); download it again"
             ) from None
 
 
@@ -174,7 +176,7 @@ def _batches(file: DataFile, stream: Any) -> Iterator[Any]:
 
         yield from pyarrow.parquet.ParquetFile(stream, pre_buffer=False).iter_batches(batch_size=BATCH)
         return
-    try:  # as `datasets` writes it
+    try:  # the form that `datasets` writes
         reader: Any = pyarrow.ipc.open_stream(stream)
     except pyarrow.ArrowInvalid:
         stream.seek(0)

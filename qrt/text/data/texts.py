@@ -1,4 +1,4 @@
-"""The text of a data row, used whole; or the reason why the row is left out, which is counted."""
+"""Turn data rows into texts. A row is used whole, or left out and counted with the reason."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ from qrt.text.data.files import decoding_fault
 from qrt.text.data.json_rows import Broken
 from qrt.text.data.rows import Row
 
-TEXT_KEYS = ("text", "content", "prompt")  # what a row without a conversation has its text under
-REASONS = 50  # that are told apart
-MOST_REASONS = 6  # that a message lists
+TEXT_KEYS = ("text", "content", "prompt")  # keys of the text in a row without a conversation
+MAX_REASONS = 50  # that are counted apart
+MAX_LISTED = 6  # reasons that a message lists
 
 Render = Callable[[Sequence[Message], Sequence[Any]], str]  # messages and tools to text
 
 
 class Texts:
-    """Takes the texts of rows, and counts the rows that are left out.
+    """Turns rows into texts, and counts the rows that are left out.
 
-    left_out   how many rows are not used, by reason, the reasons in the order they came
-    used       how many are
+    left_out   how many rows are left out, by reason, in the order in which the reasons first came
+    used       how many rows are used
     """
 
     def __init__(self, render: Render | None) -> None:
-        """`render` writes a conversation by the model's chat template; None where there is none: then
-        messages are left out, and a question with its answer is joined."""
+        """Take the function that writes a conversation with the model's chat template.
+
+        Without a template `render` is None: then rows of messages are left out, and a question and its
+        answer are joined.
+        """
         self._render = render
         self._examples: dict[str, str] = {}
         self.left_out: dict[str, int] = {}
         self.used = 0
 
     def of(self, rows: Iterable[Row]) -> Iterator[tuple[str, bool]]:
-        """The text of each row that is used, and whether it ends there."""
+        """Yield the text of each row that is used, and whether the text ends with it."""
         for row in rows:
             try:
                 text = text_of(row.value, self._render)
             except Unused as unused:
                 reason = str(unused)
-                if reason not in self.left_out and len(self.left_out) >= REASONS:
+                if reason not in self.left_out and len(self.left_out) >= MAX_REASONS:
                     reason = "other reasons"
                 self._examples.setdefault(reason, row.place)
                 self.left_out[reason] = self.left_out.get(reason, 0) + 1
@@ -51,7 +54,7 @@ class Texts:
             yield text, row.ends
 
     def documents(self, rows: Iterable[Row]) -> Iterator[str]:
-        """The text of each row that is used, that of a text file whole."""
+        """Yield the text of each row that is used; a text file gives one text."""
         parts = []
         for text, ends in self.of(rows):
             parts.append(text)
@@ -60,27 +63,27 @@ class Texts:
                 parts = []
 
     def notes(self, name: str, files: Mapping[str, int]) -> Iterator[str]:
-        """Sentences about what of the data called `name` is not used: of its rows, and of `files` by kind."""
+        """Yield notes on what is left out of the data called `name`: `files` by kind, and rows by reason."""
         if files:
             kinds = ", ".join(f"{kind} ({count})" for kind, count in files.items())
-            yield f"{name}: files that are left out: {kinds}"
+            yield f"{name}: files left out: {kinds}"
         if left_out := sum(self.left_out.values()):
             rows = self.used + left_out
-            yield f"{name}: {left_out:,} of the {rows:,} rows looked at are left out: {self.reasons()}"
+            yield f"{name}: {left_out:,} of the {rows:,} rows read are left out: {self.reasons()}"
 
     def reasons(self) -> str:
-        """The reasons, the most frequent first, each with its count and the first row."""
+        """List the reasons, the most frequent first, each with its count and its first row."""
         most = sorted(self.left_out, key=lambda reason: -self.left_out[reason])
-        named = [f"{self.left_out[r]:,}: {r} ({self._examples[r]})" for r in most[:MOST_REASONS]]
-        more = sum(self.left_out[reason] for reason in most[MOST_REASONS:])
+        named = [f"{self.left_out[r]:,}: {r} ({self._examples[r]})" for r in most[:MAX_LISTED]]
+        more = sum(self.left_out[reason] for reason in most[MAX_LISTED:])
         return "; ".join([*named, *([f"{more:,}: other reasons"] if more else [])])
 
 
 def text_of(value: Any, render: Render | None) -> str:
-    """The text of a row; raises Unused with the reason where it has none that can be used whole.
+    """Return the text of a row; Unused, with the reason, where no text can be used whole.
 
-    A string is its own text. Of a dictionary it is a conversation as `render` writes it (`messages_of`), or
-    what stands under `text`, `content` or `prompt`. A list of messages is a conversation, too.
+    A string is the text itself. A list of messages is a conversation, which `render` writes. A dictionary
+    holds a conversation (`messages_of`), or a text under one of TEXT_KEYS.
     """
     if isinstance(value, Broken):
         raise Unused(str(value))
@@ -119,7 +122,7 @@ def _of_object(row: Mapping[str, Any], render: Render | None) -> str:
 
 
 def _joined(parts: Sequence[str]) -> str:
-    """Texts one behind the other, a blank line between those that bring no space."""
+    """Join texts, with a blank line between two that have no space there."""
     text = parts[0]
     for part in parts[1:]:
         text += part if text[-1:].isspace() or part[:1].isspace() else f"\n\n{part}"
@@ -140,7 +143,7 @@ def _conversation(messages: list[Message], tools: list[Any], render: Render | No
 
 
 def _check_shown(messages: Sequence[Message], tools: Sequence[Any], text: str) -> None:
-    """Unused where the rendered `text` lacks a part of the messages, in their order, or one of the tools."""
+    """Raise Unused where the rendered `text` lacks a tool or a part of the messages, in their order."""
     at = 0
     for message in messages:
         role = message["role"]
@@ -155,8 +158,10 @@ def _check_shown(messages: Sequence[Message], tools: Sequence[Any], text: str) -
 
 
 def _parts(message: Message) -> list[str]:
-    """What must be seen of a message: its texts, without the reasoning before an answer, which templates
-    leave out of earlier turns, and the names of the functions it calls."""
+    """Return what a rendering must show of a message: its texts and the names of the functions it calls.
+
+    The reasoning before an answer is left out, because templates leave it out of earlier turns.
+    """
     texts = list(_texts(message["content"]))
     if message["role"] == "assistant":
         texts = [text.rpartition("</think>")[2] for text in texts]
@@ -164,7 +169,7 @@ def _parts(message: Message) -> list[str]:
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """The texts of a content: itself, those of its parts, or the values of a function's result."""
+    """Yield the texts of a content: a string, its parts' texts, or the values of a function's result."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, Mapping):
@@ -177,13 +182,13 @@ def _texts(content: Any) -> Iterator[str]:
 
 
 def _name(entry: Any) -> str:
-    """The function's name of a tool or a call, "" where it has none."""
+    """Return the function name of a tool or a call; "" where it has none."""
     function = entry.get("function", entry) if isinstance(entry, Mapping) else None
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""
 
 
 def _find(part: str, text: str, start: int) -> int | None:
-    """Where `part` ends in `text`, as it is or as JSON, spaces around it aside; None where it does not."""
+    """Return where `part` ends in `text`, plain or as JSON, without spaces around it; None if not found."""
     part = part.strip()
     forms = (part, *(json.dumps(part, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
     for form in dict.fromkeys(forms):

@@ -1,4 +1,4 @@
-"""Tool calls: read back from the text of a model, in the notations of the common chat templates."""
+"""Read tool calls from a model's answer, in the notations of common chat templates."""
 
 from qrt.text.tool_calls.call import ToolCall
 from qrt.text.tool_calls.formats import FORMATS, ToolFormat, tool_format

@@ -1,4 +1,4 @@
-"""ToolCall: one call, read from the JSON value that stands for it."""
+"""ToolCall: one call, read from its JSON value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-NAME_KEYS = ("arguments", "parameters")
+ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ToolCall:
 
 
 def read_calls(value: Any) -> list[ToolCall]:
-    """Return the call that an object stands for, or the calls of a list of them; ValueError for all else."""
+    """Return the call of an object, or the calls of a list of objects; ValueError for all else."""
     values = value if isinstance(value, list) else [value]
     if not values:
         raise ValueError("no calls")
@@ -28,8 +28,8 @@ def read_calls(value: Any) -> list[ToolCall]:
 
 
 def _read_call(value: Any) -> ToolCall:
-    """An object with a name and arguments, whatever the order of its keys and whatever else it has."""
-    if not isinstance(value, dict) or not any(key in value for key in NAME_KEYS):
+    """Read an object with a name and arguments, in any order and with any other keys."""
+    if not isinstance(value, dict) or not any(key in value for key in ARGUMENT_KEYS):
         raise ValueError("no call")
     return named_call(value.get("name"), value.get("arguments", value.get("parameters")))
 
@@ -41,7 +41,7 @@ def named_call(name: Any, arguments: Any) -> ToolCall:
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        raise ValueError("arguments that are no object")
+        raise ValueError("arguments that are not an object")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    f"{name}{text}".encode()  # no lone surrogates, which no reply can hold
+    f"{name}{text}".encode()  # fails for lone surrogates, which no reply can hold
     return ToolCall(name, text)

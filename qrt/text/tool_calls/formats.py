@@ -5,7 +5,7 @@
     mistral       [TOOL_CALLS][{"name": "f", "arguments": {...}}] or [TOOL_CALLS]f[ARGS]{...}
     pythonic      [f(x=1), g(y="a")], first                                          (Llama 3.2 and 4)
 
-Nothing of it is ever evaluated.
+Calls are parsed and never evaluated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qrt.text.tool_calls.outline import Outline, json_at
 
 SPACE = re.compile(r"\s*")
 NAMED = re.compile(r"([\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?\s*(?=\{)")
-CALLED = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?\Z", re.DOTALL)  # or its beginning
+CALLED = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?\Z", re.DOTALL)  # a list of calls, or its beginning
 LONGEST_NAME = 1000
 CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -34,10 +34,10 @@ Taken = tuple[list[ToolCall], int]
 class ToolFormat(ABC):
     """One notation.
 
-    marker    what begins a call anywhere in the text
-    opening   the character that a call may begin with at the start of the text, and behind another call
-    closing   what may stand behind a call
-    python    whether it is Python's notation, not JSON
+    marker    the text that begins a call anywhere
+    opening   the character that begins a call at the start of the text or after another call
+    closing   the tag that may follow a call
+    python    whether calls are Python, not JSON
     """
 
     marker: str | None = None
@@ -47,9 +47,11 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def take(self, text: str, start: int) -> Taken | None:
-        """Read the calls at `start`, behind the marker; return them and where they end, or None while they
-        may still come. ValueError when no text that goes on so has any: what is told must not depend on how
-        much of the text is there."""
+        """Read the calls at `start`, after the marker; return them and where they end.
+
+        None where the text so far may still become calls. ValueError where it cannot, however it continues.
+        The result must not depend on where the text is cut.
+        """
 
 
 class JsonFormat(ToolFormat):
@@ -61,20 +63,20 @@ class JsonFormat(ToolFormat):
         if start == len(text):
             return None
         if text[start] not in "{[":
-            raise ValueError("no object and no list")
+            raise ValueError("neither an object nor a list")
         decoded = json_at(text, start)
         return None if decoded is None else (read_calls(decoded[0]), decoded[1])
 
 
 class Hermes(JsonFormat):
-    """JSON between tags; the second may be missing."""
+    """JSON between tags; the closing tag may be missing."""
 
     marker = "<tool_call>"
     closing = "</tool_call>"
 
 
 class Llama3Json(JsonFormat):
-    """JSON objects, several with ; or a new line between."""
+    """JSON objects, separated by ; or a new line."""
 
     marker = "<|python_tag|>"
     opening = "{"
@@ -86,7 +88,7 @@ class Mistral(JsonFormat):
     marker = "[TOOL_CALLS]"
 
     def take(self, text: str, start: int) -> Taken | None:
-        """See ToolFormat. Ids have nine letters and digits: Mistral's templates refuse any other."""
+        """See ToolFormat. Ids have nine letters and digits: Mistral's templates refuse all others."""
         start = SPACE.match(text, start).end()  # type: ignore[union-attr]  # it matches everywhere
         taken = super().take(text, start) if text[start : start + 1] in "{[" else self._named(text, start)
         if taken is None:
@@ -121,7 +123,7 @@ class Pythonic(ToolFormat):
         try:
             tree = ast.parse(text[start : outline.end], mode="eval").body
         except (SyntaxError, MemoryError) as error:
-            raise ValueError("no Python") from error
+            raise ValueError("not Python") from error
         if not isinstance(tree, ast.List):
             raise ValueError("no list")
         return [_python_call(node) for node in tree.elts], outline.end
@@ -139,7 +141,7 @@ def _python_call(node: ast.expr) -> ToolCall:
 
 
 class _Constants(ast.NodeTransformer):
-    """JSON's words for Python's, which models mix up."""
+    """Turns the words true, false and null into constants: models write JSON's words in Python too."""
 
     def visit_Name(self, node: ast.Name) -> Any:
         """See ast.NodeVisitor."""
@@ -155,7 +157,7 @@ FORMATS: dict[str, ToolFormat] = {
 
 
 def tool_format(name: str, chat_template: str) -> ToolFormat | None:
-    """Return the notation called `name`; for "auto" the one whose marker the chat template has, or None."""
+    """Return the notation `name`; for "auto" the one with a marker that the chat template has, or None."""
     if name == "none":
         return None
     if name != "auto":
@@ -165,6 +167,6 @@ def tool_format(name: str, chat_template: str) -> ToolFormat | None:
                 f"tool_call_parser: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
             )
         return FORMATS[name]
-    if "<function=" in chat_template:  # XML between Hermes' tags
+    if "<function=" in chat_template:  # XML, not JSON, between Hermes' tags
         return None
     return next((f for f in FORMATS.values() if f.marker and f.marker in chat_template), None)

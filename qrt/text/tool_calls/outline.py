@@ -1,4 +1,4 @@
-"""How far a call goes: its strings and brackets, and JSON that may be cut off anywhere."""
+"""Find where a call ends, by its strings and brackets; read JSON that may be cut off anywhere."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import json
 import re
 from typing import Any
 
-# what may stand at the end of JSON that is not all there yet: nothing, a word's start, half a number
+# the rest, at an error's place, of JSON that is cut off: nothing, the start of a word, or of a number's part
 UNFINISHED = re.compile(r"(t(ru?)?|f(a(ls?)?)?|n(ul?)?|-|\.|[eE][+-]?)?\s*\Z")
 LONGEST_ESCAPE = len(r"\u0000")
 MARKS = re.compile(r"\\|\"+|'+|[\[\](){}#\n]")
 
 
 class Outline:
-    """The strings and brackets of a call that comes in pieces, each of which is read once.
+    """Tracks the strings and brackets of a call that comes in pieces; each piece is read once.
 
-    end     where the outermost bracket was closed last; None before
-    inner   where a bracket next to the outermost was closed last: the end of a list's item; None before
+    end     where the outermost bracket last closed; None before
+    inner   where a bracket one level further in last closed, which ends an item of a list; None before
     """
 
     def __init__(self, start: int, python: bool = False) -> None:
-        """Begin at `start`, in JSON or in Python, which has more kinds of strings, and comments."""
+        """Begin at `start`, in JSON or in Python; Python has more kinds of strings, and comments."""
         self._python = python
         self._seen = start
         self._depth = 0
-        self._inside = ""  # what ends the string, or comment, that has begun
-        self._escaped = -1  # the place behind a backslash
+        self._inside = ""  # what ends the string or comment around the current place
+        self._escaped = -1  # the place after a backslash
         self.end: int | None = None
         self.inner: int | None = None
 
     def feed(self, text: str) -> bool:
-        """Read on in `text`, which has grown; return whether it closes the outermost bracket there."""
+        """Read the new part of `text`; return whether the outermost bracket closes in it."""
         for found in MARKS.finditer(text, self._seen):
             mark, at = found[0], found.start()
             if mark[0] in "\"'" and found.end() == len(text):  # the next piece may have more of them
@@ -65,13 +65,13 @@ class Outline:
         return False
 
     def _quotes(self, quote: str, count: int) -> None:
-        """So many in a row; a string ends with as many as it begins with, one or Python's three."""
+        """Read `count` quotes in a row. A string begins and ends with one, or in Python with three."""
         while count and (self._python or quote == '"') and self._inside[:1] in ("", quote):
-            wanted = len(self._inside) or (3 if self._python and count >= 3 else 1)
-            if count < wanted:
+            needed = len(self._inside) or (3 if self._python and count >= 3 else 1)
+            if count < needed:
                 return
-            self._inside = "" if self._inside else quote * wanted
-            count -= wanted
+            self._inside = "" if self._inside else quote * needed
+            count -= needed
 
 
 def json_at(text: str, start: int) -> tuple[Any, int] | None:

@@ -1,4 +1,4 @@
-"""ToolCallStream: an answer that comes in pieces to text and calls, the same however it is cut."""
+"""ToolCallStream: split an answer that comes in pieces into text and calls, however it is cut."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from qrt.text.tool_calls.call import ToolCall
 from qrt.text.tool_calls.formats import SPACE, Taken, ToolFormat
 from qrt.text.tool_calls.outline import Outline
 
-MAX_CALL_CHARS = 2**20  # what is longer is text
-MAX_CALLS = 128  # of an answer, and of a message that comes back; further ones are text
-PIECE = 4096  # characters of a whole answer that are looked at together
-BETWEEN = re.compile(r"[\s;,]*")  # what may stand between two calls without a marker
+MAX_CALL_CHARS = 2**20  # a longer call is text
+MAX_CALLS = 128  # in an answer, where further ones are text, and in a message that comes back
+PIECE = 4096  # characters of a whole answer that are read at once
+BETWEEN = re.compile(r"[\s;,]*")  # separators between two calls without a marker
 
 
 class ToolCallStream:
-    """Text in pieces to text and calls in pieces.
+    """Splits an answer into text and calls, piece by piece.
 
-    What is no call after all, or one of a function that is none of the request's tools, stays text. Text and
-    calls together are all of the answer but for markers, separators, and the space around calls at its ends.
+    A call that turns out to be none, or that names none of the request's tools, stays text. Text and calls
+    together are the whole answer, except markers, separators, and spaces at its ends around calls.
 
     num_calls   calls so far
     """
 
     def __init__(self, format: ToolFormat, names: Collection[str]) -> None:
-        """`names`: what may be called."""
+        """Take the notation and the names of the functions that may be called."""
         self._format = format
         self._names = names
         self._text = ""
-        self._at = 0  # how far `_text` is done with
-        self._call: int | None = None  # where the call begins that may be there, behind its marker
-        self._outline = Outline(0)  # of it
-        self._seen = self._taken = 0  # how long it was when it was last looked at, and last parsed
-        self._may_open = format.opening is not None  # nothing but separators since the start or a call
-        self._may_close = False  # nothing but space since a call
-        self._space = ""  # not given out: the end, or what stands before a call
-        self._begun = False  # some text is out
+        self._at = 0  # how much of `_text` is done
+        self._call: int | None = None  # where a possible call begins in `_text`, after its marker
+        self._outline = Outline(0)  # the possible call's strings and brackets
+        self._seen = self._taken = 0  # its length when it was last seen, and when it was last parsed
+        self._may_open = format.opening is not None  # only separators since the start or a call
+        self._may_close = False  # only spaces since a call
+        self._space = ""  # held back: spaces at the end, or before a call
+        self._begun = False  # whether some text is shown
         self.num_calls = 0
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Return the text that is certainly none of a call, and the calls that are complete."""
+        """Return the text that cannot be part of a call, and the calls that are complete."""
         if self._call is None:
             self._text, self._at = self._text[self._at :], 0
         self._text += text
@@ -61,7 +61,7 @@ class ToolCallStream:
         return "".join(shown), calls
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """Return what was held back: text, and calls of a list that was cut off between two of them."""
+        """Return what is held back: text, and the complete calls of a list that is cut off."""
         shown: list[str] = []
         calls: list[ToolCall] = []
         if self._call is not None and (taken := self._cut_off()):
@@ -79,7 +79,7 @@ class ToolCallStream:
         return "".join(shown), calls
 
     def _give(self, shown: list[str], text: str) -> None:
-        """Show a text without the space at its end, which waits: behind it may come a call, or nothing."""
+        """Show a text; hold back the spaces at its end, because a call or nothing may follow."""
         body = text.rstrip()
         if not body:
             self._space += text
@@ -90,7 +90,7 @@ class ToolCallStream:
         self._begun = True
 
     def _closed(self) -> bool:
-        """Pass the closing tag of the last call; False while it may still come."""
+        """Skip the closing tag of the last call; return False while the tag may still come."""
         closing = self._format.closing
         if not self._may_close or closing is None:
             return True
@@ -104,7 +104,7 @@ class ToolCallStream:
         return True
 
     def _look(self, shown: list[str]) -> bool:
-        """Look for the beginning of a call, and show the text before it; False when none has begun."""
+        """Show the text up to the next call; return whether a call begins."""
         text, first = self._text, self._at
         opening, marker = self._format.opening, self._format.marker
         if self._may_open:
@@ -135,8 +135,11 @@ class ToolCallStream:
         self._outline, self._seen, self._taken = Outline(call, self._format.python), 0, 0
 
     def _is_due(self) -> bool:
-        """Whether to parse the call so far: at first, where it may have ended, and to see whether it is one
-        each time it has doubled; a long one is not parsed with every piece."""
+        """Return whether to parse the call so far.
+
+        It is parsed at first, where it may have ended, and each time its length has doubled, to see whether
+        it is still a call. So a long call is not parsed with every piece.
+        """
         assert self._call is not None
         self._seen = len(self._text) - self._call
         ended = not self._taken or self._outline.feed(self._text)
@@ -146,7 +149,7 @@ class ToolCallStream:
         return True
 
     def _take(self) -> Taken | None:
-        """Read the calls; None while they may still come, ValueError when it is text after all."""
+        """Read the calls; None while they may still come, ValueError where it is text."""
         assert self._call is not None
         taken = self._format.take(self._text, self._call)
         end = len(self._text) if taken is None else taken[1]
@@ -170,13 +173,13 @@ class ToolCallStream:
         return calls
 
     def _fail(self, shown: list[str]) -> None:
-        """The marker is text, and so is what follows it unless another call begins there."""
+        """Show the marker as text; look for another call after it."""
         assert self._call is not None
         self._give(shown, self._text[self._at : self._call])
         self._at, self._call, self._may_open = self._call, None, False
 
     def _cut_off(self) -> Taken | None:
-        """The calls of a list that has no end: those that are complete."""
+        """Return the complete calls of a list that is cut off."""
         assert self._call is not None
         start = SPACE.match(self._text, self._call).end()  # type: ignore[union-attr]  # it matches everywhere
         outline = Outline(start, self._format.python)
@@ -195,7 +198,7 @@ class ToolCallStream:
 
 
 def parse(format: ToolFormat, names: Collection[str], text: str) -> tuple[str, list[ToolCall]]:
-    """Read a whole answer: what is text in it, and the calls of functions in `names`."""
+    """Split a whole answer into its text and the calls of functions in `names`."""
     stream = ToolCallStream(format, names)
     shown, calls = [], []
     for start in range(0, len(text), PIECE):

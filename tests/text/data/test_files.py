@@ -42,7 +42,7 @@ def test_other_kinds_are_refused_by_name(name, tmp_path):
 )
 def test_what_looks_like_another_kind_is_no_text_without_a_suffix(content, kind, tmp_path):
     (tmp_path / "a").write_text(content)
-    with pytest.raises(ConfigError, match=f"a: expected text, .*looks like {kind}.*name it"):
+    with pytest.raises(ConfigError, match=f"a: expected text, .*looks like {kind}.*add the suffix"):
         values(tmp_path / "a")
     (tmp_path / "a.txt").write_text(content)
     assert values(tmp_path / "a.txt") == [content]
@@ -122,7 +122,7 @@ def test_a_git_lfs_pointer_is_refused(tmp_path):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     for name in ("a.parquet", "a.jsonl", "a.txt", "a.csv.gz", "a"):
         (tmp_path / name).write_text(pointer)
-        with pytest.raises(ConfigError, match=f"{name}: a git-lfs pointer.*`git lfs pull`"):
+        with pytest.raises(ConfigError, match=f"{name}: a Git LFS pointer.*`git lfs pull`"):
             values(tmp_path / name)
 
 

@@ -42,16 +42,18 @@ def test_a_broken_element_is_named(chunk, monkeypatch, tmp_path):
     monkeypatch.setattr(json_rows, "CHUNK", chunk)
     whole = json.dumps([{"text": "x" * 30}] * 3)
     for content, message in (
-        (whole[:-1], "behind row 3 of its list: expected , or ], got the end of the file"),
+        (whole[:-1], "after row 3 of its list: expected , or ], got the end of the file"),
         (whole[:-5], "row 3 of its list: the file ends inside a value"),
-        (whole.replace("}, {", "} {", 1), "behind row 1 of its list: expected , or ], got '{'"),
-        (whole + "[]", "more follows behind its list"),
+        (whole.replace("}, {", "} {", 1), "after row 1 of its list: expected , or ], got '{'"),
+        (whole + "[]", "text follows its list"),
         ('[{"text": nul}, "' + "x" * 100 + '"]', "row 1 of its list: Expecting value at character 11"),
     ):
         (tmp_path / "a.json").write_text(content)
-        with pytest.raises(ConfigError, match=r"a\.json: not JSON") as error:
+        with pytest.raises(
+            ConfigError, match=r"a\.json: expected a list of rows, .* got broken JSON"
+        ) as error:
             values(tmp_path / "a.json")
-        assert message in str(error.value) and "fetch it again" in str(error.value)
+        assert message in str(error.value) and "download it again" in str(error.value)
 
 
 def test_a_long_list_takes_the_memory_of_a_chunk(monkeypatch, tmp_path):
@@ -123,7 +125,9 @@ def test_a_broken_line_is_one_row(tmp_path):
 
 def test_a_file_without_a_line_of_json_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("just\nwords\n")
-    with pytest.raises(ConfigError, match=r"a\.jsonl: not JSON, in none of its 2 lines"):
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl: expected a JSON value per line, .* none of its 2 lines is JSON"
+    ):
         values(tmp_path / "a.jsonl")
 
 
@@ -187,7 +191,7 @@ def test_a_string_that_is_no_unicode_is_one_row(tmp_path):
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_what_is_no_such_file_is_refused(name, tmp_path):
     (tmp_path / name).write_text("words " * 100)
-    with pytest.raises(ConfigError, match=rf"{name}: no \w+ file .*; fetch it again"):
+    with pytest.raises(ConfigError, match=rf"{name}: not a \w+ file .*; download it again"):
         values(tmp_path / name)
 
 

@@ -139,7 +139,7 @@ def test_an_instruction_with_its_input_and_history():
     row = {"instruction": "Sort.", "input": "3 1 2", "output": "1 2 3"}
     assert said(row) == "<user>Sort.\n\n3 1 2<assistant>1 2 3"
     assert said({**row, "history": [[ASKED, ANSWERED]]}) == f"{WHOLE}<user>Sort.\n\n3 1 2<assistant>1 2 3"
-    assert reason({**row, "history": "before"}).startswith("a history that is no list")
+    assert reason({**row, "history": "before"}).startswith("a history that is not a list")
 
 
 def test_without_a_chat_template_a_question_and_its_answer_are_joined():
@@ -244,9 +244,7 @@ def test_rows_left_out_are_counted_by_reason():
         "no key that holds a text or a conversation among its keys (txt)": 1,
     }
     (note,) = texts.notes("a.jsonl", {})
-    assert note.startswith(
-        "a.jsonl: 3 of the 5 rows looked at are left out: 2: 'text' is null, not text (row 2 "
-    )
+    assert note.startswith("a.jsonl: 3 of the 5 rows read are left out: 2: 'text' is null, not text (row 2 ")
     assert "; 1: no key that holds" in note
 
 
