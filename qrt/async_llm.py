@@ -56,7 +56,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, *arguments: Any, **named: Any) -> NoReturn:
-        """UnsupportedError: the constructor takes vLLM's engine arguments by name."""
+        """Raise UnsupportedError: the constructor takes vLLM's engine arguments by name."""
         raise UnsupportedError("AsyncLLM.from_engine_args: make one with AsyncLLM(model, **engine_arguments)")
 
     @property
@@ -74,7 +74,7 @@ class AsyncLLM:
         return self.tokenizer.for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the checkpoint's generation_config.json recommends: the parameters of calls without."""
+        """Return the parameters of generation_config.json, which calls without parameters use."""
         return replace(self._defaults)  # the caller may change them
 
     async def generate(
@@ -132,10 +132,10 @@ class AsyncLLM:
         elif not self.client.stopped:
             await self.client.close()
 
-    if not TYPE_CHECKING:  # it would hide misspelt names
+    if not TYPE_CHECKING:  # it would hide misspelt names from mypy
 
         def __getattr__(self, name: str) -> Any:
-            """Name what to do instead of a method that vLLM's AsyncLLM has and this one has not."""
+            """Name the remedy for a method that vLLM's AsyncLLM has and this class does not."""
             return refuse_method(type(self).__name__, name)
 
     async def _start(self) -> None:

@@ -79,7 +79,7 @@ def _dashed(word: str) -> str:
 
 
 def add_place(group: argparse._ActionsContainer) -> None:
-    """Add the flags of where a model of the Hub comes from and is kept."""
+    """Add the flags for a model of the Hub: its revision, and the folder that keeps it."""
     group.add_argument(
         "--revision", metavar="REV", help="branch, tag or commit of a --model of the Hub (default: main)"
     )
@@ -87,7 +87,7 @@ def add_place(group: argparse._ActionsContainer) -> None:
 
 
 def add_download_dir(group: argparse._ActionsContainer) -> None:
-    """Add the flag of where models of the Hub are kept."""
+    """Add the flag for the folder that keeps models of the Hub."""
     group.add_argument(
         "--download-dir", metavar="DIR", help="folder for models of the Hub (default: HF_HUB_CACHE, HF_HOME)"
     )

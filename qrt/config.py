@@ -1,4 +1,4 @@
-"""Every setting, validated where it is made or changed; the only place that reads the environment."""
+"""Every setting, validated when it is made or changed; the only place that reads the environment."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class KernelBackend(Enum):
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment variables qrt reads, read once; those of the Hub as huggingface_hub reads them.
+    """The environment variables qrt reads, read once. Those of the Hub mean what huggingface_hub documents.
 
     hub_cache      folder of downloaded models: HF_HUB_CACHE, or "hub" in HF_HOME
     hub_endpoint   HF_ENDPOINT, the Hub or a mirror of it
-    hub_offline    HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE: ask nobody, take what is cached
-    hub_token      HF_TOKEN; None: huggingface_hub looks for the one of `hf auth login`
+    hub_offline    HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE: make no request, use only the cache
+    hub_token      HF_TOKEN; None: huggingface_hub uses the token of `hf auth login`
     """
 
     kernel_backend: KernelBackend = KernelBackend.AUTO
@@ -81,10 +81,10 @@ class EngineConfig:
     """What an engine is built from. `None` and "auto" are settled by the engine from model and device.
 
     model                    checkpoint folder, ORG/NAME[@REVISION] of the Hugging Face Hub, or "tiny", the
-                             bundled one
-    tokenizer                the same, of the tokenizer (None: the model's)
-    revision                 branch, tag or commit of a `model` of the Hub; tokenizer_revision of `tokenizer`
-    download_dir             folder that models of the Hub are kept in (None: HF_HUB_CACHE or HF_HOME)
+                             bundled model
+    tokenizer                where the tokenizer is, in the same forms (None: with the model)
+    revision                 branch, tag or commit of `model` on the Hub; tokenizer_revision of `tokenizer`
+    download_dir             folder that keeps models of the Hub (None: HF_HUB_CACHE or HF_HOME)
     kv                       KV format: "auto" (unquantized), "bf16", or a name in KV_FORMATS ("int8", "k8v4")
     kv_skip_layers           layers whose K and V are stored unquantized
     load_format              "dummy": random weights of the sizes and schemes that the folder's config.json
@@ -103,9 +103,9 @@ class EngineConfig:
     overlap                  prepare and launch a step while the one before it runs (None: on a GPU)
     gpu_memory_utilization   share of the GPU's memory that weights, activations and KV may take
     kv_cache_memory_bytes    KV memory, instead of what `gpu_memory_utilization` leaves
-    attend_cache             prefill reads the chunk's own K/V back from the cache too: a perplexity sees the
-                             KV format's loss, and a prompt is answered behind a cached prefix as it is cold
-                             (by default a prompt attends its chunk's K/V before they are rounded)
+    attend_cache             prefill reads the chunk's own K/V back from the cache too: a perplexity includes
+                             the KV format's loss, and a cached prefix does not change an answer (by default a
+                             prompt attends its own chunk's K/V before they are rounded)
     enforce_eager            record no CUDA graphs: slower steps, an earlier start
     cudagraph_capture_sizes  decodes of a recorded step (None: 1, 2, 4, then every 8 to 256)
     """
@@ -145,7 +145,7 @@ class EngineConfig:
             _folder("download_dir", self.download_dir, "give the path of one")
         for name in ("revision", "tokenizer_revision"):
             if not isinstance(value := getattr(self, name), str | None):
-                raise ConfigError(f"{name}: got {value!r}, wanted a branch, a tag or a commit")
+                raise ConfigError(f"{name}: expected a branch, a tag or a commit, got {value!r}")
         if not isinstance(self.kv, str):
             raise ConfigError(f"kv: got {self.kv!r}, wanted the name of a KV format")
         for name in ("kv_skip_layers", "cudagraph_capture_sizes"):
@@ -187,10 +187,10 @@ Params = TypeVar("Params")
 
 
 def _for_vllm_users(cls: type[Params]) -> type[Params]:
-    """Let a frozen dataclass be made and changed as vLLM's users do it.
+    """Let vLLM's users make and change a frozen dataclass as they are used to.
 
-    It takes vLLM's other arguments where they ask for nothing. An assignment (`params.max_tokens = 5`) checks
-    the whole as its making does.
+    The constructor also takes vLLM's other arguments if their values ask for nothing. An assignment
+    (`params.max_tokens = 5`) checks all fields as the constructor does.
     """
     make, names = cls.__init__, [each.name for each in fields(cls)]  # type: ignore[arg-type]
 

@@ -1,6 +1,6 @@
-"""What a model's folder, or its repository on the Hub, holds: which files by name, and its config.json.
+"""The files of a model's folder or its repository on the Hub, by name, and its config.json.
 
-Torch-free, so that what is wrong with it is told at once.
+This module imports no torch, so that a wrong folder is reported at once.
 """
 
 from __future__ import annotations
@@ -50,18 +50,21 @@ def _names(folder: Path) -> list[str]:
 
 
 def no_config(names: Collection[str]) -> str:
-    """Say what a folder or repository of these files is, which has no config.json, and what to do."""
+    """Say what a folder or repository without config.json holds, by its file names, and what to do."""
     if "adapter_config.json" in names:
-        return "an adapter, which is not run; merge it into its model (peft: merge_and_unload) and save that"
+        return (
+            "an adapter, which qrt does not run; merge it into its model (peft: merge_and_unload), save that"
+        )
     if gguf := next((name for name in sorted(names) if name.endswith(".gguf")), None):
         return f"{gguf} {GGUF}"
-    return "wanted a Hugging Face checkpoint"
+    return "expected a Hugging Face checkpoint"
 
 
 def weight_files(names: Collection[str]) -> tuple[str | None, str | None]:
-    """Return the single weight file and the index of several, of which at most one is there.
+    """Return the name of the single weight file, or of the index of several; the other is None.
 
-    They have transformers' names, or else there is only one that can be meant: AutoGPTQ names it by the grid.
+    Files with transformers' names come first. Without them the only candidate is taken, because AutoGPTQ
+    names its file by the grid. Both are None where there is no candidate, or several.
     """
     if SINGLE in names:
         return SINGLE, None
@@ -76,18 +79,18 @@ def weight_files(names: Collection[str]) -> tuple[str | None, str | None]:
 
 
 def no_weights(place: object, names: Collection[str]) -> CheckpointError:
-    """Return the error for a folder or repository without `weight_files`: what it has instead, what to do."""
+    """Return the error for a folder or repository without `weight_files`: what it has instead, the remedy."""
     found = sorted(name for name in names if "/" not in name)
     stray = [name for name in found if name.endswith(".safetensors")]
     other = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
     if stray:
         return CheckpointError(f"{place}: {stray[0]} but neither {SINGLE} nor {INDEX}; download the index")
     if not other:
-        return CheckpointError(f"{place}: no weights; wanted {SINGLE}, or {INDEX} and its shards")
+        return CheckpointError(f"{place}: no weights; expected {SINGLE}, or {INDEX} and its shards")
     if other[0].endswith(".gguf"):
         return CheckpointError(f"{place}: {other[0]} {GGUF}")
     return CheckpointError(
-        f"{place}: only {other[0]}, no safetensors, and qrt opens nothing else; convert with transformers: "
+        f"{place}: expected safetensors, got only {other[0]}; convert with transformers: "
         "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), and likewise AutoTokenizer"
     )
 

@@ -1,6 +1,7 @@
-"""The Hugging Face Hub: download what qrt reads of a model into the Hub's cache, and say why it cannot.
+"""Download the files of a model that qrt reads from the Hugging Face Hub into the Hub's cache.
 
-The only module that asks the Hub for models. Names come from command lines and Python, never from requests.
+This is the only module that asks the Hub for models. Names come from command lines and Python, never from
+requests.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from qrt.folder import (
     read_json,
     weight_files,
 )
-from qrt.hub_errors import MAKE_ROOM, line, offline_remedy, said
+from qrt.hub_errors import MAKE_ROOM, explain, first_line, offline_remedy
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +37,13 @@ Check = Callable[[Path], object]
 
 DESCRIBING = (CONFIG, *SEPARATE_CONFIGS, *COPIED)
 GB = 1e9
-SPARE_BYTES = 64 << 20  # of the disk, for the cache's own files
+SPARE_BYTES = 64 << 20  # disk space left free, for the cache's own files
 UNASKED = "the Hub could not be asked"
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A model on the Hub: its id, ORG/NAME; a branch, tag or commit; the folder of the cache."""
+    """A model on the Hub: its id ORG/NAME; a branch, tag or commit; and the folder of the cache."""
 
     id: str
     revision: str
@@ -50,15 +51,15 @@ class Repository:
 
     @classmethod
     def of(cls, id: str, revision: str | None, cache: str | Path | None) -> Repository:
-        """Fill in what is not given: the branch main, and the cache that the environment names."""
+        """Make one; defaults are the branch main and the cache that the environment names."""
         return cls(id, revision or "main", Path(cache or ENV.hub_cache).expanduser().absolute())
 
     def model(self, *, weights: bool = True, check: Check | None = None) -> Path:
-        """Return the model's folder; `check` sees it with config.json alone before any weight comes."""
+        """Return the model's folder; `check` sees it with config.json alone before weights are downloaded."""
         return self._found(DESCRIBING, weights, check or (lambda folder: None))
 
     def tokenizer(self) -> Path:
-        """Return a folder with the tokenizer's files, downloaded."""
+        """Return a folder with the tokenizer's files."""
         return self._found((CONFIG, *TOKENIZER_FILES), False, None)
 
     def _found(self, patterns: tuple[str, ...], weights: bool, check: Check | None) -> Path:
@@ -68,7 +69,7 @@ class Repository:
         return folder
 
     def _fetch(self, patterns: tuple[str, ...], weights: bool, check: Check | None) -> Path:
-        """Download the files of `patterns`, and the weights; without the Hub return what is cached."""
+        """Download the files of `patterns`, and the weights; without the Hub use the cache."""
         listing = self._listing()
         if listing is None:
             folder = self._cached(patterns)
@@ -91,25 +92,25 @@ class Repository:
                 raise no_weights(self.id, sizes)
             wanted += [single] if single else [str(index), *self._shards(str(index), commit, sizes)]
         if not wanted:
-            raise CheckpointError(f"{self.id}: no tokenizer; wanted tokenizer.json")
+            raise CheckpointError(f"{self.id}: no tokenizer; expected tokenizer.json")
         folder = self._folder(commit)
         coming = {name: sizes[name] for name in wanted if not (folder / name).exists()}
         if coming:
             self._expect_room(sum(coming.values()))
             self._snapshot(commit, coming)
         if self.revision != commit:
-            self._file(wanted[0], self.revision)  # notes which commit that is, for when there is no network
+            self._file(wanted[0], self.revision)  # the client notes the branch's commit, for use offline
         return folder
 
     def _shards(self, index: str, commit: str, sizes: Collection[str]) -> list[str]:
-        """The weight files that the index names, which all lie beside it."""
+        """Return the weight files that the index names; CheckpointError where one is missing."""
         shards = _named_in(self._file(index, commit))
         if lacking := next((name for name in shards if name not in sizes or "/" in name), None):
             raise CheckpointError(f"{self.id}: {index} names {lacking!r}, which is not beside it on the Hub")
         return shards
 
     def _listing(self) -> tuple[str, dict[str, int]] | None:
-        """Ask the Hub for the commit and the sizes of its files; None where the cache has to do."""
+        """Ask the Hub for the commit and its files' sizes; None where only the cache can be used."""
         if ENV.hub_offline:
             return None
         if not ENV.hub_endpoint.startswith(("http://", "https://")):
@@ -127,7 +128,7 @@ class Repository:
                 commit = self._cached(()).name
             except OSError:
                 raise error from None
-            reason = line(error)
+            reason = first_line(error)
             logger.warning("%s: %s (%s); going on with %s, which is cached", self.id, UNASKED, reason, commit)
             return None
         return str(found.sha), {file.rfilename: file.size or 0 for file in found.siblings or ()}
@@ -138,7 +139,7 @@ class Repository:
         return Path(hf_hub_download(self.id, name, revision=commit, **self._options()))
 
     def _snapshot(self, commit: str, names: Iterable[str]) -> None:
-        """Download files. Ctrl-C ends it at once; by itself the client would end its files first."""
+        """Download files. Ctrl-C ends the download at once; the client alone would first finish its files."""
         from huggingface_hub import close_session, snapshot_download
 
         options: Any = {"allow_patterns": [glob.escape(name) for name in names], **self._options()}
@@ -151,7 +152,7 @@ class Repository:
                 raise
 
     def _cached(self, patterns: tuple[str, ...]) -> Path:
-        """Return the cached folder; the client's LocalEntryNotFoundError where it lacks some of the files."""
+        """Return the cached folder; the client's LocalEntryNotFoundError where it is incomplete."""
         from huggingface_hub import snapshot_download
 
         options = {**self._options(), "local_files_only": True, "ignore_patterns": "*/*"}
@@ -160,7 +161,7 @@ class Repository:
         )
 
     def _options(self) -> dict[str, Any]:
-        """Of every call of the client, which else goes by what it read of the environment."""
+        """Return the options of every call, which replace what the client read from the environment."""
         endpoint, token = ENV.hub_endpoint, ENV.hub_token
         return {"cache_dir": self.cache, "endpoint": endpoint, "token": token, "library_name": "qrt"}
 
@@ -168,54 +169,54 @@ class Repository:
         return self.cache / f"models--{self.id.replace('/', '--')}" / "snapshots" / commit
 
     def _expect_room(self, coming: int) -> None:
-        """CheckpointError where the disk does not hold so many bytes."""
+        """Raise CheckpointError where the disk has no room for `coming` bytes."""
         disk = next(path for path in (self.cache, *self.cache.parents) if path.exists())
         free = shutil.disk_usage(disk).free
         if coming + SPARE_BYTES > free:
             raise CheckpointError(
-                f"{self.id}: {coming / GB:.2f} GB are still to come, and {self.cache} has {free / GB:.2f} GB "
-                f"free; {MAKE_ROOM}"
+                f"{self.id}: {coming / GB:.2f} GB are left to download, and {self.cache} has "
+                f"{free / GB:.2f} GB free; {MAKE_ROOM}"
             )
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a file is meant; unlike fnmatch's a `*` stays within its folder."""
+    """Return whether a pattern matches; unlike in fnmatch, `*` does not match a slash."""
     return any(fnmatchcase(name, each) and name.count("/") == each.count("/") for each in patterns)
 
 
 def _named_in(index: Path) -> list[str]:
-    """The files that an index names, as far as it is one; the reader tells what is wrong with it."""
+    """Return the files that an index names, none if it is damaged: the reader reports that later."""
     listed = read_json(index).get("weight_map")
     values = listed.values() if isinstance(listed, dict) else ()
     return sorted({name for name in values if isinstance(name, str)})
 
 
 def _missing_weight(folder: Path) -> str | None:
-    """The first weight file that a cached folder lacks; None where all are there."""
+    """Return the first weight file that a cached folder lacks; None where it has all."""
     single, index = weight_files([path.name for path in folder.iterdir()])
     if single is None and index is None:
         return "a weight file"
-    wanted = [] if index is None else _named_in(folder / index)
-    return next((name for name in wanted if not (folder / name).exists()), None)
+    shards = [] if index is None else _named_in(folder / index)
+    return next((name for name in shards if not (folder / name).exists()), None)
 
 
 @contextmanager
 def _explained(repository: Repository) -> Iterator[None]:
-    """Turn what the client raises into one line that names the model and the remedy."""
+    """Turn the client's errors into one line that names the model and the remedy."""
     try:
         yield
     except QrtError:
         raise
-    except Exception as error:  # of the client, its HTTP library, its download library and the system
-        raise CheckpointError(said(repository.id, repository.revision, repository.cache, error)) from error
+    except Exception as error:  # from the client, its HTTP and download libraries, and the system
+        raise CheckpointError(explain(repository.id, repository.revision, repository.cache, error)) from error
 
 
 @contextmanager
 def dataset(id: str) -> Iterator[None]:
-    """Let `datasets` load the dataset `id`: ask the Hub once whether it may be had.
+    """Ask the Hub once whether `datasets` may load the dataset `id` in the block.
 
-    Where the Hub does not answer, what is cached is taken within the block, instead of a minute of retries.
-    CheckpointError for a dataset that is not there or not granted.
+    Where the Hub does not answer, the block uses the cache; otherwise `datasets` retries for a minute.
+    CheckpointError for a dataset that does not exist or is not granted.
     """
     import datasets
     import httpx
@@ -230,8 +231,8 @@ def dataset(id: str) -> Iterator[None]:
         except Exception as error:
             fails = isinstance(error, HfHubHTTPError) and error.response.status_code >= 500
             if not fails and not isinstance(error, httpx.TransportError):
-                raise CheckpointError(said(id, "main", ENV.hub_cache, error, "dataset")) from error
-            logger.warning("%s: %s (%s); going on with what is cached", id, UNASKED, line(error))
+                raise CheckpointError(explain(id, "main", ENV.hub_cache, error, "dataset")) from error
+            logger.warning("%s: %s (%s); going on with what is cached", id, UNASKED, first_line(error))
             offline = True
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
     try:

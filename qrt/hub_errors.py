@@ -1,4 +1,4 @@
-"""What goes wrong with the Hugging Face Hub, in one line with the remedy."""
+"""Explain errors of the Hugging Face Hub in one line with the remedy."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import errno
 
 from qrt.config import ENV
 
-MESSAGE = "X-Error-Message"  # header of a refusal
+MESSAGE = "X-Error-Message"  # header with the Hub's reason for a refusal
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MAKE_ROOM = "free some, or keep models elsewhere with --download-dir, HF_HOME or HF_HUB_CACHE"
 
 
 def offline_remedy(id: str) -> str:
-    """Say what to do where the cache lacks something and the Hub is not asked."""
+    """Say what to do where the cache lacks files and the Hub is not asked."""
     where = "unset HF_HUB_OFFLINE" if ENV.hub_offline else "try again with the network up"
     return f"{where}, or bring the files from another machine (hf download {id} --local-dir FOLDER)"
 
 
-def said(id: str, revision: str, cache: object, error: BaseException, kind: str = "model") -> str:
-    """Say in one line what went wrong with a repository of the Hub, and what to do about it."""
+def explain(id: str, revision: str, cache: object, error: BaseException, kind: str = "model") -> str:
+    """Say in one line what went wrong with a repository of the Hub, and what to do."""
     import httpx
     from huggingface_hub import errors
 
@@ -27,42 +27,44 @@ def said(id: str, revision: str, cache: object, error: BaseException, kind: str 
     login = "run `hf auth login` or set HF_TOKEN"
     match error:
         case errors.GatedRepoError():
-            return f"{id}: access is granted by its owners; ask for it at {page}, then {login}"
+            return f"{id}: its owners grant access; ask for it at {page}, then {login}"
         case errors.RevisionNotFoundError():
             return f"{id}: no revision {revision!r}; give a branch, a tag or a commit of {page}"
         case errors.HfHubHTTPError() if "Invalid credentials" in error.response.headers.get(MESSAGE, ""):
-            return f"{id}: {endpoint} does not accept the token; {login}, or leave it away"
+            return f"{id}: {endpoint} does not accept the token; {login}, or unset HF_TOKEN"
         case errors.HfHubHTTPError() if error.response.status_code in (401, 404):
             return (
                 f"{id}: no such folder here, and {endpoint} shows no such {kind}; check the name, and for a "
                 f"private one {login}"
             )
         case errors.HfHubHTTPError():
-            return f"{id}: {endpoint} answers {error.response.status_code} ({line(error)}); try again later"
+            code = error.response.status_code
+            return f"{id}: {endpoint} answers {code} ({first_line(error)}); try again later"
         case errors.LocalEntryNotFoundError():
             if error.__cause__ is not None:
-                return said(id, revision, cache, error.__cause__, kind)
-            part = getattr(error, "snapshot_path", None)  # of recent clients
+                return explain(id, revision, cache, error.__cause__, kind)
+            part = getattr(error, "snapshot_path", None)  # only recent clients have it
             place = f"only a part of it is in the cache, {part}" if part else f"not in {cache}"
             return f"{id}: no such folder here, and {place}; {offline_remedy(id)}"
         case errors.FileMetadataError():
-            return f"{id}: {endpoint} does not answer as the Hub does ({line(error)}); check HF_ENDPOINT"
+            reason = first_line(error)
+            return f"{id}: {endpoint} does not answer as the Hub does ({reason}); check HF_ENDPOINT"
         case httpx.RemoteProtocolError() | httpx.ReadError() | httpx.ReadTimeout():
-            return f"{id}: {endpoint} broke off ({line(error)}); run it again, for what is still missing"
+            return f"{id}: {endpoint} broke off ({first_line(error)}); run it again to get the rest"
         case httpx.HTTPError() | errors.OfflineModeIsEnabled():
             return (
-                f"{id}: no such folder here, and {endpoint} cannot be reached ({line(error)}); check the "
-                "network, HF_ENDPOINT and the proxy, or give a folder"
+                f"{id}: no such folder here, and {endpoint} cannot be reached ({first_line(error)}); check "
+                "the network, HF_ENDPOINT and the proxy, or give a folder"
             )
         case OSError() if error.errno in NO_ROOM:
             return f"{id}: no space left in {cache}; {MAKE_ROOM}"
         case OSError() if error.errno is not None:
             file = error.filename or cache
             return f"{id}: {file} cannot be used ({error.strerror}); name another --download-dir"
-    return f"{id}: cannot be downloaded ({type(error).__name__}: {line(error)}); try again"
+    return f"{id}: cannot be downloaded ({type(error).__name__}: {first_line(error)}); try again"
 
 
-def line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind where it has none."""
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its class where it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__

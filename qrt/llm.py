@@ -43,8 +43,10 @@ class LLM:
     """
 
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
-        """`model` is a folder, ORG/NAME[@REVISION] of the Hub, or "tiny"; `settings` are the other fields of
-        EngineConfig. ConfigError for an unknown one."""
+        """Load `model`: a folder, ORG/NAME[@REVISION] of the Hub, or "tiny".
+
+        `settings` are the other fields of EngineConfig; ConfigError for an unknown one.
+        """
         config, _ = preflight(engine_config(model, {"kv": kv, **settings}))
         self.tokenizer = Tokenizer(config.tokenizer or config.model)
         self.engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
@@ -82,7 +84,7 @@ class LLM:
         return self.tokenizer.for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the checkpoint's generation_config.json recommends: the parameters of calls without."""
+        """Return the parameters of generation_config.json, which calls without parameters use."""
         return replace(self.engine.generation.sampling)  # the caller may change them
 
     def generate(
@@ -140,7 +142,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, by its chat template; `others` as above."""
+        """Answer one conversation or several, written by the chat template; `others` as for `generate`."""
         refuse_arguments("LLM.chat", others, signature(self.chat).parameters)
         if isinstance(messages, (str, Mapping)) or not hasattr(messages, "__getitem__"):
             raise ConfigError(
@@ -188,10 +190,10 @@ class LLM:
                     parts[delta.request_id].append(delta.prompt_scores)
         return [concat(scores) if scores else Scores.empty() for scores in parts.values()]
 
-    if not TYPE_CHECKING:  # it would hide misspelt names
+    if not TYPE_CHECKING:  # it would hide misspelt names from mypy
 
         def __getattr__(self, name: str) -> Any:
-            """Name what to do instead of a method that vLLM's LLM has and this one has not."""
+            """Name the remedy for a method that vLLM's LLM has and this class does not."""
             return refuse_method(type(self).__name__, name)
 
     @contextmanager

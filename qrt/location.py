@@ -1,7 +1,7 @@
-"""Find a model by what a user calls it: a folder, "tiny", or ORG/NAME[@REVISION] of the Hugging Face Hub.
+"""Find a model by the name a user gives: a folder, "tiny", or ORG/NAME[@REVISION] of the Hugging Face Hub.
 
-An existing folder wins. What comes from the Hub lies in its cache as `models--ORG--NAME/snapshots/COMMIT`, so
-the folder alone says which model at which commit it is.
+An existing folder wins. A model of the Hub lies in the cache as `models--ORG--NAME/snapshots/COMMIT`, so the
+folder's path tells the model and the commit.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def model_folder(
     weights: bool = True,
     check: Callable[[Path], object] | None = None,
 ) -> Path:
-    """Return the folder of the model `name`; download it from the Hub where that is needed.
+    """Return the folder of the model `name`; download it from the Hub if needed.
 
-    `check` sees a folder with config.json before any weight is downloaded; what it raises ends the download.
-    Without `weights` only the files that describe the model come. CheckpointError where there is no such
-    model, or it cannot be had.
+    `check` sees a folder with config.json before any weight is downloaded; its errors end the download.
+    Without `weights` only the files that describe the model are downloaded. CheckpointError where the model
+    does not exist or cannot be downloaded.
     """
     place = _place(name, revision, download_dir)
     if isinstance(place, Repository):
@@ -45,19 +45,19 @@ def model_folder(
 def tokenizer_folder(
     name: str | Path, *, revision: str | None = None, download_dir: str | Path | None = None
 ) -> Path:
-    """Return a folder with the tokenizer of the model `name`, as `model_folder` finds it."""
+    """Return a folder with the tokenizer of the model `name`; found as `model_folder` finds models."""
     place = _place(name, revision, download_dir)
     return place.tokenizer() if isinstance(place, Repository) else place
 
 
 def model_name(model: str | Path) -> str:
-    """Return what to call a model: ORG/NAME of a folder in the Hub's cache, any other as it was given."""
+    """Return a model's name: ORG/NAME for a folder in the Hub's cache, any other name unchanged."""
     found = _snapshot(model)
     return f"{found[1]}/{found[2]}" if found else str(model)
 
 
 def api_name(model: str | Path) -> str:
-    """Return what clients call a model: ORG/NAME of the Hub, without its revision, or a folder's own name."""
+    """Return a model's name for clients: ORG/NAME of the Hub without revision, or a folder's own name."""
     if (found := _snapshot(model)) is not None:
         return f"{found[1]}/{found[2]}"
     named = None if Path(model).is_dir() else HUB_NAME.fullmatch(str(model))
@@ -65,18 +65,18 @@ def api_name(model: str | Path) -> str:
 
 
 def short_name(model: str | Path) -> str:
-    """Return a name for files: NAME of ORG/NAME, or a folder's own."""
+    """Return a model's name for files: NAME of ORG/NAME, or a folder's own name."""
     return api_name(model).rpartition("/")[2]
 
 
 def pinned_name(model: str | Path) -> str:
-    """Return `model_name` with the commit behind it, if it has one: it means the same files at any time."""
+    """Return `model_name` with @COMMIT for a model of the Hub, so that it always means the same files."""
     commit = model_commit(model)
     return f"{model_name(model)}@{commit}" if commit else str(model)
 
 
 def model_commit(model: str | Path) -> str | None:
-    """Return the commit of a folder in the Hub's cache, None of any other."""
+    """Return the commit of a folder in the Hub's cache; None for any other."""
     found = _snapshot(model)
     return found[3] if found else None
 

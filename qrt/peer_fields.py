@@ -1,11 +1,11 @@
-"""Request fields and arguments of other engines that qrt does not run, with what to do instead.
+"""Request fields and Python arguments of other engines that qrt does not run, with what to do instead.
 
-They are those of OpenAI, vLLM, SGLang, TGI, LightLLM, LMDeploy, llama.cpp, Ollama, transformers and their web
-pages. A name is looked up where a route or a class does not have it itself: `max_tokens` is a field of
-/v1/completions, and to /generate it is another server's name of `max_new_tokens`.
+They come from OpenAI, vLLM, SGLang, TGI, LightLLM, LMDeploy, llama.cpp, Ollama, transformers and their web
+pages. A name is looked up only where a route or class does not define it: `max_tokens` is a field of
+/v1/completions, but for /generate it is another server's name for `max_new_tokens`.
 
-A field that changes no result (user, metadata, store, service_tier, keep_alive, ...) is not listed: requests
-may bring it.
+Fields that change no result (user, metadata, store, service_tier, keep_alive, ...) are not listed; requests
+may have them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _MIDDLE = "there is no filling in the middle; write the model's own tokens for i
 _SHORTEN = "prompts are not cut; shorten it yourself"
 _TOKENS = "give the token ids as the prompt"
 _SERVICE = "qrt only generates text; leave it out"
-_MEMBERS = "give its members as fields of the request (of /generate in parameters)"
+_MEMBERS = "give its members as fields of the request (for /generate in parameters)"
 _PENALTY_NAMES = "repetition_penalty repeat_penalty frequency_penalty presence_penalty"
 
-# Those that say what the prompt is; /tokenize looks at no others, as it gets whole bodies of other routes.
+# Fields that change the prompt. /tokenize checks no others, because clients send it bodies of other routes.
 PROMPT_FIELDS = named(
     ("functions", "give them as tools, each {type: function, function: ...}", ()),
     ("think thinking enable_thinking reasoning", _THINKING, ({},)),
     ("system", "send it as a message of the role system", ()),
     ("template raw context", "/v1/completions takes prompts as they are, chats go by the template", (False,)),
-    ("chat_template_content_format", "the form that the template reads is found out by itself", ("auto",)),
+    ("chat_template_content_format", "qrt finds the form that the template reads; leave it out", ("auto",)),
     ("options parameters sampling_params extra_body", _MEMBERS, ({},)),
     ("suffix input_prefix input_suffix input_extra", _MIDDLE, ()),
     ("truncate_prompt_tokens truncate truncation_length", _SHORTEN, ()),
@@ -61,7 +61,7 @@ PROMPT_FIELDS = named(
     ("with_pieces", "its name here is return_token_strs", (False,)),
 )  # fmt: skip
 
-# Of a message: Ollama's way to send pictures, which no template would show.
+# Fields of a message: Ollama sends pictures this way, and no template would show them.
 MESSAGE_FIELDS = named(("images audio videos", _TEXT_ONLY, ()))
 
 FIELDS = PROMPT_FIELDS | named(
@@ -142,7 +142,7 @@ FIELDS = PROMPT_FIELDS | named(
     ("prediction", "predicted text is not used; leave it out", ()),
     ("web_search_options moderation plugins", _SERVICE, ()),
     ("task", _SERVICE, ("generate",)),
-    # what the reply has
+    # contents of the reply
     ("stream", "ask /generate_stream, or in Python AsyncLLM", (False,)),
     ("echo", "a chat is not repeated; ask /v1/completions", (False,)),
     ("return_full_text", "its name here is echo", (False,)),
@@ -163,7 +163,7 @@ FIELDS = PROMPT_FIELDS | named(
     ("parse_tool_calls", "start the server with --tool-call-parser none", (True,)),
     ("stream_interval", "a chunk holds what has come since the last one was sent", (1,)),
     ("output_kind", "an output holds all that has come so far", (0,)),
-    # between engines, and names of Python arguments that change nothing
+    # transfers between engines, and Python arguments that change nothing
     ("move_kv_to_decode_node kv_transfer_params ec_transfer_params", "K and V stay in one engine", ({},)),
     ("vllm_xargs extra_args", "qrt has no extensions that read it; leave it out", ({},)),
     ("arrival_time trace_headers session_id data_parallel_rank prompt_text reasoning_ended", "", ANY),
@@ -177,9 +177,13 @@ def refuse_arguments(
     known: Iterable[str],
     given: Mapping[str, Any] | None = None,
 ) -> None:
-    """Judge the keyword arguments of `call` that are none of its `known` ones; `given` are its own.
+    """Refuse keyword arguments of `call` that it does not have, unless they ask for nothing.
 
-    UnsupportedError for other engines' arguments that ask for something, ConfigError for unknown ones.
+    UnsupportedError for another engine's argument that asks for something, ConfigError for an unknown one.
+
+    others   the arguments to judge
+    known    the names of the arguments that `call` has
+    given    the values of those
     """
     for name in others:
         if name not in FIELDS:

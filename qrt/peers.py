@@ -1,4 +1,4 @@
-"""Settings of other engines that have no equal here, and how any name of theirs is judged."""
+"""Settings, flags and methods of other engines that qrt does not have, and the rules for refusing them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, NoReturn
 
 from qrt.errors import UnsupportedError
 
-ANY = (object(),)  # as `NotRun.nothing`: no value changes what comes out
+ANY = (object(),)  # for `NotRun.nothing`: every value asks for nothing
 
 
 @dataclass(frozen=True)
 class NotRun:
-    """A setting, flag, request field or argument of other engines that has no equal here.
+    """A setting, flag, request field or argument of other engines that qrt does not have.
 
     remedy       what to do instead
-    nothing      the values that ask for nothing; None, "" and [] always do
-    only_with    it does nothing unless one of these is given too (none: it always does)
+    nothing      the values that ask for nothing, beside None, "" and []
+    only_with    names that it depends on: it asks for something only if one of them does (empty: always)
     """
 
     remedy: str
@@ -25,19 +25,19 @@ class NotRun:
     only_with: tuple[str, ...] = ()
 
     def asks_nothing(self, value: Any) -> bool:
-        """Whether this value changes nothing here. Members of an object that are null do not count."""
+        """Return whether this value asks for nothing; null members of an object do not count."""
         if self.nothing is ANY or value is None:
             return True
         if isinstance(value, Mapping):
             value = {key: inner for key, inner in value.items() if inner is not None}
         elif isinstance(value, (str, list, tuple)) and not value:
             return True
-        plain = isinstance(value, (bool, int, float, str, list, dict))  # an array does not compare as one
+        plain = isinstance(value, (bool, int, float, str, list, dict))  # an array has no single truth value
         return plain and value in self.nothing
 
 
 def named(*rows: tuple[Any, ...]) -> dict[str, NotRun]:
-    """Make a table from rows: names in one string, remedy, values that ask for nothing, leading names."""
+    """Make a table from rows: names in one string, remedy, `nothing`, and optionally `only_with`."""
     return {
         name: NotRun(remedy, nothing, tuple(leads[0].split()) if leads else ())
         for names, remedy, nothing, *leads in rows
@@ -46,7 +46,7 @@ def named(*rows: tuple[Any, ...]) -> dict[str, NotRun]:
 
 
 def refused(table: Mapping[str, NotRun], given: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
-    """Yield a line for each of `names` whose value in `given` asks for something that is not run."""
+    """Yield a line for each name that asks, by its value in `given`, for something that is not run."""
     for name in sorted(names):
         entry = table.get(name)
         if entry is None or entry.asks_nothing(given[name]):
@@ -58,23 +58,23 @@ def refused(table: Mapping[str, NotRun], given: Mapping[str, Any], names: Iterab
 
 
 def refuse(table: Mapping[str, NotRun], given: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise UnsupportedError that names each of `names` that is not run, with its remedy."""
+    """Raise UnsupportedError if some of `names` ask for something that is not run; list their remedies."""
     if lines := list(refused(table, given, names)):
         raise UnsupportedError("; ".join(lines))
 
 
 _ONE_GPU = "qrt runs on one GPU; run several servers behind a router"
-_CHUNKS = "prompts are prefilled in chunks of what a step of --max-num-batched-tokens has left"
+_CHUNKS = "prompts are prefilled in chunks; a step takes at most --max-num-batched-tokens"
 _CHECKPOINT = "the weight scheme comes from the checkpoint; make one with qrt-calibrate"
 _SPECULATION = "there is no speculative decoding"
 _ADAPTERS = "adapters are not run; merge them into the checkpoint"
 _GRAPHS = "see --cudagraph-capture-sizes and --enforce-eager"
 _GRAMMARS = "grammars are not run; requests that need one are refused"
 _TEXT_ONLY = "only text is run"
-_CONFIG = "config.json of the checkpoint says it; change it there"
+_CONFIG = "the checkpoint's config.json decides it; change it there"
 _POOLING = "qrt serves generating models only"
 
-# Settings of LLM and flags of qrt-serve (there with dashes) that vLLM and LightLLM have and qrt has not.
+# Settings of LLM and flags of qrt-serve (with dashes) that vLLM and LightLLM have and qrt does not.
 SETTINGS = named(
     ("trust_remote_code", "qrt never runs a model's own code", (False,)),
     ("load_way", "qrt reads safetensors only", ("HF",)),
@@ -86,7 +86,7 @@ SETTINGS = named(
     ("enable_expert_parallel enable_eplb", _ONE_GPU, (False,)),
     ("disable_custom_all_reduce max_parallel_loading_workers ray_workers_use_nsight", _ONE_GPU, ANY),
     ("max_total_token_num num_gpu_blocks_override", "give the pool as --kv-cache-memory-bytes", ()),
-    ("block_size", "KV memory is by the token, not by the block", ()),
+    ("block_size", "KV memory is allocated by the token, not by the block", ()),
     ("kv_group_size llm_kv_quant_group_size", "each KV format has its groups: one scale a half head", ()),
     ("kv_scales kv_quant_calibration_config_path", "no KV format needs calibration", ()),
     ("calculate_kv_scales", "no KV format needs calibration", (False,)),
@@ -114,7 +114,7 @@ SETTINGS = named(
     ("token_healing_mode", "there is no token healing", ()),
     ("enable_lora enable_prompt_adapter", _ADAPTERS, (False,)),
     ("lora_modules", _ADAPTERS, ()),
-    # what these say counts only where enable_lora is true
+    # these count only where enable_lora is true
     ("max_loras max_lora_rank max_cpu_loras fully_sharded_loras enable_lora_bias", _ADAPTERS, ANY),
     ("lora_extra_vocab_size lora_dtype long_lora_scaling_factors", _ADAPTERS, ANY),
     ("max_prompt_adapters max_prompt_adapter_token", _ADAPTERS, ANY),
@@ -138,14 +138,14 @@ SETTINGS = named(
     ("allowed_local_media_path language_model_only", _TEXT_ONLY, (True,)),
     ("enable_prompt_embeds", "prompts are text or token ids", (False,)),
     ("enable_sleep_mode", "weights stay on the device; end the process to free it", (False,)),
-    ("chat_template_content_format", "the form that the template reads is found out by itself", ("auto",)),
+    ("chat_template_content_format", "qrt finds the form that the template reads; leave it out", ("auto",)),
     ("response_role", "answers have the role assistant", ("assistant",)),
     ("enable_reasoning", "reasoning is not told apart from the answer", (False,)),
     ("model_loader_extra_config additional_config", "qrt has no extension that reads it", ({},)),
     ("scheduler_cls", "see --scheduling-policy", ()),
     ("scheduler_delay_factor max_num_partial_prefills max_long_partial_prefills", _CHUNKS, (0, 1)),
     ("cuda_graph_sizes", _GRAPHS, ()),
-    # what they are about is not there, or goes by itself, whatever they say
+    # these are about parts that qrt does not have, or that need no setting
     ("disable_cascade_attn prefix_caching_hash_algo attention_backend uvicorn_log_level", "", ANY),
     ("tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config use_tqdm_on_load", "", ANY),
     ("disable_mm_preprocessor_cache mm_processor_cache_gb skip_mm_profiling", "", ANY),
@@ -153,7 +153,7 @@ SETTINGS = named(
     ("show_hidden_metrics_for_version collect_detailed_traces ignore_patterns", "", ANY),
 )  # fmt: skip
 
-# Flags that take no value, with which vLLM's server is started and that ask for what qrt-serve does anyway.
+# Flags of vLLM's server that take no value and ask for what qrt-serve does anyway.
 SWITCHES = frozenset(
     "--enable-chunked-prefill --disable-custom-all-reduce --disable-log-requests --no-enable-log-requests "
     "--disable-frontend-multiprocessing --disable-async-output-proc --use-v2-block-manager "
@@ -163,19 +163,19 @@ SWITCHES = frozenset(
 
 
 def setting(name: str) -> NotRun | None:
-    """Look up a setting, or the flag of that name; None for one that no table knows."""
+    """Return the entry of a setting, or of the flag with that name; None for an unknown one."""
     return SETTINGS.get(name.lstrip("-").replace("-", "_"))
 
 
 def is_so_anyway(name: str, value: object) -> bool:
-    """Return whether this value of a setting, or of the flag of that name (a word then), changes nothing."""
+    """Return whether this value of a setting or flag changes nothing; a flag's value is a word."""
     entry = setting(name)
     if entry is None:
         return False
     return entry.asks_nothing(value) or value in [str(nothing) for nothing in (None, *entry.nothing)]
 
 
-# Methods of vLLM's LLM and AsyncLLM that qrt's have not.
+# Methods that vLLM's LLM and AsyncLLM have and qrt's do not.
 METHODS = {
     name: remedy
     for names, remedy in (
@@ -197,9 +197,9 @@ METHODS = {
 
 
 def refuse_method(owner: str, name: str) -> Callable[..., NoReturn]:
-    """Return what stands for a method of METHODS: a call is an UnsupportedError with the remedy.
+    """Return a stand-in for a method of METHODS; calling it raises UnsupportedError with the remedy.
 
-    AttributeError for any other name, as Python itself would raise.
+    AttributeError for any other name, as Python itself raises.
     """
     if name not in METHODS:
         raise AttributeError(f"{owner!r} object has no attribute {name!r}")

@@ -21,7 +21,7 @@ def nearest(name: str, known: list[str]) -> str:
 class Registry(Generic[T]):
     """Names to objects of one kind, one line per entry: `Registry("KV format", {"int4": "module:ATTR"})`.
 
-    An unknown name's error suggests the nearest one unless `suggest` is False.
+    The error for an unknown name suggests the nearest one unless `suggest` is False.
     """
 
     def __init__(self, kind: str, entries: dict[str, str], *, suggest: bool = True) -> None:

@@ -214,7 +214,7 @@ def test_the_tokenizers_revision(asking):
         ({"config.json": b'{"architectures": ["MixtralForCausalLM"]}'}, UnsupportedError, "mixture of"),
         ({"adapter_config.json": b"{}"}, CheckpointError, "org/x: no config.json; an adapter"),
         ({"x-Q4_0.gguf": b"GGUF"}, CheckpointError, "org/x: no config.json; x-Q4_0.gguf is GGUF"),
-        ({"config.json": CONFIG, "pytorch_model.bin": b"x"}, CheckpointError, "org/x: only pytorch"),
+        ({"config.json": CONFIG, "pytorch_model.bin": b"x"}, CheckpointError, "org/x: expected safetensors"),
         ({"config.json": CONFIG, "x.gguf": b"x"}, CheckpointError, "org/x: x.gguf is GGUF"),
         ({"config.json": CONFIG}, CheckpointError, "org/x: no weights"),
     ],
@@ -231,7 +231,7 @@ def test_a_disk_without_room_is_told_before_the_download(asking, monkeypatch):
     asking.repos["org/tiny"] = repo_of(TINY)
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(hub_module.shutil, "disk_usage", lambda path: usage._replace(free=70_000_000))
-    assert "0.01 GB are still to come, and " in (said := refusal("org/tiny"))
+    assert "0.01 GB are left to download, and " in (said := refusal("org/tiny"))
     assert "has 0.07 GB free; free some, or keep models elsewhere with --download-dir" in said
     assert not weights_asked(asking)
 
@@ -264,11 +264,11 @@ def test_models_that_are_hidden_or_gated(asking):
             f"{name}: no such folder here, and {asking.url} shows no such model; check the name, and for a "
             f"private one {login}"
         )
-    gated = f"org/gated: access is granted by its owners; ask for it at {asking.url}/org/gated, then {login}"
+    gated = f"org/gated: its owners grant access; ask for it at {asking.url}/org/gated, then {login}"
     assert refusal("org/gated") == gated
     asking.change(hub_token="hf_wrong")
     assert refusal("org/private") == (
-        f"org/private: {asking.url} does not accept the token; {login}, or leave it away"
+        f"org/private: {asking.url} does not accept the token; {login}, or unset HF_TOKEN"
     )
     asking.change(hub_token=TOKEN)
     for name in ("org/private", "org/gated"):
@@ -280,7 +280,7 @@ def test_models_that_are_hidden_or_gated(asking):
 def test_a_token_without_access(asking):
     asking.repos["org/gated"] = repo_of(TINY, gated=True, closed=True)
     asking.change(hub_token=TOKEN)
-    assert "access is granted by its owners" in refusal("org/gated")
+    assert "its owners grant access" in refusal("org/gated")
 
 
 def test_offline_takes_what_is_cached_and_asks_nobody(asking):

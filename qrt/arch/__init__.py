@@ -3,7 +3,7 @@
 from qrt.arch.base import Arch, Mixture, ModelConfig
 from qrt.registry import Registry
 
-# Neither suggests a name: two architectures of similar names compute different things.
+# Neither suggests a name: architectures with similar names compute different things.
 ARCHS: Registry[Arch] = Registry(
     "architecture",
     {

@@ -10,7 +10,7 @@ from qrt.arch.entries import MAX_LAYERS, number, positive, token_ids, typed
 from qrt.arch.rope import RopeConfig, rope
 from qrt.errors import CheckpointError, UnsupportedError
 
-# What an entry that config.json leaves out means, as in transformers' LlamaConfig; families say what differs.
+# The values of entries that config.json leaves out, as in transformers' LlamaConfig. Families override them.
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -46,7 +46,7 @@ class Smooth:
 class Arch:
     """One decoder family: y = x + attention(norm(x)); z = y + mlp(norm(y)), with RMSNorm, RoPE and SwiGLU.
 
-    `defaults` are the entries that this family gives another default than `DEFAULTS`. `qkv_bias`, `o_bias`
+    `defaults` are the entries with another default than in `DEFAULTS`. `qkv_bias`, `o_bias`
     and `mlp_bias` take the config with defaults filled in and say whether those projections have a bias;
     `sliding_window` gives the window in tokens when any layer slides one, else None.
     `fuse` maps a fused projection to the checkpoint's projections it stacks, in order. In a mixture `experts`
@@ -81,7 +81,7 @@ class Arch:
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     def filled(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill in the family's default for each entry that a config.json leaves out; null stays."""
+        """Fill in the family's defaults for entries that config.json leaves out; null stays null."""
         return {**DEFAULTS, **self.defaults, **config}
 
     @property
@@ -104,9 +104,9 @@ class Arch:
 class Mixture:
     """A decoder family whose mlp is a mixture of experts, each a SwiGLU of its own; the rest is `dense`'s.
 
-    `counts` are the config's entries that may say how many experts there are, the one that wins first, and
-    `width` is that of their inner size; `all_sparse` takes the config with defaults filled in and says
-    whether every layer is a mixture. `shared` is an expert that all tokens go through.
+    `counts` are the config's entries that may give the number of experts, the winning one first; `width` is
+    the entry of their inner size. `all_sparse` takes the config with defaults filled in and says whether
+    every layer is a mixture. `shared` is an expert that all tokens go through.
     """
 
     name: str
@@ -184,8 +184,8 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], arch: Arch) -> ModelConfig:
         """Read a Hugging Face config.json; CheckpointError names an impossible entry.
 
-        An entry that is left out has its family's default, as in transformers. null is refused as there,
-        but in `num_key_value_heads`, and in `head_dim` where the family's default is none either.
+        An entry that is left out has its family's default, as in transformers. null is refused, also as
+        there, except for `num_key_value_heads`, and for `head_dim` of a family without a default for it.
         """
         config = arch.filled(config)
         heads = positive(config, "num_attention_heads")

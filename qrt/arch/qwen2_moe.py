@@ -15,7 +15,7 @@ QWEN2_MOE = Mixture(
         QWEN2,
         defaults={**QWEN2.defaults, **DEFAULTS, **SIZES, "num_experts": 60, "qkv_bias": True},
         qkv_bias=lambda config: typed(config, "qkv_bias", bool),
-        # every other layer below `max_window_layers` slides
+        # every other layer below `max_window_layers` slides a window
         sliding_window=lambda config: listed_window(config, typed(config, "max_window_layers", int) > 0),
     ),
     width="moe_intermediate_size",

@@ -17,6 +17,6 @@ QWEN3_MOE = Mixture(
         sliding_window=lambda config: listed_window({**config, "layer_types": None}, True),
     ),
     width="moe_intermediate_size",
-    counts=("num_local_experts", "num_experts"),  # the first as transformers 5 saves it
+    counts=("num_local_experts", "num_experts"),  # transformers 5 saves the first
     all_sparse=all_sparse,
 )

@@ -1,4 +1,4 @@
-"""Rotary embeddings as config.json asks for them."""
+"""Read the rotary embedding of a config.json."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class RopeConfig:
 
 
 def rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]:
-    """The embedding, and the context that it is stretched to.
+    """Return the embedding, and the context that it stretches to.
 
-    transformers 5 writes `rope_parameters`; older checkpoints `rope_theta` and `rope_scaling`.
+    transformers 5 writes `rope_parameters`; older checkpoints have `rope_theta` and `rope_scaling`.
     """
     own = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(own, dict):
-        raise CheckpointError(f"config.json: rope_scaling is {own!r}, wanted an object, or null")
+        raise CheckpointError(f"config.json: rope_scaling is {own!r}, expected an object, or null")
     if any(isinstance(value, Mapping) for value in own.values()):
         raise UnsupportedError("config.json: rope_parameters differ between layers, which qrt does not run")
     entry = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | own
@@ -47,7 +47,7 @@ def rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]
         raise UnsupportedError("config.json: partial_rotary_factor other than 1 is not run by qrt")
     theta = number(entry, "rope_theta")
     if theta <= 1:
-        raise CheckpointError(f"config.json: rope_theta is {theta}, wanted more than 1")
+        raise CheckpointError(f"config.json: rope_theta is {theta}, expected more than 1")
     match kind:
         case "default":
             return RopeConfig(theta), max_position
@@ -73,7 +73,7 @@ def rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]
 
 
 def _yarn(entry: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
-    """YaRN (Peng et al., arXiv:2309.00071) as transformers reads it."""
+    """Read YaRN (Peng et al., arXiv:2309.00071) as transformers does."""
     original = positive(entry, "original_max_position_embeddings", max_position)
     factor = number(entry, "factor", max_position / original)
     stretch = 0.1 * math.log(max(factor, 1.0))
@@ -97,6 +97,6 @@ def _stretched(max_position: int, factor: float) -> int:
     context = int(max_position * factor)
     if context > MAX_SIZE:
         raise CheckpointError(
-            f"config.json: RoPE stretches the context to {context:,} tokens, wanted at most {MAX_SIZE:,}"
+            f"config.json: RoPE stretches the context to {context:,} tokens, expected at most {MAX_SIZE:,}"
         )
     return context

@@ -1,4 +1,4 @@
-"""Which architecture a config.json means, and whether qrt runs it."""
+"""Tell which architecture a config.json names, and whether qrt runs it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +9,10 @@ from qrt.errors import CheckpointError, UnsupportedError
 
 
 def architecture(config: Mapping[str, Any], path: str | Path) -> str:
-    """The name of the architecture of `config`, the config.json of the folder `path`.
+    """Return the architecture's name from `config`, the config.json of the folder `path`.
 
-    Without `architectures` it is the causal model of the `model_type`, as in transformers. CheckpointError
-    where neither says it.
+    Without `architectures` it is the causal model of `model_type`, as in transformers. CheckpointError where
+    neither names it.
     """
     given = config.get("architectures")
     names = given or []
@@ -31,8 +31,10 @@ def _model_type(name: str) -> str:
 
 
 def runnable(config: Mapping[str, Any], path: str | Path) -> Arch:
-    """Return the architecture of `config`, the config.json of the folder `path`; UnsupportedError for one
-    that qrt does not run, and as `architecture` does."""
+    """Return the architecture of `config`, the config.json of the folder `path`.
+
+    UnsupportedError for one that qrt does not run; otherwise errors as from `architecture`.
+    """
     name = architecture(config, path)
     if name in MIXTURES:
         raise UnsupportedError(f"{name} is a mixture of experts, which qrt does not run; vLLM and SGLang do")

@@ -20,9 +20,9 @@ DEVICE = re.compile(r"(cuda|cpu)(:\d{1,2})?|\d{1,2}")  # an index alone is a GPU
 
 
 def preflight(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
-    """Check all that can be told of `config`; return it with folders for names, and the model's sizes.
+    """Check `config` as far as config.json allows; return it with folders for names, and the model's sizes.
 
-    What names a model of the Hub is downloaded, its config.json first and the rest once that is checked.
+    A model of the Hub is downloaded: config.json first, and the rest after it is checked.
     ConfigError for a setting that the model does not allow, CheckpointError for a folder that holds no
     model, UnsupportedError for a KV format or an architecture that qrt does not have.
     """
@@ -49,7 +49,7 @@ def preflight(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
 
 
 def _place(given: str, folder: Path) -> str:
-    """The folder of what came from the Hub, and any other name as it was given."""
+    """Return the folder of a model of the Hub, and any other name unchanged."""
     return given if model_commit(folder) is None else str(folder)
 
 

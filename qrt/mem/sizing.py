@@ -112,7 +112,7 @@ def pool_size(
         for name in KV_FORMATS:
             try:
                 takes = pool_bytes([KV_FORMATS[name]] * len(formats), wanted, num_kv_heads, head_dim, dtype)
-            except UnsupportedError:  # for these heads
+            except UnsupportedError:  # the format does not take heads of this size
                 continue
             if takes <= budget_bytes:
                 remedies.append(f"choose --kv {name}")

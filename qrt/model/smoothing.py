@@ -22,8 +22,8 @@ SEED = 0
 def fit_smoothing(model: Decoder) -> list[Tensor]:
     """Fit the table fp32 [3, Hkv, D] of every layer in one short prefill.
 
-    The model alone decides the tables, not the length that is served, so that no answer depends on
-    `max_model_len`. Raises QrtError when the model computes infinities or NaN on its own vocabulary.
+    The tables depend on the model alone and not on the length that is served, so no answer depends on
+    `max_model_len`. QrtError when the model computes infinities or NaN on its own vocabulary.
     """
     config = model.config
     count = min(TOKENS, config.max_position)

@@ -52,8 +52,10 @@ class QuantSpec:
         return 1 << (self.bits - 1)
 
     def group_of(self, in_features: int, common: int | None = None) -> int:
-        """Inputs per scale for a weight of `in_features`; ConfigError when groups do not divide it. The error
-        suggests a size that divides `common` too."""
+        """Return the inputs per scale for a weight of `in_features`; ConfigError if groups do not divide it.
+
+        The error suggests a size that also divides `common`.
+        """
         group = self.group_size or in_features
         if in_features % group:
             suggested = _group_size_for(gcd(in_features, common or in_features))

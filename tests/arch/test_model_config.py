@@ -159,7 +159,7 @@ def test_eos_and_dtype():
     assert read("Llama", {**SIZES, "eos_token_id": 2}).eos_token_ids == (2,)
     assert read("Llama", {**SIZES, "eos_token_id": [2, 7]}).eos_token_ids == (2, 7)
     for wrong in ("x", [1, None], [[1]]):
-        with pytest.raises(CheckpointError, match="eos_token_id is .*, wanted a token id or a list of them"):
+        with pytest.raises(CheckpointError, match="eos_token_id is .*, expected a token id or a list"):
             read("Llama", {**SIZES, "eos_token_id": wrong})
     for entries, dtype in (
         ({"torch_dtype": "float16"}, "float16"),
@@ -176,7 +176,7 @@ BAD = {
     "size as text": ({"hidden_size": "256"}, CheckpointError, "hidden_size is '256'"),
     "size as bool": ({"vocab_size": True}, CheckpointError, "vocab_size is True"),
     "negative": ({"intermediate_size": -1}, CheckpointError, "intermediate_size is -1"),
-    "vocabulary": ({"vocab_size": 10**12}, CheckpointError, "vocab_size is 1000000000000, wanted at most"),
+    "vocabulary": ({"vocab_size": 10**12}, CheckpointError, "vocab_size is 1000000000000, expected at most"),
     "context": ({"max_position_embeddings": 2**30}, CheckpointError, "at most 16,777,216"),
     "layers": ({"num_hidden_layers": 10**6}, CheckpointError, "num_hidden_layers .* at most 4,096"),
     "a number of many digits": ({"hidden_size": 10**400}, CheckpointError, "hidden_size"),
@@ -186,9 +186,9 @@ BAD = {
     "eps of zero": ({"rms_norm_eps": 0}, CheckpointError, "rms_norm_eps is 0"),
     "activation": ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act 'gelu'"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, UnsupportedError, "type 'dynamic'"),
-    "rope as a number": ({"rope_scaling": 2.0}, CheckpointError, "rope_scaling is 2.0, wanted an object"),
+    "rope as a number": ({"rope_scaling": 2.0}, CheckpointError, "rope_scaling is 2.0, expected an object"),
     "stretched": ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, CheckpointError, "RoPE stretches"),
-    "theta of one": ({"rope_theta": 1}, CheckpointError, "rope_theta is 1.0, wanted more than 1"),
+    "theta of one": ({"rope_theta": 1}, CheckpointError, "rope_theta is 1.0, expected more than 1"),
     "partial": ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor"),
     "linear without factor": ({"rope_scaling": {"type": "linear"}}, CheckpointError, "factor is None"),
     "llama3 without its numbers": (
@@ -213,7 +213,7 @@ def test_bad_config_names_the_entry(case):
 
 
 @pytest.mark.parametrize("change, text", [
-    ({"sliding_window": -5, "max_window_layers": 0}, "sliding_window is -5, wanted a positive integer"),
+    ({"sliding_window": -5, "max_window_layers": 0}, "sliding_window is -5, expected a positive integer"),
     ({"sliding_window": "64", "max_window_layers": 0}, "sliding_window is '64'"),
     ({"num_hidden_layers": None}, "num_hidden_layers is None"),
     ({"layer_types": 5}, "layer_types is 5, expected list or null"),
@@ -422,7 +422,7 @@ def test_experts_are_counted_as_released_and_as_saved_by_transformers_5():
 @pytest.mark.parametrize(
     "change, error, text",
     [
-        ({"num_experts": 0}, CheckpointError, "num_experts is 0, wanted a positive integer"),
+        ({"num_experts": 0}, CheckpointError, "num_experts is 0, expected a positive integer"),
         ({"num_experts": 3, "moe_intermediate_size": None}, CheckpointError, "moe_intermediate_size is None"),
         ({"num_experts": 3, "decoder_sparse_step": 2}, UnsupportedError, "some layers of this .* are dense"),
         ({"num_experts": 3, "mlp_only_layers": [0]}, UnsupportedError, "some layers of this .* are dense"),

@@ -156,7 +156,7 @@ def test_folders_without_safetensors(copy):
     (plain / "pytorch_model.bin").rename(plain / "model.gguf")
     refuse(plain, CheckpointError, r"model\.gguf is GGUF, .* safetensors it was made from")
     (plain / "model.gguf").unlink()
-    refuse(plain, CheckpointError, "no weights; wanted model.safetensors")
+    refuse(plain, CheckpointError, "no weights; expected model.safetensors")
 
 
 def test_files_called_after_their_grid(made, copy):

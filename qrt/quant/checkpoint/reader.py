@@ -29,9 +29,9 @@ FORMATS: Registry[Callable[[Mapping[str, Any], TensorFolder], CheckpointFormat]]
         "fp8": "qrt.quant.checkpoint.fp8:Fp8",
     },
 )
-# Tensors that hold no weights and that qrt leaves unread: what old checkpoints derive from the config; scales
-# by which others round activations; and those of attention, by which they round q, the KV cache and the
-# probabilities: compressed-tensors and vLLM's in self_attn(.attn), ModelOpt's in the projections, Quark's.
+# Tensors that hold no weights and that qrt does not read: frequencies that old checkpoints derive from the
+# config; scales with which other engines round activations; scales with which they round q, the KV cache and
+# the probabilities (compressed-tensors and vLLM: in self_attn(.attn); ModelOpt: in the projections; Quark).
 UNREAD = re.compile(
     r".*([.]rotary_emb[.]inv_freq|[.](input|output|activation)_(scale|zero_point)"
     r"|[.]self_attn[.](\w+[.])?(q|k|v|kv|prob|prob_output)_(scale|zero_point))"
@@ -91,7 +91,7 @@ class Checkpoint(TensorFolder):
 
 
 def is_unread(name: str) -> bool:
-    """Whether the tensor `name` is one that changes nothing of what qrt computes."""
+    """Return whether qrt computes the same without the tensor `name`."""
     return UNREAD.fullmatch(name) is not None
 
 
