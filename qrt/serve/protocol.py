@@ -124,40 +124,14 @@ class CompletionRequest(Sampling):
         return self.prompt
 
 
-class TextPart(BaseModel):
-    """A part of a message's content; images and audio are refused by their `type`."""
-
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(BaseModel):
-    """Of a tool call: arguments are JSON in a string, as OpenAI has it, or the object itself."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCall(BaseModel):
-    """A call that the assistant made earlier in the conversation."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 class ChatMessage(BaseModel):
-    """One message; content is a string or a list of text parts."""
+    """One message; `read_messages`, which LLM.chat goes through too, checks its content and calls."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    content: str | dict[str, Any] | list[Any] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as it came, for `ChatTemplate.render`."""

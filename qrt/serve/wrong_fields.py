@@ -62,7 +62,7 @@ def _located(error: Any, body: Any) -> WrongField:
             names.append(place)
     path = tuple(part for place, part in enumerate(loc) if place not in names)
     message = error["msg"].partition(" or instance of ")[0]  # of a class of ours
-    if error["type"] == "literal_error":  # such as an image among the parts of a message
+    if error["type"] == "literal_error":  # such as the type of a tool
         given = error["input"]
         got = repr(given[:MAX_ECHO_CHARS]) if isinstance(given, str) else type(given).__name__
         message = f"got {got}, wanted {error['ctx']['expected']}"

@@ -25,7 +25,7 @@ BEFORE: dict[str, tuple[dict[str, Any], ...]] = {
     "assistant": (ASKED,),
     "tool": (ASKED, {"role": "assistant", "content": "", "tool_calls": [CALLED]}),
 }
-AFTER = {"system": (ASKED,)}
+AFTER = {"system": (ASKED,), "developer": (ASKED,)}
 
 
 class ChatTemplate:
@@ -64,7 +64,7 @@ class ChatTemplate:
 
         The result equals that of transformers for the messages that `read_messages` returns, with three
         changes. Parts of text are joined where the template reads no parts. A text becomes a part where the
-        template reads only parts. The role developer becomes system where the template does not name it.
+        template reads only parts. The role developer becomes system where the template does not show it.
         If the template still refuses the messages, the fewest repairs that help are applied (`repairs.py`).
         ConfigError when it refuses even then, or exceeds the sandbox's limits; UnsupportedError for tools or
         documents that the template never shows.
@@ -80,7 +80,7 @@ class ChatTemplate:
                 "continue_final_message: expected without add_generation_prompt, got both; leave one out"
             )
         read = read_messages(messages)
-        if "developer" not in self._text:
+        if not self._knows_developers:
             read = [{**m, "role": "system"} if m["role"] == "developer" else m for m in read]
         given = {
             **named,
@@ -130,6 +130,11 @@ class ChatTemplate:
         return compile_template(self._text).render(
             {**self._special_tokens, **given, "messages": messages, "range": limited_range()}
         )
+
+    @property
+    def _knows_developers(self) -> bool:
+        """Whether the template names the role and shows it: the word may also stand in its prose."""
+        return "developer" in self._text and self._shows("developer", parts=False)
 
     def _content(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the content as the template reads it, text or parts; {} where it needs no change."""

@@ -21,7 +21,8 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Arguments of a tool call that are the JSON of a mapping become that mapping. Other text stays text: the
     model may have been cut off. Content parts become `{"type": "text", "text": ...}`. Null and missing
-    contents stay, and so do all other keys.
+    contents stay, and so do all other keys. OpenAI's older form of a call (`function_call`, the role function)
+    becomes the newer one.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ConfigError(f"messages: expected a list of messages, got {type(messages).__name__}")
@@ -68,7 +69,11 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}.role: expected text, got {read.get('role')!r:.50}")
     if "content" in read:
         read["content"] = _content(read["content"], read["role"], f"{where}.content")
-    if calls := read.pop("tool_calls", None):
+    if read["role"] == "function":
+        read["role"] = "tool"
+    if call := read.pop("function_call", None):
+        read["tool_calls"] = [_call({"function": call}, f"{where}.function_call")]
+    elif calls := read.pop("tool_calls", None):
         if isinstance(calls, (str, Mapping)) or not isinstance(calls, Sequence):
             raise ConfigError(f"{where}.tool_calls: expected a list of calls, got {type(calls).__name__}")
         read["tool_calls"] = [_call(call, f"{where}.tool_calls.{at}") for at, call in enumerate(calls)]
@@ -104,10 +109,12 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     """Read a call of an earlier turn; name and arguments may also stand in the call itself."""
     if not isinstance(call, Mapping):
         raise ConfigError(f"{where}: expected a mapping, got {type(call).__name__}")
-    function = call.get("function")
-    if isinstance(function, Mapping):
-        return {"type": "function", **call, "function": _with_arguments(function)}
-    return _with_arguments(call)
+    function = call.get("function") or call
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(f"{where}: expected a function's name and arguments, got {call!r:.80}")
+    if function is call:
+        return _with_arguments(call)
+    return {"type": "function", **call, "function": _with_arguments(function)}
 
 
 def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -400,8 +400,8 @@ def test_the_document_says_what_may_be_null(client):
         ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
         (
             "chat/completions",
-            {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.1.content.0.type: got 'image_url', wanted 'text'",
+            {"messages": CHAT["messages"], "tools": [{"type": "custom"}]},
+            "tools.0.type: got 'custom', wanted 'function'",
         ),
         ("../tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should"),
         ("../tokenize", {"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
@@ -444,14 +444,8 @@ def test_a_wrong_field_is_told_by_the_alternative_that_was_meant(client, route, 
         (
             "/v1/chat/completions",
             ChatCompletionRequest,
-            lambda many: {"messages": [{"role": "user", "content": many}]},
-            "messages.0.content.0: Input should be",
-        ),
-        (
-            "/v1/chat/completions",
-            ChatCompletionRequest,
-            lambda many: {"messages": [{"role": "a", "tool_calls": [{}] * 128}] * (len(many) // 50)},
-            "messages.0.tool_calls.0.function: Field required",
+            lambda many: {"messages": [{"role": "a", "tool_calls": [{}] * 129}] * (len(many) // 50)},
+            "messages.0.tool_calls: List should have at most 128",
         ),
         (
             "/tokenize",

@@ -135,7 +135,11 @@ def test_no_arguments_are_an_empty_mapping(arguments):
 
 def test_arguments_too_deep_for_json_stay_text():
     deep = '{"a":' * 100_000 + "1" + "}" * 100_000
-    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": deep}}]}
+    message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": deep}}],
+    }
     assert read_messages([message])[0]["tool_calls"][0]["function"]["arguments"] == deep
 
 
@@ -169,6 +173,18 @@ def test_parallel_calls_come_one_by_one_where_the_template_takes_one():
     one = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls]
     wanted = [CALLED[0], one[0], results[1], one[1], results[0], *CALLED[3:]]
     assert renders(LLAMA31, messages, tools=TOOLS) == transformers_renders(LLAMA31, wanted, tools=TOOLS)
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_openais_older_form_of_a_call_is_a_call(name):
+    asked = {"role": "assistant", "content": None, "function_call": CALL["function"]}
+    result = {"role": "function", "name": "get_weather", "content": "sunny"}
+    older = [CALLED[0], asked, result, *CALLED[3:]]
+    newer = [CALLED[0], {**CALLED[1], "content": None, "tool_calls": [{"function": CALL["function"]}]}]
+    newer.append({k: v for k, v in CALLED[2].items() if k != "tool_call_id"})
+    wanted = renders(TEMPLATES[name], [*newer, *CALLED[3:]], tools=TOOLS)
+    assert renders(TEMPLATES[name], older, tools=TOOLS) == wanted
+    assert "Köln" in wanted and "sunny" in wanted
 
 
 @pytest.mark.parametrize("calls", [[], None])
@@ -218,7 +234,7 @@ def test_a_role_is_read_by_its_own_branch():
     )
     parts = [{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "c"}]
     messages = [{"role": role, "content": parts} for role in ("system", "user")]
-    assert renders(template, messages) == "a\nb\nc;abc;"
+    assert renders(template, messages) == renders(template, as_clients_write(messages)) == "a\nb\nc;abc;"
 
 
 def test_other_keys_are_kept():
@@ -231,8 +247,9 @@ def test_other_keys_are_kept():
 
 def test_a_result_may_be_a_mapping():
     messages = [*CALLED[:2], {**CALLED[2], "content": {"degrees": 21}}]
-    assert renders(LLAMA31, messages) == transformers_renders(LLAMA31, messages)
-    assert '{"degrees": 21}' in renders(LLAMA31, messages)
+    wanted = transformers_renders(LLAMA31, messages)
+    assert renders(LLAMA31, messages) == renders(LLAMA31, as_clients_write(messages)) == wanted
+    assert '{"degrees": 21}' in wanted
 
 
 def test_the_final_message_goes_on_as_in_transformers():
@@ -274,6 +291,11 @@ def test_the_final_message_goes_on_as_in_transformers():
             [{"role": "assistant", "tool_calls": ["f()"]}],
             "messages.0.tool_calls.0: expected a mapping, got str",
         ),
+        (
+            [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}],
+            "messages.0.tool_calls.0: expected a function's name and arguments, got .*custom",
+        ),
+        ([{"role": "assistant", "function_call": "f"}], "messages.0.function_call: expected a function's"),
     ],
 )
 def test_what_is_no_message_is_named(messages, told):

@@ -58,6 +58,8 @@ def test_a_developer_is_the_system_where_the_template_knows_none():
     assert shown == "<system>In French.<user>Hi"
     own = "{% for m in messages %}{% if m.role == 'developer' %}{{ m.content }}{% endif %}{% endfor %}"
     assert ChatTemplate(own, {}).render(messages) == "In French."
+    prose = "You help developers." + known + "{% endif %}{% endfor %}"
+    assert ChatTemplate(prose, {}).render(messages) == "You help developers." + shown
 
 
 def test_the_final_message_goes_on():
