@@ -295,6 +295,7 @@ def test_fields_of_other_servers_on_every_route(client, route):
         name: type(value)() for name, value in ASKED.items() if name not in ("think", "enable_thinking")
     }
     nothing |= {
+        "logit_bias": [],  # as llama.cpp's clients send it
         "repeat_penalty": 1.0,
         "n_predict": None,
         "num_beams": 1,
