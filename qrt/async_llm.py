@@ -92,7 +92,10 @@ class AsyncLLM:
         QueueFullError when too many wait, EngineError when a step fails. `others` as LLM's.
         """
         refuse_arguments("AsyncLLM.generate", others, signature(self.generate).parameters)
-        params = replace(sampling_params or self._defaults)  # the caller may change theirs meanwhile
+        given = self._defaults if sampling_params is None else sampling_params
+        if not isinstance(given, SamplingParams):
+            raise ConfigError(f"sampling_params: expected SamplingParams, got {type(given).__name__}")
+        params = replace(given)  # the caller may change theirs meanwhile
         collector = await asyncio.to_thread(self._collector, prompt, params, request_id, priority)
         if collector.request_id in self._running:
             raise ConfigError(f"request id {collector.request_id!r}: already in use")

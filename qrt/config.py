@@ -354,6 +354,10 @@ class SamplingParams:
             for token in word if isinstance(word, tuple) else ():
                 _at_least("bad_words", token, 0)
 
+    def clone(self) -> SamplingParams:
+        """Return a copy that shares nothing with this one."""
+        return replace(self)
+
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""

@@ -1,5 +1,8 @@
 """Names of other engines: what asks for something is refused with a remedy, what does not is taken."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -128,3 +131,14 @@ def test_parameters_are_changed_as_vllms_are():
     with pytest.raises(ConfigError, match="unknown argument 'max_token'; did you mean 'max_tokens'"):
         params.max_token = 5
     assert params == SamplingParams(max_tokens=5, stop=("x", "y")), "a refused change changes nothing"
+
+
+@pytest.mark.parametrize(
+    "copied", [SamplingParams.clone, copy.deepcopy, lambda params: pickle.loads(pickle.dumps(params))]
+)
+def test_a_copy_is_equal_and_shares_nothing(copied):
+    params = SamplingParams(max_tokens=8, stop="a", logit_bias={1: 2.0})
+    other = copied(params)
+    assert other == params and hash(other) == hash(params)
+    other.max_tokens, other.logit_bias[2] = 3, 1.0
+    assert params == SamplingParams(max_tokens=8, stop="a", logit_bias={1: 2.0})

@@ -21,8 +21,8 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Arguments of a tool call that are the JSON of a mapping become that mapping. Other text stays text: the
     model may have been cut off. Content parts become `{"type": "text", "text": ...}`. Null and missing
-    contents stay, and so do all other keys. OpenAI's older form of a call (`function_call`, the role function)
-    becomes the newer one.
+    contents stay, and so do all other keys. OpenAI's older form of a call (`function_call`, the role
+    function) becomes the newer one.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ConfigError(f"messages: expected a list of messages, got {type(messages).__name__}")

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qrt.errors import ConfigError
+from qrt.peer_fields import PROMPT_FIELDS
+from qrt.peers import refuse
 from qrt.registry import nearest
 from qrt.text.tokenizer import Tokenizer
 
@@ -14,11 +16,14 @@ KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 def split_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], str | None]:
-    """Text, if there is one, token ids, and the cache salt or None; ConfigError for anything else."""
+    """Text, if there is one, token ids, and the cache salt or None; ConfigError for anything else,
+    UnsupportedError for other keys of vLLM's prompts that ask for something."""
     salt = None
     if isinstance(prompt, Mapping):
-        if unknown := [key for key in prompt if key not in KEYS]:
+        others = {key: value for key, value in prompt.items() if key not in KEYS}
+        if unknown := [key for key in others if key not in PROMPT_FIELDS]:
             raise ConfigError(f"prompt: unknown key {unknown[0]!r}{nearest(unknown[0], list(KEYS))}")
+        refuse(PROMPT_FIELDS, others, others)
         salt = prompt.get("cache_salt")
         if "prompt_token_ids" in prompt:
             return prompt.get("prompt"), _listed(prompt["prompt_token_ids"]), salt

@@ -67,6 +67,8 @@ def test_aborts_refusals_and_the_end():
             await anext(llm.generate([5] * 3000, LONG))
         with pytest.raises(ConfigError, match="unknown key 'promt'"):
             await anext(llm.generate({"promt": "x"}))
+        with pytest.raises(ConfigError, match="sampling_params: expected SamplingParams, got list"):
+            await anext(llm.generate("x", [LONG]))
         with pytest.raises(UnsupportedError, match="lora_request: adapters are not run"):
             await anext(llm.generate("x", LONG, lora_request=object()))
         with pytest.raises(UnsupportedError, match="AsyncLLM.sleep: weights stay on the device"):
