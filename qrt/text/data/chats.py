@@ -13,7 +13,8 @@ CHAT_KEYS = ("messages", "conversations", "conversation")
 ASKED = ("prompt", "instruction", "question", "query")
 CONTEXT = ("input", "context")
 ANSWERED = ("completion", "response", "output", "answer", "chosen")
-SYSTEM = ("system", "system_prompt")
+SYSTEM = ("system", "system_prompt", "system_message")
+TEXT_KEYS = ("text", "content", "prompt")  # what a row without a conversation has its text under
 ROLES = {
     "system": "system", "developer": "developer",
     "user": "user", "human": "user", "prompter": "user",
@@ -35,12 +36,16 @@ def messages_of(row: Mapping[str, Any]) -> list[Message] | None:
     """Return the messages of a row, with its system prompt; None where it holds no conversation.
 
     A conversation is a list of messages under one of CHAT_KEYS, or a question and its answer: one key of
-    ASKED (with CONTEXT and `history`) and one of ANSWERED. Unused where the conversation is incomplete.
+    ASKED (with CONTEXT and `history`) and one of ANSWERED. The answer to a list that ends with the user's
+    message is also found under ANSWERED. Unused where the conversation is incomplete.
     """
     key = _first(row, CHAT_KEYS)
     messages = conversation(row[key]) if key else _pair(row)
     if messages is None:
         return None
+    if key and messages[-1]["role"] == "user" and (answered := _first(row, ANSWERED)):
+        answer = _answer(row[answered], answered)
+        messages = answer if _is_whole(answer) else [*messages, *answer]
     if key := _first(row, SYSTEM):
         system = _text(row[key], key)
         first = (messages[0]["role"], messages[0]["content"])
@@ -58,6 +63,12 @@ def is_conversation(value: Any) -> bool:
     )
 
 
+def is_row(value: Mapping[str, Any]) -> bool:
+    """Return whether an object is a row itself: whether it has a text or a conversation."""
+    has_text = any(isinstance(value.get(key), str) for key in (*TEXT_KEYS, *ASKED))
+    return has_text or any(is_conversation(value.get(key)) for key in (*CHAT_KEYS, *ASKED))
+
+
 def conversation(entries: Any) -> list[Message]:
     """Return messages in OpenAI's form from OpenAI's or ShareGPT's; Unused where one is incomplete."""
     if not isinstance(entries, list):
@@ -73,8 +84,8 @@ def conversation(entries: Any) -> list[Message]:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the tools of a row, which are a list or its JSON."""
-    tools = row.get("tools")
+    """Return the tools of a row in OpenAI's form. They are a list or its JSON, or the older `functions`."""
+    tools = row.get("tools") or row.get("functions")
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
@@ -82,7 +93,10 @@ def tools_of(row: Mapping[str, Any]) -> list[Any]:
             raise Unused("tools that are not JSON") from None
     if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise Unused("tools that are not a list of objects")
-    return list(tools or [])
+    return [
+        {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool
+        for tool in tools or []
+    ]
 
 
 def _pair(row: Mapping[str, Any]) -> list[Message] | None:
@@ -91,13 +105,9 @@ def _pair(row: Mapping[str, Any]) -> list[Message] | None:
     if not asked or not answered:
         alone = row.get(asked or "chosen")
         return conversation(alone) if is_conversation(alone) else None
-    answer = row[answered]
-    if is_conversation(answer):
-        answer = conversation(answer)
-        if any(message["role"] == "user" for message in answer):
-            return answer  # a whole conversation, which repeats the question
-    else:
-        answer = [{"role": "assistant", "content": _filled(answer, answered)}]
+    answer = _answer(row[answered], answered)
+    if _is_whole(answer):
+        return answer
     if is_conversation(row[asked]):
         question = conversation(row[asked])
     else:
@@ -105,6 +115,19 @@ def _pair(row: Mapping[str, Any]) -> list[Message] | None:
         parts = [_filled(row[asked], asked), *([_text(row[context], context)] if context else [])]
         question = [{"role": "user", "content": "\n\n".join(parts)}]
     return [*_history(row.get("history")), *question, *answer]
+
+
+def _answer(value: Any, name: str) -> list[Message]:
+    """Return the messages of an answer, which is a text, a message or a list of messages."""
+    entries = [value] if isinstance(value, Mapping) else value
+    if is_conversation(entries):
+        return conversation(entries)
+    return [{"role": "assistant", "content": _filled(value, name)}]
+
+
+def _is_whole(answer: Sequence[Message]) -> bool:
+    """Return whether an answer is a whole conversation, which repeats the question."""
+    return any(message["role"] == "user" for message in answer)
 
 
 def _history(turns: Any) -> list[Message]:
@@ -122,12 +145,14 @@ def _history(turns: Any) -> list[Message]:
 
 
 def _message(entry: Any) -> list[Message]:
-    """Return the message of an entry, or two if the entry holds a question and its answer."""
+    """Return the message of an entry, or those of a question and answer with maybe a system."""
     if not isinstance(entry, Mapping):
         raise Unused(f"a message that is {kind_name(entry)}, not an object")
     if entry.keys() >= {"input", "output"} and entry.keys().isdisjoint(("role", "from")):
-        pair = (("user", entry["input"]), ("assistant", entry["output"]))
-        return [{"role": role, "content": _text(text, "a message")} for role, text in pair]
+        said = [("user", entry["input"]), ("assistant", entry["output"])]
+        if entry.get("system"):
+            said.insert(0, ("system", entry["system"]))
+        return [{"role": role, "content": _text(text, "a message")} for role, text in said]
     message = {key: value for key, value in entry.items() if value is not None}
     if "role" not in message:
         message = {"role": message.get("from"), "content": message.get("value")}

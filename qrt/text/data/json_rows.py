@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from qrt.errors import ConfigError
-from qrt.text.data.chats import is_conversation
+from qrt.text.data.chats import is_conversation, is_row
 
 CHUNK = 2**20  # characters read at once
 CUT = 16  # an error this close to a chunk's end may come from the cut
@@ -161,12 +161,19 @@ def _damaged(where: str, reason: str) -> ConfigError:
 
 
 def _of_object(buffer: _Buffer, where: str) -> Iterator[Any]:
-    """Yield the rows of an object's one list; without a list, the object and the values that follow."""
+    """Yield the rows of an object's one list; without a list, the object and the values that follow.
+
+    An object with a text or a conversation is a row, whatever lists (tags, tools) it has. Texts in a list are
+    rows only if the object holds nothing else: those in a config.json are not.
+    """
     value = _whole(buffer, where)
     if buffer.peek():
         yield value
         while buffer.peek():
             yield _whole(buffer, where)
+        return
+    if is_row(value):
+        yield value
         return
     lists = [key for key, held in value.items() if isinstance(held, list) and not is_conversation(held)]
     if len(lists) > 1:
@@ -175,7 +182,9 @@ def _of_object(buffer: _Buffer, where: str) -> Iterator[Any]:
             f"{where}: expected one list of rows, got an object with lists under {names}; save the one you "
             "mean as a file of its own"
         )
-    yield from value[lists[0]] if lists else [value]
+    held = value[lists[0]] if lists else []
+    rows = len(value) == 1 or all(isinstance(each, dict | list) for each in held)
+    yield from held if lists and rows else [value]
 
 
 def _whole(buffer: _Buffer, where: str) -> Any:

@@ -8,12 +8,11 @@ from typing import Any
 
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.text.data import chats
-from qrt.text.data.chats import Message, Unused, is_conversation, kind_name
+from qrt.text.data.chats import TEXT_KEYS, Message, Unused, is_conversation, kind_name
 from qrt.text.data.files import decoding_fault
 from qrt.text.data.json_rows import Broken
 from qrt.text.data.rows import Row
 
-TEXT_KEYS = ("text", "content", "prompt")  # keys of the text in a row without a conversation
 MAX_REASONS = 50  # that are counted apart
 MAX_LISTED = 6  # reasons that a message lists
 

@@ -25,6 +25,9 @@ def values(path):
     return [row.value for row in read_rows(file)]
 
 
+CHAT = [{"role": "user", "content": "a"}]
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 2**20])
 @pytest.mark.parametrize("ascii", [True, False])
 @pytest.mark.parametrize("indent", [None, 2])
@@ -90,10 +93,11 @@ def test_a_list_under_either_suffix(name, tmp_path):
         ({"version": "1.0", "data": ROWS}, ROWS),
         ({"text": ["one", "two"]}, ["one", "two"]),
         ({"text": "one"}, [{"text": "one"}]),
-        (
-            {"messages": [{"role": "user", "content": "a"}]},
-            [{"messages": [{"role": "user", "content": "a"}]}],
-        ),
+        ({"text": "one", "tags": ["x"]}, [{"text": "one", "tags": ["x"]}]),
+        ({"messages": CHAT, "tools": [{}]}, [{"messages": CHAT, "tools": [{}]}]),
+        ({"prompt": "a", "answers": ["b"]}, [{"prompt": "a", "answers": ["b"]}]),
+        ({"architectures": ["X"], "size": 1}, [{"architectures": ["X"], "size": 1}]),
+        ({"messages": CHAT}, [{"messages": CHAT}]),
     ],
 )
 def test_a_json_object_holds_rows_or_is_one(content, wanted, tmp_path):

@@ -95,7 +95,7 @@ def test_a_chat_under_any_key_or_none(key):
     assert said({key: [{"input": ASKED, "output": ANSWERED}]}) == WHOLE
 
 
-@pytest.mark.parametrize("key", ["system", "system_prompt"])
+@pytest.mark.parametrize("key", ["system", "system_prompt", "system_message"])
 def test_a_rows_system_prompt(key):
     assert said({key: "Be brief.", "messages": CHAT}) == f"<system>Be brief.{WHOLE}"
     own = {"role": "system", "content": "Be brief."}
@@ -116,6 +116,19 @@ def test_a_rows_tools_are_the_templates():
     assert reason({"messages": CHAT, "tools": "weather"}, TOOLS) == "tools that are not JSON"
 
 
+def test_functions_and_bare_tools_are_tools():
+    function = {"name": "weather", "parameters": {}}
+    shown = json.dumps([{"type": "function", "function": function}]) + WHOLE
+    assert said({"messages": CHAT, "functions": [function]}, TOOLS) == shown
+    assert said({"conversations": CHAT, "tools": json.dumps([function])}, TOOLS) == shown
+    assert reason({"messages": CHAT, "functions": [function]}) == "tools that the chat template does not show"
+
+
+def test_an_entry_with_its_own_system_prompt():
+    entry = {"system": "Be brief.", "input": ASKED, "output": ANSWERED}
+    assert said({"conversation": [entry]}) == f"<system>Be brief.{WHOLE}"
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -129,6 +142,10 @@ def test_a_rows_tools_are_the_templates():
         {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]},
         {"chosen": CHAT, "rejected": CHAT},
         {"prompt": CHAT},
+        {"messages": CHAT[:1], "completion": ANSWERED},
+        {"conversations": CHAT[:1], "chosen": {"from": "gpt", "value": ANSWERED}, "rejected": CHAT[1]},
+        {"messages": CHAT[:1], "chosen": CHAT, "rejected": CHAT},
+        {"messages": CHAT, "answer": "a tree"},
     ],
 )
 def test_something_asked_and_its_answer_are_a_chat(row):
