@@ -33,8 +33,10 @@ def calibrate(
     download_dir: str | Path | None = None,
     **settings: Any,
 ) -> Report:
-    """Quantize `model` into the new folder `out`: a checkpoint folder, ORG/NAME[@REVISION] of the Hub, which
-    is kept in `download_dir`, "tiny", or a model in memory.
+    """Quantize `model` into the new folder `out`.
+
+    `model` is a checkpoint folder, ORG/NAME[@REVISION] of the Hub (kept in `download_dir`), "tiny", or a
+    model in memory.
 
     `settings` are a recipe's entries, as in a --recipe file: bits, scheme, group_size, symmetric, head_bits,
     method, calib, n_samples, seqlen, eval_samples, seed, damping, exact_folds, rotations, tune, target_bits,

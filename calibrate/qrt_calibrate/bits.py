@@ -29,14 +29,18 @@ from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.selection import matches
 
 WINDOWS = 4  # that measure; hidden states of all candidates are kept
-SLACK = 1e-9  # bits per weight that sums of floats may be off by
+SLACK = 1e-9  # rounding error of sums, in bits per weight
 SIXTEEN = 16  # stands for what a Linear has, 32 in a float32 checkpoint
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A fused Linear: the full names of its parts, its weights, and width -> bits per weight on disk, as
-    `preflight.bits_per_weight` counts."""
+    """A fused Linear.
+
+    parts     the full names of its Linears
+    weights   how many weights it has
+    sizes     width -> bits per weight on disk, counted as `preflight.bits_per_weight` does
+    """
 
     parts: tuple[str, ...]
     weights: int
@@ -45,13 +49,13 @@ class Unit:
 
 @dataclass(frozen=True)
 class Settled:
-    """Linears whose width is not open: how many weights they have, and the bits that these take in all."""
+    """Linears with a width that is already decided: how many weights they have, and how many bits in all."""
 
     weights: int = 0
     bits: float = 0
 
     def average(self, units: list[Unit], sizes: Iterable[float]) -> float:
-        """Bits per weight of these and of `units` that take `sizes`."""
+        """Return the bits per weight of these Linears together with `units` of the given `sizes`."""
         bits = self.bits + sum(unit.weights * size for unit, size in zip(units, sizes, strict=True))
         return bits / (self.weights + sum(unit.weights for unit in units))
 
@@ -80,7 +84,7 @@ class Budget:
     units         fused Linears whose width is open
     grids         width -> what a unit becomes, None: it stays as it is
     settled       the other Linears of the layers
-    bits          per weight, that all Linears of the layers may take on average
+    bits          most bits per weight, on average over all Linears of the layers
     rest_bytes    of all other tensors of the result
     """
 
@@ -92,7 +96,7 @@ class Budget:
 
     @property
     def weights(self) -> int:
-        """Of all Linears in the layers."""
+        """Count the weights of all Linears in the layers."""
         return self.settled.weights + sum(unit.weights for unit in self.units)
 
     @property
@@ -150,13 +154,13 @@ def _check_range(recipe: Recipe, budget: Budget) -> None:
     else:
         flag, got, unit = "--max-size", f"{recipe.max_size} GB", " GB"
     raise ConfigError(
-        f"{flag}: got {got}, expected from {_rounded_up(least)}{unit}, where all Linears whose width is open "
-        f"are at their narrowest, to below {most:.6g}{unit}, where they stay as they are; choose one between"
+        f"{flag}: expected from {_rounded_up(least)}{unit} (all Linears with an open width at their "
+        f"narrowest) to below {most:.6g}{unit} (all of them unchanged), got {got}; choose a value between"
     )
 
 
 def _rounded_up(value: float) -> str:
-    """Six digits of a number, not below it."""
+    """Round a number up to six digits."""
     step = 10.0 ** (math.floor(math.log10(value)) - 5)
     return f"{math.ceil(value / step - SLACK) * step:.6g}"
 
@@ -257,7 +261,7 @@ def spend(
     target_bits: float,
     settled: Settled = Settled(),
 ) -> Allocation:
-    """Raise widths greedily, from the narrowest, which fit; the target counts the `settled` Linears too."""
+    """Raise widths greedily from the narrowest, which fits; the target counts the `settled` Linears too."""
     widths = sorted(grids)
     total = settled.weights + sum(unit.weights for unit in units)
     chosen = dict.fromkeys(range(len(units)), widths[0])

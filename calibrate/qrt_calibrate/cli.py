@@ -115,15 +115,15 @@ def _add_grid(parser: ArgumentParser) -> None:
     budget.add_argument(
         "--target-bits", type=float, metavar="B",
         help="4, 8 or 16 bits for each fused Linear by its measured cost, at most B bits per weight on "
-        "average: scales and zero points included, over all Linears in the layers, ignored ones too; "
-        "embedding, head, norms and biases do not count (default: none, all are of --scheme)",
+        "average; counts scales and zero points of all Linears in the layers, ignored ones too, but no "
+        "embedding, head, norms or biases (default: none, all are of --scheme)",
     )  # fmt: skip
     budget.add_argument(
         "--max-size",
         type=float,
         metavar="GB",
-        help="the same with a budget for all tensors of the result, embedding and head included, in 10^9 "
-        "bytes, as the index's total_size and the report count them (default: none)",
+        help="the same with a budget in 10^9 bytes for all tensors of the result, embedding and head "
+        "included; the index's total_size and the report count them in the same way (default: none)",
     )
 
 

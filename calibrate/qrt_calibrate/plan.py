@@ -91,7 +91,7 @@ class Job:
 def source_folder(
     model: str | Path, *, revision: str | None = None, download_dir: str | Path | None = None
 ) -> Path:
-    """Return the folder of the model to calibrate; from the Hub only what is calibrated is downloaded."""
+    """Return the folder of the model to calibrate; a model that cannot be calibrated is not downloaded."""
 
     def check(folder: Path) -> None:
         config = read_config(folder)
@@ -143,7 +143,7 @@ def _quantized(model: object) -> UnsupportedError:
 
 
 def _architecture(config: Mapping[str, Any], model: str | Path) -> tuple[Arch, ModelConfig]:
-    """The architecture that a config.json names, and the sizes."""
+    """Return the architecture that a config.json names, and the model's sizes."""
     name = architecture(config, model)
     if name in MIXTURES:
         arch, config = MIXTURES[name].arch(config)

@@ -26,7 +26,7 @@ COUNTED = "bits per weight, scales and zero points included, over all Linears in
 @dataclass(frozen=True)
 class Preflight:
     """output_bytes     of the quantized checkpoint's tensors
-    bits_per_weight     of the result, as the function counts it
+    bits_per_weight     of the result, as the function of this name counts
     working_bytes       two fp32 copies of the largest layer, the moments of an input (the Hessian and two
                         shares of the drift) and what is most beside them: three matrices to factorize one,
                         two on a CPU, or the factor and the weights that are rounded; where rows feel each
@@ -140,8 +140,10 @@ def _stored_bytes(job: Job, name: str, grid: Grid) -> int:
 
 
 def linear_bytes(job: Job, name: str, grid: Grid | None) -> int:
-    """What `bits_per_weight` counts of one Linear on `grid`: its codes, scales and zero points, or its weight
-    where it stays as it is (None)."""
+    """Return the bytes of one Linear that `bits_per_weight` counts: codes, scales and zero points on `grid`.
+
+    Without a grid the Linear stays unchanged, and its weight counts.
+    """
     stored = job.checkpoint.spec(f"{name}.weight")
     if grid is None:
         return stored.num_bytes
@@ -155,13 +157,15 @@ def linear_bytes(job: Job, name: str, grid: Grid | None) -> int:
 
 
 def linear_weights(job: Job, names: Iterable[str]) -> int:
-    """How many weights some Linears have."""
+    """Count the weights of the Linears `names`."""
     return sum(prod(job.checkpoint.spec(f"{name}.weight").shape) for name in names)
 
 
 def bits_per_weight(job: Job) -> float:
-    """Bits per weight of the result: `linear_bytes` over the weights of all Linears in the layers, those that
-    stay as they are too. Embedding, head, norms, biases and routers do not count."""
+    """Return the bits per weight of the result: `linear_bytes` over the weights of all Linears in the layers.
+
+    Linears that stay unchanged count; embedding, head, norms, biases and routers do not.
+    """
     total = sum(linear_bytes(job, *pair) for pair in job.grids.items())
     return 8 * total / linear_weights(job, job.grids)
 

@@ -48,15 +48,15 @@ class Recipe:
     ignore        Linears left as they are: globs over names, whole or from any dot ("down_proj",
                   "model.layers.0.*"), or "re:<regex>" from the name's start
     overrides     Linears on other grids; of several that match the last counts
-    calib         data file, folder of them or datasets name; None is the default text
+    calib         data file, folder of data files, or name of a dataset; None is the default text
     n_samples     windows of `seqlen` tokens each, drawn with `seed`
     eval_samples  further windows of the text on which the result is compared with the original; 0: none
     damping       share of the Hessian's diagonal that GPTQ adds to it
     rotations     of ("R1", "R2"): turned into the weights before anything else (`qrt_calibrate.rotate`)
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
     tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.tune`)
-    target_bits   the most bits per weight of the result, as `preflight.bits_per_weight` counts; each fused
-                  Linear gets 4, 8 or 16 by what it costs. None: all are on the grid, unless max_size is given
+    target_bits   most bits per weight of the result, as `preflight.bits_per_weight` counts; each fused Linear
+                  gets 4, 8 or 16 by its cost. None: all are on the grid, unless max_size is given
     max_size      GB (10^9 bytes) that all tensors of the result may take: the same choice, another budget
     zeros_asked   whether the grid's symmetry was asked for; else a mixture of experts is symmetric
     """

@@ -25,7 +25,7 @@ from qrt_calibrate.plan import Job
 from qrt_calibrate.preflight import COUNTED, linear_weights, preflight
 
 WORST = 5  # layers that the report names
-UNCOUNTED = ("bias", "weight_shape")  # tensors of a Linear that are no part of its bits per weight
+UNCOUNTED = ("bias", "weight_shape")  # tensors of a Linear that its bits per weight do not count
 
 
 @dataclass(frozen=True)
@@ -162,14 +162,14 @@ class Report:
 
 
 def source_of(job: Job) -> dict[str, Any]:
-    """Which model of the Hub at which commit was calibrated; nothing of a folder, whose path may change."""
+    """Return the calibrated model of the Hub and its commit; {} for a folder, because its path may change."""
     folder = job.source.path
     commit = model_commit(folder)
     return {} if commit is None else {"source": {"model": model_name(folder), "commit": commit}}
 
 
 def bits_per_weight(job: Job, stored: TensorFolder) -> float:
-    """What `preflight.bits_per_weight` foresees, from the tensors that are written."""
+    """Count the bits per weight of the written tensors, as `preflight.bits_per_weight` estimates them."""
     parts = (name.rpartition(".") for name in stored.names())
     own = [f"{module}.{part}" for module, _, part in parts if module in job.grids and part not in UNCOUNTED]
     return 8 * sum(stored.spec(name).num_bytes for name in own) / linear_weights(job, job.grids)

@@ -1,4 +1,4 @@
-"""A seeded sample of data rows in bounded memory: large data are read once, and only a sample is kept."""
+"""Take a seeded sample of data rows in bounded memory: data are read once, and only the sample is kept."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Sample:
 
 
 def take(rows: Iterable[Row], budget: int, seed: int, limit: int | None = None) -> Sample:
-    """Take a random sample of rows that together hold just `budget` characters, or all rows if they are less.
+    """Take a random sample of rows with at least `budget` characters in all, or all rows if they have less.
 
-    Every row gets a random number from `seed`, and those of the smallest are kept, so that a larger budget
-    keeps all rows of a smaller one. Reading ends after `limit` characters.
+    Every row gets a random number from `seed`, and the rows with the smallest numbers are kept. So a larger
+    budget keeps all rows of a smaller one. Reading ends after `limit` characters.
     """
     numbers = random.Random(seed)
     kept: list[tuple[float, int, int, Row]] = []  # a heap, the largest number first
@@ -52,7 +52,7 @@ def take(rows: Iterable[Row], budget: int, seed: int, limit: int | None = None) 
 
 
 def size_of(value: Any) -> int:
-    """The characters of a row, roughly."""
+    """Return roughly how many characters a row has."""
     if isinstance(value, str):
         return len(value) + 1
     if isinstance(value, Mapping):

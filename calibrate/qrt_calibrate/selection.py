@@ -95,8 +95,10 @@ def _described(grid: Grid | None) -> str:
 
 
 def check_groups(checkpoint: Checkpoint, grids: Mapping[str, Grid | None]) -> None:
-    """ConfigError naming the first Linear whose input features its groups do not divide, and a group size
-    that divides those of all."""
+    """Raise ConfigError for the first Linear with input features that its groups do not divide.
+
+    The error suggests a group size that divides the input features of all Linears.
+    """
     inputs = {name: checkpoint.spec(f"{name}.weight").shape[-1] for name, grid in grids.items() if grid}
     common = gcd(*inputs.values())
     for name, grid in grids.items():

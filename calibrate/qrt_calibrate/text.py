@@ -31,8 +31,12 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token ids int64 [B, T] of the windows that calibrate, then of those that evaluate; what the
-    checkpoint's config records of them; and what the report says of the rows they are from."""
+    """The windows of a job.
+
+    windows    token ids int64 [B, T]: first the windows that calibrate, then those that evaluate
+    metadata   what the checkpoint's config records of them
+    rows       what the report says of the rows that they come from
+    """
 
     windows: Tensor
     metadata: dict[str, Any]
@@ -41,7 +45,13 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Source:
-    """Calibration data: its name, a call for its rows, and the files of a folder that are not read."""
+    """Calibration data.
+
+    name             for messages and the report
+    rows             a function that reads the rows from the first
+    files_left_out   how many files of a folder are not read, by kind
+    remote           whether the rows come over the network
+    """
 
     name: str
     rows: Callable[[], Iterable[Row]]
@@ -50,7 +60,7 @@ class Source:
 
 
 def calibration(job: Job) -> Calibration:
-    """The windows of a job, by the checkpoint's own tokenizer."""
+    """Cut the windows of a job with the checkpoint's own tokenizer."""
     recipe = job.recipe
     tokenizer = load_tokenizer(job.checkpoint.path)
     source = open_source(recipe.calib, recipe.seed)
@@ -70,7 +80,7 @@ def calibration(job: Job) -> Calibration:
 
 
 def read_texts(calib: str | None, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[str], str]:
-    """All texts of some calibration data, and its name."""
+    """Return all texts of some calibration data, and the data's name."""
     source = open_source(calib, seed=0)
     texts = Texts(_render(tokenizer))
     found = list(texts.documents(source.rows()))
@@ -85,14 +95,16 @@ def read_texts(calib: str | None, tokenizer: PreTrainedTokenizerBase | None) -> 
 def cut_windows(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int, seqlen: int, seed: int
 ) -> Tensor:
-    """Token ids int64 [count, seqlen] of windows of the texts: see `choose_windows`."""
+    """Return token ids int64 [count, seqlen] of windows of the texts; see `choose_windows`."""
     rows = [Row(text, "the texts", number) for number, text in enumerate(texts, 1)]
     return choose_windows(lambda: rows, None, tokenizer, count, seqlen, seed).ids
 
 
 def open_source(calib: str | None, seed: int) -> Source:
-    """The data that --calib names: a file, a folder, a dataset ("org/name", "org/name:config:split"), or
-    without it the standard library's docstrings."""
+    """Return the data that --calib names; None stands for the standard library's docstrings.
+
+    A name is a file, a folder, or a dataset ("org/name", "org/name:config:split").
+    """
     if calib is None:
         texts = partial(docstrings, Path(sysconfig.get_paths()["stdlib"]))
         return Source("python-docstrings", lambda: _numbered(texts(), "python-docstrings"))
@@ -119,7 +131,7 @@ def _say_left_out(source: Source, texts: Texts) -> None:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase | None) -> Render | None:
-    """How a conversation is written: as the server and `LLM.chat` do; None without a chat template."""
+    """Return the function that writes a conversation, as the server does; None without a chat template."""
     if tokenizer is None or not tokenizer.chat_template:
         return None
     wrapped = Tokenizer.of(tokenizer)
@@ -127,8 +139,10 @@ def _render(tokenizer: PreTrainedTokenizerBase | None) -> Render | None:
 
 
 def _dataset(name: str, seed: int) -> Iterator[Any]:
-    """Stream the rows of a dataset of the Hub or of its cache: "path", "path:config" or "path:config:split";
-    its files come in an order by `seed`."""
+    """Stream the rows of a dataset of the Hub or its cache: "path", "path:config" or "path:config:split".
+
+    `seed` decides the order of its files.
+    """
     import datasets
 
     path, _, rest = name.partition(":")

@@ -1,4 +1,4 @@
-"""Windows of tokens cut from data rows: a sample as large as is needed, packed, and chosen by seed."""
+"""Cut windows of tokens from data rows: take a sample that is large enough, pack it, choose by seed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qrt.text.data.rows import Row, pieces
 from qrt.text.data.texts import Render, Texts
 from qrt_calibrate.sample import Sample, take
 
-SMALL = 2**22  # characters: data of no more are used whole, which takes some seconds
-CHARACTERS = 8  # of a sample for each token that is asked for; English has 4 a token
-READ = 4  # as many times the sample is read at most of data that come over the network
-BATCH = 2**18  # characters that are tokenized at once, by all cores
-BETWEEN = "\n\n"  # texts
+SMALL = 2**22  # characters; data up to this size are used whole, which takes some seconds
+CHARACTERS = 8  # characters of a sample for each token needed; English has 4 per token
+READ = 4  # most samples' worth of characters that are read of remote data
+BATCH = 2**18  # characters that all cores tokenize at once
+BETWEEN = "\n\n"  # stands between two texts
 
 Read = Callable[[], Iterable[Row]]
 
@@ -32,8 +32,8 @@ class Windows:
     ids      int64 [count, seqlen]
     sha256   of the sampled texts, joined by blank lines
     rows     how many rows were read
-    sampled  how many of them were looked at
-    texts    counts of those used and left out
+    sampled  how many of them are in the sample
+    texts    counts how many of those are used and left out
     """
 
     ids: Tensor
@@ -52,13 +52,13 @@ def choose_windows(
     seed: int,
     remote: bool = False,
 ) -> Windows:
-    """Cut `count` disjoint windows of `seqlen` tokens from the rows that `read` gives, each time from the
-    first, by chance from `seed`. Of one sample more windows begin with the same ones.
+    """Cut `count` disjoint windows of `seqlen` tokens at random places, decided by `seed`.
 
-    remote   whether reading on costs: then the sample is of the first rows
+    A larger count from the same sample begins with the same windows. Each window begins with one BOS if the
+    tokenizer puts one before a text. ConfigError where no row can be used, or the text is too short.
 
-    Each window begins with one BOS when the tokenizer puts one before a text. ConfigError: no row can be
-    used, or the text is too short.
+    read     returns the rows; each call begins with the first one
+    remote   whether reading is expensive: then only the first rows are sampled
     """
     bos = [tokenizer.bos_token_id] if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id else []
     width = seqlen - len(bos)
@@ -80,9 +80,8 @@ def choose_windows(
     ids = torch.cat([torch.tensor(bos, dtype=torch.long).expand(count, -1), windows], dim=1)
     for row, start in enumerate((chosen * width).tolist()):
         if bos and tokens[start] == bos[0] and start + seqlen <= len(tokens):
-            ids[row] = tokens[
-                start : start + seqlen
-            ]  # a chat's own BOS is the only one, and a token more fits
+            # the window begins with a chat's own BOS, so none is put before it, and one token more fits
+            ids[row] = tokens[start : start + seqlen]
     return Windows(ids, sha256, sample.seen, len(sample.rows), texts)
 
 
@@ -90,8 +89,8 @@ def _none_used(sample: Sample, texts: Texts) -> str:
     if not sample.seen:
         return "the data hold no rows; give data that have some"
     return (
-        f"none of the {len(sample.rows):,} rows looked at can be used ({texts.reasons()}); give rows with a "
-        "text (text, content), a chat (messages, conversations), or a question and its answer (prompt and "
+        f"none of the {len(sample.rows):,} rows read can be used ({texts.reasons()}); give rows with a text "
+        "(text, content), a chat (messages, conversations), or a question and its answer (prompt and "
         "completion, instruction and output)"
     )
 
@@ -99,13 +98,13 @@ def _none_used(sample: Sample, texts: Texts) -> str:
 def _too_short(got: int, count: int, width: int, seqlen: int, texts: Texts) -> str:
     left_out = f" (rows left out: {texts.reasons()})" if texts.left_out else ""
     return (
-        f"calibration text: {got} tokens, wanted {count * width} for {count} samples of {seqlen}{left_out}; "
-        "give a longer --calib, or fewer --n-samples or a shorter --seqlen"
+        f"calibration text: expected {count * width} tokens for {count} samples of {seqlen}, "
+        f"got {got}{left_out}; give a longer --calib, or fewer --n-samples or a shorter --seqlen"
     )
 
 
 def _pack(texts: Iterable[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, str]:
-    """Token ids int32 [tokens] of the texts, a blank line between two, and the sha256 of their characters."""
+    """Return token ids int32 [tokens] of the texts, joined by blank lines, and their sha256."""
     ids = array("i")
     sha256 = hashlib.sha256()
     for batch in _batches(_joined(texts)):
@@ -114,13 +113,12 @@ def _pack(texts: Iterable[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase)
         encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)
         for found in encoded["input_ids"]:
             ids.extend(found)
-    return torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(
-        0, dtype=torch.int32
-    ), sha256.hexdigest()
+    tokens = torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(0, dtype=torch.int32)
+    return tokens, sha256.hexdigest()
 
 
 def _joined(texts: Iterable[tuple[str, bool]]) -> Iterator[str]:
-    """Pieces of the texts, which make up all of them with a blank line between two."""
+    """Yield pieces that together are all texts, joined by blank lines."""
     before, ended = None, False
     for text, ends in texts:
         if before is not None:

@@ -206,7 +206,7 @@ def _add_serve(command: ArgumentParser) -> None:
     command.add_argument(
         "--tokenizer",
         metavar="MODEL",
-        help="folder or ORG/NAME whose tokens the prompts are made of (default: the model)",
+        help="folder or ORG/NAME of the tokenizer that makes the prompts (default: the model's)",
     )
     add_download_dir(command)
     command.add_argument("--api-key", metavar="KEY", help="sent as a bearer token (default: QRT_API_KEY)")

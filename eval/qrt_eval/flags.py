@@ -107,7 +107,7 @@ def add_text(command: ArgumentParser, what: str, default: str | None, optional: 
         nargs="?" if optional else None,
         default=default,
         metavar="wikitext|pydoc|FILE|FOLDER",
-        help=f"the text {what}; a file is {KINDS}, and a row's text is a document",
+        help=f"the text {what}; a file is {KINDS}; the text of a row is a document",
     )
 
 

@@ -33,13 +33,15 @@ def preflight(arguments: Namespace) -> None:
         config, sizes = engine.preflight(EngineConfig(model, revision=revision, **place))
         for flag, length in lengths_of(given):
             if length > sizes.context:
-                raise ConfigError(f"{flag} {length}: wanted at most {sizes.context}, the context of {model}")
+                raise ConfigError(
+                    f"{flag} {length}: expected at most {sizes.context}, the context of {model}"
+                )
         return config.model
 
     for name, value in models_of(given, folder_of).items():
         setattr(arguments, name, value)
     if "revision" in arguments:
-        arguments.revision = None  # the folders are of it
+        arguments.revision = None  # the folders are already of this revision
 
 
 def shared_context(arguments: Namespace) -> int:
@@ -55,8 +57,7 @@ def shared_context(arguments: Namespace) -> int:
 
 
 def models_of(given: Mapping[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
-    """The arguments that name checkpoints which a command reads, with what `change` makes of argument and
-    checkpoint in place of each."""
+    """Return the arguments that name checkpoints, with each name replaced by `change(argument, name)`."""
     found: dict[str, Any] = {}
     for name in ("model", "baseline", "checkpoint"):
         value = given.get(name)

@@ -104,7 +104,7 @@ def make_prompts(arguments: Namespace, model: str) -> list[Prompt]:
     try:
         folder = tokenizer_folder(arguments.tokenizer or model, download_dir=arguments.download_dir)
     except CheckpointError as error:
-        raise ConfigError(f"--tokenizer: wanted to make prompts of a known length: {error}") from error
+        raise ConfigError(f"--tokenizer: needed to make prompts of a known length: {error}") from error
     tokenizer = Tokenizer(folder)
     if arguments.prompts:
         ids = read_prompts(arguments.prompts, tokenizer)

@@ -94,7 +94,7 @@ def _given(arguments: Namespace, weights: Sequence[str]) -> dict[str, str]:
     for word in arguments.checkpoint:
         scheme, equals, folder = word.partition("=")
         if not equals or not folder:
-            raise ConfigError(f"--checkpoint {word}: wanted SCHEME=MODEL, e.g. 4=model-w4")
+            raise ConfigError(f"--checkpoint {word}: expected SCHEME=MODEL, e.g. 4=model-w4")
         if arguments.shape:
             raise ConfigError(
                 f"--checkpoint {word}: a shape has random weights; give --model, or leave it out"

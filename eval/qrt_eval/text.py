@@ -29,8 +29,7 @@ class EvalText:
     """A text and where it came from.
 
     text        all of it; of wikitext the rows joined by a blank line, as GPTQ and most papers read it
-    raw         the file as it is, as llama.cpp reads it, without a byte order mark; only of wikitext are
-                lines that end with CRLF left so
+    raw         the file as llama.cpp reads it, without a byte order mark; CRLF stays only in wikitext
     documents   its parts, as lm-eval reads them one by one
     """
 
@@ -47,8 +46,9 @@ class EvalText:
 
 
 def load_text(dataset: str, data_file: str | None = None) -> EvalText:
-    """`wikitext`, `pydoc`, or the path of a data file or of a folder of them: a text is a document, and so
-    is the text of each row.
+    """Load `wikitext`, `pydoc`, or the data file or folder at a path.
+
+    A text file is a document, and so is the text of each row.
 
     data_file   a local copy of `wiki.test.raw`, instead of the download
 
@@ -101,7 +101,7 @@ def _wikitext(data_file: str | None) -> EvalText:
 
 
 def _files(path: Path) -> EvalText:
-    """Every text of a file or folder, in the order of the paths and rows; empty ones are left out."""
+    """Load every text of a file or folder, in the order of paths and rows, without empty ones."""
     found, texts = find_files(path), Texts(render=None)
     parts = list(texts.documents(row for file in found.files for row in read_rows(file)))
     if not parts:

@@ -57,9 +57,9 @@ def run(arguments: Namespace) -> None:
 
 
 def read_prompts(path: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of the prompts of a file: its lines, or of each of its rows a string or the "prompt".
+    """Return token ids of the prompts in a file: its lines, or the string or "prompt" of each row.
 
-    A row without one is left out, with a warning; ConfigError where none is left.
+    A row without a prompt is left out with a warning; ConfigError where no prompt is left.
     """
     if not Path(path).is_file():
         raise ConfigError(f'--prompts {path}: no such file; give a text file or a .jsonl with "prompt" keys')
@@ -83,7 +83,7 @@ def read_prompts(path: str, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _prompt(row: Row) -> str | None:
-    """The row's text, or the "prompt" of an object; None where that is no text."""
+    """Return the row's text, or the "prompt" of an object; None where that is not text."""
     prompt = row.value.get("prompt") if isinstance(row.value, dict) else row.value
     is_text = isinstance(prompt, str) and not isinstance(prompt, Broken) and not decoding_fault(prompt)
     return prompt if is_text else None

@@ -99,7 +99,7 @@ def detokenize(page: str) -> str:
 
 
 def _rows_of(file: DataFile) -> list[str]:
-    """The rows of the dataset's own file, wikitext-2-raw-v1/test-00000-of-00001.parquet."""
+    """Return the rows of the dataset's own file, wikitext-2-raw-v1/test-00000-of-00001.parquet."""
     rows = []
     for row in read_data(file):
         text = row.value.get("text") if isinstance(row.value, dict) else None

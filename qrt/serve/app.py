@@ -31,14 +31,14 @@ from qrt.serve.service import Service, new_id
 PAGE = Path(__file__).parent / "page"
 OPEN_ROUTES = ("/", "/health", "/healthz", "/liveness", "/readiness")  # to be read without a key
 OPEN_FOLDER = "/page/"
-# the page loads and asks nothing but this server, runs no script of its text, and nobody frames it
+# The page loads from and asks only this server, runs no inline script, and no other page may frame it.
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 PAGE_HEADERS = {
     "Content-Security-Policy": PAGE_POLICY,
-    "Cache-Control": "no-cache",  # asked for again each time: its files belong together
+    "Cache-Control": "no-cache",  # browsers ask again each time, because the files belong together
     "Referrer-Policy": "no-referrer",
 }
 READY_SECONDS = 3.0  # for an engine that runs to answer, before this process takes connections
@@ -63,7 +63,7 @@ def create_app(service: Service) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,
-        redirect_slashes=False,  # behind a proxy that ends TLS they would lead to http://
+        redirect_slashes=False,  # behind a proxy that ends TLS, a redirect would lead to http://
     )
     add_error_handlers(app)
     app.include_router(openai_routes(service))
@@ -87,7 +87,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 class PageFiles(StaticFiles):
-    """The page's scripts and style."""
+    """The page's scripts and style, with PAGE_HEADERS."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         """See StaticFiles."""
@@ -97,9 +97,9 @@ class PageFiles(StaticFiles):
 
 
 class Gate:
-    """Lets in who has a key, before anything of the request is read; names requests; answers for defects.
+    """Checks the key before anything of the request is read, names requests, and answers for defects.
 
-    It also finds the path below --root-path, and lets HEAD be answered as GET.
+    It also finds the path below --root-path, and answers HEAD as GET.
     """
 
     def __init__(self, app: ASGIApp, service: Service, routes: Sequence[BaseRoute]) -> None:
@@ -123,7 +123,7 @@ class Gate:
             await refusal(scope, receive, sender)
             return
         try:
-            if get_route_path(scope) == "":  # the page's own links begin below the slash
+            if get_route_path(scope) == "":  # the page's relative links need the slash
                 await RedirectResponse(f"{scope['root_path']}/")(scope, receive, sender)
                 return
             await self._app(scope, receive, sender)
@@ -135,8 +135,8 @@ class Gate:
     def _routed(self, scope: Scope) -> Scope:
         """Return a copy of the scope as routes read it.
 
-        A proxy may strip --root-path or forward it; a path that is a route's own is never shortened. HEAD
-        becomes GET: the connection, which keeps the original scope, sends no body.
+        A proxy may strip --root-path or forward it; a path that a route has itself is never shortened. HEAD
+        becomes GET; the connection keeps the original scope, so it sends no body.
         """
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         scope, root = {**scope, "method": method}, self._service.config.root_path
@@ -190,7 +190,7 @@ class Sender:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Tell by the path that the router reads: the one below --root-path."""
+    """Return whether the route needs no key, by the path that the router reads: the one below --root-path."""
     path = get_route_path(scope) or "/"
     return scope["method"] == "GET" and (path in OPEN_ROUTES or path.startswith(OPEN_FOLDER))
 

@@ -91,7 +91,7 @@ class Body(BaseModel):
         return {key: value for key, value in given.items() if value is not None or key not in never}
 
     def refuse_not_run(self, table: Mapping[str, NotRun]) -> None:
-        """UnsupportedError for fields of other servers that `table` has and that ask for something."""
+        """Raise UnsupportedError for fields of other servers in `table` that ask for something."""
         refuse(table, dict(self), self.model_extra or ())
 
     def given(self, name: str) -> Any:

@@ -41,7 +41,7 @@ def serve(arguments: Namespace) -> int:
     except ImportError as error:
         raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
     set_up_logging(arguments.log_level, f"qrt-serve pid={os.getpid()}")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each request to the Hub
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for each request to the Hub
     engine, server = engine_config(arguments), server_config(arguments)
     engine, _ = preflight(engine)
     if server.host not in LOOPBACK and not server.uds and not server.api_keys:

@@ -25,12 +25,12 @@ READ_SECONDS = 60.0  # for a client to read on, once the buffers between it and 
 
 
 class UnchunkedCycle(RequestResponseCycle):
-    """A request of an HTTP/1.0 client, which knows no chunks: its reply ends where the connection does."""
+    """A request of an HTTP/1.0 client, which knows no chunks: its reply ends when the connection closes."""
 
     unsized = False
 
     async def send(self, message: Any) -> None:
-        """See ASGI. A body without a Content-Length goes out as it is."""
+        """See ASGI. A body without a Content-Length is sent without chunks."""
         if message["type"] == "http.response.start":
             self.unsized = b"content-length" not in {name.lower() for name, _ in message.get("headers", [])}
             self.chunked_encoding = False if self.unsized else None
@@ -108,7 +108,7 @@ class Connection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         if self.parser.get_http_version() < "1.1":
-            self.cycle.__class__ = UnchunkedCycle  # uvicorn makes it, and has started it already
+            self.cycle.__class__ = UnchunkedCycle  # uvicorn has already made and started the cycle
             self.cycle.waiting_for_100_continue = self.cycle.keep_alive = False
         self._cycles = [cycle for cycle in (*self._cycles, self.cycle) if not cycle.response_complete]
         if len(self._cycles) > MAX_PIPELINED:
@@ -187,10 +187,10 @@ class Connection(HttpToolsProtocol):
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """Rename the Upgrade header of the header that `data` begins with.
+    """Rename the Upgrade header in the request head that `data` begins with.
 
-    No upgrade is taken, and Java's client offers one (h2c) with every request; the parser would leave the
-    body behind it unread.
+    The server accepts no upgrade, but Java's client offers one (h2c) with every request, and the parser would
+    then leave the body unread.
     """
     head, end, rest = data.partition(b"\r\n\r\n")
     return UPGRADE.sub(rb"\1x-grade", head) + end + rest

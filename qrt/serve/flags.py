@@ -74,7 +74,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _without_peers(top: ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Leave out the flags of other engines that ask for what is so anyway; their other flags are errors."""
+    """Remove flags of other engines that ask for nothing; their other flags are errors."""
     left, words = [], iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
@@ -105,7 +105,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         "--root-path",
         default="",
         metavar="PATH",
-        help="prefix of all paths, such as /llm; a proxy may strip or forward it (default: none)",
+        help="prefix of all paths, such as /llm, which a proxy may strip or forward (default: none)",
     )
     group.add_argument("--ssl-keyfile", metavar="FILE", help="key in PEM, to serve HTTPS (default: HTTP)")
     group.add_argument("--ssl-certfile", metavar="FILE", help="its certificate in PEM (default: none)")
@@ -204,7 +204,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--tokenizer", metavar="MODEL", help="folder or ORG/NAME of the tokenizer (default: the model's)"
     )
     group.add_argument(
-        "--tokenizer-revision", metavar="REV", help="of a tokenizer of the Hub (default: main)"
+        "--tokenizer-revision",
+        metavar="REV",
+        help="branch, tag or commit of a --tokenizer of the Hub (default: main)",
     )
     group.add_argument(
         "--load-format",
@@ -282,9 +284,8 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--attend-cache",
         action="store_true",
-        help="prefill reads its own chunk's K and V back from the cache as well, so that a prompt answered "
-        "cold and the same prompt answered from the prefix cache read the same quantized K and V; slower "
-        "prefill",
+        help="prefill reads its own chunk's K and V back from the cache too, so that a cached prefix does "
+        "not change an answer; prefill is slower",
     )
     group.add_argument(
         "--disable-dynamic-prompt-cache",

@@ -42,7 +42,7 @@ CODES: dict[type[Exception], int] = {  # an error of another kind has its neares
     ShutdownError: 503,
     QrtError: 500,
 }
-NO_ROUTE = "Not Found"  # starlette's word for it
+NO_ROUTE = "Not Found"  # starlette's message for a path without a route
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 MAX_MESSAGE_CHARS = 1000
 

@@ -107,7 +107,7 @@ class Parameters(Body):
 
 
 PARAMETERS = {*Parameters.model_fields, "stop", "details"}
-BESIDE = {name: entry for name, entry in FIELDS.items() if name != "options"}  # Hugging Face's, about caching
+BESIDE = {name: entry for name, entry in FIELDS.items() if name != "options"}  # Hugging Face's cache options
 
 
 class GenerateRequest(Body):
@@ -118,10 +118,10 @@ class GenerateRequest(Body):
     multimodal_params: dict[str, Any] = {}
 
     def check_others(self) -> None:
-        """ConfigError for a parameter beside `parameters`, UnsupportedError for what is not run."""
+        """Raise ConfigError for a parameter outside `parameters`, UnsupportedError for what is not run."""
         for name in self.model_extra or ():
             if name in PARAMETERS:
-                raise ConfigError(f"{name}: expected in parameters, got it beside them")
+                raise ConfigError(f"{name}: expected in parameters, got it beside them; move it there")
         self.refuse_not_run(BESIDE)
 
 

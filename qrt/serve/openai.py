@@ -145,7 +145,7 @@ class Detokenize(Body):
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:
-    """vLLM's fields, and the commit of a model of the Hub."""
+    """Return vLLM's fields, and the commit of a model of the Hub."""
     model = service.client.info.model
     commit = model_commit(model)
     return {
@@ -180,11 +180,11 @@ def _check_body(service: Service, body: Sampling) -> None:
 
 async def _completion_collectors(service: Service, body: CompletionRequest) -> list[RequestCollector]:
     """One for each prompt, tokenized."""
-    name, wanted = body.token_limit
-    generate = wanted != 0
+    name, limit = body.token_limit
+    generate = limit != 0
     if not generate and not body.echo:
-        raise ConfigError(f"{name}: got 0, wanted at least 1, or echo: true")
-    max_tokens = service.max_tokens(wanted) if generate else 1
+        raise ConfigError(f"{name}: expected at least 1, or echo: true, got 0")
+    max_tokens = service.max_tokens(limit) if generate else 1
     params = body.sampling_params(service.defaults, max_tokens, body.logprobs)
     params = await service.with_bad_words(params)
     if body.echo and body.logprobs is not None:
@@ -198,7 +198,7 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
             text, ids = prompt, await service.encode(prompt, body.add_special_tokens)
         else:
             text, ids = "", prompt
-        _check_length(service, len(ids), wanted, name)
+        _check_length(service, len(ids), limit, name)
         if body.echo and prompt is ids:
             text = service.tokenizer.decode(ids, False)
         collectors.append(service.collector(text, ids, params, generate=generate, **body.engine_options()))

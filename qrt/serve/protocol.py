@@ -76,7 +76,7 @@ class Sampling(Body):
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
-        """The name that the most tokens of the answer came by, and what they are."""
+        """Return the field that limits the answer's tokens, and the limit."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens

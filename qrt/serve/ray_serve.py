@@ -2,9 +2,9 @@
 
     serve run qrt.serve.ray_serve:app model=Qwen/Qwen3-8B kv=int8 replicas=2
 
-Each replica is an engine in a thread with the same routes as qrt-serve. A model of the Hub is downloaded by
-the first replica of each machine. Beside `replicas` and `gpus` (of one
-replica) the arguments are settings of EngineConfig and ServerConfig.
+Each replica is an engine in a thread with the same routes as qrt-serve. The first replica of each machine
+downloads a model of the Hub. Beside `replicas` and `gpus` (of one replica) the arguments are settings of
+EngineConfig and ServerConfig.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
 encode = msgspec.json.Encoder().encode
 
 
-# Unicode's line ends that JSON leaves as they are: some clients split events there
+# Unicode's line ends, which JSON does not escape; some clients split events there.
 LINE_ENDS = {character.encode(): b"\\u%04x" % ord(character) for character in "\u0085\u2028\u2029"}
 
 
 def event(data: Any) -> bytes:
-    """Write one server-sent event: one line, whichever line ends its reader splits at."""
+    """Write one server-sent event in one line, also for clients that split at Unicode's line ends."""
     line = encode(data)
     for end, escaped in LINE_ENDS.items():
         line = line.replace(end, escaped)
@@ -86,7 +86,7 @@ class Reply(ABC):
         self._num_cached[index] = cached
         if index not in self._opened and (delta.text or delta.token_ids or delta.finish_reason):
             self._opened.add(index)
-            for each in range(index * self._n, (index + 1) * self._n):  # all, while no token is counted
+            for each in range(index * self._n, (index + 1) * self._n):  # all choices, before tokens count
                 for choice in self.opening(each, index):
                     yield self._chunk(choice)
         self._num_output += len(delta.token_ids)

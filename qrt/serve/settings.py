@@ -47,7 +47,7 @@ class ServerConfig:
     model_names             what requests may call the model, the first one first
     api_keys                any of them is let in; none lets everybody in
     allowed_origins         of web pages elsewhere that may ask: "*" (any), or scheme://host
-    root_path               what stands before all paths of requests outside of a proxy, which may strip it
+    root_path               prefix of all paths outside of a proxy, which may strip it
     chat_template           Jinja text instead of the checkpoint's
     tool_call_parser        how tool calls are read: "auto" by the chat template, a family's name, or "none"
     api_server_count        processes that speak HTTP

@@ -230,7 +230,7 @@ def test_the_module_is_the_command(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "qrt_eval.cli")
     with pytest.raises(SystemExit, match="1"):
         runpy.run_module("qrt_eval.cli", run_name="__main__")
-    assert "error: --seqlen 9999: wanted at most 2048, the context of tiny" in capsys.readouterr().err
+    assert "error: --seqlen 9999: expected at most 2048, the context of tiny" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -244,9 +244,9 @@ def test_the_module_is_the_command(monkeypatch, capsys):
         (
             "ppl pydoc --model tiny --seqlen 9999",
             1,
-            "--seqlen 9999: wanted at most 2048, the context of tiny",
+            "--seqlen 9999: expected at most 2048, the context of tiny",
         ),
-        ("ppl pydoc --model tiny --protocol lmeval --seqlen 2049", 1, "wanted at most 2048"),
+        ("ppl pydoc --model tiny --protocol lmeval --seqlen 2049", 1, "expected at most 2048"),
         ("ppl pydoc --model tiny --seqlen 1", 1, "--seqlen 1: wanted 2 to 2048"),
         ("ppl pydoc --model tiny --seqlen 0", 2, "--seqlen: got '0', wanted an integer of at least 1"),
         ("ppl pydoc --model tiny --protocol llamacpp --seqlen 2", 1, "--seqlen 2: wanted 4 to 2048"),

@@ -68,7 +68,7 @@ def test_prompts_of_files(tmp_path):
     assert throughput.read_prompts(str(tmp_path / "g.jsonl"), tokenizer) == [tokenizer.encode(odd)]
     for name, content, message in (
         ("c.jsonl", b'{"text": 1}', 'holds no prompt; expected text, or rows with a "prompt" that is text'),
-        ("d.jsonl", b"{", "not JSON"),
+        ("d.jsonl", b"{", "none of its 1 lines is JSON"),
         ("e.txt", b"\n", "holds no prompt"),
         ("h.jsonl", b'\n{"prompt": 5}', "holds no prompt"),
         ("i.txt", b"caf\xe9", "not UTF-8 text .* in line 1"),

@@ -331,7 +331,7 @@ def test_names_of_the_other_route(client):
         client.post("/generate", json={"inputs": "x", "parameters": {"max_tokens": 2}}), 501
     )
     assert refused(client.post("/generate", json={"inputs": "x", "max_new_tokens": 2})) == (
-        "max_new_tokens: expected in parameters, got it beside them"
+        "max_new_tokens: expected in parameters, got it beside them; move it there"
     )
     assert "/generate_stream" in refused(client.post("/generate", json={"inputs": "x", "stream": True}), 501)
     cached = {"inputs": "x", "parameters": {"max_new_tokens": 2}, "options": {"use_cache": False}}
