@@ -128,7 +128,7 @@ async def drive(browser: str, server: ThreadServer) -> None:
             == "What is a <b>list</b>?"
         )
         assert await page.value("document.querySelector('.answer .markdown').textContent.length > 3")
-        assert "most tokens" in await page.value("document.querySelector('.state').textContent")
+        assert "token limit" in await page.value("document.querySelector('.state').textContent")
         await page.until("document.getElementById('generated').textContent !== '0'")
         await page.until("document.getElementById('kv-cached').textContent !== '0 tokens'")
 

@@ -1,7 +1,7 @@
 "use strict";
-// The page: its form and buttons, the two talks, and what this tab keeps. It asks nobody but its own server.
+// The page: its form and buttons, the two talks, and what this tab keeps. It asks only its own server.
 
-const STORE = `qrt ${location.pathname}`; // of this tab, until it is closed
+const STORE = `qrt ${location.pathname}`; // key in the tab's storage, which is kept until the tab closes
 const NUMBERS = { "max-tokens": "max_tokens", temperature: "temperature", "top-p": "top_p", seed: "seed" };
 const MODES = ["chat", "completion"];
 
@@ -25,7 +25,7 @@ function send(path, body, signal) {
 
 const figuresView = new Figures(async (path) => (await checked(await ask(path))).json(), wantKey);
 
-// Where the server refuses for want of a key, its field comes into sight until one is right.
+// Shows the key's field when the server asks for a key, and hides it when a key is right.
 let keyWanted = false;
 function wantKey(error) {
   if (error?.status === 401) showPanel(true, "key");
@@ -67,7 +67,7 @@ function addTalk(name) {
   return question;
 }
 
-// Runs the answer that `begin` begins. A question that gets none comes back into the field.
+// Runs the answer that `begin` begins. A question without an answer is put back into the field.
 async function start(talk, begin) {
   if (!$("settings").checkValidity()) {
     showPanel(true);
@@ -105,11 +105,11 @@ function keep() {
   try {
     sessionStorage.setItem(STORE, JSON.stringify(state));
   } catch {
-    sessionStorage.removeItem(STORE); // more than a browser keeps
+    sessionStorage.removeItem(STORE); // the state is larger than the browser's limit
   }
 }
 
-// The conversation as a file: messages as the API takes them.
+// Downloads the conversation as a file, with messages in the form of the API.
 function save() {
   const messages = talks.chat.conversation.history();
   const text = JSON.stringify({ model: figuresView.model, messages }, null, 2);
@@ -173,7 +173,7 @@ function begin() {
     event.preventDefault();
     submit();
   });
-  // the second click of a double click on Send is not one on Stop, which is then in its place
+  // Stop takes the place of Send, so the second click of a double click on Send is ignored
   $("stop").addEventListener("click", (event) => event.detail > 1 || talks[mode].stop());
   $("clear").addEventListener("click", () => (talks[mode].clear(), fail(null), keep()));
   $("save").addEventListener("click", save);

@@ -2,38 +2,38 @@
 // The state of a conversation, without DOM and network.
 //
 // It is a list of exchanges {question, answer}. An answer is {raw, reasoning, state, error, figures}; its state is
-//   running   its text still comes
+//   running   text is still coming
 //   done      the model ended it
-//   cut       at the most tokens
-//   stopped   by the user
-//   failed    by the server or the connection
-// What the model is told of earlier exchanges is decided in `isPart`, and nowhere else.
+//   cut       it reached the token limit
+//   stopped   the user stopped it
+//   failed    the server or the connection failed
+// Only `isPart` decides which earlier exchanges the model sees.
 
 class Conversation {
   constructor() {
     this.system = ""; // the system prompt, sent before all messages
     this.exchanges = [];
-    this.begun = null; // {exchange, typed, before, length}: the one whose answer runs, and what was there before
+    this.begun = null; // {exchange, typed, before, length}: the running exchange, and the state before it
   }
 
-  // --- beginning an answer: the exchange, or null while another runs -----------------------------------
+  // --- begin an answer: return the exchange, or null while another runs --------------------------------
 
   ask(question) {
     return this.begin(this.exchanges, { question, answer: newAnswer() }, question);
   }
 
-  // The last question once more.
+  // Asks the last question again.
   retry() {
     const last = this.exchanges.at(-1);
     return last ? this.begin(this.exchanges.slice(0, -1), { question: last.question, answer: newAnswer() }) : null;
   }
 
-  // Another question in the place of an earlier one; what came after that is dropped.
+  // Replaces an earlier question; the exchanges after it are dropped.
   edit(index, question) {
     return this.begin(this.exchanges.slice(0, index), { question, answer: newAnswer() }, question);
   }
 
-  // The last answer goes on where it was cut or stopped.
+  // Continues the last answer where it was cut or stopped.
   resume() {
     const last = this.exchanges.at(-1);
     if (!last || !canResume(last)) return null;
@@ -41,7 +41,7 @@ class Conversation {
     return this.begin(this.exchanges.slice(0, -1), { question: last.question, answer });
   }
 
-  // `typed` is a question that stands nowhere else.
+  // `typed` is the question if it was just typed, so that it can be given back.
   begin(earlier, exchange, typed = null) {
     if (this.begun) return null;
     this.begun = { exchange, typed, before: this.exchanges, length: exchange.answer.raw.length };
@@ -49,7 +49,7 @@ class Conversation {
     return exchange;
   }
 
-  // --- an answer comes: nothing happens for one that is not the running one any more -------------------
+  // --- an answer comes: an exchange that is not the running one is ignored -----------------------------
 
   isRunning(exchange) {
     return this.begun !== null && this.begun.exchange === exchange;
@@ -61,8 +61,8 @@ class Conversation {
     exchange.answer.reasoning += reasoning;
   }
 
-  // The answer has ended so. One that was refused, or stopped before it began, is taken back: all is as it was
-  // before, and a question that was typed for it is returned.
+  // Ends the running answer with `state`. An answer without any text, refused or stopped too early, is removed:
+  // the exchanges are the earlier ones again, and the typed question is returned.
   end(exchange, state, error = null) {
     if (!this.isRunning(exchange)) return null;
     const { before, length, typed } = this.begun;
@@ -82,7 +82,7 @@ class Conversation {
 
   // --- what is sent ------------------------------------------------------------------------------------
 
-  // The messages of the request for the running answer.
+  // Returns the messages of the request for the running answer.
   messages() {
     const { question, answer } = this.begun.exchange;
     const own = [{ role: "user", content: question }];
@@ -90,7 +90,7 @@ class Conversation {
     return [...this.history(), ...own];
   }
 
-  // The messages of all that is part of the conversation so far.
+  // Returns the messages of all exchanges that are part of the conversation.
   history() {
     const past = this.exchanges.filter(isPart).flatMap(({ question, answer }) => [
       { role: "user", content: question },
@@ -105,8 +105,8 @@ class Conversation {
     return { system: this.system, exchanges: this.exchanges };
   }
 
-  // Of what `save` gave, perhaps in the middle of an answer, whose connection is gone: {conversation, question}
-  // with the question that got no answer. What is not of that form is an empty conversation.
+  // Makes a conversation from what `save` returned: {conversation, question}. A running answer becomes a stopped
+  // one, as its connection is gone; if it has no text, its question is returned. Other data give an empty one.
   static restored(saved) {
     const conversation = new Conversation();
     const whole = saved && typeof saved.system === "string" && Array.isArray(saved.exchanges);
@@ -132,19 +132,19 @@ function isExchange(value) {
   return [question, answer?.raw, answer?.reasoning, answer?.state].every((text) => typeof text === "string");
 }
 
-// Whether later requests tell the model of an exchange: its answer has a text, and nothing broke it off but the
-// most tokens or the user.
+// Returns whether later requests include an exchange: its answer has text, and only the model, the token limit or
+// the user ended it.
 function isPart({ answer }) {
   return ["done", "cut", "stopped"].includes(answer.state) && thoughtAndText(answer).text.trim() !== "";
 }
 
-// A thought is not handed back to the model, so an answer with one cannot be gone on with.
+// An answer with a thought cannot be continued, because thoughts are not sent back to the model.
 function canResume({ answer }) {
   return ["cut", "stopped"].includes(answer.state) && answer.raw !== "" && !thoughtAndText(answer).thought;
 }
 
-// The parts of an answer: what the model thought, and what it said. Thoughts come apart from the text, or in it
-// between <think> and </think>; some templates write the first of these themselves.
+// Splits an answer into what the model thought and what it said. Thoughts come in a field of their own, or in the
+// text between <think> and </think>; some templates write <think> into the prompt.
 function thoughtAndText({ raw, reasoning }) {
   const opened = /^\s*<think>/.exec(raw)?.[0];
   const end = /(?:^|\n)[ \t]*<\/think>[ \t]*(?:\n|$)/.exec(raw);

@@ -1,10 +1,10 @@
 "use strict";
-// The live figures beside the conversation, from /load and /get_server_info. `get(path)` gives JSON; `polled(error)`
-// is told of each poll, with null where it went well.
+// The live figures beside the conversation, from /load and /get_server_info. `get(path)` returns JSON;
+// `polled(error)` is called after each poll, with null if it succeeded.
 
 const POLL_MS = 1000;
 const RETRY_MS = 5000; // after a poll that failed
-const POINTS = 60; // of the line: a minute
+const POINTS = 60; // points of the line, for one minute
 
 const count = (number) => Math.round(number).toLocaleString("en");
 const rate = (number) => number.toFixed(number < 100 ? 1 : 0);
@@ -13,12 +13,12 @@ class Figures {
   constructor(get, polled) {
     this.get = get;
     this.polled = polled;
-    this.model = null; // what the server is, once it is known
+    this.model = null; // the model's name, once it is known
     this.rates = [];
     this.timer = 0;
   }
 
-  // Now, and again as long as the page is seen.
+  // Polls now, and then again and again while the page is visible.
   async poll() {
     clearTimeout(this.timer);
     let wait = POLL_MS;

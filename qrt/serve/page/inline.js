@@ -1,18 +1,18 @@
 "use strict";
-// Inline Markdown: the text of one block -> an array of strings and of nodes {type, children | text, ...}.
+// Parses inline Markdown: the text of one block -> an array of strings and nodes {type, children | text, ...}.
 //
-// Follows CommonMark and GFM, with what chats need: a line end is a line break, `<br>` too; links and images go
-// to http(s) only and both become links; HTML stays text; formulas (\( \), \[ \], $$ $$) stay as they were
-// written. Time is linear in the text: searches are bounded, and at most MAX_OPEN marks wait for their end.
+// Follows CommonMark and GFM, with changes for chats: a line end and `<br>` are line breaks; links and images go
+// to http(s) only, and both become links; HTML stays text; formulas (\( \), \[ \], $$ $$) stay unchanged.
+// Time is linear in the text: searches are bounded, and at most MAX_OPEN marks wait for their end.
 
 const MAX_OPEN = 32;
-const MAX_PAIRS = 8; // of one run of marks: nobody nests deeper, and a browser could not
+const MAX_PAIRS = 8; // pairs of one run of marks; more would nest too deeply for a browser
 const SPECIAL = /[\\`*_~\[\]!<&\n$]|https?:\/\//gi;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 const CJK = /[\p{sc=Han}\p{sc=Hiragana}\p{sc=Katakana}\p{sc=Hangul}\u3000-\u303f\uff00-\uffef]/u;
 const TARGET = // what follows the ] of a link: (address "title")
   /\(\s*(?:<(https?:\/\/[^<>\n]{1,2000})>|(https?:\/\/(?:[^\s()\\]|\\.|\((?:[^\s()\\]|\\.){0,2000}\)){0,2000}))(?:\s+(?:"((?:[^"\\]|\\.){0,500})"|'((?:[^'\\]|\\.){0,500})'))?\s*\)/iy;
-const BARE = /https?:\/\/(?:(?!\]\()[^\s<>`\\"\u3000-\u303f\uff00-\uffef]){1,2000}/iy; // an address in the text
+const BARE = /https?:\/\/(?:(?!\]\()[^\s<>`\\"\u3000-\u303f\uff00-\uffef]){1,2000}/iy; // a bare address in the text
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 
 function parseInline(text) {
@@ -26,8 +26,8 @@ class Inline {
     this.tokens = []; // strings, nodes, delimiter runs and open brackets
     this.delimiters = [];
     this.brackets = [];
-    this.ticks = null; // length of a run of backticks -> where such runs begin, from the end
-    this.missing = new Set(); // ends of formulas that no longer come
+    this.ticks = null; // length of a run of backticks -> where such runs begin, the last one first
+    this.missing = new Set(); // ends of formulas that the rest of the text does not have
   }
 
   parse() {
@@ -69,7 +69,7 @@ class Inline {
     this.at += length;
   }
 
-  // The match of a sticky expression here, or null.
+  // Returns the match of a sticky expression at this place, or null.
   match(expression, at = this.at) {
     expression.lastIndex = at;
     return expression.exec(this.text);
@@ -91,12 +91,12 @@ class Inline {
     this.literal(1);
   }
 
-  // Kept as it is, or, where it has no end, its opening as a text.
+  // Keeps a formula unchanged; without an end, its opening is text.
   formula(begin, end) {
     const found = this.missing.has(end) ? -1 : this.text.indexOf(end, this.at + begin.length);
     if (found < 0) {
       this.missing.add(end);
-      if (begin !== "$$") this.at += 1; // an escaped bracket
+      if (begin !== "$$") this.at += 1; // then it is an escaped bracket
       return this.literal(begin === "$$" ? 2 : 1);
     }
     const text = this.text.slice(this.at, found + end.length);
@@ -112,7 +112,7 @@ class Inline {
     this.node({ type: "code", text }, end + length - this.at);
   }
 
-  // Where the next run of as many backticks begins, after the one here.
+  // Returns where the next run of this many backticks begins.
   closingTicks(length) {
     if (!this.ticks) {
       this.ticks = new Map();
@@ -156,7 +156,7 @@ class Inline {
     pair(this.delimiters.splice(bracket.delimiters));
     const children = withoutLinks(build(this.tokens.splice(bracket.index).slice(1)));
     if (!bracket.image) {
-      // no link within a link
+      // a link cannot contain a link
       for (let i = this.brackets.length - 1; i >= 0 && this.brackets[i].active; i--) {
         this.brackets[i].active = this.brackets[i].image;
       }
@@ -175,7 +175,7 @@ class Inline {
     this.node({ type: "link", href: link[1], title: "", children: [link[1]] }, link[0].length);
   }
 
-  // An address in the text; what a sentence puts behind it does not belong to it.
+  // Makes a link of an address in the text, without the punctuation of the sentence after it.
   bareLink() {
     const inWord = /[\p{L}\p{N}]/u.test(previous(this.text, this.at));
     const href = trimmed(this.match(BARE)?.[0] ?? "");
@@ -199,7 +199,7 @@ class Inline {
   }
 }
 
-// Opening and closing marks become pairs, the inner ones first (CommonMark's rule of three included).
+// Pairs opening and closing marks, the inner ones first, with CommonMark's rule of three.
 function pair(delimiters) {
   const openers = [];
   for (const closer of delimiters) {
@@ -230,7 +230,7 @@ function fits(opener, closer) {
   return !both || (opener.length + closer.length) % 3 !== 0 || opener.length % 3 === 0;
 }
 
-// The tree of tokens whose delimiters are paired.
+// Builds the tree from tokens with paired delimiters.
 function build(tokens) {
   const path = [[]];
   const text = (piece) => {
@@ -261,8 +261,8 @@ function withoutLinks(nodes) {
   });
 }
 
-// Whether a run of marks beside `inner`, and away from `outer`, may hold what is on inner's side. Chinese and
-// Japanese write no spaces around marks, so there a neighbour of theirs counts as one.
+// Returns whether a run of marks between the characters `outer` and `inner` may enclose text on inner's side.
+// Chinese and Japanese write no spaces around marks, so such an outer character counts as a space.
 function flanks(inner, outer) {
   if (/\s/.test(inner) || inner === "") return false;
   return !PUNCTUATION.test(inner) || outer === "" || /\s/.test(outer) || PUNCTUATION.test(outer) || CJK.test(outer);
@@ -272,14 +272,14 @@ function codePoint(text, at) {
   return at < text.length ? String.fromCodePoint(text.codePointAt(at)) : "";
 }
 
-// The character before a place, though it be two units long.
+// Returns the character before a place; it may be two units long.
 function previous(text, at) {
   if (at === 0) return "";
   const low = at > 1 && /[\udc00-\udfff]/.test(text[at - 1]);
   return low ? text.slice(at - 2, at) : text[at - 1];
 }
 
-// An address without what a sentence put behind it: marks, and brackets that are not opened within it.
+// Cuts off what belongs to the sentence after an address: punctuation, and brackets that the address did not open.
 function trimmed(address) {
   const open = { ")": 0, "]": 0 };
   for (const char of address) {

@@ -1,19 +1,19 @@
 "use strict";
-// Markdown -> an array of blocks. No DOM: view.js makes elements of them.
+// Parses Markdown into an array of blocks. No DOM: view.js makes elements of them.
 //
 // {type: "paragraph" | "heading" (level) | "code" (language, text) | "math" (text) | "rule" | "table" (align, rows)
-//  | "quote" (blocks) | "list" (ordered, start, tight, items)}, and `source`, the lines a block was made of.
-// Follows CommonMark and GFM line by line: an open block either goes on with a line or ends. HTML is text.
+//  | "quote" (blocks) | "list" (ordered, start, tight, items)}, and `source`, the lines of the block.
+// Follows CommonMark and GFM line by line: a line continues an open block or ends it. HTML is text.
 
-const MAX_DEPTH = 30; // of quotes and lists within each other; what is deeper is text
+const MAX_DEPTH = 30; // nested quotes and lists; deeper ones are text
 const FENCE = /^(`{3,}(?=[^`]*$)|~{3,})(.*)$/;
 const ITEM = /^([-+*]|\d{1,9}[.)])(?=[ \t]|$)/;
 const RULE = /^(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$/;
-const VERBATIM = new Set(["code", "math"]); // no block begins in these
+const VERBATIM = new Set(["code", "math"]); // no block begins inside these
 
 function parseMarkdown(text) {
   const lines = text.split(/\r\n?|\n/);
-  if (lines.at(-1) === "") lines.pop(); // what follows the last line end is no line
+  if (lines.at(-1) === "") lines.pop(); // no line follows the last line end
   const reader = new BlockReader();
   for (const line of lines) reader.add(line);
   const blocks = reader.root.blocks;
@@ -23,7 +23,7 @@ function parseMarkdown(text) {
   });
 }
 
-// The rest of a line, as blocks take away its beginning. Tabs are as wide as to the next fourth column.
+// The rest of a line after open blocks took their part. A tab reaches to the next multiple of four columns.
 class Line {
   constructor(text) {
     this.rest = text;
@@ -44,7 +44,7 @@ class Line {
     return column - this.column;
   }
 
-  // Past white space, of at most so many columns.
+  // Skips white space of at most `columns` columns.
   skip(columns) {
     let left = columns;
     let at = 0;
@@ -64,7 +64,7 @@ class Line {
 
 class BlockReader {
   constructor() {
-    this.number = 0; // of the line
+    this.number = 0; // the current line
     this.root = this.block("document", { blocks: [] });
     this.open = [this.root]; // outermost first
   }
@@ -84,7 +84,7 @@ class BlockReader {
     }
     this.depth = depth;
     this.begun = false; // whether a block begins with this line
-    this.consumed = false; // and whether that leaves nothing of it
+    this.consumed = false; // whether that block takes the whole line
     if (!ended && !VERBATIM.has(this.open[depth - 1].type)) while (this.begin(line));
     const tip = this.open.at(-1);
     const lazy = !this.begun && tip.type === "paragraph" && !line.blank;
@@ -94,7 +94,7 @@ class BlockReader {
     this.number += 1;
   }
 
-  // The text of a line into the innermost open block.
+  // Adds the text of a line to the innermost open block.
   content(line) {
     const tip = this.open.at(-1);
     if (tip.lines && !this.consumed && (tip.type !== "paragraph" || !line.blank)) {
@@ -106,13 +106,13 @@ class BlockReader {
     if (tip.whole) this.open.pop();
   }
 
-  // All open blocks reach to this line.
+  // Extends all open blocks to this line, and returns them.
   mark() {
     for (const block of this.open) block.last = this.number;
     return this.open;
   }
 
-  // Into the innermost block that goes on; those within it end.
+  // Puts a block into the innermost block that continues; blocks inside that one end.
   push(block) {
     this.open.length = this.depth;
     if (this.open.at(-1).type === "list" && block.type !== "item") this.open.length = --this.depth;
@@ -125,7 +125,7 @@ class BlockReader {
     return block;
   }
 
-  // Begin a block with this line; true for one in which more may begin.
+  // Begins a block with this line; returns whether more blocks may begin inside it.
   begin(line) {
     const container = this.open[this.depth - 1];
     const paragraph = container.type === "paragraph" ? container : null;
@@ -142,7 +142,7 @@ class BlockReader {
     return this.beginContainer(line, rest, paragraph) || this.beginLeaf(line, rest, paragraph);
   }
 
-  // A row, unless another block begins with it.
+  // Returns whether a line ends a table, because another block begins with it.
   leaveTable(line) {
     const rest = line.rest.trimStart();
     const other = line.indent > 3 || FENCE.test(rest) || RULE.test(rest) || /^(?:>|#{1,6}[ \t])/.test(rest) || ITEM.test(rest);
@@ -216,7 +216,7 @@ class BlockReader {
     return this.push(this.block(type, more));
   }
 
-  // A paragraph that this line shows to be something else.
+  // Turns a paragraph into another block, as this line requires.
   become(paragraph, more) {
     Object.assign(paragraph, more);
     this.begun = true;
@@ -224,7 +224,7 @@ class BlockReader {
     this.mark();
   }
 
-  // A formula in lines of its own. One that ends in its first line, with text behind it, is part of a paragraph.
+  // Begins a formula on lines of its own. If text follows its end on the first line, it is part of a paragraph.
   beginFormula(rest, end, paragraph) {
     const found = rest.indexOf(end, 2);
     if (found >= 0 && rest.slice(found + 2).trim()) return;
@@ -244,7 +244,7 @@ class BlockReader {
   }
 }
 
-// Whether an open block goes on with a line; takes off what is the block's own. "ended": by this line.
+// Returns whether a line continues an open block, or "ended" if it ends the block; takes the block's part off it.
 function goOn(block, line) {
   switch (block.type) {
     case "quote":
@@ -289,7 +289,7 @@ function formulaGoesOn(block, line) {
   return "ended";
 }
 
-// Without the marks that may close it.
+// Returns a heading's text without closing marks.
 function headingText(text) {
   const bare = text.trimEnd();
   let end = bare.length;
@@ -297,7 +297,7 @@ function headingText(text) {
   return end === 0 || /[ \t]/.test(bare[end - 1]) ? bare.slice(0, end).trim() : bare;
 }
 
-// The cells of a row of a table; a | after a backslash belongs to its cell.
+// Returns the cells of a table's row; a | after a backslash belongs to its cell.
 function cells(line) {
   const row = line.trim();
   const parts = row.split(/(?<!\\)\|/).map((cell) => cell.replaceAll("\\|", "|").trim());
@@ -306,7 +306,7 @@ function cells(line) {
   return parts;
 }
 
-// A block as others see it, its text parsed.
+// Returns a block for callers, with its text parsed.
 function finished(block) {
   const { type, lines } = block;
   switch (type) {
@@ -336,7 +336,7 @@ function codeText({ fence, lines }) {
   return lines.slice(0, end).join("\n");
 }
 
-// No blank line between its items, nor between two blocks of one.
+// Returns whether a list has no blank line between its items, nor between the blocks of an item.
 function isTight(list) {
   const close = (blocks) => blocks.every((block, i) => i === 0 || block.first - blocks[i - 1].last < 2);
   return close(list.items) && list.items.every((item) => close(item.blocks));

@@ -1,8 +1,8 @@
 "use strict";
-// A conversation with the server: one request at a time, its answer as it streams. No DOM.
+// A conversation with the server: one request at a time, with a streamed answer. No DOM.
 
-// The path and the body of the request for the running answer. `settings` are the numbers of the form; what is
-// left out is the model's own.
+// Returns the path and body of the request for the running answer. `settings` are the numbers of the form; the
+// model's defaults replace missing ones.
 function request(mode, conversation, settings) {
   const shared = { ...settings, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   if (mode === "completion") {
@@ -14,7 +14,7 @@ function request(mode, conversation, settings) {
   return { path: "v1/chat/completions", body: { ...shared, ...more, messages } };
 }
 
-// Server-sent events: text in pieces of any size -> the data of each event that is complete.
+// Reads server-sent events from text in pieces of any size: returns the data of each complete event.
 class EventReader {
   constructor() {
     this.rest = "";
@@ -29,8 +29,8 @@ class EventReader {
   }
 }
 
-// The pieces of an answer: {content, reasoning, finish, usage}. An Error with what the server said where it
-// refuses or breaks off, and where the connection ends before the answer.
+// Yields the pieces of an answer: {content, reasoning, finish, usage}. Throws the server's message if the server
+// fails, and an Error if the connection ends before the answer does.
 async function* pieces(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   const events = new EventReader();
@@ -63,14 +63,14 @@ async function checked(reply) {
 }
 
 class Talk {
-  // `send(path, body, signal)` gives a fetch's reply; `changed()` is called as the conversation changes, and
-  // `failed(error)` for what was refused.
+  // `send(path, body, signal)` returns fetch's reply; `changed()` is called when the conversation changes, and
+  // `failed(error)` when a request fails without any answer.
   constructor({ mode, conversation, send, settings, changed, failed, clock }) {
     Object.assign(this, { mode, conversation, send, settings, changed, failed, clock });
-    this.controller = null; // of the request that runs
+    this.controller = null; // aborts the running request
   }
 
-  // Runs what `begin` of the conversation gave, to its end. A question that was taken back, or null.
+  // Runs an exchange that the conversation has begun, to its end. Returns the question to give back, or null.
   async run(exchange) {
     if (!exchange) return null;
     const controller = new AbortController();
@@ -87,13 +87,14 @@ class Talk {
     const current = this.conversation.isRunning(exchange);
     const question = this.conversation.end(exchange, state, problem?.message);
     if (this.controller === controller) this.controller = null;
-    if (!current) return null; // cleared meanwhile
-    if (problem && !this.conversation.exchanges.includes(exchange)) this.failed(problem); // else it stands there
+    if (!current) return null; // the conversation was cleared
+    // an exchange that stays shows the problem itself
+    if (problem && !this.conversation.exchanges.includes(exchange)) this.failed(problem);
     this.changed();
     return question;
   }
 
-  // The answer's pieces into the conversation; how it ended.
+  // Adds the answer's pieces to the conversation; returns its state at the end.
   async receive(exchange, signal) {
     const { path, body } = request(this.mode, this.conversation, this.settings());
     const began = this.clock();
@@ -121,7 +122,7 @@ class Talk {
   }
 }
 
-// Milliseconds to the first token, tokens, and tokens a second after the first.
+// Returns the time to the first token, counts of tokens, and tokens per second after the first one.
 function figures(usage, began, first, now) {
   const tokens = usage.completion_tokens;
   return {

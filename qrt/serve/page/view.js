@@ -1,7 +1,7 @@
 "use strict";
-// Exchanges and Markdown as elements. Text of the model or the user gets into the page as text nodes only.
+// Shows exchanges and Markdown as elements. Text of the model or the user enters the page only as text nodes.
 
-// An element with these properties and children; strings become text nodes.
+// Makes an element with these properties and children; strings become text nodes.
 function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);
@@ -14,7 +14,7 @@ function button(label, title, act) {
   return made;
 }
 
-// Pages that came over plain http from another machine have no navigator.clipboard.
+// Copies a text. Pages over plain http from another machine have no navigator.clipboard.
 async function copy(text, from) {
   const label = from.textContent;
   try {
@@ -97,7 +97,7 @@ function tableElement({ align, rows }) {
   return element("div", { className: "table", tabIndex: 0 }, element("table", {}, ...parts));
 }
 
-// Elements of a text that grows: blocks that are as they were stay, with what is selected in them.
+// Shows a text that grows. Elements of unchanged blocks stay, so that a selection in them stays too.
 class MarkdownView {
   constructor() {
     this.element = element("div", { className: "markdown" });
@@ -119,7 +119,7 @@ class MarkdownView {
 const STATES = {
   running: "",
   done: "",
-  cut: "Cut off: the most tokens are reached.",
+  cut: "Cut off: the token limit was reached.",
   stopped: "Stopped.",
 };
 
@@ -139,7 +139,7 @@ function figuresText(figures) {
   return parts.join(", ");
 }
 
-// One question and its answer. `acts` are what its buttons do: edit(exchange, text), retry(), resume().
+// One question and its answer. `acts` holds what the buttons do: edit(exchange, text), retry(), resume().
 class ExchangeView {
   constructor(exchange, mode, acts) {
     Object.assign(this, { exchange, mode, acts, seen: "" });
@@ -175,12 +175,12 @@ class ExchangeView {
       if (event.key === "Escape") this.showQuestion();
       if (isEnter(event)) event.preventDefault(), send();
     };
-    const cancel = button("Cancel", "Leave the message as it was", () => this.showQuestion());
+    const cancel = button("Cancel", "Keep the message unchanged", () => this.showQuestion());
     this.question.replaceChildren(field, element("div", { className: "actions" }, button("Send", "Ask again from here", send), cancel));
     field.focus();
   }
 
-  // `last` of the conversation; `busy` while any answer runs.
+  // `last`: this is the last exchange; `busy`: an answer is running.
   show(last, busy) {
     const { raw, reasoning, state, figures } = this.exchange.answer;
     const seen = [raw.length, reasoning.length, state, last, busy, figures?.completion_tokens].join();
@@ -212,17 +212,18 @@ class ExchangeView {
       made.push(copied);
     }
     if (!busy && last) made.push(button("Retry", "Answer once more", this.acts.retry));
-    if (!busy && last && canResume(this.exchange)) made.push(button("Continue", "Go on with the answer", this.acts.resume));
+    if (!busy && last && canResume(this.exchange)) made.push(button("Continue", "Continue the answer", this.acts.resume));
     this.actions.replaceChildren(...made);
   }
 }
 
-// Enter that sends: not one with Shift, nor one that ends the input of a character (Safari tells that by 229).
+// Returns whether a key sends: Enter without Shift, and not the Enter that ends the input of a character (Safari
+// marks that one with keyCode 229).
 function isEnter(event) {
   return event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
 }
 
-// All exchanges of a conversation, scrolled to the end as long as its reader is there.
+// Shows all exchanges of a conversation; scrolls along while the reader is at the end.
 class LogView {
   constructor(log, jump, conversation, mode, acts) {
     Object.assign(this, { log, jump, conversation, mode, acts, views: new Map(), follows: true });
