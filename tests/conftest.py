@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: tests have a Hub of their own (hub_server.py)
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any import reads it; tests have their own Hub (hub_server.py)
 
 import hypothesis
 import pytest
@@ -45,7 +45,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Tests that use the GPU take turns on it, fixtures included; see gpu_turns."""
+    """Let tests that use the GPU take turns on it, with their fixtures; see gpu_turns."""
     if not (GPU and _uses_gpu(item)):
         return (yield)
     with gpu_turns.turn(item.get_closest_marker("alone") is not None):
@@ -61,7 +61,7 @@ def _uses_gpu(item):
 
 @pytest.fixture(autouse=True)
 def room_on_the_gpu(request):
-    """Fail a test that takes so much of the GPU that others beside it may lack it."""
+    """Fail a test that takes so much GPU memory that others beside it may run out."""
     shared = GPU and _uses_gpu(request.node) and request.node.get_closest_marker("alone") is None
     if shared and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
-"""Who may use the GPU when: tests of several processes side by side, those marked `alone` one at a time.
+"""Let tests take turns on the GPU: several side by side, or one marked `alone`.
 
-A reader/writer lock of two files, for all test processes of a user on this machine: it is given up with the
-process that holds it, however that ends.
+The turns are a reader/writer lock on two files, for all test processes of a user on this machine. The system
+releases it when the process that holds it ends.
 """
 
 import fcntl
@@ -14,15 +14,15 @@ from pathlib import Path
 
 FOLDER = Path(tempfile.gettempdir()) / f"qrt-gpu-tests-{os.getuid()}"
 GIB = 1 << 30
-MOST = 4 * GIB  # that a test beside others may take: fourteen of them and their contexts fit into 80 GB
+MOST = 4 * GIB  # most memory of a test that is not alone: fourteen and their contexts fit into 80 GB
 
 
 @contextmanager
 def turn(alone: bool, folder: Path = FOLDER) -> Iterator[None]:
-    """Wait until nobody is on the GPU, or nobody `alone`, and keep it so within the block.
+    """Use the GPU in the block: without any other test if `alone`, else without one that is alone.
 
-    Whoever waits holds the queue, through which everybody comes: those who wait to be alone are not
-    overtaken for ever by others who are not.
+    A test that waits holds the queue, and every test passes through the queue. So other tests cannot overtake
+    one that waits to be alone.
     """
     folder.mkdir(exist_ok=True)
     with open(folder / "room", "w") as room:
@@ -33,7 +33,7 @@ def turn(alone: bool, folder: Path = FOLDER) -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Free what torch keeps of the GPU's memory for this process's later tests: others may want it."""
+    """Free the GPU memory that torch keeps for later tests of this process, so that others can use it."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -43,8 +43,8 @@ def give_back() -> None:
 
 
 def is_too_large() -> str | None:
-    """What is wrong with a test that others were beside, since the peak was reset; None if nothing is."""
-    import torch  # here, because processes that test the lock would wait seconds for it
+    """Return a complaint if a test that is not alone took too much memory since the peak was reset."""
+    import torch  # here, because it takes seconds, and processes that test the lock do not need it
 
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
     if peak <= MOST:

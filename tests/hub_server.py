@@ -1,7 +1,7 @@
-"""A small Hub on loopback for the real huggingface_hub client: routes of https://huggingface.co.
+"""A small Hub on loopback for the real huggingface_hub client, with the routes of https://huggingface.co.
 
-As there, small files are answered at once, and weights are a redirect to another host (`localhost`) that
-knows ranges. Everything asked is kept in `requests`, so that a test can count.
+As there, small files are sent at once, and weights redirect to another host (`localhost`) that supports
+ranges. `requests` keeps every request, so that a test can count them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import unquote
 
 TOKEN = "hf_secret-of-the-test"
-LARGE = (".safetensors", ".bin", ".gguf", ".pth")  # files that stand behind a redirect
+LARGE = (".safetensors", ".bin", ".gguf", ".pth")  # files that are sent through a redirect
 ID = "((?:datasets/)?[^/]+/[^/]+)"
 API = re.compile(f"/api/models/{ID}(?:/(revision|tree)/([^/]+)(/.+)?)?")
 RESOLVE = re.compile(f"/{ID}/resolve/([^/]+)/(.+)")
@@ -31,13 +31,13 @@ RANGE = re.compile(r"bytes=(\d+)-")
 class Repo:
     """One repository: its files, its commit, and how it misbehaves.
 
-    gated      files want a token that was granted access; its page does not
-    closed     gated, and the token was granted none
-    private    is hidden from those without the token
-    cut_off    bodies of large files end after so many bytes, this many times
-    seconds    that a large file takes
-    status     of every answer, instead of the right one
-    headers    whether files carry those by which the client knows a Hub
+    gated      files need a token with access; the repository's page does not
+    closed     gated, and the token has no access
+    private    hidden without the token
+    cut_off    (bytes, times): bodies of large files end after so many bytes, so many times
+    seconds    delay of a large file
+    status     the status of every answer, instead of the right one
+    headers    whether files have the headers that show the client a Hub
     tags       further revisions and their commits
     """
 
@@ -53,47 +53,47 @@ class Repo:
 
     @property
     def commit(self) -> str:
-        """Of main."""
+        """Return the commit of main."""
         digest = hashlib.sha1()
         for name, content in sorted(self.files.items()):
             digest.update(name.encode() + content)
         return digest.hexdigest()
 
     def resolve(self, revision: str) -> str | None:
-        """The commit of a revision."""
+        """Return the commit of a revision; None for an unknown one."""
         known = {"main": self.commit, self.commit: self.commit, **self.tags}
         return known.get(revision)
 
 
 def repo_of(folder: Path, **more: Any) -> Repo:
-    """A repository of a folder's files."""
+    """Make a repository of a folder's files."""
     return Repo({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}, **more)
 
 
 class HubServer(ThreadingHTTPServer):
-    """Repositories by id, ORG/NAME, or datasets/ORG/NAME."""
+    """Serves repositories by id: ORG/NAME, or datasets/ORG/NAME."""
 
     daemon_threads = True
 
     def __init__(self, repos: dict[str, Repo]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos, self.requests = repos, list[tuple[str, str]]()
-        self.ranges: list[int] = []  # where those that were asked for begin
-        self.leaks: list[str] = []  # paths of another host that were asked for with the token
+        self.ranges: list[int] = []  # starts of the requested ranges
+        self.leaks: list[str] = []  # paths on the other host that were requested with the token
 
     @property
     def url(self) -> str:
-        """For HF_ENDPOINT."""
+        """Return the value for HF_ENDPOINT."""
         return f"http://127.0.0.1:{self.server_port}"
 
     def asked(self, method: str, ending: str) -> int:
-        """How often something was asked for."""
+        """Count the requests of a method for paths with this ending."""
         return sum(each == method and path.endswith(ending) for each, path in self.requests)
 
 
 @contextlib.contextmanager
 def hub(repos: dict[str, Repo]) -> Iterator[HubServer]:
-    """A Hub that runs for a `with` block."""
+    """Run a Hub for a `with` block."""
     server = HubServer(repos)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: HubServer
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -135,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "EntryNotFound")
 
     def _repo(self, id: str, revision: str, file: bool) -> tuple[Repo, str] | None:
-        """The repository and the commit; None after a refusal."""
+        """Return the repository and the commit; None after a refusal."""
         repo, sent = self.server.repos.get(id), self.headers.get("Authorization")
         trusted = sent == f"Bearer {TOKEN}"
         if sent and not trusted:
@@ -181,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(302, b"", {**headers, **linked, **place})
 
     def _body(self, repo: Repo, name: str) -> None:
-        """A large file, from where a range begins; cut off where the repository says so."""
+        """Send a large file from the start of the range; cut it off where the repository says so."""
         content = repo.files[name]
         ranged = RANGE.match(self.headers.get("Range", ""))
         start = int(ranged[1]) if ranged else 0

@@ -104,6 +104,6 @@ def test_torch_free_floors():
 
 
 def test_files_of_tests_have_names_of_their_own():
-    """pytest imports them by their file names alone, and refuses the second of one name in one run."""
+    """pytest imports test files by name alone, and refuses two with one name in a run."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert not {name for name in names if names.count(name) > 1}

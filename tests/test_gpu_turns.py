@@ -1,4 +1,4 @@
-"""The lock of tests on a GPU, by processes on a CPU."""
+"""The lock that lets tests take turns on a GPU, tested with processes on a CPU."""
 
 import fcntl
 import multiprocessing
@@ -10,19 +10,19 @@ import pytest
 
 from gpu_turns import turn
 
-LONG = 60  # seconds: a deadlock fails rather than hangs
+LONG = 60  # seconds, after which a deadlock is a failure
 SPAWN = multiprocessing.get_context("spawn")  # pytest's workers have threads
 
 
 def write(folder, word):
-    """One line of the log, whole whoever else writes."""
+    """Append one line to the log; concurrent lines do not mix."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(log, f"{word}\n".encode())
     os.close(log)
 
 
 def visit(folder, name, alone, rounds=1, inside=None, leave=None):
-    """Take turns; with events say that one is in, and stay until told to leave."""
+    """Take a turn; events, if given, tell that it has begun and when to end it."""
     for _ in range(rounds):
         with turn(alone, folder):
             write(folder, f"+{name}")
@@ -35,7 +35,7 @@ def visit(folder, name, alone, rounds=1, inside=None, leave=None):
 
 @contextmanager
 def visitors(folder, *arguments):
-    """Processes of `visit`; all must end well."""
+    """Run processes of `visit`; all must succeed."""
     processes = [SPAWN.Process(target=visit, args=(folder, *each)) for each in arguments]
     for process in processes:
         process.start()
@@ -54,7 +54,7 @@ def lines(folder):
 
 
 def wait_for_somebody_in_the_queue(folder):
-    """Until a process holds the queue's lock, which it does only while it waits for the room."""
+    """Wait until a process holds the queue's lock, as it does only while it waits for the room."""
     with open(folder / "queue", "w") as queue:
         while True:
             try:
@@ -75,7 +75,7 @@ def test_nobody_is_beside_one_that_is_alone(tmp_path):
 
 
 def test_others_are_beside_each_other(tmp_path):
-    """Both are in before either leaves."""
+    """Both turns begin before either ends."""
     leave, ins = SPAWN.Event(), [SPAWN.Event() for _ in range(2)]
     with visitors(tmp_path, ("a", False, 1, ins[0], leave), ("b", False, 1, ins[1], leave)):
         assert all(inside.wait(LONG) for inside in ins)

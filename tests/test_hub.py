@@ -1,4 +1,4 @@
-"""Models by their names on the Hub: what is downloaded, what is asked, and what is said of failures."""
+"""Models by their names on the Hub: the files that are downloaded, the requests, and the errors."""
 
 import errno
 import json
@@ -58,7 +58,7 @@ def asking(monkeypatch, tmp_path):
 
 
 def refusal(name, **options):
-    """What is said about a model; one line."""
+    """Return the error for a model, which must be one line."""
     with pytest.raises((CheckpointError, ConfigError)) as caught:
         model_folder(name, **options)
     assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)

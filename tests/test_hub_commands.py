@@ -1,4 +1,4 @@
-"""The commands with a model of the Hub, as processes: what they name it, and how they end without it."""
+"""The commands with a model of the Hub, as processes: the model's name in results, and errors without it."""
 
 import json
 import os

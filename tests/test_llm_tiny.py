@@ -180,7 +180,7 @@ def test_answers_do_not_depend_on_max_model_len(kv):
 
 @pytest.mark.parametrize("kv", ["int8", "k8v4", "int4"])
 def test_with_attend_cache_the_prefix_cache_changes_nothing(kv):
-    """Without it a cold prompt attends its own K and V before they are rounded, a cached one after it."""
+    """Without it a cold prompt attends its K and V before they are rounded, and a cached one after."""
     prompt, params = " ".join(PROMPTS * 4), replace(GREEDY, max_tokens=8, logprobs=0)
     for attend_cache in (True, False):
         llm = make(kv=kv, attend_cache=attend_cache)
@@ -290,7 +290,7 @@ def test_settings_of_vllm_that_ask_for_what_is_so_are_taken():
 
 
 def test_arguments_of_vllm(llm):
-    """Those that ask for nothing are taken; others, and methods that are not there, are refused by name."""
+    """Arguments that ask for nothing are accepted; others, and missing methods, are refused by name."""
     params = SamplingParams(max_tokens=2)
     nothing = {"lora_request": None, "tokenization_kwargs": {}, "use_tqdm": False}
     chat = [{"role": "user", "content": "x"}]

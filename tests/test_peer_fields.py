@@ -1,4 +1,4 @@
-"""Names of other engines: what asks for something is refused with a remedy, what does not is taken."""
+"""Names of other engines: values that ask for something are refused with a remedy, others are accepted."""
 
 import copy
 import pickle
@@ -77,7 +77,7 @@ def test_arrays_ask_for_something():
 
 
 def test_every_refusal_says_what_to_do_instead():
-    """A name that some value can be refused for has a remedy."""
+    """Every name with a value that can be refused has a remedy."""
     for name, entry in [*FIELDS.items(), *SETTINGS.items()]:
         assert entry.remedy or entry.asks_nothing(object()), name
 

@@ -257,7 +257,7 @@ FAMILIES = [name.removesuffix("ForCausalLM") for name in (*ARCHS, *MIXTURES)]
 
 
 def facts(family: str, entries: dict) -> dict:
-    """What qrt reads of a config, by transformers' names."""
+    """Return what qrt reads from a config, by transformers' names."""
     name = f"{family}ForCausalLM"
     arch, experts = ARCHS[name] if family in DENSE else None, None
     if arch is None:
@@ -295,7 +295,7 @@ BIASES = {
 
 
 def true_facts(family: str, entries: dict) -> dict:
-    """The same as transformers' config class of the family has it."""
+    """Return the same facts from transformers' config class of the family."""
     truth = settled(family, json.loads(json.dumps(entries)))
     inner = "intermediate_size" if family in (*DENSE, "Mixtral") else "moe_intermediate_size"
     heads = truth.num_attention_heads
@@ -336,7 +336,7 @@ def test_an_empty_config_is_the_family_s_default(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("entry", UNUSUAL)
 def test_null_means_what_transformers_makes_of_it(family, entry):
-    """Refused or read alike. Older transformers made null KV heads as many as heads, whatever the family."""
+    """Both refuse null, or read the same. Older transformers read null KV heads as the number of heads."""
     entries = {**UNUSUAL, entry: None}
     if entry == "num_key_value_heads":
         assert facts(family, entries)[entry] == UNUSUAL["num_attention_heads"]
@@ -346,7 +346,7 @@ def test_null_means_what_transformers_makes_of_it(family, entry):
         return
     try:
         truth = true_facts(family, entries)
-        refused = None in (truth["rope_theta"], truth.get("experts", 1))  # its models fail later
+        refused = None in (truth["rope_theta"], truth.get("experts", 1))  # transformers' models fail later
     except huggingface_hub.errors.StrictDataclassError:
         refused = True
     if refused:
@@ -357,7 +357,7 @@ def test_null_means_what_transformers_makes_of_it(family, entry):
 
 
 def test_unknown_architecture_lists_the_known_and_suggests_none():
-    """Whoever wrote the suggested name into config.json would get another function's logits."""
+    """A similar architecture computes another function, so its name must not be suggested."""
     with pytest.raises(UnsupportedError, match=r"'Qwen2VLForCausalLM' \(known: LlamaForCausalLM.*\)$"):
         ARCHS["Qwen2VLForCausalLM"]
 

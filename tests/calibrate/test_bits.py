@@ -70,7 +70,7 @@ def test_spending():
 
 
 def test_what_an_override_pins_to_the_main_grid_is_not_open(llama):
-    """Nor what it pins elsewhere, and what is ignored."""
+    """Linears that an override pins elsewhere, and ignored ones, keep their bits too."""
     pins = (Override("q_proj", W4), Override("down_proj", W8))
     recipe = Recipe("w4a16", W4.spec, "rtn", ignore=("o_proj",), overrides=pins, target_bits=10.0)
     units = budget_of(plan(open_checkpoint(llama), recipe, CPU)).units
@@ -192,7 +192,7 @@ def test_the_least_budget_that_an_error_names_is_enough(
     ],
 )
 def test_a_flag_and_its_figure_count_the_same(budget, more, llama, calib, tmp_path, capsys):
-    """The report's bits and bytes keep the budget, are those of the tensors written, and were foreseen."""
+    """The report's bits and bytes keep the budget, and equal those written and those of the preflight."""
     words = ["--model", llama, "--calib", calib, "--seqlen", 64, "--eval-samples", 2, "--method", "rtn"]
     words = [str(word) for word in (*words, *budget, *more, "--out", tmp_path / "out")]
     assert cli.main(words) == 0

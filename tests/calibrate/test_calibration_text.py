@@ -95,7 +95,7 @@ def test_a_folder_of_texts_and_rows(tmp_path, caplog):
 
 
 def test_chats_are_written_by_the_models_template(tmp_path):
-    """As transformers writes them, in OpenAI's form, in parts and in ShareGPT's."""
+    """Chats in OpenAI's form, in parts and in ShareGPT's form all render as transformers renders them."""
     tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.jsonl"
     said = [("system", "Be brief."), ("user", "How many?"), ("assistant", "Seven.")]
     names = {"user": "human", "assistant": "gpt"}
@@ -130,7 +130,7 @@ def test_rows_that_are_left_out_are_counted(tmp_path, caplog):
 
 
 def by_name(monkeypatch, rows):
-    """Datasets of the Hub, by a library that has one; the names asked for."""
+    """Replace `datasets` by one that has a single dataset; return the names that are asked for."""
     import datasets
 
     asked = []

@@ -1,4 +1,4 @@
-"""A sample is as large as is needed, the same for a seed, from all of the data; windows are cut from it."""
+"""A sample is large enough, the same for a seed, and spread over the data; windows are cut from it."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_small_data_are_taken_whole():
 
 
 def test_of_large_data_a_sample_is_taken():
-    """Of 10 characters a row, spread over all of the data, in their order."""
+    """The rows have 10 characters each; the sample keeps their order and covers all of the data."""
     sample = take(iter(rows(10_000)), budget=5_000, seed=0)
     found = numbers(sample)
     assert len(found) == 500 and found == sorted(found) and not sample.whole and sample.seen == 10_000
@@ -94,7 +94,7 @@ def words(count):
 
 
 def test_windows_are_of_the_whole_text_tokenized_at_once(tiny):
-    """In the order that `randperm` gives of all windows, which is what they always were."""
+    """The windows come in the order that `randperm` gives to all of them."""
     data = words(300)
     ids = tiny("\n\n".join(row.value for row in data), add_special_tokens=False)["input_ids"]
     slots = torch.tensor(ids[: len(ids) // 15 * 15]).view(-1, 15)
@@ -105,7 +105,7 @@ def test_windows_are_of_the_whole_text_tokenized_at_once(tiny):
 
 
 def test_a_window_that_begins_with_a_chat_has_one_bos(tiny):
-    """Which the chat's template has written; the text of the window is otherwise as long as any other."""
+    """The template wrote the BOS already; the window is as long as all others."""
     data = [Row(f"{tiny.bos_token}{row.value}", "a", number) for number, row in enumerate(words(300))]
     ids = tiny("\n\n".join(row.value for row in data), add_special_tokens=False)["input_ids"]
     found = choose(data, tiny, count=len(ids) // 15 - 1)
@@ -126,7 +126,7 @@ def test_large_data_are_sampled(tiny, monkeypatch):
 
 
 def test_a_sample_grows_until_it_is_enough(tiny, monkeypatch):
-    """Rows that are left out, or tokens of many characters, are made up for by more rows."""
+    """More rows are sampled where rows are left out or tokens have many characters."""
     monkeypatch.setattr(windows, "SMALL", 100)
     data = [
         Row({"text": row.value if row.number % 10 == 0 else None, "id": "x" * 40}, "a", row.number)
@@ -184,7 +184,7 @@ def test_what_is_left_out_is_in_the_report(llama, tmp_path, capsys):
 
 
 def test_a_dataset_of_the_hub_is_streamed_by_seed(monkeypatch):
-    """Its files in an order by seed, as the library shuffles them."""
+    """The library shuffles the dataset's files by the seed."""
     import datasets
 
     def rows(files):

@@ -29,7 +29,7 @@ def run(engine, requests, **options):
 
 @pytest.mark.alone
 def test_the_measured_pool_leaves_room_for_the_largest_step(folder):
-    """In a tenth of the GPU beyond what is in use: the CUDA contexts of other test processes are, too."""
+    """Take a tenth of the GPU beyond what is in use; other test processes' CUDA contexts count as in use."""
     share = 0.1
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

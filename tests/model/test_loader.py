@@ -121,7 +121,7 @@ def test_derived_buffers_and_zero_biases_of_old_tools_are_fine(broken):
 
 
 def test_after_the_remedy_for_a_kv_cache_scheme_the_scales_of_attention_are_left_unread(saved, tmp_path):
-    """Others round q, K, V and probabilities by them: compressed-tensors, vLLM, ModelOpt and Quark."""
+    """compressed-tensors, vLLM, ModelOpt and Quark round q, K, V and probabilities by these scales."""
     quantize_checkpoint(saved["plain"], tmp_path / "model", "w4a16", G32)
     names = [f"{name}_{what}" for name in "qkv" for what in ("scale", "zero_point")]
     names += ["kv_scale", "output_scale", "attn.q_scale", "attn.prob_scale", "prob_output_scale"]

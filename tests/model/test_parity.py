@@ -102,7 +102,7 @@ def test_the_bundled_model(tmp_path):
 
 
 def test_entries_left_out_are_those_of_the_family(tmp_path):
-    """Qwen3's heads have 128 channels and Mistral has 8 KV heads, whatever Llama's would be."""
+    """Missing entries get the family's defaults: 128 channels in Qwen3's heads, 8 KV heads in Mistral."""
     for architecture, entry, sizes in (
         ("Qwen3ForCausalLM", "head_dim", {"head_dim": 128}),
         ("MistralForCausalLM", "num_key_value_heads", {"num_key_value_heads": 8, "num_attention_heads": 16}),

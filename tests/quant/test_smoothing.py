@@ -97,7 +97,7 @@ def test_only_what_stays_over_the_context_is_shifted():
 
 
 def test_the_shift_is_the_mean_over_positions_by_their_weight():
-    """What is left of K's mean, turned to every position, by numbers and not by the tables' average."""
+    """Return the rest of K's mean after the shift, computed at every position and not from the average."""
     q, k = sample(0, bias=3.0)
     q_gain, k_gain, shift = smoothing.fit(q, k, *ROPE)
     mean = torch.complex(*k.double().mean(0).chunk(2, -1))

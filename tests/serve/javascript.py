@@ -9,11 +9,11 @@ from typing import Any
 from py_mini_racer import MiniRacer
 
 PAGE = Path(__file__).parents[2] / "qrt/serve/page"
-SECONDS = 20.0  # ends what does not end by itself
+SECONDS = 20.0  # time limit of a call
 
 
 class Scripts:
-    """Files of the page in a context of their own, in this order; `more` is JavaScript of the test."""
+    """Files of the page, loaded in this order into their own context; `more` is the test's JavaScript."""
 
     def __init__(self, *files: str, more: str = "") -> None:
         self._context = MiniRacer()
@@ -21,7 +21,7 @@ class Scripts:
             self._context.eval(text)
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """The result of a function, through JSON; of an async one what it resolves to."""
+        """Call a function and return its result through JSON; an async function is awaited."""
         text = self._context.eval(
             f"(async () => JSON.stringify((await {function}(...{json.dumps(arguments)})) ?? null))()",
             timeout_sec=SECONDS,

@@ -1,4 +1,4 @@
-"""The page's conversations over a scripted server: what is sent, whatever became of the requests before."""
+"""The page's conversations with a scripted server: what is sent after requests that end in every way."""
 
 import json
 
@@ -120,7 +120,7 @@ def answer(*chunks):
 
 
 def waiting(*chunks):
-    """An answer that does not end by itself."""
+    """Return an answer that does not end."""
     return {"chunks": [*chunks, {"wait": True}]}
 
 
@@ -211,7 +211,7 @@ def test_what_the_user_stopped_stays_if_it_had_begun(play):
 
 
 def test_one_answer_at_a_time(play):
-    """Enter while it streams, a double click on Send, Retry beside a running answer."""
+    """Enter during an answer, a double click on Send, and Retry during an answer are ignored."""
     again = [["ask", "Q2"], ["retry"], ["edit", 0, "Q3"], ["resume"], ["stop"]]
     played = play([waiting("A")], [["during", ["ask", "Q1"], again]])
     assert len(played["sent"]) == 1 and [state[:2] for state in played["states"]] == [["Q1", "A"]]
@@ -244,7 +244,7 @@ def test_a_cut_answer_says_so_and_goes_on(play):
 
 
 def test_an_answer_without_text_is_shown_and_not_sent(play):
-    """The model ended at once, or was cut while it still thought."""
+    """The model ends at once, or is cut while it thinks."""
     thought = {"chunks": ["<think>hm", end("length"), DONE]}
     played = play([answer(), thought, answer("A")], [["ask", "Q1"], ["ask", "Q2"], ["ask", "Q3"]])
     assert messages(played) == [user("Q3")]
@@ -289,7 +289,7 @@ def test_thoughts_in_fields_of_their_own(play, name):
 
 
 def test_figures_of_an_answer(play):
-    """By the clock of the script, 10 ms a look: the request, the first piece, each usage."""
+    """The scripted clock advances 10 ms per reading: at the request, the first piece and each usage."""
     usage = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
     played = play([answer("a", {"choices": [], "usage": usage})], [["ask", "Q"]])
     assert played["exchanges"][0]["answer"]["figures"] == {

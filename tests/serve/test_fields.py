@@ -281,7 +281,7 @@ ASKED = {
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions", "generate"])
 def test_fields_of_other_servers_on_every_route(client, route):
-    """One table for all: what asks for something is refused by its name, what asks for nothing is not."""
+    """All routes use one table: a field that asks for something is refused by name, others are not."""
     url = "/generate" if route == "generate" else f"/v1/{route}"
 
     def ask(**fields):
@@ -311,7 +311,7 @@ def test_fields_of_other_servers_on_every_route(client, route):
 
 
 def test_pictures_in_a_message(client):
-    """Ollama's form: a template would leave them out without a word."""
+    """Ollama's clients send pictures this way; a template would drop them silently."""
     for url in ("/v1/chat/completions", "/tokenize"):
         said = {"role": "user", "content": "x"}
         body = {"messages": [said, {**said, "images": ["AA=="]}], "max_tokens": 2}
@@ -321,7 +321,7 @@ def test_pictures_in_a_message(client):
 
 
 def test_names_of_the_other_route(client):
-    """`max_completion_tokens` is run by both; others are named with the route or the name that has them."""
+    """Both routes run `max_completion_tokens`; errors for others name the right route or field."""
     body = {"prompt": "x", "ignore_eos": True}
     reply = client.post("/v1/completions", json={**body, "max_completion_tokens": 3}).raise_for_status()
     assert reply.json()["usage"]["completion_tokens"] == 3

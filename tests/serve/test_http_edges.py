@@ -1,4 +1,4 @@
-"""HTTP as old clients, probes and proxies speak it, over raw sockets and httpx."""
+"""HTTP of old clients, probes and proxies, over raw sockets and httpx."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ def client(server):
 
 
 def raw(server, *data):
-    """Send the bytes; what comes until the server closes."""
+    """Send the bytes; return what comes until the server closes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         for part in data:
             connection.sendall(part)
@@ -42,7 +42,7 @@ def parts(answer):
 
 @pytest.mark.parametrize("path", GET_ROUTES)
 def test_head_is_get_without_a_body(server, client, path):
-    """With the status, the length and the key of GET."""
+    """HEAD has the status and the length of GET, and needs the same key."""
     get, head = client.get(path), client.head(path)
     assert head.status_code == get.status_code and head.content == b""
     assert head.headers["content-type"] == get.headers["content-type"] if get.content else True
@@ -94,7 +94,7 @@ def test_an_error_in_a_stream_of_http_1_0(server):
 
 @pytest.mark.parametrize("root_path", ["", "/llm"])
 def test_a_slash_at_the_end_leads_nowhere_else(root_path):
-    """A redirect would be to http://, behind a proxy that ends TLS: the key in clear."""
+    """Behind a proxy that ends TLS a redirect would lead to http://, and send the key in clear."""
     with ThreadServer(kv="fp16", root_path=root_path) as server:
         forwarded = {
             **bearer(),

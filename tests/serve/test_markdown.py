@@ -29,7 +29,7 @@ def expected(text: str) -> list:
 
 
 def of_truth(node: SyntaxTreeNode):
-    """A block of markdown-it's as nested tuples."""
+    """Return a block of markdown-it as nested tuples."""
     children = [of_truth(child) for child in node.children]
     match node.type:
         case "inline":
@@ -63,13 +63,13 @@ def of_truth(node: SyntaxTreeNode):
 
 
 def link(href: str, title: str, children: list):
-    """One whose text is its address, or nothing, is a text: markdown-it leaves addresses in a text alone."""
+    """Treat a link with its address as text, or without text, as text: markdown-it links no bare address."""
     children = children or [href]
     return href if children == [href] and not title else ("a", href, title, children)
 
 
 def joined(pieces: list) -> list:
-    """Adjacent texts as one; without spaces around line ends."""
+    """Join adjacent texts, and drop spaces around line ends."""
     whole: list = []
     for piece in pieces:
         if isinstance(piece, str) and whole and isinstance(whole[-1], str):
@@ -81,7 +81,7 @@ def joined(pieces: list) -> list:
 
 
 def of_page(block: dict, tight: bool = False):
-    """The same of a block of the page's."""
+    """Return a block of the page as nested tuples."""
     match block["type"]:
         case "paragraph":
             return ("p", "tight" if tight else "", inline(block["children"]))
@@ -98,7 +98,7 @@ def of_page(block: dict, tight: bool = False):
             return ("hr",)
         case "table":
             width = len(block["align"])
-            # GFM adds what a row leaves out, and drops what it has too much; the page does neither
+            # GFM adds missing cells of a row and drops extra ones; the page does neither
             rows = [[*map(inline, row[:width]), *[[]] * (width - len(row))] for row in block["rows"]]
             return ("table", [list(zip(block["align"], row, strict=True)) for row in rows])
 
@@ -166,7 +166,7 @@ def test_blocks_nest_as_in_commonmark(parse, text):
 
 
 def words(nodes) -> str:
-    """All text of a tree in order, addresses and languages included."""
+    """Return all text of a tree in order, with addresses and languages."""
     if isinstance(nodes, str):
         return nodes
     if isinstance(nodes, list):
@@ -188,7 +188,7 @@ def test_no_letter_of_prose_is_lost(parse, text):
 
 
 def nodes_of(parse, text: str) -> list:
-    """The inline nodes of one paragraph."""
+    """Return the inline nodes of one paragraph."""
     (block,) = parse(text)
     return block["children"]
 
@@ -288,7 +288,7 @@ def test_a_block_tells_the_lines_it_was_made_of(parse):
      "a #", "* * ", "\n---\n", "a | b\n--- | ---\n", "</think>", "\n\\["],
 )  # fmt: skip
 def test_a_megabyte_of_marks_is_read_in_linear_time(parse, piece):
-    """By V8's own limit of SECONDS: what is quadratic takes minutes. And a tree of bounded depth."""
+    """A quadratic parser takes minutes and meets the limit of SECONDS. The tree's depth is bounded."""
     for text in (
         piece * (1_000_000 // len(piece)),
         piece * (200_000 // len(piece)) + "a" + piece[::-1] * 1000,
@@ -297,7 +297,7 @@ def test_a_megabyte_of_marks_is_read_in_linear_time(parse, piece):
 
 
 def test_a_table_is_no_larger_than_its_text(parse):
-    """Cells that a row leaves out are not made up: rows times columns would be."""
+    """Missing cells are not added, because that could make rows times columns of them."""
     text = "|a" * 5000 + "|\n" + "|-" * 5000 + "|\n" + "|b|\n" * 5000
     (table,) = parse(text)
     assert sum(map(len, table["rows"])) == 10_000

@@ -16,7 +16,7 @@ def client(server):
 
 
 def usages(client, url, body):
-    """(what the chunk holds, completion_tokens) of each chunk of a stream, and the last usage."""
+    """Return (contents, completion_tokens) of each chunk of a stream, and the last usage."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     with client.stream("POST", url, json={**body, "stream": True, "stream_options": options}) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
@@ -26,7 +26,7 @@ def usages(client, url, body):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_usage_of_every_chunk(client, n):
-    """0 in the chunks with the role, then more with each token."""
+    """Counts are 0 in the chunks with the role, and rise with each token."""
     body = {"messages": [{"role": "user", "content": "Tell"}], "max_tokens": 6, "min_tokens": 6, "n": n}
     chunks, usage = usages(client, "/v1/chat/completions", {**body, "temperature": 0})
     roles = [chunk for chunk in chunks if "role" in chunk["choices"][0]["delta"]]

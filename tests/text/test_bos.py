@@ -1,4 +1,4 @@
-"""Texts begin with BOS where transformers begins them so, and where tokenizer_config.json alone says so."""
+"""Texts begin with BOS where transformers adds it, and where only tokenizer_config.json asks for it."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "Q
 
 
 def save(folder, post_processor, **config):
-    """A byte-level tokenizer, which each of the classes splits alike."""
+    """Make a byte-level tokenizer that all of the classes split in the same way."""
     tokenizer = small_tokenizers.byte_level()
     if post_processor is not None:
         tokenizer.post_processor = post_processor
@@ -35,7 +35,7 @@ def save(folder, post_processor, **config):
 
 
 def ids_of_all_ways(folder):
-    """The ids by every way that a text is encoded, which are one and the same."""
+    """Return the ids of a text; all ways to encode it must agree."""
     hf, tokenizer = load(folder), Tokenizer(folder)
     ids = hf(TEXT)["input_ids"]
     long = tokenizer.encode(TEXT + " " * 5000)
@@ -48,7 +48,7 @@ def ids_of_all_ways(folder):
 
 @pytest.mark.parametrize("named", CLASSES)
 def test_begins_as_transformers(named, tmp_path):
-    """With and without the entry, wherever the post-processor adds BOS or nothing asks for one."""
+    """The entry changes nothing where the post-processor adds BOS, or where nothing asks for one."""
     kinds = [*itertools.product(ADD_BOS, [None, True, False]), *itertools.product(ADD_NONE, [None, False])]
     for number, (post_processor, entry) in enumerate(kinds):
         folder = save(
@@ -63,7 +63,7 @@ def test_begins_as_transformers(named, tmp_path):
 
 @pytest.mark.parametrize("post_processor", ADD_NONE)
 def test_the_entry_alone_adds_bos(post_processor, tmp_path):
-    """As in DeepSeek's distilled Qwen: everything else that the post-processor adds stays."""
+    """Everything else that the post-processor adds stays, as in DeepSeek's distilled Qwen."""
     without = ids_of_all_ways(save(tmp_path / "without", post_processor))
     folder = save(tmp_path / "with", post_processor, add_bos_token=True, tokenizer_class="LlamaTokenizerFast")
     assert ids_of_all_ways(folder) == [0, *without]

@@ -1,4 +1,4 @@
-"""Messages and tools as clients write them render as transformers renders what the templates are made for."""
+"""Messages and tools in clients' forms render as transformers renders the form that templates expect."""
 
 import copy
 import json
@@ -54,7 +54,7 @@ def renders(template, messages, **options):
 
 
 def as_clients_write(messages):
-    """Arguments as JSON text, through the server's models; keys in another order."""
+    """Return messages with arguments as JSON text and keys in another order, through the server's models."""
     written = copy.deepcopy(messages)
     for message in written:
         for call in message.get("tool_calls") or ():
@@ -114,7 +114,7 @@ def test_a_null_content_is_empty_where_the_template_fails_or_prints_none(shown):
 @pytest.mark.parametrize("name", WITH_TOOLS)
 @pytest.mark.parametrize("arguments", ['{"city": "Par', "plain words", "[1]", "null", '{"a": "\\ud800"}'])
 def test_arguments_that_are_no_object_leave_the_chat_usable(name, arguments):
-    """They reach the template as the text they are, or as the value of a mapping where it needs one."""
+    """They reach the template as text, or as the value of a mapping where the template needs one."""
     function = {"name": "get_weather", "arguments": arguments}
     messages = [*CALLED[:1], {**CALLED[1], "tool_calls": [{**CALL, "function": function}]}, *CALLED[2:]]
     if name == "items":
@@ -147,7 +147,7 @@ def test_arguments_too_deep_for_json_stay_text():
     "ids", [("call_0123456789", "call_0123456789"), (None, None), ("", ""), ("é" * 9, None)]
 )
 def test_ids_of_other_servers_become_those_that_mistral_takes(ids):
-    """Its templates refuse a call or a result whose id is not nine letters and digits."""
+    """Mistral's templates refuse calls and results unless their ids are nine letters and digits."""
     call, result = copy.deepcopy(CALL), dict(CALLED[2])
     call["id"], result["tool_call_id"] = ids
     messages = [*CALLED[:1], {**CALLED[1], "tool_calls": [call]}, result, *CALLED[3:]]
@@ -166,7 +166,7 @@ def test_results_without_ids_belong_to_the_calls_in_order():
 
 
 def test_parallel_calls_come_one_by_one_where_the_template_takes_one():
-    """Llama 3.1's refuses two, which its model may well make."""
+    """Llama 3.1's template refuses two calls, but its model can make them."""
     calls = [{**CALL, "id": id} for id in ("1", "2")]
     results = [{"role": "tool", "tool_call_id": id, "content": f"result {id}"} for id in ("2", "1")]
     messages = [CALLED[0], {"role": "assistant", "content": None, "tool_calls": calls}, *results, *CALLED[3:]]
@@ -217,7 +217,7 @@ def test_parts_reach_a_template_that_reads_them(template):
 
 
 def test_text_is_a_part_where_the_template_reads_nothing_else():
-    """Transformers shows none of it: the template looks for parts in the characters."""
+    """Transformers shows nothing of the text, because the template looks for parts in its characters."""
     wrapped = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in TALK]
     assert renders(PARTS, TALK) == transformers_renders(PARTS, wrapped)
     assert TALK[3]["content"] in renders(PARTS, TALK) and TALK[3]["content"] not in transformers_renders(
@@ -226,7 +226,7 @@ def test_text_is_a_part_where_the_template_reads_nothing_else():
 
 
 def test_a_role_is_read_by_its_own_branch():
-    """Text of the system, parts of others, as in Llama's template for images."""
+    """The template reads text of the system and parts of others, as Llama's template for images does."""
     template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ m.content | trim }}"
         "{% elif m.content is string %}{{ m.content }}"

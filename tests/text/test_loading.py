@@ -1,4 +1,4 @@
-"""What a folder without a usable tokenizer is told, and that it helps."""
+"""A folder without a usable tokenizer gets an error with a remedy that works."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ QWEN = {"tokenizer_class": "Qwen2Tokenizer"}
 
 @pytest.fixture
 def none_installed(monkeypatch):
-    """As in a fresh environment: the packages that read other vocabularies are not there."""
+    """Hide the packages that read other vocabularies, as in a fresh environment."""
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
 
 

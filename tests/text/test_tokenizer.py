@@ -135,7 +135,7 @@ def test_templates_are_sandboxed(folder):
 
 
 def test_a_tokenizer_in_memory(folder):
-    """As the calibrator has one."""
+    """The calibrator wraps its tokenizer this way."""
     loaded, given = Tokenizer(folder), Tokenizer.of(AutoTokenizer.from_pretrained(folder))
     for text in small_tokenizers.TEXT:
         assert given.encode(text) == loaded.encode(text)

@@ -1,4 +1,4 @@
-"""Tool calls: every notation, whole and in pieces."""
+"""Tool calls in every notation, whole and in pieces."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Tool calls: one result however the answer is cut into pieces, and nothing of it is lost."""
+"""Tool calls: the result is the same however the answer is cut into pieces, and nothing is lost."""
 
 import json
 import random
@@ -84,7 +84,7 @@ def in_pieces(name, text, cuts):
 
 
 def check_all_cuts(name, text):
-    """The whole, each piece size, and each place to cut it in two."""
+    """Yield the text whole, in pieces of each size, and cut in two at each place."""
     whole, calls = parse(FORMATS[name], NAMES, text)
     wanted = whole, found(calls)
     for size in range(1, len(text)):
@@ -132,7 +132,7 @@ def test_random_answers_have_one_result(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_and_calls_lose_nothing(name):
-    """What is written before, between and behind calls is all there, in order, and every call is."""
+    """All text before, between and after calls is kept in order, and so is every call."""
     write = {
         "hermes": lambda x: f'<tool_call>{{"name": "f", "arguments": {{"x": {x}}}}}</tool_call>',
         "llama3_json": lambda x: f'<|python_tag|>{{"name": "f", "parameters": {{"x": {x}}}}}',
@@ -151,7 +151,7 @@ def test_text_and_calls_lose_nothing(name):
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in ("gemma", "parts")])
 @pytest.mark.parametrize("name, text, shown, calls", ANSWERS)
 def test_what_is_given_out_is_taken_back(template, name, text, shown, calls):
-    """By the server's models and by templates of every kind, with a result for each call."""
+    """The server's models and templates of every kind take the calls back, with a result for each."""
     content, read = parse(FORMATS[name], NAMES, text)
     calls = [
         {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in read

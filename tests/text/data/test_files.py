@@ -1,4 +1,4 @@
-"""A file's kind is told by its name in any case; what is not known to be data is refused by name."""
+"""The suffix in any case decides a file's kind; files of unknown kinds are refused by name."""
 
 import bz2
 import codecs

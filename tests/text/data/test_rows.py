@@ -1,4 +1,4 @@
-"""Rows as `json`, `csv` and `datasets` read them; one that is broken is one row, whatever the kind."""
+"""Rows equal those of `json`, `csv` and `datasets`; a broken row is one row in every kind of file."""
 
 import json
 
@@ -32,7 +32,7 @@ CHAT = [{"role": "user", "content": "a"}]
 @pytest.mark.parametrize("ascii", [True, False])
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_json_list_is_read_element_by_element(chunk, ascii, indent, monkeypatch, tmp_path):
-    """As `json.load` reads it, wherever a chunk ends."""
+    """The rows equal those of `json.load`, wherever a chunk ends."""
     monkeypatch.setattr(json_rows, "CHUNK", chunk)
     held = [*ROWS, 1.5, -17, 10**12, True, None, "a string", [], {"a": [{"b": "\U0001f600"}]}, 2.5e10, 5]
     path = tmp_path / "a.json"
@@ -60,7 +60,7 @@ def test_a_broken_element_is_named(chunk, monkeypatch, tmp_path):
 
 
 def test_a_long_list_takes_the_memory_of_a_chunk(monkeypatch, tmp_path):
-    """Of 2 MB no more than two chunks are held, and no element is decoded over and over."""
+    """At most two chunks of 2 MB are held, and each element is decoded once."""
     monkeypatch.setattr(json_rows, "CHUNK", 2**12)
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 1000}] * 2000))
     with find_files(tmp_path / "a.json").files[0].open_text(newline="\n") as stream:
@@ -106,7 +106,7 @@ def test_a_json_object_holds_rows_or_is_one(content, wanted, tmp_path):
 
 
 def test_objects_one_behind_the_other(tmp_path):
-    """As jq prints them."""
+    """jq prints values in this form."""
     (tmp_path / "a.json").write_text("\n".join(json.dumps(row, indent=2) for row in ROWS))
     assert values(tmp_path / "a.json") == ROWS
 
@@ -137,7 +137,7 @@ def test_a_file_without_a_line_of_json_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("suffix", "separator"), [("csv", ","), ("tsv", "\t")])
 def test_tables_are_text_by_their_columns(suffix, separator, tmp_path):
-    """Every field is the text that it is: pandas reads NA as nothing and 007 as 7."""
+    """Every field stays text; pandas would read NA as nothing and 007 as 7."""
     lines = [
         f"text{separator}label",
         f'"a ""quoted""{separator} field\r\nof two lines"{separator}1',

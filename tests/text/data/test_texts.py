@@ -1,4 +1,4 @@
-"""Every row is used whole, or left out and counted by its reason."""
+"""Every row is used whole, or left out and counted with its reason."""
 
 import json
 
