@@ -302,6 +302,7 @@ def test_arguments_of_vllm(llm):
         (lambda: llm.chat(chat, chat_template_content_format="openai"), "chat_template_content_format: "),
         (lambda: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}), "multi_modal_data: only"),
         (lambda: llm.generate({"prompt_embeds": 1}), "prompt_embeds: prompts are text or token ids"),
+        (lambda: llm.chat([{**chat[0], "images": ["AA=="]}]), "messages.0.images: only text is run"),
         (lambda: llm.beam_search(["x"], params), "LLM.beam_search: beams are not run"),
         (lambda: llm.embed(["x"]), "LLM.embed: qrt serves generating models only"),
         (lambda: llm.score("x", ["y", "z"]), "LLM.score: takes lists of token ids"),

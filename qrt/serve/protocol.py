@@ -12,8 +12,6 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, mo
 
 from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.peer_fields import MESSAGE_FIELDS
-from qrt.peers import refused
 from qrt.serve.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenList, Tokens, by_token_id
 from qrt.serve.settings import (
     MAX_DOCUMENTS,
@@ -184,10 +182,6 @@ class Conversation(Body):
     def template_arguments(self, *, tools: bool = True) -> dict[str, Any]:
         """For `Tokenizer.render_chat`; its own names win over chat_template_kwargs, those over
         reasoning_effort, which as in vLLM also says whether to think."""
-        for place, message in enumerate(self.messages):
-            extra = message.model_extra or {}
-            for line in refused(MESSAGE_FIELDS, extra, extra):
-                raise UnsupportedError(f"messages.{place}.{line}")
         if self.given("chat_template") is not None:
             raise ConfigError(
                 "chat_template: a request cannot bring one; start the server with --chat-template"

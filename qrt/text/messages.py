@@ -10,7 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, UnsupportedError
+from qrt.peer_fields import MESSAGE_FIELDS
+from qrt.peers import refused
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -22,7 +24,7 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     Arguments of a tool call that are the JSON of a mapping become that mapping. Other text stays text: the
     model may have been cut off. Content parts become `{"type": "text", "text": ...}`. Null and missing
     contents stay, and so do all other keys. OpenAI's older form of a call (`function_call`, the role
-    function) becomes the newer one.
+    function) becomes the newer one. UnsupportedError for a message with pictures or sound.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ConfigError(f"messages: expected a list of messages, got {type(messages).__name__}")
@@ -67,6 +69,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     read = dict(message)
     if not isinstance(read.get("role"), str):
         raise ConfigError(f"{where}.role: expected text, got {read.get('role')!r:.50}")
+    for line in refused(MESSAGE_FIELDS, read, read):
+        raise UnsupportedError(f"{where}.{line}")
     if "content" in read:
         read["content"] = _content(read["content"], read["role"], f"{where}.content")
     if read["role"] == "function":

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, UnsupportedError
 from qrt.text.messages import read_messages
 
 CHAT_KEYS = ("messages", "conversations", "conversation")
@@ -78,6 +78,9 @@ def conversation(entries: Any) -> list[Message]:
         raise Unused("a conversation without messages")
     try:
         return read_messages(messages)
+    except UnsupportedError as error:  # "messages.INDEX.KEY: ..."
+        key = str(error).partition(": ")[0].rpartition(".")[2]
+        raise Unused(f"a message with {key!r}, which is not text") from None
     except ConfigError as error:  # "messages.INDEX: expected A, got B"; a reason names neither index nor B
         expected = str(error).partition(": ")[2].partition(", got")[0]
         raise Unused(f"a message of another form: {expected}") from None

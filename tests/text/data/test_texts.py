@@ -196,6 +196,10 @@ def test_without_a_chat_template_a_question_and_its_answer_are_joined():
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "a message of another form: expected a part of type 'text'",
         ),
+        (
+            {"messages": [{"role": "user", "content": "What is it?", "images": ["AA=="]}]},
+            "a message with 'images', which is not text",
+        ),
         ({"messages": [{"role": "user", "content": "cut \ud83d"}]}, "half of a surrogate pair"),
         ({"prompt": "a", "completion": " "}, "an empty 'completion'"),
         ({"question": "a", "answer": {"text": "b"}}, "a 'answer' that is an object, not text"),
