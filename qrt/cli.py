@@ -78,7 +78,7 @@ def _dashed(word: str) -> str:
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
 
 
-def add_place(group: argparse._ActionsContainer) -> None:
+def add_hub_flags(group: argparse._ActionsContainer) -> None:
     """Add the flags for a model of the Hub: its revision, and the folder that keeps it."""
     group.add_argument(
         "--revision", metavar="REV", help="branch, tag or commit of a --model of the Hub (default: main)"

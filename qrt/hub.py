@@ -85,21 +85,21 @@ class Repository:
             if CONFIG not in sizes:
                 raise CheckpointError(f"{self.id}: no {CONFIG}; {no_config(sizes)}")
             check(self._file(CONFIG, commit).parent)
-        wanted = [name for name in sizes if _matches(name, patterns)]
+        needed = [name for name in sizes if _matches(name, patterns)]
         if weights:
             single, index = weight_files(sizes)
             if single is None and index is None:
                 raise no_weights(self.id, sizes)
-            wanted += [single] if single else [str(index), *self._shards(str(index), commit, sizes)]
-        if not wanted:
+            needed += [single] if single else [str(index), *self._shards(str(index), commit, sizes)]
+        if not needed:
             raise CheckpointError(f"{self.id}: no tokenizer; expected tokenizer.json")
         folder = self._folder(commit)
-        coming = {name: sizes[name] for name in wanted if not (folder / name).exists()}
+        coming = {name: sizes[name] for name in needed if not (folder / name).exists()}
         if coming:
             self._expect_room(sum(coming.values()))
             self._snapshot(commit, coming)
         if self.revision != commit:
-            self._file(wanted[0], self.revision)  # the client notes the branch's commit, for use offline
+            self._file(needed[0], self.revision)  # the client notes the branch's commit, for use offline
         return folder
 
     def _shards(self, index: str, commit: str, sizes: Collection[str]) -> list[str]:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrt.cli import ArgumentParser, add_place, run_main
+from qrt.cli import ArgumentParser, add_hub_flags, run_main
 from qrt.location import EXPECTED, short_name
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help=EXPECTED)
-    add_place(parser)
+    add_hub_flags(parser)
     add("--out", metavar="DIR", help="folder to make (default: the model's name with -w4, -w8 or -w8a8); an "
         "interrupted run goes on from DIR.partial")  # fmt: skip
     add(

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from qrt.arch import ModelConfig
 from qrt.arch.runnable import runnable
-from qrt.cli import ArgumentParser, add_place, run_main
+from qrt.cli import ArgumentParser, add_hub_flags, run_main
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.folder import read_config
 from qrt.location import EXPECTED, model_folder, model_name
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     """Entry point of the subcommand; returns the exit code."""
     parser = ArgumentParser(prog="qrt-calibrate convert", description=__doc__)
     parser.add_argument("--model", required=True, help=f"quantized checkpoint: {EXPECTED}")
-    add_place(parser)
+    add_hub_flags(parser)
     parser.add_argument("--to", required=True, choices=TARGETS, help="format; gptq is written as gptq_v2")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
     arguments = parser.parse_args(argv)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from qrt.cli import ArgumentParser, add_place
+from qrt.cli import ArgumentParser, add_hub_flags
 from qrt.config import DTYPES
 from qrt.location import EXPECTED
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV
@@ -117,7 +117,7 @@ def add_model(command: ArgumentParser, several: bool = False) -> None:
     command.add_argument(
         "--model", required=True, nargs="+" if several else None, help=EXPECTED + several_of_them
     )
-    add_place(command)
+    add_hub_flags(command)
 
 
 def add_model_or_shape(command: ArgumentParser) -> None:
@@ -125,7 +125,7 @@ def add_model_or_shape(command: ArgumentParser) -> None:
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help=EXPECTED)
     add_shape(source)
-    add_place(command)
+    add_hub_flags(command)
 
 
 def add_shape(command: Any, default: str | None = None) -> None:

@@ -106,12 +106,12 @@ def pool_size(
     useful = -(-max_num_seqs * max_model_len // run) * run
     kv = "+".join(dict.fromkeys(format.name for format in formats))
     if fitting < max_model_len:
-        wanted = -(-max_model_len // run) * run
-        enough = pool_bytes(formats, wanted, num_kv_heads, head_dim, dtype)
+        slots = -(-max_model_len // run) * run
+        enough = pool_bytes(formats, slots, num_kv_heads, head_dim, dtype)
         remedies = [f"lower --max-model-len to {fitting}"] if fitting else []
         for name in KV_FORMATS:
             try:
-                takes = pool_bytes([KV_FORMATS[name]] * len(formats), wanted, num_kv_heads, head_dim, dtype)
+                takes = pool_bytes([KV_FORMATS[name]] * len(formats), slots, num_kv_heads, head_dim, dtype)
             except UnsupportedError:  # the format does not take heads of this size
                 continue
             if takes <= budget_bytes:

@@ -34,8 +34,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 def _few(bias: Any) -> Any:
-    """Its size is looked at before its values, of which each wrong one would be an error. llama.cpp's clients
-    send an empty list for none."""
+    """Check the size before the values, as each wrong one is an error; read llama.cpp's [] as none."""
     if isinstance(bias, dict) and len(bias) > MAX_TOKENS_LISTED:
         sizes = {"field_type": "Dictionary", "max_length": MAX_TOKENS_LISTED, "actual_length": len(bias)}
         raise PydanticKnownError("too_long", sizes)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from qrt.cli import ArgumentParser, add_place
+from qrt.cli import ArgumentParser, add_hub_flags
 from qrt.config import ADMISSIONS, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, EngineConfig
 from qrt.errors import ConfigError
 from qrt.location import EXPECTED
@@ -199,7 +199,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model", "--model-dir", help="MODEL as a flag (no default: one of the two is wanted)"
     )
-    add_place(group)
+    add_hub_flags(group)
     group.add_argument(
         "--tokenizer", metavar="MODEL", help="folder or ORG/NAME of the tokenizer (default: the model's)"
     )

@@ -123,7 +123,7 @@ class CompletionRequest(Sampling):
 
 
 class ChatMessage(BaseModel):
-    """One message; `read_messages`, which LLM.chat goes through too, checks its content and calls."""
+    """One message. `read_messages` checks its content and calls, as it does for LLM.chat."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -14,7 +14,7 @@ ASKED = ("prompt", "instruction", "question", "query")
 CONTEXT = ("input", "context")
 ANSWERED = ("completion", "response", "output", "answer", "chosen")
 SYSTEM = ("system", "system_prompt", "system_message")
-TEXT_KEYS = ("text", "content", "prompt")  # what a row without a conversation has its text under
+TEXT_KEYS = ("text", "content", "prompt")  # keys of the text in a row without a conversation
 ROLES = {
     "system": "system", "developer": "developer",
     "user": "user", "human": "user", "prompter": "user",

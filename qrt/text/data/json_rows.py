@@ -19,7 +19,7 @@ class Broken(str):
     """The reason why a row cannot be read; stands in the row's place."""
 
 
-def read_json(stream: TextIO, lines: bool, where: str) -> Iterator[Any]:
+def read_json_rows(stream: TextIO, lines: bool, where: str) -> Iterator[Any]:
     """Yield the rows of a JSON file. The file's beginning decides how it is read.
 
     A line that is not JSON yields a `Broken`. ConfigError where no line is JSON, a list or an object is

@@ -12,7 +12,7 @@ from typing import Any
 
 from qrt.errors import ConfigError
 from qrt.text.data.files import DataFile, decoding_fault
-from qrt.text.data.json_rows import Broken, read_json
+from qrt.text.data.json_rows import Broken, read_json_rows
 
 PIECE = 2**16  # most characters of a piece of text
 BATCH = 64  # rows of a Parquet or Arrow file that are converted to Python at once
@@ -129,7 +129,7 @@ def _expect_text(file: DataFile, chunk: str) -> None:
 def _values(file: DataFile) -> Iterator[Any]:
     if file.kind in (".json", ".jsonl", ".ndjson"):
         with file.open_text(newline="\n") as stream:
-            yield from read_json(stream, file.kind != ".json", str(file.path))
+            yield from read_json_rows(stream, file.kind != ".json", str(file.path))
     elif file.kind in (".csv", ".tsv"):
         yield from _table(file, "," if file.kind == ".csv" else "\t")
     else:
