@@ -30,6 +30,7 @@ SEPARATE_CONFIGS = {
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
+OTHER_NAMES = ("consolidated", "adapter_model")  # Mistral's and Meta's own tensor names; an adapter's
 MAX_JSON_BYTES = 2**26  # an index of many thousand tensors has some 10 MB
 GGUF = "is GGUF, which qrt does not read; download the safetensors it was made from"
 
@@ -70,7 +71,11 @@ def weight_files(names: Collection[str]) -> tuple[str | None, str | None]:
         return SINGLE, None
     if INDEX in names:
         return None, INDEX
-    found = sorted(name for name in names if ".safetensors" in name and "/" not in name)
+    found = sorted(
+        name
+        for name in names
+        if ".safetensors" in name and "/" not in name and not name.startswith(OTHER_NAMES)
+    )
     indices = [name for name in found if name.endswith(".safetensors.index.json")]
     wholes = [name for name in found if name.endswith(".safetensors") and not PART.search(name)]
     if len(indices) == 1:
@@ -83,6 +88,11 @@ def no_weights(place: object, names: Collection[str]) -> CheckpointError:
     found = sorted(name for name in names if "/" not in name)
     stray = [name for name in found if name.endswith(".safetensors")]
     other = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
+    if stray and stray[0].startswith(OTHER_NAMES):
+        return CheckpointError(
+            f"{place}: expected {SINGLE}, or {INDEX} and its shards, got {stray[0]}, whose tensors have "
+            "other names; give the model in transformers' format"
+        )
     if stray:
         return CheckpointError(f"{place}: {stray[0]} but neither {SINGLE} nor {INDEX}; download the index")
     if not other:

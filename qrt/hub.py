@@ -29,7 +29,7 @@ from qrt.folder import (
     read_json,
     weight_files,
 )
-from qrt.hub_errors import MAKE_ROOM, explain, first_line, offline_remedy
+from qrt.hub_errors import GATED_DATASET, MAKE_ROOM, explain, first_line, offline_remedy
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def _explained(repository: Repository) -> Iterator[None]:
 
 
 @contextmanager
-def dataset(id: str) -> Iterator[None]:
+def dataset(id: str, revision: str | None = None) -> Iterator[None]:
     """Ask the Hub once whether `datasets` may load the dataset `id` in the block.
 
     Where the Hub does not answer, the block uses the cache; otherwise `datasets` retries for a minute.
@@ -223,19 +223,27 @@ def dataset(id: str) -> Iterator[None]:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 
+    def explained(error: BaseException) -> str:
+        return explain(id, revision or "main", ENV.hub_cache, error, "dataset")
+
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     offline = ENV.hub_offline
     if not offline:
         try:
-            HfApi(ENV.hub_endpoint, token=ENV.hub_token, library_name="qrt").dataset_info(id, timeout=10)
+            api = HfApi(ENV.hub_endpoint, token=ENV.hub_token, library_name="qrt")
+            api.dataset_info(id, revision=revision, timeout=10)
         except Exception as error:
             fails = isinstance(error, HfHubHTTPError) and error.response.status_code >= 500
             if not fails and not isinstance(error, httpx.TransportError):
-                raise CheckpointError(explain(id, "main", ENV.hub_cache, error, "dataset")) from error
+                raise CheckpointError(explained(error)) from error
             logger.warning("%s: %s (%s); going on with what is cached", id, UNASKED, first_line(error))
             offline = True
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
     try:
         yield
+    except datasets.exceptions.DatasetNotFoundError as error:
+        if GATED_DATASET not in str(error):
+            raise
+        raise CheckpointError(explained(error)) from error  # its page was shown, its files are not
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before

@@ -7,6 +7,7 @@ import errno
 from qrt.config import ENV
 
 MESSAGE = "X-Error-Message"  # header with the Hub's reason for a refusal
+GATED_DATASET = "is a gated dataset"  # in the words of `datasets`, which hides the client's error
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MAKE_ROOM = "free some, or keep models elsewhere with --download-dir, HF_HOME or HF_HUB_CACHE"
 
@@ -26,7 +27,7 @@ def explain(id: str, revision: str, cache: object, error: BaseException, kind: s
     page = f"{endpoint}/{id}" if kind == "model" else f"{endpoint}/datasets/{id}"
     login = "run `hf auth login` or set HF_TOKEN"
     match error:
-        case errors.GatedRepoError():
+        case _ if isinstance(error, errors.GatedRepoError) or GATED_DATASET in str(error):
             return f"{id}: its owners grant access; ask for it at {page}, then {login}"
         case errors.RevisionNotFoundError():
             return f"{id}: no revision {revision!r}; give a branch, a tag or a commit of {page}"

@@ -217,6 +217,8 @@ def test_the_tokenizers_revision(asking):
         ({"config.json": CONFIG, "pytorch_model.bin": b"x"}, CheckpointError, "org/x: expected safetensors"),
         ({"config.json": CONFIG, "x.gguf": b"x"}, CheckpointError, "org/x: x.gguf is GGUF"),
         ({"config.json": CONFIG}, CheckpointError, "org/x: no weights"),
+        ({"config.json": CONFIG, "consolidated.safetensors": b"x"}, CheckpointError, "got consolidated"),
+        ({"config.json": CONFIG, "adapter_model.safetensors": b"x"}, CheckpointError, "got adapter_model"),
     ],
 )  # fmt: skip
 def test_what_is_not_run_is_refused_before_its_weights(files, error, message, asking):
@@ -342,6 +344,16 @@ def test_without_a_network_a_cached_dataset_is_taken_at_once(asking, caplog):
         assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
     said = "org/none: no such folder here, and .* shows no such dataset; check the name"
     with pytest.raises(CheckpointError, match=said), hub_module.dataset("org/none"):
+        pass
+    asking.repos["datasets/org/gated"] = Repo({"rows.jsonl": b'{"text": "a"}'}, gated=True)
+    granted = "org/gated: its owners grant access; ask for it at .*/datasets/org/gated"
+    with pytest.raises(CheckpointError, match=granted), hub_module.dataset("org/gated"):
+        # as `datasets` does, whose own endpoint is that of the environment
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'org/gated' is a gated dataset on the Hub.")
+    with (
+        pytest.raises(CheckpointError, match="org/rows: no revision 'v9'"),
+        hub_module.dataset("org/rows", "v9"),
+    ):
         pass
     asking.change(hub_endpoint="http://127.0.0.1:9")
     with caplog.at_level(logging.WARNING, "qrt"), hub_module.dataset("org/rows"):

@@ -140,8 +140,8 @@ def _add_method(parser: ArgumentParser) -> None:
     )
     method.add_argument(
         "--calib", metavar="DATA",
-        help=f"file of {KINDS}, folder of such files, or dataset, ORG/NAME[:CONFIG[:SPLIT]]; a row holds "
-        "a text, a chat, or a question and its answer (default: Python's own docstrings)",
+        help=f"file of {KINDS}, folder of such files, or dataset, ORG/NAME[@REVISION][:CONFIG[:SPLIT]]; a "
+        "row holds a text, a chat, or a question and its answer (default: Python's own docstrings)",
     )  # fmt: skip
     for flag, kind, field, what in (
         ("--n-samples", int, "n_samples", "windows of text"),

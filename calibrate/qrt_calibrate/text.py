@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ from qrt_calibrate.windows import choose_windows
 
 logger = logging.getLogger(__name__)
 
+FORM = "ORG/NAME[@REVISION][:CONFIG[:SPLIT]]"
+DATASET = re.compile(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([^:]+))?(?::([^:]*))?(?::(.+))?", re.ASCII)
+MOST_REASON = 300  # characters of what `datasets` says, which lists configs and splits
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 
 
@@ -139,25 +143,29 @@ def _render(tokenizer: PreTrainedTokenizerBase | None) -> Render | None:
 
 
 def _dataset(name: str, seed: int) -> Iterator[Any]:
-    """Stream the rows of a dataset of the Hub or its cache: "path", "path:config" or "path:config:split".
+    """Stream the rows of a dataset of the Hub or its cache, whose name matches DATASET.
 
     `seed` decides the order of its files.
     """
     import datasets
 
-    path, _, rest = name.partition(":")
-    config, _, split = rest.partition(":")
+    found = DATASET.fullmatch(name)
+    if found is None:
+        raise ConfigError(f"--calib: expected a file, a folder or a dataset, {FORM}; got {name!r}")
+    path, revision, config, split = (part or None for part in found.groups())
     try:
-        with hub.dataset(path):
-            rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
+        with hub.dataset(str(path), revision):
+            rows = datasets.load_dataset(
+                path, config, split=split or "train", revision=revision, streaming=True
+            )
             yield from rows.shuffle(seed=seed, buffer_size=1)
     except CheckpointError as error:
         raise ConfigError(f"--calib: {error}") from None
     except Exception as error:  # no network, no such dataset, another split: many kinds
-        reason = str(error).strip().partition("\n")[0]
+        reason = " ".join(str(error).split())[:MOST_REASON]
         raise ConfigError(
-            f"--calib: neither a file nor a dataset that can be read: {name!r} ({reason}); give a local one, "
-            "or leave the flag out for the built-in text"
+            f"--calib: neither a file nor a dataset that can be read: {name!r} ({reason}); give a dataset as "
+            f"{FORM}, a local file, or leave the flag out for the built-in text"
         ) from None
 
 

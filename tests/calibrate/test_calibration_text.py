@@ -135,9 +135,9 @@ def by_name(monkeypatch, rows):
 
     asked = []
 
-    def load(path, config, split, streaming):
+    def load(path, config, split, revision, streaming):
         assert streaming
-        asked.append((path, config, split))
+        asked.append((path, config, split, revision))
         return datasets.IterableDataset.from_generator(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -150,10 +150,14 @@ def test_a_dataset_by_name(monkeypatch):
     assert read_texts("wikitext", None)[0] == ["one", "two"]
     assert read_texts("org/Name-2.5", None)[1] == "org/Name-2.5"
     assert read_texts("org/name:20231101.en", None)[1] == "org/name:20231101.en"
+    assert read_texts("org/name@refs/convert/parquet::test[:5%]", None)[0] == ["one", "two"]
     assert asked == [
-        ("org/name", "config", "validation"), ("wikitext", None, "train"), ("org/Name-2.5", None, "train"),
-        ("org/name", "20231101.en", "train"),
+        ("org/name", "config", "validation", None), ("wikitext", None, "train", None),
+        ("org/Name-2.5", None, "train", None), ("org/name", "20231101.en", "train", None),
+        ("org/name", None, "test[:5%]", "refs/convert/parquet"),
     ]  # fmt: skip
+    with pytest.raises(ConfigError, match="expected a file, a folder or a dataset"):
+        read_texts("my data", None)
 
 
 def test_a_dataset_that_cannot_be_read_is_one_line(monkeypatch):
@@ -163,7 +167,8 @@ def test_a_dataset_that_cannot_be_read_is_one_line(monkeypatch):
 
     by_name(monkeypatch, rows)
     with pytest.raises(
-        ConfigError, match="neither a file nor a dataset .* 'org/name' .no route.; give a local"
+        ConfigError,
+        match="neither a file nor a dataset .* 'org/name' .no route to the host.; give a dataset as ORG",
     ):
         read_texts("org/name", None)
 
