@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TextIO
 from qrt.errors import ConfigError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".raw", ".tokens")
+MARKUP = (".md", ".rst")  # whose names are topics, not splits
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
@@ -122,9 +123,9 @@ def is_known(path: Path) -> bool:
 def find_files(path: Path) -> DataFiles:
     """Return the data files at a path; ConfigError where none can be read.
 
-    In a dataset's folder (a clone from the Hub, or made by `save_to_disk`) these are the files of rows, and
-    only those of the split `train` if there are several splits. In any other folder these are all text and
-    row files, sorted by path. Hidden files and folders are ignored.
+    In a dataset's folder (a clone from the Hub, or made by `save_to_disk`) these are the files of rows. In
+    any other folder these are all text and row files, sorted by path. In both, if files of the split `train`
+    are there, those of other splits are left out. Hidden files and folders are ignored.
     """
     if path.is_dir():
         return _of_folder(path)
@@ -145,7 +146,8 @@ def _of_folder(folder: Path) -> DataFiles:
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not hidden(path))
     reasons = {path: reason for path in paths if (reason := _not_data(path))}
     if _is_dataset(folder):
-        reasons |= _not_rows(folder, [path for path in paths if path not in reasons])
+        reasons |= _not_rows([path for path in paths if path not in reasons])
+    reasons |= _other_splits(folder, [path for path in paths if path not in reasons])
     files = tuple(DataFile(path, *kind_of(path)) for path in paths if path not in reasons)
     left_out = dict(Counter(reasons.values()).most_common())
     if not files:
@@ -181,14 +183,20 @@ def _is_dataset(folder: Path) -> bool:
     )
 
 
-def _not_rows(folder: Path, paths: list[Path]) -> dict[Path, str]:
-    """Return why files of a dataset are left out: no rows, or a split other than `train`."""
+def _not_rows(paths: list[Path]) -> dict[Path, str]:
+    """Return why files of a dataset that hold no rows are left out."""
     rows = [path for path in paths if kind_of(path)[0] in ROWS]
     if not rows:
         return {path: "dataset card" for path in paths if path.stem.lower() == "readme"}
-    reasons = {path: kind_of(path)[0] for path in paths if path not in rows}
-    names = {path: path.relative_to(folder).as_posix().lower() for path in rows}
-    if any(TRAIN.search(name) for name in names.values()):
-        others = {path for path, name in names.items() if OTHER_SPLIT.search(name) and not TRAIN.search(name)}
-        reasons |= dict.fromkeys(others, "splits other than train")
-    return reasons
+    return {path: kind_of(path)[0] for path in paths if path not in rows}
+
+
+def _other_splits(folder: Path, paths: list[Path]) -> dict[Path, str]:
+    """Return the files of splits other than `train`, if there are files of `train`."""
+    names = {
+        path: path.relative_to(folder).as_posix().lower() for path in paths if kind_of(path)[0] not in MARKUP
+    }
+    if not any(TRAIN.search(name) for name in names.values()):
+        return {}
+    others = [path for path, name in names.items() if OTHER_SPLIT.search(name) and not TRAIN.search(name)]
+    return dict.fromkeys(others, "splits other than train")

@@ -174,6 +174,24 @@ def test_of_several_splits_train_is_read(tmp_path):
     assert "no split by its name" in values(tmp_path)
 
 
+def test_other_splits_are_left_out_of_any_folder(tmp_path):
+    for name in (
+        "wiki.train.raw",
+        "wiki.test.raw",
+        "data/train.jsonl",
+        "data/val.jsonl",
+        "train.md",
+        "test.md",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(name))
+    read = [json.loads(value) if value.startswith('"') else value for value in values(tmp_path)]
+    assert read == ["data/train.jsonl", "test.md", "train.md", "wiki.train.raw"]
+    (tmp_path / "wiki.train.raw").unlink()
+    (tmp_path / "data/train.jsonl").unlink()
+    assert len(values(tmp_path)) == 4  # without a split `train` all are read
+
+
 def test_a_dataset_saved_to_disk(tmp_path):
     import datasets
 
