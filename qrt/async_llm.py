@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import replace
 from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -75,7 +74,7 @@ class AsyncLLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of generation_config.json, which calls without parameters use."""
-        return replace(self._defaults)  # the caller may change them
+        return self._defaults.clone()  # the caller may change them
 
     async def generate(
         self,
@@ -95,7 +94,7 @@ class AsyncLLM:
         given = self._defaults if sampling_params is None else sampling_params
         if not isinstance(given, SamplingParams):
             raise ConfigError(f"sampling_params: expected SamplingParams, got {type(given).__name__}")
-        params = replace(given)  # the caller may change theirs meanwhile
+        params = given.clone()  # the caller may change theirs meanwhile
         collector = await asyncio.to_thread(self._collector, prompt, params, request_id, priority)
         if collector.request_id in self._running:
             raise ConfigError(f"request id {collector.request_id!r}: already in use")

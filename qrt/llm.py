@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from inspect import signature
 from itertools import count
 from threading import Lock
@@ -85,7 +85,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of generation_config.json, which calls without parameters use."""
-        return replace(self.engine.generation.sampling)  # the caller may change them
+        return self.engine.generation.sampling.clone()  # the caller may change them
 
     def generate(
         self,
@@ -233,16 +233,17 @@ class LLM:
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> Sequence[SamplingParams]:
-        """One for each of `count` prompts."""
+        """Return parameters for each of `count` prompts, copies: the caller may change theirs meanwhile."""
         if given is None:
-            given = self.get_default_sampling_params()
-        params = [given] * count if isinstance(given, SamplingParams) else given
-        if not isinstance(params, Sequence) or not all(isinstance(own, SamplingParams) for own in params):
+            given = self.engine.generation.sampling
+        if isinstance(given, SamplingParams):
+            return [given.clone()] * count
+        if not isinstance(given, Sequence) or not all(isinstance(own, SamplingParams) for own in given):
             got = type(given).__name__
             raise ConfigError(f"sampling_params: got {got}, wanted SamplingParams, or a list of one each")
-        if len(params) != count:
-            raise ConfigError(f"sampling_params: got {len(params)} for {count} prompts, wanted one each")
-        return params
+        if len(given) != count:
+            raise ConfigError(f"sampling_params: got {len(given)} for {count} prompts, wanted one each")
+        return [own.clone() for own in given]
 
 
 def _listed(prompts: Prompt | Sequence[Prompt] | None) -> Sequence[Prompt]:

@@ -325,6 +325,19 @@ def test_the_defaults_are_the_callers_own(llm):
     assert len(llm.generate("x", params, use_tqdm=False)[0].outputs[0].token_ids) <= 3
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_parameters_changed_meanwhile_change_no_running_request(llm, monkeypatch, listed):
+    params, step = SamplingParams(temperature=0, max_tokens=4, min_tokens=4), llm.engine.step
+
+    def changed_step():
+        params.logprobs = params.prompt_logprobs = 1
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", changed_step)
+    (output,) = llm.generate("The", [params] if listed else params, use_tqdm=False)
+    assert output.outputs[0].logprobs is output.prompt_logprobs is None
+
+
 def test_the_prefix_cache_is_dropped():
     llm = make()
     (prompt,) = llm.generate(["a b c d e f g"], GREEDY, use_tqdm=False)
