@@ -139,7 +139,7 @@ class Repository:
         return Path(hf_hub_download(self.id, name, revision=commit, **self._options()))
 
     def _snapshot(self, commit: str, names: Iterable[str]) -> None:
-        """Download files. Ctrl-C ends the download at once; the client alone would first finish its files."""
+        """Download files. Ctrl-C ends the download; the client alone would first finish its files."""
         from huggingface_hub import close_session, snapshot_download
 
         options: Any = {"allow_patterns": [glob.escape(name) for name in names], **self._options()}

@@ -242,7 +242,7 @@ class LLM:
             got = type(given).__name__
             raise ConfigError(f"sampling_params: got {got}, wanted SamplingParams, or a list of one each")
         if len(given) != count:
-            raise ConfigError(f"sampling_params: got {len(given)} for {count} prompts, wanted one each")
+            raise ConfigError(f"sampling_params: expected one each, got {len(given)} for {count} prompts")
         return [own.clone() for own in given]
 
 
