@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from qrt.async_llm import AsyncLLM
     from qrt.config import EngineConfig, SamplingParams
     from qrt.llm import LLM
-    from qrt.serve.output import CompletionOutput, RequestOutput
+    from qrt.text.output import CompletionOutput, RequestOutput
     from qrt_calibrate.api import calibrate, quantize
 
 __version__ = "0.1.0"
@@ -34,9 +34,9 @@ __all__ = [
 _LAZY = {
     "LLM": "qrt.llm",
     "AsyncLLM": "qrt.async_llm",
-    "CompletionOutput": "qrt.serve.output",
+    "CompletionOutput": "qrt.text.output",
     "EngineConfig": "qrt.config",
-    "RequestOutput": "qrt.serve.output",
+    "RequestOutput": "qrt.text.output",
     "SamplingParams": "qrt.config",
     "calibrate": "qrt_calibrate.api",
     "quantize": "qrt_calibrate.api",

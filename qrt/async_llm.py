@@ -22,7 +22,8 @@ from qrt.errors import ConfigError, UnsupportedError
 from qrt.llm import engine_config
 from qrt.peer_fields import refuse_arguments
 from qrt.peers import refuse_method
-from qrt.serve.output import RequestCollector, RequestOutput
+from qrt.text.collector import RequestCollector
+from qrt.text.output import RequestOutput
 from qrt.text.prompt import Prompt, split_prompt
 from qrt.text.tokenizer import Tokenizer
 

@@ -23,7 +23,8 @@ from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.peer_fields import refuse_arguments
 from qrt.peers import is_so_anyway, refuse_method, setting
 from qrt.registry import nearest
-from qrt.serve.output import RequestCollector, RequestOutput
+from qrt.text.collector import RequestCollector
+from qrt.text.output import RequestOutput
 from qrt.text.prompt import Prompt, split_prompt
 from qrt.text.tokenizer import Message, Tokenizer
 

@@ -15,7 +15,7 @@ FLOORS = {
     "qrt.mem": 3,
     "qrt.layers": 4,
     "qrt.model": 5,
-    "qrt.engine": 6,
+    "qrt.engine": 6, "qrt.text.collector": 6,  # of the engine's deltas
     "qrt.serve": 7, "qrt.llm": 7, "qrt.async_llm": 7,
     "qrt_calibrate": 2,  # sees floors 0 and 1
     "qrt_eval": 8,

@@ -4,7 +4,7 @@
     engine_client    -> sockets -> router, by messages
     router           the engine process: requests of all clients into one engine, step by step
     (model backend)  qrt.engine.runner
-    detokenizer      back in the API process: output, replies, answer
+    detokenizer      back in the API process: qrt.text.collector, replies, answer
 
 `supervisor` starts and watches the processes, `app` puts the routes together.
 """

@@ -15,9 +15,9 @@ from starlette.exceptions import HTTPException
 from qrt.errors import QrtError
 from qrt.serve.engine_client import RequestStream, ShutdownError
 from qrt.serve.http_errors import error_body, unexpected_error
-from qrt.serve.output import CompletionDelta
 from qrt.serve.replies import encode, event
 from qrt.serve.service import Service
+from qrt.text.output import CompletionDelta
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody reads the reply
 PING_SECONDS = 15.0  # of silence, after which a comment shows proxies that the stream lives

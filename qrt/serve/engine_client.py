@@ -32,9 +32,10 @@ from qrt.serve.messages import (
     ToEngine,
     fields_of,
 )
-from qrt.serve.output import CompletionDelta, RequestCollector
 from qrt.serve.sockets import ClientSocket
 from qrt.serve.step_output import FromEngine, Output, decode_from_engine
+from qrt.text.collector import RequestCollector
+from qrt.text.output import CompletionDelta
 
 if TYPE_CHECKING:  # the engine, which the API processes do without
     from qrt.serve.router import Router

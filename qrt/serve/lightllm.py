@@ -16,11 +16,12 @@ from qrt.peer_fields import FIELDS
 from qrt.serve.answer import Deadline, answer_events, answer_whole
 from qrt.serve.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
 from qrt.serve.openapi import EVENTS, errors
-from qrt.serve.output import CompletionDelta, CompletionOutput, RequestCollector, TokenLogprobs
 from qrt.serve.replies import LEAST_LOGPROB, event
 from qrt.serve.service import Service
 from qrt.serve.settings import MAX_N, MAX_STOPS
 from qrt.serve.strict_json import StrictJsonRoute
+from qrt.text.collector import RequestCollector
+from qrt.text.output import CompletionDelta, CompletionOutput, TokenLogprobs
 
 DEFAULT_MAX_NEW_TOKENS = 16
 # SamplingParams' name -> LightLLM's

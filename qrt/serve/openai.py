@@ -18,7 +18,6 @@ from qrt.peer_fields import FIELDS, PROMPT_FIELDS
 from qrt.serve.answer import Deadline, answer_events, answer_whole
 from qrt.serve.body import Body, Tokens
 from qrt.serve.openapi import MODEL, MODELS, errors, events_or
-from qrt.serve.output import RequestCollector
 from qrt.serve.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -28,6 +27,7 @@ from qrt.serve.protocol import (
 from qrt.serve.replies import ChatReply, CompletionReply, Reply, encode
 from qrt.serve.service import Service, new_id
 from qrt.serve.strict_json import StrictJsonRoute
+from qrt.text.collector import RequestCollector
 
 MAX_TOKENS_DECODED = 2**20
 

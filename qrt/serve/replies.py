@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from qrt.serve.output import CompletionDelta, CompletionOutput, Logprob, RequestCollector, TokenLogprobs
 from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest, Sampling
+from qrt.text.collector import RequestCollector
 from qrt.text.detokenizer import INCOMPLETE, TokenPlaces
+from qrt.text.output import CompletionDelta, CompletionOutput, Logprob, TokenLogprobs
 from qrt.text.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
 
 LEAST_LOGPROB = -9999.0  # JSON has no -Infinity

@@ -12,8 +12,8 @@ from qrt.engine.request import FinishReason
 from qrt.errors import ConfigError, QueueFullError
 from qrt.serve.engine_client import EngineClient, EngineError
 from qrt.serve.messages import Add, Refusal
-from qrt.serve.output import RequestCollector
 from qrt.serve.step_output import Output
+from qrt.text.collector import RequestCollector
 from qrt.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model

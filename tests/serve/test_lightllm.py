@@ -13,7 +13,7 @@ from qrt.config import SamplingParams
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
 from qrt.serve.lightllm import GenerateRequest, LightllmShape, Parameters
-from qrt.serve.output import RequestCollector
+from qrt.text.collector import RequestCollector
 from qrt.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model

@@ -10,9 +10,9 @@ from qrt.config import SamplingParams
 from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
-from qrt.serve.output import RequestCollector
 from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest
 from qrt.serve.replies import ChatReply, CompletionReply
+from qrt.text.collector import RequestCollector
 from qrt.text.tokenizer import Tokenizer
 
 TEXT = "Köln 🦄 你好"

@@ -1,4 +1,4 @@
-"""What callers get: RequestOutput in vLLM's shape, built from the engine's deltas in one place."""
+"""RequestCollector: what the engine adds to the completions of one prompt, as callers get it."""
 
 from __future__ import annotations
 
@@ -12,62 +12,14 @@ from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
 from qrt.errors import ConfigError
 from qrt.text.detokenizer import Detokenizer, TokenPlaces
+from qrt.text.output import (
+    CompletionDelta,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    TokenLogprobs,
+)
 from qrt.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Of one token at one place: natural logarithm, rank (1 = likeliest) and the token's text."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-TokenLogprobs = dict[int, Logprob]  # by token id: the token that came first, then the likeliest
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One of the n completions of a prompt.
-
-    finish_reason   "stop", "length" or "abort"; None while it runs
-    stop_reason     the stop string or stop token id that ended it; None for end-of-text
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt and its completions. `prompt_logprobs` has None for the first token."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprobs | None] | None
-    outputs: list[CompletionOutput]
-    finished: bool
-    num_cached_tokens: int
-
-
-@dataclass(slots=True)  # not frozen: one is made for every token
-class CompletionDelta:
-    """What a step added to one completion; `abort` says that the engine must be told to end it."""
-
-    index: int
-    text: str
-    token_ids: Sequence[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    abort: bool
 
 
 @dataclass
