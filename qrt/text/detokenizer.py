@@ -7,6 +7,8 @@ strings that end the text and never gives out what may be the start of one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
+from functools import cached_property
 from itertools import islice
 
 from qrt.config import SamplingParams
@@ -32,19 +34,31 @@ class TextStream:
         whole = self._whole(prompt_ids)
         self._window, self._text = self._tail(prompt_ids[:whole])
         self._given = len(self._text)  # characters of `_text` that are out
-        self._window += prompt_ids[whole:]
+        if whole < len(prompt_ids):
+            self._window += prompt_ids[whole:]
+            self._text = self._decode(self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that the tokens make certain; what may be an unfinished character waits."""
-        token_ids = list(self._shown(token_ids))
-        if len(token_ids) > 1 and INCOMPLETE in self._decode([*self._window, *token_ids]):
-            return "".join(self._add([token_id]) for token_id in token_ids)
-        return self._add(token_ids)
+        return self._feed(list(self._shown(token_ids)))
 
-    def _add(self, token_ids: Sequence[int]) -> str:
-        """One token, or several of whole characters."""
-        self._window += token_ids
-        self._text = self._decode(self._window)
+    def _feed(self, token_ids: list[int]) -> str:
+        """Decode all tokens at once, in halves where that leaves characters unfinished or bytes invalid."""
+        window = self._window + token_ids
+        text, half = self._decode(window), len(token_ids) // 2
+        if INCOMPLETE not in text:
+            return self._add(window, text)
+        if half:
+            return self._feed(token_ids[:half]) + self._feed(token_ids[half:])
+        if self._given == len(self._text):  # what invalid bytes become depends on where the window begins
+            self._begin_anew()
+            window = self._window + token_ids
+            text = self._decode(window)
+        return self._add(window, text)
+
+    def _add(self, window: list[int], decoded: str) -> str:
+        """Take in the window with one more token, or with several of whole characters, and its text."""
+        self._window, self._text = window, decoded
         whole = len(self._text.rstrip(INCOMPLETE))
         if len(self._text) - whole > LONGEST_RUN:
             whole = len(self._text) - MOST_PENDING
@@ -52,10 +66,14 @@ class TextStream:
         self._given = max(self._given, whole)
         clean = whole == len(self._text)
         if len(self._window) > (LONG_WINDOW if clean else LONGEST_WINDOW):
-            pending = len(self._text) - self._given
-            self._window, self._text = self._tail(self._window)
-            self._given = len(self._text) - pending
+            self._begin_anew()
         return text
+
+    def _begin_anew(self) -> None:
+        """Shorten the window."""
+        pending = len(self._text) - self._given
+        self._window, self._text = self._tail(self._window)
+        self._given = len(self._text) - pending
 
     def finish(self) -> str:
         """What still waited: the end of the text."""
@@ -165,10 +183,10 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        self._stream = TextStream(tokenizer, prompt_ids, params.skip_special_tokens)
-        self._has_stops = bool(params.stop_strings)
+        self._tokenizer = tokenizer
+        self._prompt_ids = prompt_ids
+        self._params = params
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
-        self._min_tokens = params.min_tokens
         self.text = ""
         self.num_tokens = 0
 
@@ -179,24 +197,39 @@ class Detokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that can be shown now. A stop string must end behind `min_tokens`."""
-        if not self._has_stops:
+        if not self._params.stop_strings:
             self.num_tokens += len(token_ids)
             return self._add(self._stream.feed(token_ids))
+        return self._add(self._feed(token_ids)) if self.stop_reason is None else ""
+
+    def _feed(self, token_ids: Sequence[int]) -> str:
+        """Feed all tokens at once, or one by one where a stop string ends in them: `num_tokens` counts up to
+        the token that completes it."""
+        early = self._params.min_tokens - self.num_tokens
+        if len(token_ids) <= 1 or early <= 0 or early >= len(token_ids):
+            stream, stops = copy(self._stream), copy(self._stops)
+            piece = self._stops.feed(self._stream.feed(token_ids), overlook=early >= len(token_ids) > 0)
+            if self.stop_reason is None or len(token_ids) == 1:
+                self.num_tokens += len(token_ids)
+                return piece
+            self._stream, self._stops = stream, stops
         pieces = []
         for token_id in token_ids:
-            if self.stop_reason is not None:
-                break
-            self.num_tokens += 1
-            piece = self._stream.feed([token_id])
-            pieces.append(self._stops.feed(piece, overlook=self.num_tokens <= self._min_tokens))
-        return self._add("".join(pieces))
+            if self.stop_reason is None:
+                pieces.append(self._feed([token_id]))
+        return "".join(pieces)
 
     def finish(self) -> str:
         """The rest of the text, when no more tokens come; it may still bring a stop string."""
         if self.stop_reason is not None:
             return ""
-        end = self._stops.feed(self._stream.finish(), overlook=self.num_tokens <= self._min_tokens)
+        end = self._stops.feed(self._stream.finish(), overlook=self.num_tokens <= self._params.min_tokens)
         return self._add(end + self._stops.finish())
+
+    @cached_property
+    def _stream(self) -> TextStream:
+        """Made with the first tokens: it decodes the prompt's end."""
+        return TextStream(self._tokenizer, self._prompt_ids, self._params.skip_special_tokens)
 
     def _add(self, text: str) -> str:
         self.text += text

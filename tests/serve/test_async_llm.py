@@ -77,7 +77,7 @@ def test_aborts_refusals_and_the_end():
         await anext(running)
         for prompt, priority, message in (  # each is refused alone
             ({"prompt": "x", "cache_salt": ["a"]}, 0, "cache_salt: got"),
-            ([[1, [2, 3]]], 0, "expected integers"),
+            ([[1, [2, 3]]], 0, "wanted a list of token ids"),
             ("x", "a", "priority: got 'a'"),
         ):
             with pytest.raises(ConfigError, match=message):

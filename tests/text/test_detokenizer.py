@@ -89,6 +89,23 @@ def test_bytes_that_are_no_text_are_one_text_however_they_come(tokenizer, seed):
     assert text + at_once.finish() == "".join(pieces) + rest
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_text_with_invalid_bytes_in_it_is_one_text_however_it_comes(kind, tokenizer, seed):
+    if kind == "metaspace":
+        pytest.skip("no bytes")
+    rng = random.Random(seed)
+    words = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
+    words += [[token] * count for token in (100, 200, 255) for count in (1, 3, LONGEST_WINDOW)]
+    ids = [i for word in rng.choices(words, k=4) for i in word]
+    ids = ids[: rng.randrange(len(ids) // 2, len(ids))]  # it may end inside a character
+    singly, at_once, text = TextStream(tokenizer, [5], True), TextStream(tokenizer, [5], True), ""
+    wanted = "".join(singly.feed([token]) for token in ids) + singly.finish()
+    while ids:
+        count = rng.randrange(1, 2 * LONGEST_WINDOW)
+        text, ids = text + at_once.feed(ids[:count]), ids[count:]
+    assert text + at_once.finish() == wanted
+
+
 def test_a_character_comes_with_its_last_byte(kind, tokenizer):
     if kind == "metaspace":
         pytest.skip("no bytes")
