@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from argparse import Namespace
+from argparse import BooleanOptionalAction, Namespace
 from importlib import import_module
 
 from qrt.cli import ArgumentParser, add_download_dir, run_main
@@ -160,7 +160,7 @@ def _add_sweep(command: ArgumentParser) -> None:
         "--context", type=flags.positive, default=8192, metavar="TOKENS", help="length of each of them"
     )
     flags.add_batch(command, 32)
-    flags.add_num_prompts(command)
+    flags.add_num_prompts(command, "requests of each cell (default: twice the batch)")
     flags.add_lengths(command, 128, 64)
     flags.add_repeats(command)
     flags.add_seed(command, "the random prompts")
@@ -188,12 +188,38 @@ def _add_latency(command: ArgumentParser) -> None:
 
 def _add_throughput(command: ArgumentParser) -> None:
     _add_model_or_shape(command)
-    flags.add_batch(command, [1, 8, 32])
-    flags.add_num_prompts(command)
-    flags.add_prompts(command)
-    flags.add_lengths(command, 1024, 128)
-    flags.add_repeats(command)
-    flags.add_seed(command, "the random prompts")
+    flags.add_several(
+        command,
+        "--lengths",
+        str,
+        metavar="LENGTHS",
+        help=f"hand in all requests at once, a row for each of {flags.LENGTHS} (default: --batch in flight)",
+    )
+    flags.add_several(
+        command,
+        "--batch",
+        flags.positive,
+        metavar="N",
+        help="requests in flight, without --lengths (default: 1 8 32)",
+    )
+    text = "requests (default: twice the batch; sharegpt 1000, long 64, IN/OUT thrice what runs, FILE all)"
+    flags.add_num_prompts(command, text)
+    flags.add_requests(command)
+    flags.add_limits(command)
+    command.add_argument(
+        "--window",
+        action=BooleanOptionalAction,
+        help="begin as a load that has always been running, and take the rate while requests wait (default: "
+        "for IN/OUT)",
+    )
+    command.add_argument(
+        "--max-seconds",
+        type=flags.above_0,
+        metavar="S",
+        help="drop what is left of a row after that (default: 90 with a window, else never)",
+    )
+    flags.add_repeats(command, None, " (default: 1 of --lengths, 3 of --batch)")
+    flags.add_seed(command, "lengths and random prompts")
     flags.add_json(command)
 
 
@@ -210,10 +236,16 @@ def _add_serve(command: ArgumentParser) -> None:
     )
     add_download_dir(command)
     command.add_argument("--api-key", metavar="KEY", help="sent as a bearer token (default: QRT_API_KEY)")
-    flags.add_num_prompts(command, 1000)
-    flags.add_prompts(command)
-    flags.add_lengths(command, 1024, 128)
-    command.add_argument("--ignore-eos", action="store_true", help="ask for all of --output-len")
+    command.add_argument(
+        "--lengths",
+        metavar="LENGTHS",
+        help=f"{flags.LENGTHS}, and --ignore-eos (default: --input-len and --output-len)",
+    )
+    flags.add_num_prompts(command, "requests in all (default: 1000; long 64, FILE all)")
+    flags.add_requests(command)
+    command.add_argument(
+        "--ignore-eos", action="store_true", help="ask for all output tokens, whatever they are"
+    )
     command.add_argument(
         "--temperature",
         type=flags.number("of at least 0", lambda value: 0 <= value < math.inf),

@@ -197,10 +197,14 @@ def _kld(result: Result) -> dict[str, Metric]:
 
 
 def _throughput(result: Result) -> dict[str, Metric]:
-    return {
-        f"batch {row['batch']}: tokens/s": Metric(row["tokens_per_second"], _error(row["repeats"]), True)
-        for row in result["batches"]
-    }
+    found = {}
+    for row in result.get("batches", ()):
+        rate = row["tokens_per_second"]
+        found[f"batch {row['batch']}: tokens/s"] = Metric(rate, _error(row["repeats"]), True)
+    for row in result.get("loads", ()):
+        rate = (row["window"] or row)["output_tokens_per_second"]
+        found[f"{row['lengths']['name']}: output tokens/s"] = Metric(rate, _error(row["repeats"]), True)
+    return found
 
 
 def _error(repeats: Sequence[float]) -> float | None:

@@ -20,6 +20,8 @@ from qrt.text.data.files import KINDS
 from qrt_eval.shapes import SHAPES
 
 KV_CHOICES = (*UNQUANTIZED_KV, *KV_FORMATS)
+INPUT_LEN, OUTPUT_LEN = 1024, 128  # of requests, unless given
+LENGTHS = "sharegpt, long, IN/OUT such as 1000/1000, or FILE (rows of input_len and output_len, or prompts)"
 PROTOCOLS = ("gptq", "llamacpp", "lmeval", "sliding")
 
 
@@ -174,22 +176,54 @@ def add_lengths(command: ArgumentParser, input_len: int, output_len: int) -> Non
         )
 
 
-def add_num_prompts(command: ArgumentParser, default: int | None = None) -> None:
+def add_num_prompts(command: ArgumentParser, text: str) -> None:
     """How many requests."""
-    text = "requests in all" if default else "requests of each batch size (default: twice the batch)"
-    command.add_argument("--num-prompts", type=positive, default=default, metavar="N", help=text)
+    command.add_argument("--num-prompts", type=positive, metavar="N", help=text)
 
 
-def add_prompts(command: ArgumentParser) -> None:
-    """Their text."""
+def add_requests(command: ArgumentParser) -> None:
+    """Add what requests are like where --lengths does not say it."""
     command.add_argument(
         "--prompts", metavar="FILE", help="a prompt a line, or .jsonl (default: random tokens)"
     )
+    command.add_argument(
+        "--input-len", type=positive, metavar="TOKENS", help=f"tokens of each prompt (default: {INPUT_LEN})"
+    )
+    text = f"tokens to decode, also for prompts of --lengths FILE (default: {OUTPUT_LEN})"
+    command.add_argument("--output-len", type=positive, metavar="TOKENS", help=text)
 
 
-def add_repeats(command: ArgumentParser) -> None:
+def add_limits(command: ArgumentParser) -> None:
+    """Add the engine's limits, in the names of qrt-serve."""
+    command.add_argument(
+        "--max-num-seqs",
+        type=positive,
+        metavar="N",
+        help="most requests that run at once (default: the largest --batch; the engine's with --lengths)",
+    )
+    command.add_argument(
+        "--max-num-batched-tokens", type=positive, default=8192, metavar="N", help="most tokens of a step"
+    )
+    command.add_argument(
+        "--max-model-len",
+        type=positive,
+        metavar="TOKENS",
+        help="most tokens of a request (default: the longest one's)",
+    )
+    command.add_argument(
+        "--gpu-memory-utilization",
+        type=number("above 0 and at most 1", lambda share: 0 < share <= 1),
+        metavar="SHARE",
+        help="share of the GPU's memory to use (default: 0.9)",
+    )
+    command.add_argument("--enforce-eager", action="store_true", help="record no CUDA graphs")
+
+
+def add_repeats(command: ArgumentParser, default: int | None = 3, text: str = "") -> None:
     """Of a timing."""
-    command.add_argument("--repeats", type=positive, default=3, metavar="N", help="runs; the median counts")
+    command.add_argument(
+        "--repeats", type=positive, default=default, metavar="N", help=f"runs; the median counts{text}"
+    )
 
 
 def add_context(command: ArgumentParser, default: list[int] | None = None) -> None:

@@ -20,11 +20,11 @@ from rich.table import Table
 
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
-from qrt.engine.output import RequestDelta
-from qrt.errors import ConfigError, QrtError
+from qrt.errors import ConfigError
 from qrt.location import model_name
 from qrt.model.decoder import Decoder
 from qrt_eval.console import show
+from qrt_eval.feed import step
 from qrt_eval.results import engine_facts, save
 from qrt_eval.shapes import shape
 
@@ -39,7 +39,8 @@ def run(arguments: Namespace) -> None:
     if arguments.compare and not arguments.shape:
         raise ConfigError("--compare: makes a transformers model of a known shape; name one with --shape")
     rate = bytes_per_s()
-    engine = build_engine(arguments)
+    length = arguments.input_len + arguments.output_len
+    engine = build_engine(arguments, max_model_len=length, max_num_seqs=max(arguments.batch))
     rows = []
     for batch in arguments.batch:
         measure(engine, batch, arguments, rate)  # compiles kernels; not reported
@@ -51,22 +52,20 @@ def run(arguments: Namespace) -> None:
     print_table(arguments, rows)
 
 
-def build_engine(arguments: Namespace) -> Engine:
-    """An engine over a checkpoint, or over random weights of a known shape; ConfigError for a shape's flag
-    beside a checkpoint."""
+def build_engine(arguments: Namespace, **limits: Any) -> Engine:
+    """An engine over a checkpoint, or over random weights of a known shape, with `limits` as of EngineConfig;
+    ConfigError for a shape's flag beside a checkpoint."""
     for given, what in (
         (arguments.weights, "--weights: a checkpoint's weights are as they are"),
         (arguments.head_bits, "--head-bits: a checkpoint's head is as it is"),
     ):
         if given and not arguments.shape:
             raise ConfigError(f"{what}; give --shape, or leave the flag out")
-    length = arguments.input_len + arguments.output_len
     config = EngineConfig(
         model=arguments.model or arguments.shape,
         kv=arguments.kv,
-        max_model_len=length,
-        max_num_seqs=max(arguments.batch),
         enable_prefix_caching=False,
+        **limits,
     )
     decoder = None
     if arguments.shape:
@@ -115,14 +114,6 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
     row = summary(batch, input_len, output_len, prefill_s, steps_s)
     row["host_gap"] = timeline.summary()["host_gap"] if timeline else None
     return row | floor(row, linear_bytes(engine.model), engine.kv_bytes_per_token, rate)
-
-
-def step(engine: Engine) -> list[RequestDelta]:
-    """What the engine's next step brings; QrtError when it has failed."""
-    deltas = engine.step()
-    if failed := [delta.error for delta in deltas if delta.error]:
-        raise QrtError(f"a step failed: {failed[0]}")
-    return deltas
 
 
 def linear_bytes(model: Decoder) -> int:

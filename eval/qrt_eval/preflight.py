@@ -12,6 +12,7 @@ from qrt.cli import check_output
 from qrt.config import EngineConfig
 from qrt.engine import preflight as engine
 from qrt.errors import ConfigError
+from qrt_eval.flags import INPUT_LEN, OUTPUT_LEN
 
 
 def preflight(arguments: Namespace) -> None:
@@ -21,6 +22,8 @@ def preflight(arguments: Namespace) -> None:
     for name in ("json", "save_base"):
         if given.get(name):
             check_output(f"--{name.replace('_', '-')}", Path(given[name]))
+    if given.get("lengths") is not None:
+        longest_of(given["lengths"])
     if arguments.command == "serve":  # --model is a name there
         return
     place: dict[str, Any] = {
@@ -76,6 +79,17 @@ def lengths_of(given: dict[str, Any]) -> list[tuple[str, int]]:
     found = [("--seqlen", given["seqlen"])] if given.get("seqlen") else []
     if given["command"] == "passkey":
         found += [("--context", length) for length in given["context"] or ()]
-    if "output_len" in given and not given.get("prompts"):
-        found.append(("--input-len + --output-len:", given["input_len"] + given["output_len"]))
+    if given.get("lengths"):
+        found += [(f"--lengths {name}:", longest) for name, longest in longest_of(given["lengths"])]
+    elif "output_len" in given and not given.get("prompts"):
+        tokens = (given["input_len"] or INPUT_LEN) + (given["output_len"] or OUTPUT_LEN)
+        found.append(("--input-len + --output-len:", tokens))
     return found
+
+
+def longest_of(words: str | list[str]) -> list[tuple[str, int]]:
+    """Return most tokens of a request for each word of --lengths, as far as no tokenizer is needed."""
+    from qrt_eval.lengths import parse  # and numpy
+
+    found = [parse(word) for word in ([words] if isinstance(words, str) else words)]
+    return [(lengths.name, lengths.longest) for lengths in found if lengths]

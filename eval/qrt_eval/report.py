@@ -75,6 +75,54 @@ def latencies(results: list[Result]) -> str:
     return table(head, rows)
 
 
+def throughputs(results: list[Result]) -> str:
+    """Return a row per model, KV format and lengths, with the rate of the steady part where there is one."""
+    rows = []
+    for result in results:
+        for load in result.get("loads", ()):
+            rate = (load["window"] or load)["output_tokens_per_second"]
+            rows.append(
+                (
+                    f"{result['model']} {result['weights']}",
+                    result["kv"],
+                    load["lengths"]["name"],
+                    f"{load['running']:,}",
+                    f"{rate:,.0f}",
+                    f"{load['output_tokens_per_second']:,.0f}" if load["window"] else "",
+                    f"{100 * load['host_gap']:.2f} %" if load["host_gap"] is not None else "",
+                )
+            )
+    head = ("model", "KV", "lengths", "running", "output tokens/s", "of the whole run", "GPU waits")
+    return table(head, rows)
+
+
+def step_kinds(results: list[Result]) -> list[str]:
+    """Return a table per load without a window: what kinds of steps its time is in."""
+    head = ("count", "share", "ms each", "GPU waits ms", "host ms", "decodes", "prompt tokens")
+    tables = []
+    for result in results:
+        for load in result.get("loads", ()):
+            if load["window"] or not load["steps"]:
+                continue
+            model = f"{result['model']} {result['weights']}, KV {result['kv']}"
+            title = f"steps of {load['lengths']['name']}, {model}"
+            tables.append(table((title, *head), (_step(kind) for kind in load["steps"])))
+    return tables
+
+
+def _step(kind: Result) -> list[str]:
+    name = "with prompts" if kind["prompts"] else "decodes alone"
+    times = [f"{kind[key]:.2f}" for key in ("ms", "wait_ms", "host_ms")]
+    return [
+        f"{name}, {'recorded' if kind['recorded'] else 'kernel by kernel'}",
+        f"{kind['count']:,}",
+        f"{100 * kind['share']:.1f} %",
+        *times,
+        f"{kind['decodes']:,.0f}",
+        f"{kind['prompt_tokens']:,.0f}",
+    ]
+
+
 def sweeps(results: list[Result]) -> list[str]:
     """A table per sweep: a row per pair of weights and KV."""
     tables = []
@@ -138,7 +186,9 @@ def section(results: list[Result]) -> str:
         tables.append(perplexities(results))
     if any("rows" in result for result in results):
         tables.append(latencies(results))
-    return "\n\n".join(tables + sweeps(results) + kernels(results))
+    if any("loads" in result for result in results):
+        tables.append(throughputs(results))
+    return "\n\n".join(tables + step_kinds(results) + sweeps(results) + kernels(results))
 
 
 def describe(environment: Result) -> str:

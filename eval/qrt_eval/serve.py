@@ -7,6 +7,7 @@ tpot   (latency - ttft) / (output tokens - 1)     e2el   whole latency
 from __future__ import annotations
 
 import json
+import math
 import sys
 import urllib.error
 import urllib.request
@@ -22,10 +23,11 @@ from qrt.errors import CheckpointError, ConfigError, QrtError
 from qrt.location import tokenizer_folder
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.console import show
+from qrt_eval.lengths import Lengths, facts_of, refuse_beside_lengths, sources
 from qrt_eval.load import Load, Outcome, Prompt, chunk_times, concurrency, delays, send
 from qrt_eval.results import save
-from qrt_eval.throughput import read_prompts
 
+NUM_PROMPTS = 1000  # unless given
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 
 
@@ -37,19 +39,20 @@ def run(arguments: Namespace) -> None:
     key = arguments.api_key or ENV.api_key
     model = arguments.model or served_model(base, key)
     url = base + arguments.endpoint
-    prompts = make_prompts(arguments, model)
+    lengths, prompts = make_prompts(arguments, model)
+    most = min(len(prompts), arguments.max_concurrency or len(prompts))
     body = {
         "model": model, "temperature": arguments.temperature, "stream": True,
         "stream_options": {"include_usage": True}, "seed": arguments.seed,
     }  # fmt: skip
-    if arguments.ignore_eos:
+    if arguments.ignore_eos or arguments.lengths:
         body["ignore_eos"] = True
     print(f"{len(prompts)} requests to {url}, one to warm up", file=sys.stderr)
     first, _ = send(Load(url, prompts[:1], body, [0.0], 1, key))
     if first[0].error:
         raise QrtError(f"{url}: the first request failed: {first[0].error}")
     at = delays(len(prompts), arguments.request_rate, arguments.burstiness, arguments.seed)
-    load = Load(url, prompts, body, at, streams(arguments), key)
+    load = Load(url, prompts, body, at, most, key)
     outcomes, seconds = send(load, arguments.processes)
     result = summarize(outcomes, seconds, slos, arguments.metric_percentiles)
     about = {
@@ -60,6 +63,8 @@ def run(arguments: Namespace) -> None:
         "burstiness": arguments.burstiness,
         "max_concurrency": arguments.max_concurrency,
     }
+    if arguments.lengths:
+        about["lengths"] = facts_of(lengths, [(prompt.num_tokens, prompt.output_len) for prompt in prompts])
     detail = details(outcomes) if arguments.save_detailed else {}
     save(arguments, {**about, **result, **detail})
     print_table(about, result, arguments.metric_percentiles)
@@ -69,19 +74,17 @@ def run(arguments: Namespace) -> None:
 
 def check(arguments: Namespace) -> None:
     """ConfigError for a load that cannot be."""
-    if arguments.processes > (most := streams(arguments)):
+    if arguments.lengths:
+        refuse_beside_lengths(arguments, "prompts", "input_len")
+    most = min(arguments.num_prompts or NUM_PROMPTS, arguments.max_concurrency or math.inf)
+    if arguments.processes > most:
         raise ConfigError(
-            f"--processes {arguments.processes}: wanted 1 to {most}, as many as requests at once"
+            f"--processes: expected 1 to {most}, as many as requests at once, got {arguments.processes}"
         )
     if not arguments.base_url.startswith(("http://", "https://")):
         raise ConfigError(f"--base-url {arguments.base_url}: wanted http://HOST:PORT, or https")
     if not arguments.endpoint.startswith("/"):
         raise ConfigError(f"--endpoint {arguments.endpoint}: wanted a path such as /v1/completions")
-
-
-def streams(arguments: Namespace) -> int:
-    """Most requests at once."""
-    return min(arguments.num_prompts, arguments.max_concurrency or arguments.num_prompts)
 
 
 def served_model(base: str, key: str | None) -> str:
@@ -98,22 +101,23 @@ def served_model(base: str, key: str | None) -> str:
         ) from error
 
 
-def make_prompts(arguments: Namespace, model: str) -> list[Prompt]:
-    """`--num-prompts` of them: random tokens of `--input-len`, or those of the file `--prompts`."""
+def make_prompts(arguments: Namespace, model: str) -> tuple[Lengths, list[Prompt]]:
+    """Return where the requests come from, and `--num-prompts` of them."""
     chat = arguments.endpoint.endswith("/chat/completions")
     try:
         folder = tokenizer_folder(arguments.tokenizer or model, download_dir=arguments.download_dir)
     except CheckpointError as error:
         raise ConfigError(f"--tokenizer: needed to make prompts of a known length: {error}") from error
     tokenizer = Tokenizer(folder)
-    if arguments.prompts:
-        ids = read_prompts(arguments.prompts, tokenizer)
-    else:
-        random = np.random.default_rng(arguments.seed)
-        plain = [i for i in range(len(tokenizer.hf)) if i not in set(tokenizer.hf.all_special_ids)]
-        ids = random.choice(plain, (arguments.num_prompts, arguments.input_len)).tolist()
-    wanted = [ids[i % len(ids)] for i in range(arguments.num_prompts)]
-    return [Prompt(tokenizer.decode(row) if chat else row, len(row), arguments.output_len) for row in wanted]
+    (lengths,) = sources(arguments, [arguments.lengths] if arguments.lengths else [], lambda: tokenizer)
+    count = arguments.num_prompts or (lengths.count if arguments.lengths else None) or NUM_PROMPTS
+    special = set(tokenizer.hf.all_special_ids)
+    plain = [i for i in range(len(tokenizer.hf)) if i not in special]
+    found = []
+    for request in lengths.requests(count, arguments.seed, plain):
+        content = tokenizer.decode(request.ids) if chat else request.ids
+        found.append(Prompt(content, len(request.ids), request.output_len))
+    return lengths, found
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:

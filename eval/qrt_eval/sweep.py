@@ -29,11 +29,13 @@ from qrt_eval import kld, pareto, throughput
 from qrt_eval.console import show
 from qrt_eval.forward import CHUNK_TOKENS
 from qrt_eval.latency import random_decoder
+from qrt_eval.lengths import Fixed
 from qrt_eval.page import write_page
 from qrt_eval.partial import PartialResult
 from qrt_eval.reference import Reference
 from qrt_eval.results import checkpoint_sha256, command_facts, engine_facts, environment, write_json
 from qrt_eval.text import EvalText, load_text
+from qrt_eval.workload import in_batches
 
 GIB = 1 << 30
 UTILIZATION = EngineConfig.gpu_memory_utilization
@@ -200,7 +202,7 @@ def measure(
         kld.release()
     engine = serving_engine(sweep.arguments, weights, kv, checkpoint)
     facts = engine_facts(engine, sweep.name)
-    row = throughput.measure(engine, sweep.arguments.batch, None, sweep.arguments)
+    row = speed(engine, sweep.arguments)
     del engine
     kld.release()
     kv_bytes = facts["kv_bytes_per_token"]
@@ -214,6 +216,13 @@ def measure(
         **quality,
         **{name: row[name] for name in SPEED},
     }
+
+
+def speed(engine: Engine, arguments: Namespace) -> dict[str, Any]:
+    """Return the row of `qrt-eval throughput` for the batch."""
+    lengths = Fixed(arguments.input_len, arguments.output_len)
+    load = in_batches(engine, lengths, arguments.batch, arguments)
+    return throughput.measure(engine, load, arguments.repeats)
 
 
 def fitting(arguments: Namespace, weight_bytes: int, kv_bytes_per_token: int) -> int:

@@ -1,181 +1,207 @@
 """Offline throughput through the engine: `qrt-eval throughput`, in the key names of `vllm bench throughput`.
 
-For each batch size that many requests are kept in flight until all prompts are done; a warm-up is not
-reported, the median of the repeats is. The prefix cache is off and EOS is ignored, so every request computes
-what its lengths say.
+`--lengths` hands in all requests at once, with lengths as in real loads (see lengths.py), a row each; the
+engine is built once, for the longest. Without it, that many requests are kept in flight for each batch size
+until all prompts are done. A warm-up is not reported, the median of the repeats is. The prefix cache is off
+and EOS is ignored, so every request computes what its lengths say.
+
+Loads of IN/OUT are steady: the first requests begin in the midst of their outputs, and `window` is the part
+of the run in which as many run as can (see workload.py); the other rates are of the whole run.
 
     achieved_GBps   weights of every step and K/V of every decoded token, over the whole time
-    host_gap        share of the time between steps in which the GPU waits for the host; null on a CPU
+    host_gap        share of the time from the first step to the last in which the GPU waits between two
+    steps           the steps by kind (see qrt/engine/timeline.py); this and host_gap are null on a CPU
 """
 
 from __future__ import annotations
 
-import logging
-import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 from tqdm import tqdm
 
-from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
-from qrt.text.data.files import decoding_fault, find_files
-from qrt.text.data.json_rows import Broken
-from qrt.text.data.rows import Row, read_lines, read_rows
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.console import show
-from qrt_eval.latency import build_engine, described, linear_bytes, step
+from qrt_eval.feed import Feed, feed
+from qrt_eval.latency import build_engine, described, linear_bytes
+from qrt_eval.lengths import refuse_beside_lengths, sources
 from qrt_eval.results import engine_facts, save
+from qrt_eval.workload import Load, all_at_once, in_batches, warmup
 
-logger = logging.getLogger(__name__)
-
-WARMUP_TOKENS = 4  # decoded by each request of the warm-up
-PROMPTS_PER_SLOT = 2  # of --num-prompts, unless given: the batch is refilled once
+BATCHES = [1, 8, 32]  # unless --batch is given
+ENGINE_FLAGS = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager")
 
 
 def run(arguments: Namespace) -> None:
-    """Build the engine once, time each batch size, write the JSON, print a table."""
-    if arguments.prompts and not arguments.model:
-        raise ConfigError("--prompts: a text needs a tokenizer; give --model instead of --shape")
-    prompts = read_prompts(arguments.prompts, Tokenizer(arguments.model)) if arguments.prompts else None
-    if prompts:
-        arguments.input_len = max(map(len, prompts))
-    engine = build_engine(arguments)
-    rows = [measure(engine, batch, prompts, arguments) for batch in arguments.batch]
-    best = max(rows, key=lambda row: row["tokens_per_second"])
-    facts = engine_facts(engine, arguments.model or arguments.shape)
-    save(arguments, {**facts, "best_batch": best["batch"], "batches": rows})
-    print_table(arguments, rows)
-
-
-def read_prompts(path: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Return token ids of the prompts in a file: its lines, or the string or "prompt" of each row.
-
-    A row without a prompt is left out with a warning; ConfigError where no prompt is left.
-    """
-    if not Path(path).is_file():
-        raise ConfigError(f'--prompts {path}: no such file; give a text file or a .jsonl with "prompt" keys')
-    (file,) = find_files(Path(path)).files
-    if file.has_rows:
-        found = {row.place: _prompt(row) for row in read_rows(file)}
+    """Build the engine once, time each load, write the JSON, print the tables."""
+    settle(arguments)
+    found = sources(arguments, arguments.lengths or (), lambda: tokenizer(arguments))
+    engine = engine_for(arguments, max(lengths.longest for lengths in found))
+    if arguments.lengths:
+        loads = (all_at_once(engine, lengths, arguments) for lengths in found)
     else:
-        found = {f"line {number}": line for number, line in read_lines(file)}
-    prompts = [prompt for prompt in found.values() if prompt is not None]
-    without = [place for place, prompt in found.items() if prompt is None]
-    if not prompts:
+        loads = (in_batches(engine, found[0], batch, arguments) for batch in arguments.batch)
+    rows = [measure(engine, load, arguments.repeats) for load in loads]
+    result = engine_facts(engine, arguments.model or arguments.shape) | limits_of(engine)
+    if arguments.lengths:
+        save(arguments, {**result, "loads": rows})
+    else:
+        best = max(rows, key=lambda row: row["tokens_per_second"])
+        save(arguments, {**result, "best_batch": best["batch"], "batches": rows})
+    print_tables(arguments, rows)
+
+
+def settle(arguments: Namespace) -> None:
+    """Give flags the defaults that depend on --lengths; ConfigError for those that do not go with it."""
+    if arguments.lengths:
+        refuse_beside_lengths(arguments, "batch")
+        arguments.repeats = arguments.repeats or 1
+        return
+    for name in ("window", "max_seconds"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: expected --lengths beside it; give it, e.g. 128/128"
+            )
+    arguments.batch = arguments.batch or BATCHES
+    arguments.repeats = arguments.repeats or 3
+
+
+def tokenizer(arguments: Namespace) -> Tokenizer:
+    """Return the model's; ConfigError for a shape, which has none."""
+    if not arguments.model:
+        flag = "--prompts" if arguments.prompts else "--lengths"
+        raise ConfigError(f"{flag}: a text needs a tokenizer; give --model instead of --shape")
+    return Tokenizer(arguments.model)
+
+
+def engine_for(arguments: Namespace, longest: int) -> Engine:
+    """Build an engine for requests of up to `longest` tokens; ConfigError for a --max-model-len below it."""
+    most = arguments.max_model_len or longest
+    if most < longest:
         raise ConfigError(
-            f'--prompts {path}: holds no prompt; expected text, or rows with a "prompt" that is text'
+            f"--max-model-len: expected at least {longest}, as the longest request has, got {most}; leave it "
+            "out, or give shorter lengths"
         )
-    if without:
-        logger.warning(
-            '--prompts %s: %d of %d rows have no "prompt" that is text (%s) and are left out',
-            path, len(without), len(found), without[0],
-        )  # fmt: skip
-    return [tokenizer.encode(prompt) for prompt in prompts]
+    limits = {name: value for name in ENGINE_FLAGS if (value := getattr(arguments, name)) is not None}
+    if arguments.batch:
+        limits.setdefault("max_num_seqs", max(arguments.batch))
+    return build_engine(arguments, max_model_len=most, **limits)
 
 
-def _prompt(row: Row) -> str | None:
-    """Return the row's text, or the "prompt" of an object; None where that is not text."""
-    prompt = row.value.get("prompt") if isinstance(row.value, dict) else row.value
-    is_text = isinstance(prompt, str) and not isinstance(prompt, Broken) and not decoding_fault(prompt)
-    return prompt if is_text else None
-
-
-def measure(
-    engine: Engine, batch: int, prompts: Sequence[list[int]] | None, arguments: Namespace
-) -> dict[str, Any]:
-    """The row of one batch size."""
-    count = arguments.num_prompts or PROMPTS_PER_SLOT * batch
-    if prompts is None:
-        random = np.random.default_rng(arguments.seed)
-        vocab = engine.model.config.vocab_size
-        prompts = random.integers(0, vocab, (count, arguments.input_len)).tolist()
-    wanted = [prompts[i % len(prompts)] for i in range(count)]
-    feed(engine, wanted[:batch], batch, WARMUP_TOKENS)  # compiles kernels; not reported
-    bar = tqdm(range(arguments.repeats), unit="run", desc=f"Batch {batch}", disable=not sys.stderr.isatty())
-    runs = [feed(engine, wanted, batch, arguments.output_len) for _ in bar]
-    seconds = statistics.median_low([run.seconds for run in runs])
-    run = next(run for run in runs if run.seconds == seconds)
-    inputs = sum(map(len, wanted))
-    read = run.steps * linear_bytes(engine.model) + run.kv_tokens * engine.kv_bytes_per_token
+def limits_of(engine: Engine) -> dict[str, int]:
+    """Return what the engine may do at once."""
+    limits = engine.scheduler.limits
     return {
-        "batch": batch,
-        "elapsed_time": seconds,
-        "num_requests": count,
-        "total_num_tokens": inputs + run.output_tokens,
-        "requests_per_second": count / seconds,
-        "tokens_per_second": (inputs + run.output_tokens) / seconds,
-        "output_tokens_per_second": run.output_tokens / seconds,
-        "achieved_GBps": read / seconds / 1e9,
-        "host_gap": run.host_gap,
-        "repeats": [(inputs + run.output_tokens) / run.seconds for run in runs],
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "max_model_len": limits.max_model_len,
+        "kv_pool_tokens": engine.pool.num_slots,
     }
 
 
-@dataclass(frozen=True)
-class Feed:
-    """One pass over the prompts. `kv_tokens`: positions that decoded tokens attended, together."""
-
-    seconds: float
-    steps: int
-    output_tokens: int
-    kv_tokens: int
-    host_gap: float | None
-
-
-def feed(engine: Engine, prompts: Sequence[list[int]], batch: int, output_len: int) -> Feed:
-    """Keep `batch` requests in flight until every prompt has decoded `output_len` tokens greedily."""
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    waiting = iter(enumerate(prompts))
-    lengths: dict[str, int] = {}
-
-    def admit(most: int) -> None:
-        for index, prompt in waiting:
-            engine.add(f"feed-{index}", prompt, params)
-            lengths[f"feed-{index}"] = len(prompt)
-            if len(lengths) >= most:
-                return
-
-    timeline = engine.start_timeline() if engine.model.device.type == "cuda" else None
-    steps = outputs = kv_tokens = 0
-    started = time.perf_counter()
-    admit(batch)
-    while engine.has_work:
-        deltas = step(engine)
-        steps += bool(deltas)
-        for delta in deltas:
-            outputs += len(delta.token_ids)
-            kv_tokens += lengths[delta.request_id] * len(delta.token_ids)
-            lengths[delta.request_id] += len(delta.token_ids)
-            if delta.finish_reason:
-                del lengths[delta.request_id]
-        if len(lengths) < batch:
-            admit(batch)
-    seconds = time.perf_counter() - started
-    gap = timeline.summary()["host_gap"] if timeline else None
-    return Feed(seconds, steps, outputs, kv_tokens, gap)
+def measure(engine: Engine, load: Load, repeats: int) -> dict[str, Any]:
+    """Run a load and return the row of the repeat with the median rate."""
+    feed(engine, warmup(engine, load), load.in_flight)  # compiles kernels; not reported
+    bar = tqdm(range(repeats), unit="run", desc=load.name, disable=not sys.stderr.isatty())
+    runs = [
+        feed(engine, load.requests, load.in_flight, first=load.first, max_seconds=load.max_seconds)
+        for _ in bar
+    ]
+    if load.first and not all(run.window and run.window.seconds for run in runs):
+        raise ConfigError(
+            f"--max-seconds: expected more than {load.max_seconds:g} for {load.name}, as its first "
+            f"{load.first} requests do not all decode by then; give more, or --no-window"
+        )
+    run = sorted(runs, key=lambda run: rate(load, run))[repeats // 2]
+    return load.about | figures(engine, load, run) | {"repeats": [rate(load, run) for run in runs]}
 
 
-def print_table(arguments: Namespace, rows: Sequence[dict[str, Any]]) -> None:
-    """The rows on stdout."""
-    lengths = f"{arguments.input_len} tokens in, {arguments.output_len} out"
-    table = Table(title=f"{described(arguments)}, KV {arguments.kv}, {lengths}", title_justify="left")
-    for column in ("batch", "requests/s", "tokens/s", "output tokens/s", "spread", "GB/s", "host gap"):
+def rate(load: Load, run: Feed) -> float:
+    """Return the rate that counts: output tokens a second with --lengths, in the window if there is one;
+    all tokens of batches."""
+    if load.in_flight:
+        return (run.input_tokens + run.total.output_tokens) / run.total.seconds
+    part = run.window or run.total
+    return part.output_tokens / part.seconds
+
+
+def figures(engine: Engine, load: Load, run: Feed) -> dict[str, Any]:
+    """Return what one run took."""
+    total, window = run.total, run.window
+    read = total.steps * linear_bytes(engine.model) + total.kv_tokens * engine.kv_bytes_per_token
+    found: dict[str, Any] = {
+        "elapsed_time": total.seconds,
+        "num_requests": len(load.requests),
+        "total_num_tokens": run.input_tokens + total.output_tokens,
+        "requests_per_second": total.finished / total.seconds,
+        "tokens_per_second": (run.input_tokens + total.output_tokens) / total.seconds,
+        "output_tokens_per_second": total.output_tokens / total.seconds,
+        "achieved_GBps": read / total.seconds / 1e9,
+        "host_gap": run.timeline and run.timeline["host_gap"],
+        "steps": None,
+        "running": run.running,
+    }
+    if not load.in_flight:
+        found |= {"started": total.started, "finished": total.finished, "window": None}
+    if window:
+        per_second = window.output_tokens / window.seconds
+        found["window"] = asdict(window) | {"first": load.first, "output_tokens_per_second": per_second}
+    return found
+
+
+def print_tables(arguments: Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table of the rows, and of each row's steps by kind."""
+    what = "all requests at once"
+    if arguments.batch:
+        what = f"{arguments.input_len} tokens in, {arguments.output_len} out"
+    _show(f"{described(arguments)}, KV {arguments.kv}, {what}", [_cells(row) for row in rows])
+    for row in rows:
+        if row["steps"]:
+            name = f"batch {row['batch']}" if "batch" in row else row["lengths"]["name"]
+            _show(f"steps of {name}", [_step_cells(kind) for kind in row["steps"]])
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of a row by column."""
+    rates = {
+        "output tokens/s": f"{row['output_tokens_per_second']:,.1f}",
+        "tokens/s": f"{row['tokens_per_second']:,.1f}",
+        "requests/s": f"{row['requests_per_second']:.2f}",
+        "spread": f"{100 * (max(row['repeats']) / min(row['repeats']) - 1):.1f} %",
+    }
+    gap = {"GPU waits": "" if row["host_gap"] is None else f"{100 * row['host_gap']:.1f} %"}
+    if "batch" in row:
+        return {"batch": str(row["batch"]), **rates, "GB/s": f"{row['achieved_GBps']:,.1f}", **gap}
+    steady = f"{row['window']['output_tokens_per_second']:,.1f}" if row["window"] else ""
+    counts = {"requests": f"{row['num_requests']:,}", "running": f"{row['running']:,}"}
+    return {"lengths": row["lengths"]["name"], **counts, "steady output tokens/s": steady, **rates, **gap}
+
+
+def _step_cells(kind: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of a kind of step by column."""
+    return {
+        "steps": f"{'with prompts' if kind['prompts'] else 'decodes'}, "
+        + ("recorded" if kind["recorded"] else "launched"),
+        "count": f"{kind['count']:,}",
+        "share": f"{100 * kind['share']:.1f} %",
+        "ms each": f"{kind['ms']:.2f}",
+        "GPU waits ms": f"{kind['wait_ms']:.2f}",
+        "host ms": f"{kind['host_ms']:.2f}",
+        "decodes": f"{kind['decodes']:,.1f}",
+        "prompt tokens": f"{kind['prompt_tokens']:,.1f}",
+    }
+
+
+def _show(title: str, rows: Sequence[dict[str, str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in rows[0]:
         table.add_column(column, justify="right")
     for row in rows:
-        spread = (max(row["repeats"]) - min(row["repeats"])) / row["tokens_per_second"]
-        gap = "" if row["host_gap"] is None else f"{100 * row['host_gap']:.1f} %"
-        rates = (f"{row[key]:,.1f}" for key in ("tokens_per_second", "output_tokens_per_second"))
-        table.add_row(
-            str(row["batch"]), f"{row['requests_per_second']:.2f}", *rates, f"{100 * spread:.1f} %",
-            f"{row['achieved_GBps']:,.1f}", gap,
-        )  # fmt: skip
+        table.add_row(*row.values())
     show(table)

@@ -78,6 +78,20 @@ def test_timings_are_compared_by_their_repeats():
     assert change.verdict == "worse"
 
 
+def test_rates_of_lengths_are_those_of_the_window_where_there_is_one():
+    def loads(whole, steady):
+        window = {"output_tokens_per_second": steady}
+        rows = [
+            {"lengths": {"name": "9/6"}, "output_tokens_per_second": whole, "window": window, "repeats": [1]}
+        ]
+        rows += [{**rows[0], "lengths": {"name": "sharegpt"}, "window": None}]
+        return {"command": "throughput", "loads": rows, "environment": WHERE}
+
+    fixed, sharegpt = compare(loads(100, 150), loads(200, 100), 2)
+    assert (fixed.name, fixed.verdict) == ("9/6: output tokens/s", "worse")
+    assert (sharegpt.name, sharegpt.verdict) == ("sharegpt: output tokens/s", "better")
+
+
 def test_found_keys_are_compared_by_their_number():
     """Of 4 trials the standard error of a half is a quarter: 1 of 4 is no change, 4 of 4 from none is one."""
 

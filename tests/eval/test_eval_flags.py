@@ -40,7 +40,7 @@ def test_several_values_are_words_or_have_commas():
     lists = {"--kv": "int8 int4", "--batch": "1 8", "--context": "512 1024", "--weights": "16 w8a8",
              "--depth": "0 0.5", "--tasks": "a b", "--metric-percentiles": "50 99", "--tokens": "1 64",
              "--decode": "1x64 2x64", "--prefill": "64x0 64x64", "--op": "linear decode",
-             "--tune": "llama-3-8b qwen3-8b"}  # fmt: skip
+             "--tune": "llama-3-8b qwen3-8b", "--lengths": "sharegpt 128/128"}  # fmt: skip
     files = {"--model", "--checkpoint", "--goodput"}  # names may have commas; objectives are as vLLM's
     needed = dict.fromkeys(("kld", "passkey", "sweep", "latency", "throughput"), "--model x")
     needed["lm"] = "--model x --tasks x"
@@ -98,6 +98,22 @@ WRONG = [
     ("sweep --shape tiny", 2, "--shape: invalid choice: 'tiny'"),
     ("latency --model tiny --input-len 2048", 1, "--input-len + --output-len: 2112: expected at most 2048"),
     ("throughput --model tiny --batch 0", 2, "--batch: got '0', wanted an integer of at least 1"),
+    (
+        "throughput --model tiny --lengths 9/9 no/such",
+        1,
+        "--lengths: expected sharegpt, long, IN/OUT such as",
+    ),
+    (
+        "throughput --model tiny --lengths sharegpt,2000/49",
+        1,
+        "2049: expected at most 2048, the context of tiny",
+    ),
+    ("throughput --model tiny --gpu-memory-utilization 1.5", 2, "wanted a number above 0 and at most 1"),
+    (
+        "serve --lengths 5x5",
+        1,
+        "--lengths: expected sharegpt, long, IN/OUT such as 1000/1000, or a file, got",
+    ),
     ("serve --request-rate 0", 2, "--request-rate: got '0', wanted a number above 0, or inf"),
     ("serve --metric-percentiles 100", 2, "wanted a number between 0 and 100"),
     ("serve --temperature nan", 2, "--temperature: got 'nan', wanted a number of at least 0"),

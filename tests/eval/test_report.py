@@ -45,6 +45,26 @@ def test_a_folder_without_results_is_named(tmp_path, capsys):
         assert shown.out == "" and shown.err.startswith(f"error: {folder}: no result files")
 
 
+def test_loads_show_the_steady_rate_and_the_kinds_of_steps():
+    kind = {"prompts": False, "recorded": True, "count": 1061, "share": 0.4, "ms": 4.6, "wait_ms": 0.1,
+            "host_ms": 0.5, "decodes": 88.2, "prompt_tokens": 0.0}  # fmt: skip
+    steady = {"lengths": {"name": "9/6"}, "running": 2048, "output_tokens_per_second": 100.0,
+              "window": {"output_tokens_per_second": 20100.0}, "host_gap": 0.01, "steps": [kind]}  # fmt: skip
+    whole = {**steady, "lengths": {"name": "sharegpt"}, "window": None}
+    on_cpu = {**whole, "steps": None, "host_gap": None}
+    results = [{"model": "m", "weights": "w8a8", "kv": "int4", "loads": [steady, whole, on_cpu]}]
+    assert report.throughputs(results).splitlines()[2:] == [
+        "| m w8a8 | int4 | 9/6 | 2,048 | 20,100 | 100 | 1.00 % |",
+        "| m w8a8 | int4 | sharegpt | 2,048 | 100 |  | 1.00 % |",
+        "| m w8a8 | int4 | sharegpt | 2,048 | 100 |  |  |",
+    ]
+    (table,) = report.step_kinds(results)
+    assert table.startswith("| steps of sharegpt, m w8a8, KV int4 | count |")
+    assert table.splitlines()[2] == (
+        "| decodes alone, recorded | 1,061 | 40.0 % | 4.60 | 0.10 | 0.50 | 88 | 0 |"
+    )
+
+
 def test_kernels_show_the_sum_of_a_layers_products_and_every_other_operator():
     def cell(op, what, at, us):
         return {"op": op, "what": what, "at": at, "us": us, "floor_us": us / 4}

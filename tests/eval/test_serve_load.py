@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from schema import checked
 
-from qrt_eval import load, serve
+from qrt_eval import lengths, load, serve
 from qrt_eval.cli import main
 
 
@@ -107,6 +107,36 @@ def test_chat_sends_text_and_concurrency_is_bounded():
     assert isinstance(body["messages"][0]["content"], str)
 
 
+def test_lengths_are_those_of_throughput(tmp_path):
+    """The same seed gives the same lengths; each request asks for its own output, whatever tokens come."""
+    with Server() as server:
+        asked = ["serve", "--base-url", server.url, "--tokenizer", "tiny", "--lengths", "sharegpt"]
+        flags = ["--num-prompts", "5", "--seed", "3", "--json", str(tmp_path / "s.json")]
+        assert main([*asked, *flags]) == 0
+    result = checked(tmp_path / "s.json")
+    bodies = [body for _, body, _ in server.bodies[1:]]
+    sent = sorted((len(body["prompt"]), body["max_tokens"]) for body in bodies)
+    drawn = [(len(r.ids), r.output_len) for r in lengths.ShareGPT().requests(5, 3, 4096)]
+    assert sent == sorted(drawn) and all(body["ignore_eos"] is True for body in bodies)
+    assert result["total_output_tokens"] == sum(out for _, out in drawn)
+    assert result["total_input_tokens"] == sum(size for size, _ in drawn)
+    assert (
+        result["lengths"]["name"] == "sharegpt" and result["lengths"]["input_mu"] == lengths.ShareGPT.INPUT_MU
+    )
+    assert result["lengths"]["mean_output_len"] == pytest.approx(np.mean([out for _, out in drawn]))
+
+
+@pytest.mark.parametrize("words, count", [("--lengths {file}", 2), ("--lengths {file} --num-prompts 3", 3)])
+def test_a_file_has_as_many_requests_as_rows(words, count, tmp_path):
+    file = tmp_path / "lengths.jsonl"
+    file.write_text('{"input_len": 4, "output_len": 2}\n{"input_len": 8, "output_len": 3}\n')
+    with Server() as server:
+        given = words.format(file=file).split()
+        assert main(["serve", "--base-url", server.url, "--tokenizer", "tiny", *given]) == 0
+    sent = [(len(body["prompt"]), body["max_tokens"]) for _, body, _ in server.bodies[1:]]
+    assert sorted(sent) == sorted([(4, 2), (8, 3), (4, 2)][:count])
+
+
 def test_several_processes_send_one_load():
     """Every request once, outcomes in the order of the prompts, the bound is that of all together."""
     prompts = [load.Prompt([1] * size, size, 2) for size in range(1, 8)]
@@ -202,7 +232,11 @@ def test_a_server_that_refuses_or_is_not_there(capsys):
         ("--goodput itl:5", "ttft, tpot, e2el"),
         ("--base-url localhost:8000", "--base-url localhost:8000: wanted http://HOST:PORT"),
         ("--endpoint v1/completions", "--endpoint v1/completions: wanted a path such as"),
-        ("--max-concurrency 2 --processes 3", "--processes 3: wanted 1 to 2"),
+        (
+            "--max-concurrency 2 --processes 3",
+            "--processes: expected 1 to 2, as many as requests at once, got 3",
+        ),
+        ("--num-prompts 3 --processes 4", "--processes: expected 1 to 3"),
         ("--model nowhere", "nowhere: no such folder; give a checkpoint folder, ORG/NAME"),
     ],
 )

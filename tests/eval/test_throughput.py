@@ -1,16 +1,15 @@
-"""`qrt-eval throughput`: counts against what was asked for, prompts of files."""
+"""`qrt-eval throughput`: counts against what was asked for, and what its tables show."""
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
 from schema import checked
 
-from qrt import LLM
-from qrt.errors import ConfigError
-from qrt.text.tokenizer import Tokenizer
 from qrt_eval import throughput
-from qrt_eval.cli import main
+from qrt_eval.cli import main, parser
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.mark.model
@@ -37,68 +36,105 @@ def test_rows_count_what_was_asked_for(tmp_path):
 
 
 @pytest.mark.model
-def test_no_more_requests_than_the_batch_are_in_flight_and_reads_are_counted():
-    engine = LLM("tiny", enable_prefix_caching=False).engine
-    most, add = [], engine.add
-
-    def counted(*args, **options):
-        add(*args, **options)
-        scheduler = engine.scheduler
-        most.append(len(scheduler.running) + len(scheduler.waiting))
-
-    engine.add = counted
-    run = throughput.feed(engine, [[5, 6, 7]] * 5, 2, 4)
-    assert max(most) <= 2 and len(most) == 5 and run.output_tokens == 20
-    # each output token is drawn after attending the prompt and the outputs before it
-    assert run.kv_tokens == 5 * (3 + 4 + 5 + 6)
-    assert 3 * 4 <= run.steps <= 5 * 4
-
-
-def test_prompts_of_files(tmp_path):
-    tokenizer = Tokenizer("tiny")
-    (tmp_path / "a.txt").write_text("one line\n\nand another\n")
-    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "one line"}) + "\n")
-    first, second = throughput.read_prompts(str(tmp_path / "a.txt"), tokenizer)
-    assert throughput.read_prompts(str(tmp_path / "b.jsonl"), tokenizer) == [first]
-    assert tokenizer.decode(second) == "and another"
-    (tmp_path / "f.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "one line"}\r\n')
-    assert throughput.read_prompts(str(tmp_path / "f.jsonl"), tokenizer) == [first]
-    odd = "two\u2028lines\x85of\x0bone\x0cprompt"
-    (tmp_path / "g.jsonl").write_text(json.dumps({"prompt": odd}, ensure_ascii=False))
-    assert throughput.read_prompts(str(tmp_path / "g.jsonl"), tokenizer) == [tokenizer.encode(odd)]
-    for name, content, message in (
-        ("c.jsonl", b'{"text": 1}', 'holds no prompt; expected text, or rows with a "prompt" that is text'),
-        ("d.jsonl", b"{", "none of its 1 lines is JSON"),
-        ("e.txt", b"\n", "holds no prompt"),
-        ("h.jsonl", b'\n{"prompt": 5}', "holds no prompt"),
-        ("i.txt", b"caf\xe9", "not UTF-8 text .* in line 1"),
-        ("j.pdf", b"words", r"expected text .*, got \.pdf"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ConfigError, match=f"{name}.*{message}"):
-            throughput.read_prompts(str(tmp_path / name), tokenizer)
-    with pytest.raises(ConfigError, match="no such file"):
-        throughput.read_prompts(str(tmp_path / "none"), tokenizer)
+def test_lengths_have_a_row_each(tmp_path, capsys):
+    """Fixed lengths have a window, in which as many requests begin and end; a file's rows are as given."""
+    out, file = tmp_path / "t.json", tmp_path / "lengths.jsonl"
+    file.write_text('{"input_len": 4, "output_len": 2}\n{"input_len": 8, "output_len": 3}\n')
+    words = f"throughput --model tiny --max-num-seqs 3 --lengths 9/6,5/4 {file} --json {out}"
+    assert main(words.split()) == 0
+    result = checked(out)
+    assert (result["max_num_seqs"], result["max_model_len"]) == (3, 15)
+    assert result["max_num_batched_tokens"] == 8192
+    for row, (inputs, outputs) in zip(result["loads"][:2], ((9, 6), (5, 4)), strict=True):
+        lengths, window = row["lengths"], row["window"]
+        assert (lengths["distribution"], lengths["input_len"], lengths["output_len"]) == (
+            "fixed",
+            inputs,
+            outputs,
+        )
+        assert (lengths["mean_input_len"], lengths["mean_output_len"]) == (inputs, outputs)
+        assert row["num_requests"] == row["finished"] == 9 and row["running"] == window["first"] == 3
+        assert row["total_num_tokens"] == 9 * (inputs + outputs)  # what is begun is in the prompt
+        assert window["started"] == 6 and window["output_tokens"] == pytest.approx(
+            6 * outputs, abs=2 * outputs
+        )
+        assert row["repeats"] == [window["output_tokens_per_second"]]
+        assert window["output_tokens_per_second"] == window["output_tokens"] / window["seconds"]
+        assert row["output_tokens_per_second"] * row["elapsed_time"] < 9 * outputs
+    row = result["loads"][2]
+    assert row["lengths"]["name"] == str(file) and row["num_requests"] == 2 and row["window"] is None
+    assert row["total_num_tokens"] == 4 + 2 + 8 + 3
+    assert row["output_tokens_per_second"] == pytest.approx(5 / row["elapsed_time"])
+    shown = capsys.readouterr().out
+    assert "9/6" in shown and "5/4" in shown and "running" in shown
 
 
-def test_prompts_of_rows_in_any_kind_of_file(tmp_path, caplog):
-    """A row without a prompt is left out and counted."""
-    tokenizer = Tokenizer("tiny")
-    wanted = [tokenizer.encode("one line"), tokenizer.encode("and another")]
-    rows = [{"prompt": "one line"}, {"prompt": None}, {"prompt": "\ud83d"}, {"prompt": "and another"}]
-    (tmp_path / "a.JSONL").write_text("\n".join([*map(json.dumps, rows), "{"]))
-    assert throughput.read_prompts(str(tmp_path / "a.JSONL"), tokenizer) == wanted
-    (warning,) = caplog.messages
-    assert '3 of 5 rows have no "prompt" that is text (row 2 of a.JSONL) and are left out' in warning
-    (tmp_path / "b.csv").write_text("id,prompt\n1,one line\n2,and another\n")
-    assert throughput.read_prompts(str(tmp_path / "b.csv"), tokenizer) == wanted
-    (tmp_path / "c.json").write_text('["one line", "and another"]')
-    assert throughput.read_prompts(str(tmp_path / "c.json"), tokenizer) == wanted
+@pytest.mark.model
+def test_prompts_of_a_file_come_all_at_once(tmp_path):
+    out, file = tmp_path / "t.json", tmp_path / "prompts.txt"
+    file.write_text("one line\nand another\n")
+    words = (
+        f"throughput --model tiny --lengths {file} --output-len 3 --num-prompts 5 --no-window --json {out}"
+    )
+    assert main(words.split()) == 0
+    (row,) = checked(out)["loads"]
+    assert row["lengths"]["distribution"] == "prompts" and row["lengths"]["rows"] == 2
+    assert row["finished"] == row["num_requests"] == 5 and row["lengths"]["mean_output_len"] == 3
 
 
-def test_a_text_needs_a_tokenizer(capsys):
-    assert main("throughput --shape llama-3-8b --prompts x".split()) == 1
-    assert "--model instead of --shape" in capsys.readouterr().err
+def test_steps_are_shown_by_kind(capsys):
+    kind = {"prompts": True, "recorded": False, "count": 221, "share": 0.6, "ms": 52.5, "wait_ms": 0.25,
+            "host_ms": 48.0, "decodes": 248.0, "prompt_tokens": 818.0}  # fmt: skip
+    row = {"lengths": {"name": "sharegpt"}, "num_requests": 1000, "running": 256, "window": None,
+           "output_tokens_per_second": 12105.0, "tokens_per_second": 25000.0, "requests_per_second": 60.0,
+           "repeats": [12105.0], "host_gap": 0.031, "steps": [kind]}  # fmt: skip
+    asked = parser().parse_args(["throughput", "--shape", "llama-3-8b", "--lengths", "sharegpt"])
+    asked.weights = "w8a8"
+    throughput.print_tables(asked, [row])
+    shown = capsys.readouterr().out
+    assert "12,105.0" in shown and "3.1 %" in shown
+    (line,) = [line for line in shown.splitlines() if "with prompts, launched" in line]
+    assert [cell.strip() for cell in line.strip("│").split("│")[1:]] == [
+        "221", "60.0 %", "52.50", "0.25", "48.00", "248.0", "818.0"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "--shape llama-3-8b --prompts x",
+            "--prompts: a text needs a tokenizer; give --model instead of --shape",
+        ),
+        (f"--shape llama-3-8b --lengths {README}", "--lengths: a text needs a tokenizer; give --model"),
+        ("--model tiny --lengths 9/6 --batch 3", "--batch: expected --lengths or --batch, got both"),
+        (
+            "--model tiny --lengths 9/6 --output-len 3",
+            "--output-len: expected a file of prompts in --lengths",
+        ),
+        ("--model tiny --window", "--window: expected --lengths beside it"),
+        ("--model tiny --max-seconds 3", "--max-seconds: expected --lengths beside it"),
+        (
+            "--model tiny --lengths 9/6 --max-model-len 14",
+            "--max-model-len: expected at least 15, as the longest",
+        ),
+        (
+            "--model tiny --lengths 9/6 --num-prompts 7 --max-num-seqs 4",
+            "expected at least 8 for 9/6, twice the 4",
+        ),
+        (
+            "--model tiny --lengths 2000/49",
+            "--lengths 2000/49: 2049: expected at most 2048, the context of tiny",
+        ),
+        (
+            "--model tiny --lengths 90/60 --max-num-seqs 2 --max-seconds 1e-9",
+            "--max-seconds: expected more than",
+        ),
+    ],
+)
+def test_what_does_not_go_together(words, message, capsys):
+    assert main(["throughput", *words.split()]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

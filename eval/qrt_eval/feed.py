@@ -1,0 +1,137 @@
+"""Feed requests to an engine as fast as it takes them, and count what it does."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from qrt.config import SamplingParams
+from qrt.engine.engine import Engine
+from qrt.engine.output import RequestDelta
+from qrt.errors import QrtError
+from qrt_eval.lengths import Request
+
+
+@dataclass
+class Tally:
+    """What a run, or a part of it, has done.
+
+    started     requests that no longer wait
+    kv_tokens   positions that decoded tokens attended, together
+    """
+
+    seconds: float = 0.0
+    steps: int = 0
+    started: int = 0
+    finished: int = 0
+    output_tokens: int = 0
+    kv_tokens: int = 0
+
+    def since(self, before: Tally) -> Tally:
+        """Return what was done after `before`."""
+        return Tally(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One pass over requests.
+
+    input_tokens   of all that were started
+    running        most requests that ran at once
+    window         the steady part; None where none was asked for, or it never began
+    timeline       the summary of the steps' `Timeline`; None on a CPU
+    """
+
+    total: Tally
+    input_tokens: int
+    running: int
+    window: Tally | None
+    timeline: dict[str, Any] | None
+
+
+def feed(
+    engine: Engine,
+    requests: Sequence[Request],
+    in_flight: int | None = None,
+    *,
+    first: int = 0,
+    max_seconds: float = math.inf,
+) -> Feed:
+    """Run requests greedily to their lengths, `in_flight` handed in at once (None: all).
+
+    The window of a steady load lasts from the step after which each of the `first` requests has decoded to
+    the one after which none waits. After `max_seconds` what is left is dropped.
+    """
+    waiting, lengths = iter(enumerate(requests)), dict[str, int]()
+    unheard = {_name(index) for index in range(first)}
+    begin: Tally | None = None
+    end: Tally | None = None
+    tally, running = Tally(), 0
+    timeline = engine.start_timeline() if engine.model.device.type == "cuda" else None
+    began = time.perf_counter()
+    added = _add(engine, waiting, lengths, in_flight)
+    while engine.has_work:
+        deltas, finished = step(engine), tally.finished
+        _count(tally, deltas, lengths)
+        running = max(running, len(engine.scheduler.running) + tally.finished - finished)
+        added += _add(engine, waiting, lengths, in_flight)
+        tally.started = added - len(engine.scheduler.waiting)
+        tally.seconds = time.perf_counter() - began
+        if unheard:
+            unheard.difference_update(delta.request_id for delta in deltas)
+            begin = None if unheard else replace(tally)
+        elif begin and not end and not engine.scheduler.waiting:
+            end = replace(tally)
+        if tally.seconds > max_seconds:
+            engine.clear()
+            break
+    window = (end or tally).since(begin) if begin else None
+    inputs = sum(len(request.ids) for request in requests[: tally.started])
+    return Feed(tally, inputs, running, window, timeline.summary() if timeline else None)
+
+
+def step(engine: Engine) -> list[RequestDelta]:
+    """Run the engine's next step and return what it brings; QrtError when it has failed."""
+    deltas = engine.step()
+    if failed := [delta.error for delta in deltas if delta.error]:
+        raise QrtError(f"a step failed: {failed[0]}")
+    return deltas
+
+
+def _add(
+    engine: Engine, waiting: Iterator[tuple[int, Request]], lengths: dict[str, int], in_flight: int | None
+) -> int:
+    """Hand in requests until `in_flight` are there; return how many."""
+    count = len(lengths)
+    room = None if in_flight is None else in_flight - count
+    for index, request in islice(waiting, room):
+        engine.add(_name(index), request.ids, _greedy(request.output_len))
+        lengths[_name(index)] = len(request.ids)
+    return len(lengths) - count
+
+
+def _count(tally: Tally, deltas: Sequence[RequestDelta], lengths: dict[str, int]) -> None:
+    """Add what a step brought; `lengths` of the requests in flight grow with it."""
+    tally.steps += bool(deltas)
+    for delta in deltas:
+        count = len(delta.token_ids)
+        tally.output_tokens += count
+        tally.kv_tokens += lengths[delta.request_id] * count
+        lengths[delta.request_id] += count
+        if delta.finish_reason:
+            tally.finished += 1
+            del lengths[delta.request_id]
+
+
+def _name(index: int) -> str:
+    return f"feed-{index}"
+
+
+@cache
+def _greedy(output_len: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)

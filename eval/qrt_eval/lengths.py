@@ -1,0 +1,245 @@
+"""Lengths of a load's requests, and the requests themselves: what `qrt-eval throughput` and `serve` send.
+
+    sharegpt   1,000 requests as in ShareGPT: input and output lognormal with sigma 1.0, mu 4.8863 and 4.8537,
+               clipped to 8 and 1,024; their means are then 207 and 201
+    long       64 requests of 8,000 to 24,000 tokens, all equally likely, and 256 out
+    IN/OUT     all alike, e.g. 1000/1000
+    FILE       a row for each request with its "input_len" and "output_len"; or prompts, a line or row each
+
+The same seed gives the same lengths to every command and model.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qrt.errors import ConfigError
+from qrt.text.data.rows import Row, read_rows
+from qrt.text.tokenizer import Tokenizer
+from qrt_eval.flags import INPUT_LEN, OUTPUT_LEN
+from qrt_eval.prompts import open_file, read_prompts
+
+FIXED = re.compile(r"([1-9]\d{0,6})/([1-9]\d{0,6})")
+WORDS = ("sharegpt", "long")
+EXPECTED = f"{', '.join(WORDS)}, IN/OUT such as 1000/1000, or a file"
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The ids of a prompt, and how many tokens to decode."""
+
+    ids: list[int]
+    output_len: int
+
+
+class Lengths(ABC):
+    """Where lengths come from. `name` is the word of the command line."""
+
+    name: str
+    count: int | None = None  # requests, unless the user says how many
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+
+    @abstractmethod
+    def draw(self, count: int, random: np.random.Generator) -> Ints:
+        """Return input and output lengths, int64 [count, 2]."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return `distribution` and its parameters, for a result file."""
+
+    def requests(self, count: int, seed: int, vocab: int | Sequence[int]) -> list[Request]:
+        """Return `count` requests of random tokens: ids below `vocab`, or of those it lists."""
+        random = np.random.default_rng(seed)
+        pairs = self.draw(count, random)
+        ids = random.choice(vocab, pairs[:, 0].sum())
+        parts = np.split(ids, pairs[:-1, 0].cumsum())
+        return [Request(part.tolist(), out) for part, out in zip(parts, pairs[:, 1].tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Fixed(Lengths):
+    """All requests are alike."""
+
+    input_len: int
+    output_len: int
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{self.input_len}/{self.output_len}"
+
+    @property
+    def longest(self) -> int:
+        return self.input_len + self.output_len
+
+    def draw(self, count: int, random: np.random.Generator) -> Ints:
+        return np.full((count, 2), (self.input_len, self.output_len), np.int64)
+
+    def facts(self) -> dict[str, Any]:
+        return {"distribution": "fixed", "input_len": self.input_len, "output_len": self.output_len}
+
+
+class ShareGPT(Lengths):
+    """Lognormal lengths, clipped. The means after clipping, 207 in and 201 out, are those of ShareGPT."""
+
+    name, count = "sharegpt", 1000
+    SIGMA, INPUT_MU, OUTPUT_MU = 1.0, 4.8863, 4.8537
+    SHORTEST, LONGEST = 8, 1024
+
+    @property
+    def longest(self) -> int:
+        return 2 * self.LONGEST
+
+    def draw(self, count: int, random: np.random.Generator) -> Ints:
+        drawn = random.lognormal((self.INPUT_MU, self.OUTPUT_MU), self.SIGMA, (count, 2))
+        return drawn.round().clip(self.SHORTEST, self.LONGEST).astype(np.int64)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "distribution": "lognormal", "sigma": self.SIGMA, "input_mu": self.INPUT_MU,
+            "output_mu": self.OUTPUT_MU, "shortest": self.SHORTEST, "longest": self.LONGEST,
+        }  # fmt: skip
+
+
+class Long(Lengths):
+    """Long prompts of uniform lengths, and short answers."""
+
+    name, count = "long", 64
+    SHORTEST, LONGEST, OUTPUT = 8000, 24000, 256
+
+    @property
+    def longest(self) -> int:
+        return self.LONGEST + self.OUTPUT
+
+    def draw(self, count: int, random: np.random.Generator) -> Ints:
+        inputs = random.integers(self.SHORTEST, self.LONGEST, count, endpoint=True)
+        return np.stack((inputs, np.full(count, self.OUTPUT)), 1)
+
+    def facts(self) -> dict[str, Any]:
+        inputs = {"shortest_input": self.SHORTEST, "longest_input": self.LONGEST}
+        return {"distribution": "uniform", **inputs, "output_len": self.OUTPUT}
+
+
+class Listed(Lengths):
+    """The lengths of a file's rows, in their order and from the first again."""
+
+    def __init__(self, name: str, pairs: Sequence[tuple[int, int]]) -> None:
+        self.name, self.count = name, len(pairs)
+        self._pairs = np.array(pairs, np.int64)
+
+    @property
+    def longest(self) -> int:
+        return int(self._pairs.sum(1).max())
+
+    def draw(self, count: int, random: np.random.Generator) -> Ints:
+        return np.resize(self._pairs, (count, 2))
+
+    def facts(self) -> dict[str, Any]:
+        return {"distribution": "listed", "rows": len(self._pairs)}
+
+
+class Texts(Lengths):
+    """Given prompts, in their order and from the first again, each with the same output length."""
+
+    def __init__(self, name: str, prompts: Sequence[list[int]], output_len: int) -> None:
+        self.name, self.count = name, len(prompts)
+        self._prompts, self._output_len = prompts, output_len
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self._prompts)) + self._output_len
+
+    def draw(self, count: int, random: np.random.Generator) -> Ints:
+        return np.array([(len(ids), self._output_len) for ids in islice(cycle(self._prompts), count)])
+
+    def facts(self) -> dict[str, Any]:
+        return {"distribution": "prompts", "rows": len(self._prompts), "output_len": self._output_len}
+
+    def requests(self, count: int, seed: int, vocab: int | Sequence[int]) -> list[Request]:
+        return [Request(ids, self._output_len) for ids in islice(cycle(self._prompts), count)]
+
+
+def parse(word: str) -> Lengths | None:
+    """Return the lengths that `--lengths WORD` names; None where it is a file of prompts.
+
+    ConfigError where it is none of `EXPECTED`, or a row of the file is not as the first one.
+    """
+    if word in WORDS:
+        return ShareGPT() if word == "sharegpt" else Long()
+    if match := FIXED.fullmatch(word):
+        return Fixed(int(match[1]), int(match[2]))
+    if not Path(word).is_file():
+        raise ConfigError(f"--lengths: expected {EXPECTED}, got {word!r}")
+    file = open_file("--lengths", word)
+    rows = iter(read_rows(file)) if file.has_rows else iter(())
+    first = next(rows, None)
+    if first is None or not isinstance(first.value, dict) or "input_len" not in first.value:
+        return None
+    return Listed(word, [_pair(first), *map(_pair, rows)])
+
+
+def sources(arguments: Namespace, words: Sequence[str], tokenizer: Callable[[], Tokenizer]) -> list[Lengths]:
+    """Return where the requests come from: one for each word of --lengths, or one that the other flags name.
+
+    Gives --input-len and --output-len their defaults. ConfigError for flags that do not go together.
+    """
+    if words:
+        refuse_beside_lengths(arguments, "prompts", "input_len")
+        size = arguments.output_len or OUTPUT_LEN
+        found = [parse(word) or _texts("--lengths", word, tokenizer(), size) for word in words]
+        if arguments.output_len and not any(isinstance(lengths, Texts) for lengths in found):
+            raise ConfigError("--output-len: expected a file of prompts in --lengths, got none; leave it out")
+        return found
+    arguments.input_len = arguments.input_len or INPUT_LEN
+    arguments.output_len = arguments.output_len or OUTPUT_LEN
+    if arguments.prompts:
+        return [_texts("--prompts", arguments.prompts, tokenizer(), arguments.output_len)]
+    return [Fixed(arguments.input_len, arguments.output_len)]
+
+
+def facts_of(lengths: Lengths, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return what a result file says of the lengths, and of those that were drawn from them."""
+    inputs, outputs = np.mean(pairs, 0).tolist()
+    return {"name": lengths.name, **lengths.facts(), "mean_input_len": inputs, "mean_output_len": outputs}
+
+
+def refuse_beside_lengths(arguments: Namespace, *names: str) -> None:
+    """ConfigError for flags that say otherwise what --lengths says."""
+    for name in names:
+        if getattr(arguments, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag}: expected --lengths or {flag}, got both; leave one out")
+
+
+def _texts(flag: str, path: str, tokenizer: Tokenizer, output_len: int) -> Texts:
+    return Texts(path, read_prompts(flag, path, tokenizer), output_len)
+
+
+def _pair(row: Row) -> tuple[int, int]:
+    """Return the lengths of a row."""
+    found = []
+    for key in ("input_len", "output_len"):
+        value = row.value.get(key) if isinstance(row.value, dict) else None
+        if isinstance(value, str) and value.isdecimal():  # CSV has no numbers
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(
+                f"--lengths: {row.place}: expected {key} of at least 1, got {value!r}; correct the row, or "
+                'leave "input_len" out of all rows and give prompts'
+            )
+        found.append(value)
+    return found[0], found[1]

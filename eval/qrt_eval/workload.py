@@ -1,0 +1,116 @@
+"""Loads for an engine: which requests `qrt-eval throughput` hands in, and how many at once.
+
+A steady load is one that has always been running: the first requests, as many as run at once, are each in
+the midst of its output, some share of it done, evenly spread (the tokens done are part of the prompt). So
+requests end and begin evenly, contexts are as long as they are on average, and nothing runs in waves.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qrt.engine.engine import Engine
+from qrt.errors import ConfigError
+from qrt_eval.lengths import Fixed, Lengths, Request, facts_of
+
+WARMUP_TOKENS = 4  # decoded by each request of the warm-up
+WARMUP_PROMPT_TOKENS = 2**18  # most tokens of all its prompts together
+PROMPTS_PER_SLOT = 2  # of --num-prompts, unless given: the batch is refilled once
+WAVES = 3  # requests of an IN/OUT load for each that runs at once, unless --num-prompts is given
+STEADY_SECONDS = 90.0  # of a steady load, unless --max-seconds is given
+FULL = 0.95  # share of the pool that a steady load's first requests take; the engine keeps some of it free
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests, and how they are handed in.
+
+    about         what the row says of it: its batch size or its lengths
+    in_flight     at once; None: all
+    first         requests that begin in their midst, for a steady load; 0: none
+    max_seconds   after which the rest is dropped
+    """
+
+    about: dict[str, Any]
+    requests: Sequence[Request]
+    in_flight: int | None = None
+    first: int = 0
+    max_seconds: float = math.inf
+
+    @property
+    def name(self) -> str:
+        return f"batch {self.in_flight}" if self.in_flight else str(self.about["lengths"]["name"])
+
+
+def in_batches(engine: Engine, lengths: Lengths, batch: int, arguments: Namespace) -> Load:
+    """Return the load that keeps `batch` requests in flight."""
+    count = arguments.num_prompts or PROMPTS_PER_SLOT * batch
+    return Load(
+        {"batch": batch}, lengths.requests(count, arguments.seed, engine.model.config.vocab_size), batch
+    )
+
+
+def all_at_once(engine: Engine, lengths: Lengths, arguments: Namespace) -> Load:
+    """Return the load that hands in all requests at once, a steady one where a window is asked for.
+
+    ConfigError where fewer come than twice those that run in a steady load.
+    """
+    seed, vocab = arguments.seed, engine.model.config.vocab_size
+    steady = isinstance(lengths, Fixed) if arguments.window is None else arguments.window
+    inputs, outputs = lengths.draw(lengths.count or 1, np.random.default_rng(seed)).mean(0)
+    at_once = running_at_once(engine, inputs, outputs)
+    count = arguments.num_prompts or lengths.count or WAVES * at_once
+    if steady and count < 2 * at_once:
+        raise ConfigError(
+            f"--num-prompts: expected at least {2 * at_once} for {lengths.name}, twice the {at_once} that "
+            f"run at once, got {count}; give more, a smaller --max-num-seqs, or --no-window"
+        )
+    requests = lengths.requests(count, seed, vocab)
+    about = facts_of(lengths, [(len(request.ids), request.output_len) for request in requests])
+    seconds = arguments.max_seconds or (STEADY_SECONDS if steady else math.inf)
+    if steady:
+        requests = begun(requests, at_once, seed, vocab)
+    return Load({"lengths": about}, requests, None, at_once if steady else 0, seconds)
+
+
+def running_at_once(engine: Engine, input_len: float, output_len: float) -> int:
+    """Return how many requests of these lengths a steady load runs at once.
+
+    They are at most as many as the engine allows, as fit its pool when half their outputs are done, and as
+    many as the tokens of a step besides their decodes can replace when they end.
+    """
+    limits = engine.scheduler.limits
+    fit = FULL * engine.pool.num_slots / (input_len + output_len / 2)
+    fed = limits.max_num_batched_tokens * output_len / (input_len + output_len)
+    return max(1, int(min(limits.max_num_seqs, fit, fed)))
+
+
+def begun(requests: Sequence[Request], first: int, seed: int, vocab: int) -> list[Request]:
+    """Return the requests, the first of them in the midst of their outputs, evenly spread in random order."""
+    random = np.random.default_rng(seed)
+    shares = random.permutation(first) / first
+    found = list(requests)
+    for index, share in enumerate(shares):
+        request = found[index]
+        done = int(share * request.output_len)
+        tokens = random.integers(0, vocab, done).tolist()
+        found[index] = Request(request.ids + tokens, request.output_len - done)
+    return found
+
+
+def warmup(engine: Engine, load: Load) -> list[Request]:
+    """Return some first requests of the load, as many as run at once, their outputs cut short."""
+    most = load.in_flight or engine.scheduler.limits.max_num_seqs
+    found: list[Request] = []
+    room = WARMUP_PROMPT_TOKENS
+    for request in load.requests[:most]:
+        if found and (room := room - len(request.ids)) < 0:
+            break
+        found.append(Request(request.ids, min(request.output_len, WARMUP_TOKENS)))
+    return found

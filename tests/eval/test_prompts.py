@@ -1,0 +1,51 @@
+"""Prompts that files hold."""
+
+import json
+
+import pytest
+
+from qrt.errors import ConfigError
+from qrt.text.tokenizer import Tokenizer
+from qrt_eval.prompts import read_prompts
+
+
+def test_prompts_of_files(tmp_path):
+    tokenizer = Tokenizer("tiny")
+    (tmp_path / "a.txt").write_text("one line\n\nand another\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "one line"}) + "\n")
+    first, second = read_prompts("--prompts", str(tmp_path / "a.txt"), tokenizer)
+    assert read_prompts("--prompts", str(tmp_path / "b.jsonl"), tokenizer) == [first]
+    assert tokenizer.decode(second) == "and another"
+    (tmp_path / "f.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "one line"}\r\n')
+    assert read_prompts("--prompts", str(tmp_path / "f.jsonl"), tokenizer) == [first]
+    odd = "two\u2028lines\x85of\x0bone\x0cprompt"
+    (tmp_path / "g.jsonl").write_text(json.dumps({"prompt": odd}, ensure_ascii=False))
+    assert read_prompts("--prompts", str(tmp_path / "g.jsonl"), tokenizer) == [tokenizer.encode(odd)]
+    for name, content, message in (
+        ("c.jsonl", b'{"text": 1}', 'holds no prompt; expected text, or rows with a "prompt" that is text'),
+        ("d.jsonl", b"{", "none of its 1 lines is JSON"),
+        ("e.txt", b"\n", "holds no prompt"),
+        ("h.jsonl", b'\n{"prompt": 5}', "holds no prompt"),
+        ("i.txt", b"caf\xe9", "not UTF-8 text .* in line 1"),
+        ("j.pdf", b"words", r"expected text .*, got \.pdf"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=f"{name}.*{message}"):
+            read_prompts("--prompts", str(tmp_path / name), tokenizer)
+    with pytest.raises(ConfigError, match="no such file"):
+        read_prompts("--prompts", str(tmp_path / "none"), tokenizer)
+
+
+def test_prompts_of_rows_in_any_kind_of_file(tmp_path, caplog):
+    """A row without a prompt is left out and counted."""
+    tokenizer = Tokenizer("tiny")
+    wanted = [tokenizer.encode("one line"), tokenizer.encode("and another")]
+    rows = [{"prompt": "one line"}, {"prompt": None}, {"prompt": "\ud83d"}, {"prompt": "and another"}]
+    (tmp_path / "a.JSONL").write_text("\n".join([*map(json.dumps, rows), "{"]))
+    assert read_prompts("--prompts", str(tmp_path / "a.JSONL"), tokenizer) == wanted
+    (warning,) = caplog.messages
+    assert '3 of 5 rows have no "prompt" that is text (row 2 of a.JSONL) and are left out' in warning
+    (tmp_path / "b.csv").write_text("id,prompt\n1,one line\n2,and another\n")
+    assert read_prompts("--prompts", str(tmp_path / "b.csv"), tokenizer) == wanted
+    (tmp_path / "c.json").write_text('["one line", "and another"]')
+    assert read_prompts("--prompts", str(tmp_path / "c.json"), tokenizer) == wanted
