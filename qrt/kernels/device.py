@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qrt.kernels.sizes import next_power_of_2
 from qrt.quant import rotation
 from qrt.quant.kv.device import ASM, with_tokens
 
@@ -17,7 +18,7 @@ MIN_COLUMNS = 16  # a tensor-core dot wants at least 16 in every dimension
 
 def half_width(head_dim: int, parts: int) -> int:
     """H: columns of a half-head tile, `parts` parts of D/2/parts dims each padded to a power of two."""
-    return parts * max(MIN_COLUMNS, triton.next_power_of_2(head_dim // 2 // parts))
+    return parts * max(MIN_COLUMNS, next_power_of_2(head_dim // 2 // parts))
 
 
 def token_stride(x: Tensor, name: str) -> int:

@@ -1,5 +1,6 @@
 """`linear` in Triton (the GPU, or the interpreter) against fp64 on the canonical weight."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -230,18 +231,19 @@ def test_gate_and_up_of_other_schemes(device, scheme):
 
 
 def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
-    layout, kept = shared.SWIZZLED[64], len(shared._kept)
+    layout = shared.SWIZZLED[64]
     weight = torch.zeros(4, 3, 64, 64, dtype=torch.int16)
     place = (4, 192, 64), torch.int16, (2, 64, 64), layout
     made = shared.of_weight(weight, *place)
     want = TensorDescriptor.from_tensor(weight.view(4, 192, 64), [2, 64, 64], layout)
     assert made is shared.of_weight(weight, *place)
-    assert (made.base.data_ptr(), made.base.dtype) == (want.base.data_ptr(), want.base.dtype)
-    assert (made.shape, made.strides) == (list(want.shape), list(want.strides))
-    assert (made.block_shape, made.layout, made.padding) == (want.block_shape, want.layout, want.padding)
-    assert len(shared._kept) == kept + 1
+    own = made.for_triton
+    assert (own.base.data_ptr(), own.base.dtype) == (want.base.data_ptr(), want.base.dtype)
+    assert (own.shape, own.strides) == (list(want.shape), list(want.strides))
+    assert (own.block_shape, own.layout, own.padding) == (want.block_shape, want.layout, want.padding)
+    gone = weakref.ref(weight)
     del weight, want
-    assert len(shared._kept) == kept
+    assert gone() is None
 
 
 @pytest.mark.gpu

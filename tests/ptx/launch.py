@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ptx.grid import Grid
 from ptx.memory import Descriptor, Tensors
 from ptx.text import Code, parse
@@ -106,9 +104,8 @@ def _add(kind: Any, value: Any, name: str, parameters: list[Any], tensors: Tenso
             _add(of_part, inner, f"{name}[{part}]", parameters, tensors)
     elif kind.startswith("tensordesc"):
         parameters += [_descriptor(value), *value.shape, *value.strides]
-        if isinstance(value.base, torch.Tensor):  # a weight is not, nor is it written by kernels
-            storage = value.base.untyped_storage()
-            tensors.add_place(storage.data_ptr(), storage.nbytes())
+        last = sum((n - 1) * stride for n, stride in zip(value.shape, value.strides, strict=True))
+        tensors.add_place(value.base.data_ptr(), (last + 1) * value.base.dtype.itemsize)
     elif kind.startswith("*"):
         storage = value.untyped_storage()
         tensors.add(storage.data_ptr(), storage.nbytes(), name)

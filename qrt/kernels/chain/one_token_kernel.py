@@ -31,7 +31,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.chain import UNIT
 from qrt.kernels.gpu import multiprocessors
+from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import DTYPES, of_weight, signals
+from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
 
@@ -351,16 +353,18 @@ def one_token(
     hidden, inner = weights[0].out_features, weights[1].out_features // 2
     width = weights[3].out_features if qkv else 0
     programs, planes = multiprocessors(x.device), 16 // kind.bits
-    longest = max(triton.next_power_of_2(max(x.shape[1], hidden, inner)), planes * 64 * WARPS)
-    units = triton.next_power_of_2(triton.cdiv(max(hidden, inner, width), UNIT * programs))
+    longest = max(next_power_of_2(max(x.shape[1], hidden, inner)), planes * 64 * WARPS)
+    units = next_power_of_2(cdiv(max(hidden, inner, width), UNIT * programs))
     middle, o_out, down_out = (torch.empty_like(residual) for _ in range(3))
     active, out = x.new_empty(1, inner), x.new_empty(1, width or hidden)
-    _one_token[(programs,)](
-        *chain.from_iterable(map(_descriptors, weights)), bias, x, residual, middle, mlp_norm, norm, o_out,
-        active, down_out, out, _arrivals(x.device), eps,
-        HIDDEN=hidden, ATTENDED=x.shape[1], INNER=inner, WIDTH=width, LONGEST=longest, UNITS=units,
-        PLANES=planes, RUNS=weights[0].runs, SCALE=DTYPES[weights[0].scale.dtype],
+    kernel = variant(
+        _one_token, HIDDEN=hidden, ATTENDED=x.shape[1], INNER=inner, WIDTH=width, LONGEST=longest,
+        UNITS=units, PLANES=planes, RUNS=weights[0].runs, SCALE=DTYPES[weights[0].scale.dtype],
         ASYMMETRIC=weights[0].zero.numel() > 0, RAW=raw, AFFINE=affine, DOT=DTYPES[x.dtype], WARPS=WARPS,
         STAGES=STAGES, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
+    )  # fmt: skip
+    kernel.launch(
+        (programs,), *chain.from_iterable(map(_descriptors, weights)), bias, x, residual, middle, mlp_norm,
+        norm, o_out, active, down_out, out, _arrivals(x.device), eps,
     )  # fmt: skip
     return out

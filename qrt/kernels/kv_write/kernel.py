@@ -25,6 +25,8 @@ from qrt.kernels.device import (
 )
 from qrt.kernels.gpu import multiprocessors, overlaps
 from qrt.kernels.kv_write.many_kernel import fits, kv_write_many
+from qrt.kernels.launch import variant
+from qrt.kernels.sizes import cdiv
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
@@ -116,11 +118,13 @@ def kv_write(
     rows = ROWS if D <= 128 else ROWS // 2
     if fmt.rotated:
         rows = DOT_ROWS if H != D // 2 else FEW_ROWS if T <= FEW_TOKENS else rows
-    grid = (triton.cdiv(T * Hq, rows) + 2 * triton.cdiv(T * Hkv, rows),)
-    _kv_write_kernel[grid](
-        q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,
+    grid = (cdiv(T * Hq, rows) + 2 * cdiv(T * Hkv, rows),)
+    kernel = variant(
+        _kv_write_kernel, HQ=Hq, HKV=Hkv, D=D, H=H, M=rows, FMT=device, num_warps=WARPS,
+        launch_pdl=overlaps(q.device) and grid[0] <= OVERLAPPED_PER_SM * multiprocessors(q.device),
+    )  # fmt: skip
+    kernel.launch(
+        grid, q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,
         signs(D, q.device) if fmt.rotated else None, T,
         token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
-        HQ=Hq, HKV=Hkv, D=D, H=H, M=rows, FMT=device, num_warps=WARPS,
-        launch_pdl=overlaps(q.device) and grid[0] <= OVERLAPPED_PER_SM * multiprocessors(q.device),
     )  # fmt: skip

@@ -15,13 +15,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from qrt.kernels.device import after_previous, cross, rope, signs, sums_and_differences, token_stride
 from qrt.kernels.gpu import multiprocessors, overlaps
+from qrt.kernels.launch import variant
+from qrt.kernels.sizes import cdiv
 from qrt.quant.kv import KVFormat
 from qrt.quant.kv.device import ASM, floor_above, stored_scale
 from qrt.quant.kv.int4.device import bytes_of, parts_of
@@ -283,14 +284,16 @@ def kv_write_many(
     (T, Hq, D), Hkv = q.shape, k.shape[1]
     vectors = 1024 // D  # of a warp
     heads = math.gcd(Hq, Hkv, vectors)
-    tiles, steps = triton.cdiv(T * heads, WARPS * vectors), (Hq + 2 * Hkv) // heads
+    tiles, steps = cdiv(T * heads, WARPS * vectors), (Hq + 2 * Hkv) // heads
     sms = multiprocessors(q.device)
     each = steps if tiles * WARPS >= sms * WARPS_PER_SM else 1
-    grid = (tiles, triton.cdiv(steps, each))
-    _kv_write_many[grid](
-        q, k, v, cos, sin, positions, slots, tuple(kv), smoothing, _scaled_signs(D, q.device), T,
-        token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
-        HQ=Hq, HKV=Hkv, D=D, K_BITS=fmt.k.bits, V_BITS=fmt.v.bits, G=heads, STEPS=each,
+    grid = (tiles, cdiv(steps, each))
+    kernel = variant(
+        _kv_write_many, HQ=Hq, HKV=Hkv, D=D, K_BITS=fmt.k.bits, V_BITS=fmt.v.bits, G=heads, STEPS=each,
         num_warps=WARPS, maxnreg=REGISTERS,
         launch_pdl=overlaps(q.device) and math.prod(grid) <= OVERLAPPED_PER_SM * sms,
+    )  # fmt: skip
+    kernel.launch(
+        grid, q, k, v, cos, sin, positions, slots, tuple(kv), smoothing, _scaled_signs(D, q.device), T,
+        token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
     )  # fmt: skip

@@ -3,23 +3,22 @@ and activations, which say what the bulk copy engine brings and how it lies in s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
 
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from qrt.kernels.descriptor import MOST_KEPT, Descriptor, box, descriptor_at, descriptor_of
 from qrt.quant.weight.tiles import TiledWeight
 
 SWIZZLED = {words: gl.NVMMASharedLayout(words * 2, 16, 3) for words in (32, 64)}  # by words of a tile's row
 FLAT = gl.NVMMASharedLayout(0, 32, 3)
-_kept = WeakTensorKeyDictionary()  # weight -> block -> descriptor: making one costs the host 20 us
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -90,60 +89,60 @@ def sum_splits(acc, PARTS, ARRIVALS, output, MMA: gl.constexpr):
     return gl.convert_layout(blocks.reshape([ROWS, COLUMNS]), MMA), last
 
 
-class _Place(NamedTuple):
-    """As much of a tensor as Triton asks a descriptor's for, without keeping its memory."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def of_weight(
-    weight: Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    block: Sequence[int],
+    weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...],
     layout: gl.NVMMASharedLayout,
-) -> Any:
-    """TMA descriptor: blocks `block` of a contiguous weight seen as `shape` of `dtype`. Kept like it."""
-    known = _kept.setdefault(weight, {})
-    if (found := known.get(tuple(block))) is None:
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.insert(0, strides[0] * size)
-        place = _Place(weight.data_ptr(), dtype)
-        found = known[tuple(block)] = TensorDescriptor(place, list(shape), strides, list(block), layout)
-    return found
+) -> Descriptor:  # fmt: skip
+    """TMA descriptor: blocks `block` of a contiguous weight seen as `shape` of `dtype`."""
+    return _dense(weight.get_device(), weight.data_ptr(), shape, dtype, block, layout)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def _dense(
+    device: int, address: int, shape: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...],
+    layout: gl.NVMMASharedLayout,
+) -> Descriptor:  # fmt: skip
+    strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    return Descriptor(box(dtype, block, layout), device, address, shape, strides)
 
 
 def of_tiles(
     weight: TiledWeight, blocks: int, halves: int = 1, dtype: torch.dtype = torch.int16
-) -> tuple[Any, Any, Any]:
+) -> tuple[Descriptor, Descriptor, Descriptor]:
     """TMA descriptors of a tile of as many rows as so many row blocks have, as many of each of two halves if
     there are two: its words as `dtype`, its scales and its zeros."""
-    count, tiles, rows, words = weight.packed.shape
+    packed, scale, zero = weight.packed, weight.scale, weight.zero
+    places = packed.data_ptr(), scale.data_ptr(), zero.data_ptr() if zero.numel() else 0
+    return _tiles(packed.get_device(), places, packed.shape, scale.nbytes, blocks, halves, dtype)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def _tiles(
+    device: int, places: tuple[int, int, int], packed: Sequence[int], scale_bytes: int, blocks: int,
+    halves: int, dtype: torch.dtype,
+) -> tuple[Descriptor, Descriptor, Descriptor]:  # fmt: skip
+    count, tiles, rows, words = packed
     each = blocks * rows // halves
     shape, block = (halves, count // halves, tiles * rows), (halves, -(-each // rows), min(each, rows))
     row = 2 * words // dtype.itemsize
     layout = gl.NVMMASharedLayout(2 * words, 8 * dtype.itemsize, 4)
-    packed = of_weight(weight.packed, (*shape, row), dtype, (*block, row), layout)
-    runs = (*shape[:2], weight.scale.nbytes // count // 4)
-    scale = of_weight(weight.scale, runs, torch.int32, block, FLAT)
-    zero = of_weight(weight.zero, shape, torch.int32, block, FLAT) if weight.zero.numel() else scale
-    return packed, scale, zero
+    runs = (*shape[:2], scale_bytes // count // 4)
+    scale = _dense(device, places[1], runs, torch.int32, block, FLAT)
+    zero = _dense(device, places[2], shape, torch.int32, block, FLAT) if places[2] else scale
+    return _dense(device, places[0], (*shape, row), dtype, (*block, row), layout), scale, zero
 
 
-def of_planes(x: Tensor, planes: int, tokens: int, words: int) -> Any:
-    """TMA descriptor of x [T, K] by planes of `words` inputs: so many of them of so many tokens."""
-    by_plane = aligned(x).unflatten(1, (-1, words)).transpose(0, 1)
-    return of_tokens(by_plane, (planes, tokens, words), SWIZZLED[words])
+def of_planes(x: Tensor, planes: int, tokens: int, words: int) -> Descriptor:
+    """TMA descriptor of contiguous x [T, K]: so many planes, of `words` inputs each, of so many tokens."""
+    x, (count, inputs) = aligned(x), x.shape
+    boxes = box(x.dtype, (planes, tokens, words), SWIZZLED[words])
+    shape = (inputs // words, count, words)
+    return descriptor_at(boxes, x.get_device(), x.data_ptr(), shape, (words, inputs, 1))
 
 
-def of_tokens(x: Tensor, block: Sequence[int], layout: gl.NVMMASharedLayout) -> Any:
+def of_tokens(x: Tensor, block: tuple[int, ...], layout: gl.NVMMASharedLayout) -> Descriptor:
     """TMA descriptor of activations."""
-    return TensorDescriptor.from_tensor(x, list(block), layout)
+    return descriptor_of(x, box(x.dtype, block, layout))
 
 
 def aligned(x: Tensor) -> Tensor:

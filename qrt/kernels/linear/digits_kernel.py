@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import is_hopper, multiprocessors
+from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import (
     DTYPES,
     FLAT,
@@ -44,6 +45,7 @@ from qrt.kernels.linear.device import (
 )
 from qrt.kernels.linear.make_digits_kernel import make_digits
 from qrt.kernels.silu_mul.kernel import silu_times
+from qrt.kernels.sizes import cdiv
 from qrt.quant.device import digits_of, larger
 from qrt.quant.digits import GROUP, MOST_TOKENS, Digits, room_for
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
@@ -322,7 +324,7 @@ def digits_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int) 
     if blocks <= sms < 2 * blocks:
         return digits_product(made, weight, bias, bits, x.dtype)
     share, parts = _share(made, weight) if blocks <= sms else tiles, None
-    if (splits := triton.cdiv(tiles, share)) > 1:
+    if (splits := cdiv(tiles, share)) > 1:
         room = (blocks, splits, TILE_ROWS, made.codes.shape[2])
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
     y = x.new_empty(x.shape[0], weight.out_features)
@@ -342,7 +344,7 @@ def digits_product(
 def digits_shares(x: Digits, weight: TiledWeight, bits: int) -> Tensor:
     """fp32 [S, T, N], what each of S splits of K has of it."""
     share = _share(x, weight)
-    splits = triton.cdiv(weight.packed.shape[1], share)
+    splits = cdiv(weight.packed.shape[1], share)
     y = torch.empty(splits, x.tokens, weight.out_features, dtype=torch.float32, device=x.codes.device)
     _launch(x, weight, bits, _SHARES[bits], share, y)
     return y
@@ -352,7 +354,7 @@ def _share(x: Digits, weight: TiledWeight) -> int:
     """Tiles of K a program: as many programs as run at once, none of them short."""
     blocks, tiles = weight.packed.shape[:2]
     most = min(2 * multiprocessors(x.codes.device) // blocks, x.codes.shape[0] // LEAST_SHARE)
-    return triton.cdiv(tiles, max(1, most))
+    return cdiv(tiles, max(1, most))
 
 
 def gated_digits_product(x: Digits, weight: TiledWeight, bits: int) -> Digits:
@@ -370,10 +372,14 @@ def _launch(
     with facts the codes of Digits."""
     (blocks, tiles), room, runs = weight.packed.shape[:2], x.codes.shape[2], 8 // bits
     halves = 1 if facts is None else 2
-    _digits_product[(blocks // plan.blocks, triton.cdiv(tiles, share))](
+    kernel = variant(
+        _digits_product, SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, RUNS=runs,
+        BM=room, BLOCKS=plan.blocks, HALVES=halves, STAGES=plan.stages, REGISTERS=plan.of_second,
+        num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+    )  # fmt: skip
+    kernel.launch(
+        (blocks // plan.blocks, cdiv(tiles, share)),
         of_tokens(x.codes, (runs, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), FLAT),
-        *of_tiles(weight, plan.blocks // halves, halves, torch.int8), bias, y, facts, parts, weight.arrivals,
-        x.tokens, weight.out_features, tiles, share, SCALE=DTYPES[weight.scale.dtype],
-        ASYMMETRIC=weight.zero.numel() > 0, RUNS=runs, BM=room, BLOCKS=plan.blocks, HALVES=halves,
-        STAGES=plan.stages, REGISTERS=plan.of_second, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+        *of_tiles(weight, plan.blocks // halves, halves, torch.int8), bias, y, facts, parts,
+        weight.arrivals, x.tokens, weight.out_features, tiles, share,
     )  # fmt: skip

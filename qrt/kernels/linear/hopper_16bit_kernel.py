@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import is_hopper, multiprocessors, shared_bytes
+from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import DTYPES, aligned, of_tokens, of_weight, signals, store_block
 
 MOST_TOKENS = 64
@@ -133,10 +134,14 @@ def hopper_16bit_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     room = next(size for size in (8, 16, 32, 64) if size >= tokens)
     blocks = -(-n // OUTPUTS)
     stages = (shared_bytes(x.device) - OTHER_BYTES) // ((OUTPUTS + room) * INPUTS * x.itemsize)
-    _hopper_16bit[(min(multiprocessors(x.device), blocks),)](
+    kernel = variant(
+        _hopper_16bit, DOT=DTYPES[x.dtype], BM=room, BN=OUTPUTS, BK=INPUTS, STAGES=stages, num_warps=4,
+        launch_pdl=True,
+    )  # fmt: skip
+    kernel.launch(
+        (min(multiprocessors(x.device), blocks),),
         of_tokens(aligned(x.contiguous()), (room, INPUTS), SWIZZLED),
         of_weight(weight, (n, k), x.dtype, (OUTPUTS, INPUTS), SWIZZLED), bias, y, tokens, n, blocks,
-        -(-k // INPUTS), DOT=DTYPES[x.dtype], BM=room, BN=OUTPUTS, BK=INPUTS, STAGES=stages,
-        num_warps=4, launch_pdl=True,
+        -(-k // INPUTS),
     )  # fmt: skip
     return y

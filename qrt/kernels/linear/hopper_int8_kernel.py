@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -25,10 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import is_hopper, multiprocessors
+from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import aligned, of_tokens, of_weight, store_block, sum_splits
 from qrt.kernels.linear.order_kernel import in_panels
 from qrt.kernels.linear.split_kernel import split_evenly
 from qrt.kernels.silu_mul.kernel import silu_times
+from qrt.kernels.sizes import cdiv
 from qrt.quant.tokens import QuantizedTokens
 
 SWIZZLED = {rank: gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)}
@@ -200,7 +201,7 @@ def hopper_plan(tokens: int, n: int, sms: int) -> HopperPlan | None:
     """
     if tokens <= 128:
         return None
-    many = triton.cdiv(tokens, 128) * triton.cdiv(n, 256) >= sms
+    many = cdiv(tokens, 128) * cdiv(n, 256) >= sms
     return HopperPlan(128, 256 if many else 128, 1, 4)
 
 
@@ -221,19 +222,22 @@ def hopper_int8_gemm(
     """y [T, N] = x @ codes.T scaled; arguments as `int8_gemm`'s, x one that `fits`. y fp32 [S, T, N] takes
     what each split has. With two halves, by a plan that `gates`, y [T, N / 2] = silu(first) * second."""
     (tokens, k), n = x.codes.shape, codes.shape[0]
-    outputs = triton.cdiv(tokens, plan.tokens) * triton.cdiv(n, plan.outputs)
-    steps = triton.cdiv(k, INPUTS)
+    outputs = cdiv(tokens, plan.tokens) * cdiv(n, plan.outputs)
+    steps = cdiv(k, INPUTS)
     share, splits = split_evenly(steps, plan.splits, outputs, len(arrivals))
     shares = y.dim() == 3
     part = outputs * splits * plan.tokens * plan.outputs if splits > 1 and not shares else 0
     rows = (halves, plan.outputs // halves, INPUTS)
     persistent = plan.persistent > 0 and splits == 1 and steps >= plan.stages
     room = plan.persistent * multiprocessors(codes.device) if persistent else outputs
-    _hopper_int8[(min(room, outputs), splits)](
+    kernel = variant(
+        _hopper_int8, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS, PANEL=PANEL,
+        SPLIT=splits > 1, SHARES=shares, STAGES=plan.stages, HALVES=halves, PERSISTENT=persistent,
+        num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
+    )  # fmt: skip
+    kernel.launch(
+        (min(room, outputs), splits),
         of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED[2]),
-        of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3]),
-        x.scale, scale, bias, y, torch.empty(part, dtype=torch.int32, device=codes.device), arrivals,
-        tokens, n, steps, share, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS,
-        PANEL=PANEL, SPLIT=splits > 1, SHARES=shares, STAGES=plan.stages, HALVES=halves,
-        PERSISTENT=persistent, num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
+        of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3]), x.scale, scale, bias, y,
+        torch.empty(part, dtype=torch.int32, device=codes.device), arrivals, tokens, n, steps, share,
     )  # fmt: skip

@@ -15,10 +15,10 @@ Layout: quant/weight/tiles.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import is_hopper, multiprocessors
+from qrt.kernels.launch import Variant, variant
 from qrt.kernels.linear.device import (
     DTYPES,
     both_are_here,
@@ -44,8 +45,9 @@ from qrt.kernels.linear.device import (
 from qrt.kernels.linear.hopper_tile_kernel import fetch_tile, tile_of, weights_of
 from qrt.kernels.linear.order_kernel import in_panels
 from qrt.kernels.linear.split_kernel import split_evenly
-from qrt.kernels.linear.tile_plans import WidePlan, registers
+from qrt.kernels.linear.tile_plans import Layout, WidePlan, registers
 from qrt.kernels.silu_mul.kernel import silu_times
+from qrt.kernels.sizes import cdiv
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TiledWeight
 
@@ -313,28 +315,38 @@ def fits(x: Tensor, weight: TiledWeight) -> bool:
 
 
 def wide_gemm(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any], plan: WidePlan,
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: Layout, plan: WidePlan,
     gated: bool = False,
 ) -> None:  # fmt: skip
     """y [T, N] = x [T, K] @ W.T + bias; x contiguous and one that `fits`. If gated, y [T, N / 2] is
     silu(gate) * up of it, for a plan that `gates` and halves of whole row blocks."""
     blocks, tiles, rows, words = weight.packed.shape
-    outputs = triton.cdiv(x.shape[0], plan.tokens) * triton.cdiv(blocks, plan.blocks)
+    outputs = cdiv(x.shape[0], plan.tokens) * cdiv(blocks, plan.blocks)
     share, splits = split_evenly(tiles, plan.splits, outputs, len(weight.arrivals))
     part = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
     each, halves = plan.group_blocks, 2 if gated else 1
     persistent = plan.persistent > 0 and splits == 1
     room = plan.persistent * multiprocessors(x.device) if persistent else outputs
-    sizes = _Sizes(
-        words, layout["PLANES"], layout["RUNS"], layout["SCALE"], layout["ASYMMETRIC"], DTYPES[x.dtype],
-        bias is not None, plan.tokens, each, plan.groups, plan.turns, splits > 1, halves, plan.x_planes,
-        plan.x_stages, plan.w_stages, persistent, PANEL,
+    kernel = _variant(plan, layout, DTYPES[x.dtype], bias is not None, splits > 1, halves, persistent, PANEL)
+    kernel.launch(
+        (min(room, outputs), splits), of_planes(x, plan.x_planes, plan.tokens, words),
+        *of_tiles(weight, each, halves), bias, y, torch.empty(part, dtype=torch.float32, device=x.device),
+        weight.arrivals, x.shape[0], weight.out_features, outputs, tiles, share,
     )  # fmt: skip
-    of_all, of_group = registers(plan)
-    _wide[(min(room, outputs), splits)](
-        of_planes(x, plan.x_planes, plan.tokens, words), *of_tiles(weight, each, halves), bias, y,
-        torch.empty(part, dtype=torch.float32, device=x.device), weight.arrivals, x.shape[0],
-        weight.out_features, outputs, tiles, share, S=sizes, UNPACK=layout["UNPACK"],
-        WARPS=(4 * each,) * (plan.groups - 1) + (1, 1), REGISTERS=(of_group,) * (plan.groups - 1) + (24, 24),
-        num_warps=4 * each, maxnreg=of_all, launch_pdl=True,
+
+
+@cache
+def _variant(
+    plan: WidePlan, layout: Layout, dot: Any, biased: bool, split: bool, halves: int, persistent: bool,
+    panel: int,
+) -> Variant:  # fmt: skip
+    sizes = _Sizes(
+        layout.J, layout.PLANES, layout.RUNS, layout.SCALE, layout.ASYMMETRIC, dot, biased, plan.tokens,
+        plan.group_blocks, plan.groups, plan.turns, split, halves, plan.x_planes, plan.x_stages,
+        plan.w_stages, persistent, panel,
+    )  # fmt: skip
+    (of_all, of_group), others, warps = registers(plan), plan.groups - 1, 4 * plan.group_blocks
+    return variant(
+        _wide, S=sizes, UNPACK=layout.UNPACK, WARPS=(warps,) * others + (1, 1),
+        REGISTERS=(of_group,) * others + (24, 24), num_warps=warps, maxnreg=of_all, launch_pdl=True,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import multiprocessors, overlaps
+from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.linear.hopper_int8_kernel import (
     INPUTS,
     HopperPlan,
@@ -22,6 +23,7 @@ from qrt.kernels.linear.hopper_int8_kernel import (
 )
 from qrt.kernels.linear.order_kernel import in_panels
 from qrt.kernels.linear.split_kernel import split_evenly, sum_splits
+from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.kernels.tuned import configs
 from qrt.quant.device import store_token
 from qrt.quant.tokens import QuantizedTokens
@@ -98,13 +100,13 @@ def quantize_tokens(x: Tensor) -> QuantizedTokens:
     codes = torch.empty(tokens, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
     wide = k > WHOLE_ROW
-    block = max(4, triton.next_power_of_2(k) // (8 if wide else 1))  # in eight: little lies beyond the row
+    block = max(4, next_power_of_2(k) // (8 if wide else 1))  # in eight: little lies beyond the row
     if tokens:
-        _quantize_tokens[(tokens,)](
-            x, codes, scale, k, ASM=not triton.knobs.runtime.interpret, BLOCK=block,
-            BLOCKS=triton.cdiv(k, block), num_warps=min(16, max(1, block // (256 if wide else 512))),
-            launch_pdl=overlaps(x.device),
+        kernel = variant(
+            _quantize_tokens, ASM=COMPILED, BLOCK=block, BLOCKS=cdiv(k, block),
+            num_warps=min(16, max(1, block // (256 if wide else 512))), launch_pdl=overlaps(x.device),
         )  # fmt: skip
+        kernel.launch((tokens,), x, codes, scale, k)
     return QuantizedTokens(codes, scale, x.dtype)
 
 
@@ -122,7 +124,7 @@ class BlockPlan(NamedTuple):
 def width_of(tokens: int) -> int:
     """Token counts that share a plan, by the largest of them: powers of two, all up to 16 and all above 1024
     alike."""
-    return min(max(16, triton.next_power_of_2(tokens)), 2048)
+    return min(max(16, next_power_of_2(tokens)), 2048)
 
 
 def tuning_key(k: int, n: int, width: int) -> str:
@@ -183,8 +185,8 @@ def int8_gemm(
     (tokens, k), n = x.codes.shape, codes.shape[0]
     block = _chosen(x, n)
     inputs = INPUTS if isinstance(block, HopperPlan) else block.inputs
-    outputs = triton.cdiv(tokens, block.tokens) * triton.cdiv(n, block.outputs)
-    share, splits = split_evenly(triton.cdiv(k, inputs), block.splits, outputs, len(arrivals))
+    outputs = cdiv(tokens, block.tokens) * cdiv(n, block.outputs)
+    share, splits = split_evenly(cdiv(k, inputs), block.splits, outputs, len(arrivals))
     size, dtype = ((splits, tokens, n), torch.float32) if shares else ((tokens, n), x.dtype)
     y = torch.empty(size, dtype=dtype, device=codes.device)
     if tokens == 0:
@@ -194,10 +196,13 @@ def int8_gemm(
         return y
     summed = splits > 1 and not shares
     parts = torch.empty(splits * n * tokens if summed else 0, dtype=torch.int32, device=codes.device)
-    _int8_gemm[(outputs, splits)](
-        x.codes.contiguous(), x.scale, codes, scale, bias, y, parts, arrivals, tokens, n, k, share * inputs,
-        BIASED=bias is not None,
-        BM=block.tokens, BN=block.outputs, BK=block.inputs, PANEL=8, SPLITS=splits, SHARES=shares,
-        num_warps=block.warps, num_stages=block.stages, launch_pdl=overlaps(codes.device),
+    kernel = variant(
+        _int8_gemm, BIASED=bias is not None, BM=block.tokens, BN=block.outputs, BK=block.inputs, PANEL=8,
+        SPLITS=splits, SHARES=shares, num_warps=block.warps, num_stages=block.stages,
+        launch_pdl=overlaps(codes.device),
+    )  # fmt: skip
+    kernel.launch(
+        (outputs, splits), x.codes.contiguous(), x.scale, codes, scale, bias, y, parts, arrivals, tokens, n,
+        k, share * inputs,
     )  # fmt: skip
     return y

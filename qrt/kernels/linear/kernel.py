@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import multiprocessors, overlaps, shared_bytes
+from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.linear import digits_kernel, hopper_16bit_kernel
 from qrt.kernels.linear.hopper_kernel import fits, wide_gemm
 from qrt.kernels.linear.int8_kernel import gated_int8_gemm, gated_plan, int8_gemm, quantize_tokens
@@ -31,6 +32,7 @@ from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.linear.tile_plans import (
     PLANS,
     FusedPlan,
+    Layout,
     WidePlan,
     fused_plan,
     tuning_key,
@@ -213,21 +215,24 @@ def gated_tile_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: i
 
 
 def _launch_fused(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: dict[str, Any],
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: Layout,
     chosen: FusedPlan, gated: bool = False,
 ) -> None:  # fmt: skip
     (tokens, k), n = x.shape, weight.out_features
     blocks, _, rows, words = weight.packed.shape
     width = width_of(tokens)
-    stage_bytes = chosen.blocks * rows * words * 2 + layout["PLANES"] * words * width * x.itemsize
+    stage_bytes = chosen.blocks * rows * words * 2 + layout.PLANES * words * width * x.itemsize
     part = chosen.splits * n * tokens if chosen.splits > 1 else 0
     parts = torch.empty(part, dtype=torch.float32, device=x.device)
-    _fused[(blocks // chosen.blocks, chosen.splits)](
-        x, weight.packed, weight.scale.view(torch.int32), weight.zero.view(torch.int32), bias, y,
-        parts, weight.arrivals, tokens, n, k,
-        DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks, HALVES=2 if gated else 1,
-        SPLITS=chosen.splits, STAGES=_stages(x.device, stage_bytes, chosen.stages),
-        num_warps=chosen.warps, **layout, launch_pdl=overlaps(x.device),
+    kernel = variant(
+        _fused, K=k, DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks,
+        HALVES=2 if gated else 1, SPLITS=chosen.splits,
+        STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **layout._asdict(),
+        launch_pdl=overlaps(x.device),
+    )  # fmt: skip
+    kernel.launch(
+        (blocks // chosen.blocks, chosen.splits), x, weight.packed, weight.scale.view(torch.int32),
+        weight.zero.view(torch.int32), bias, y, parts, weight.arrivals, tokens, n,
     )  # fmt: skip
 
 
@@ -249,33 +254,34 @@ def _chosen(x: Tensor, weight: TiledWeight, bits: int) -> FusedPlan | WidePlan |
     return None
 
 
-def _launch_dequantize(x: Tensor, weight: TiledWeight, blocks: slice, layout: dict[str, Any]) -> Tensor:
+def _launch_dequantize(x: Tensor, weight: TiledWeight, blocks: slice, layout: Layout) -> Tensor:
     """Row blocks of the weight as [rows, K] in x's dtype."""
     packed, scale, zero = weight.packed[blocks], weight.scale[blocks], weight.zero[blocks]
     out = torch.empty(packed.shape[0] * TILE_ROWS, x.shape[1], dtype=x.dtype, device=x.device)
-    _dequantize[(packed.shape[1], packed.shape[0])](
-        packed, scale.view(torch.int32), zero.view(torch.int32), out, packed.shape[1], x.shape[1], **layout
-    )
+    kernel = variant(_dequantize, K=x.shape[1], **layout._asdict())
+    kernel.launch(
+        (packed.shape[1], packed.shape[0]), packed, scale.view(torch.int32), zero.view(torch.int32), out,
+        packed.shape[1],
+    )  # fmt: skip
     return out
 
 
-def _layout(weight: TiledWeight, bits: int, unpack: Any) -> dict[str, Any]:
-    """The constexpr arguments that describe a tiled weight."""
-    return {
-        "ROWS": TILE_ROWS,
-        "J": weight.packed.shape[3],
-        "PLANES": 16 // bits,
-        "RUNS": weight.runs,
-        "SCALE": _TL[weight.scale.dtype],
-        "ASYMMETRIC": weight.zero.numel() > 0,
-        "UNPACK": unpack,
-        "ASM": not triton.knobs.runtime.interpret,
-    }
+def _layout(weight: TiledWeight, bits: int, unpack: Any) -> Layout:
+    return Layout(
+        ROWS=TILE_ROWS,
+        J=weight.packed.shape[3],
+        PLANES=16 // bits,
+        RUNS=weight.runs,
+        SCALE=_TL[weight.scale.dtype],
+        ASYMMETRIC=weight.zero.numel() > 0,
+        UNPACK=unpack,
+        ASM=COMPILED,
+    )
 
 
 def _dot_type(x: Tensor) -> tl.dtype:
     """x's dtype; the interpreter would multiply bf16 as bit patterns, so there fp32."""
-    return tl.float32 if triton.knobs.runtime.interpret else _TL[x.dtype]
+    return _TL[x.dtype] if COMPILED else tl.float32
 
 
 def _stages(device: torch.device, stage_bytes: int, most: int) -> int:

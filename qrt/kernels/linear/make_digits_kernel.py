@@ -8,6 +8,8 @@ from torch import Tensor
 
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
+from qrt.kernels.launch import variant
+from qrt.kernels.sizes import cdiv
 from qrt.quant import digits
 from qrt.quant.device import GROUP, store_digits
 from qrt.quant.digits import Digits
@@ -32,7 +34,6 @@ def make_digits(x: Tensor, room: int) -> Digits:
     """x [T, K] contiguous, T <= room, K in whole groups."""
     tokens, k = x.shape
     made, n = Digits.empty(tokens, k, room, x.device), _GROUPS * digits.GROUP
-    _make_digits[(tokens, triton.cdiv(k, n))](
-        x, made.codes, made.facts, tokens, k, room, n, num_warps=1, launch_pdl=overlaps(x.device)
-    )
+    kernel = variant(_make_digits, ROOM=room, N=n, num_warps=1, launch_pdl=overlaps(x.device))
+    kernel.launch((tokens, cdiv(k, n)), x, made.codes, made.facts, tokens, k)
     return made

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from qrt.kernels.sizes import cdiv
+
 
 @triton.jit
 def sum_splits(acc, parts, arrivals, at, inside, size, split, SPLITS: tl.constexpr):
@@ -25,5 +27,5 @@ def sum_splits(acc, parts, arrivals, at, inside, size, split, SPLITS: tl.constex
 def split_evenly(steps: int, splits: int, blocks: int, counters: int) -> tuple[int, int]:
     """Steps over K of a split, and how many splits have one: at most `splits`, and one where not each of the
     blocks has a counter."""
-    share = triton.cdiv(steps, splits if blocks <= counters else 1)
-    return share, triton.cdiv(steps, share)
+    share = cdiv(steps, splits if blocks <= counters else 1)
+    return share, cdiv(steps, share)

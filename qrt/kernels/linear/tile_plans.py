@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from qrt.kernels.sizes import next_power_of_2
+
 
 class FusedPlan(NamedTuple):
     """How `_fused` of `kernel` is launched for one shape."""
@@ -20,9 +22,22 @@ class FusedPlan(NamedTuple):
         return (self.blocks, self.splits) == (2, 1)
 
 
+class Layout(NamedTuple):
+    """The constants that describe a tiled weight to its kernels."""
+
+    ROWS: int  # of a tile
+    J: int  # words of a tile's row, inputs of a plane
+    PLANES: int  # of a tile
+    RUNS: int  # of a tile, each with scales of its own
+    SCALE: Any  # dtype of the scales
+    ASYMMETRIC: bool
+    UNPACK: Any  # `TiledScheme.unpacker`
+    ASM: bool
+
+
 def width_of(tokens: int) -> int:
     """BM: columns of the dot for so many tokens."""
-    return 8 if tokens <= 8 else max(16, _power_of_two(tokens))
+    return 8 if tokens <= 8 else max(16, next_power_of_2(tokens))
 
 
 def tuning_key(k: int, n: int, bits: int, width: int) -> str:
@@ -33,7 +48,7 @@ def tuning_key(k: int, n: int, bits: int, width: int) -> str:
 def fused_plan(width: int, blocks: int, tiles: int) -> FusedPlan:
     """Where nothing was measured: enough programs to fill 132 SMs about twice, and no share of K that is
     long while there are few. The constants are those that won on an H200 for Llama-3-8B's shapes."""
-    splits = _power_of_two(-(-(256 if width <= 32 else 192) // blocks))
+    splits = next_power_of_2(-(-(256 if width <= 32 else 192) // blocks))
     if width <= 32 and tiles > 8 * splits and blocks * splits <= 256:
         splits *= 2
     crowded = blocks * splits >= 448  # smaller programs, so that more fit on an SM
@@ -44,11 +59,6 @@ def fused_plan(width: int, blocks: int, tiles: int) -> FusedPlan:
 def even_splits(splits: int, tiles: int) -> int:
     """At most `splits` and 16, and none without a tile."""
     return -(-tiles // -(-tiles // min(splits, tiles, 16)))
-
-
-def _power_of_two(number: int) -> int:
-    """The next one."""
-    return 1 << (number - 1).bit_length()
 
 
 class WidePlan(NamedTuple):

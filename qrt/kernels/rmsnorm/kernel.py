@@ -13,6 +13,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
+from qrt.kernels.launch import COMPILED, variant
+from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.device import GROUP, store_digits, token_codes, token_scale
 from qrt.quant.digits import Digits
 
@@ -77,16 +79,17 @@ def _launch(
     rows = (tokens if ids is None else len(ids)) * heads
     if rows == 0:
         return
-    block_k = max(4, triton.next_power_of_2(k))  # four codes are made at a time
-    block_rows = max(1, min(_BLOCK_ELEMENTS // block_k, triton.next_power_of_2(rows)))
+    block_k = max(4, next_power_of_2(k))  # four codes are made at a time
+    block_rows = max(1, min(_BLOCK_ELEMENTS // block_k, next_power_of_2(rows)))
     # a few tokens' digits wait for one program; of many tokens two shall fit on an SM
     warps = (32 if room else 16) if block_k > _BLOCK_ELEMENTS else max(1, block_rows * block_k // 256)
-    _rmsnorm[(triton.cdiv(rows, block_rows),)](
-        x, ids, residual, weight, y, scale, rows, heads, x.stride(0), x.stride(1),
+    kernel = variant(
+        _rmsnorm, K=k, SHARES=shares, INT8=scale is not None, ROOM=room, ASM=COMPILED, BLOCK_ROWS=block_rows,
+        BLOCK_K=block_k, num_warps=warps, launch_pdl=overlaps(x.device),
+    )  # fmt: skip
+    kernel.launch(
+        (cdiv(rows, block_rows),), x, ids, residual, weight, y, scale, rows, heads, *x.stride()[:2],
         0 if residual is None else residual.stride(0), eps,
-        K=k, SHARES=shares, INT8=scale is not None, ROOM=room, ASM=not triton.knobs.runtime.interpret,
-        BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=warps,
-        launch_pdl=overlaps(x.device),
     )  # fmt: skip
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import multiprocessors, overlaps
+from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.sample import ref
+from qrt.kernels.sizes import cdiv, next_power_of_2
 
 _GROUP = tl.constexpr(ref.GROUP)
 _TILE = 1024  # tokens: four groups of 16-bit logits for each lane of a warp
@@ -235,13 +237,16 @@ def sample(
         return tokens
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     at_once = max(1, _PROGRAMS_PER_SM * multiprocessors(logits.device) // S)  # programs of a row
-    tiles = triton.cdiv(triton.cdiv(V, _TILE), at_once)
-    programs = triton.cdiv(V, tiles * _TILE)
+    tiles = cdiv(cdiv(V, _TILE), at_once)
+    programs = cdiv(V, tiles * _TILE)
     words = torch.empty(S * programs, dtype=torch.int64, device=logits.device)
-    shared = _shared(logits.device, max(1024, triton.next_power_of_2(S)))
-    _sample[(S, programs)](
-        logits, rows, temperature, seed, position, least, tokens, words, shared, V, logits.stride(0), tiles,
-        TILE=_TILE, WHOLE=V % ref.GROUP == 0, ASM=not triton.knobs.runtime.interpret,
-        num_warps=1, launch_pdl=overlaps(logits.device),
+    shared = _shared(logits.device, max(1024, next_power_of_2(S)))
+    kernel = variant(
+        _sample, TILE=_TILE, WHOLE=V % ref.GROUP == 0, ASM=COMPILED, num_warps=1,
+        launch_pdl=overlaps(logits.device),
+    )  # fmt: skip
+    kernel.launch(
+        (S, programs), logits, rows, temperature, seed, position, least, tokens, words, shared, V,
+        logits.stride(0), tiles,
     )  # fmt: skip
     return tokens

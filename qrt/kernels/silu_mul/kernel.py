@@ -9,6 +9,8 @@ from torch import Tensor
 
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
+from qrt.kernels.launch import COMPILED, variant
+from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.device import store_token
 
 _BLOCK = 1024
@@ -68,11 +70,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        grid = (tokens, triton.cdiv(width, _BLOCK))
-        _silu_mul[grid](
-            gate_up.contiguous(), y, width, not triton.knobs.runtime.interpret, _BLOCK,
-            launch_pdl=overlaps(y.device),
-        )  # fmt: skip
+        grid = (tokens, cdiv(width, _BLOCK))
+        kernel = variant(_silu_mul, ASM=COMPILED, BLOCK=_BLOCK, launch_pdl=overlaps(y.device))
+        kernel.launch(grid, gate_up.contiguous(), y, width)
     return y
 
 
@@ -83,10 +83,10 @@ def silu_mul_int8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(tokens, dtype=torch.float32, device=gate_up.device)
     if tokens:
         blocks, each = next(row[1:] for row in _ROWS if tokens <= row[0])
-        block = min(max(128, triton.next_power_of_2(width) // blocks), _MOST_BLOCK)
-        _silu_mul_int8[(tokens,)](
-            gate_up.contiguous(), codes, scale, width,
-            ASM=not triton.knobs.runtime.interpret, BLOCK=block, BLOCKS=triton.cdiv(width, block),
+        block = min(max(128, next_power_of_2(width) // blocks), _MOST_BLOCK)
+        kernel = variant(
+            _silu_mul_int8, ASM=COMPILED, BLOCK=block, BLOCKS=cdiv(width, block),
             num_warps=min(32, max(1, block // each)), launch_pdl=overlaps(codes.device),
         )  # fmt: skip
+        kernel.launch((tokens,), gate_up.contiguous(), codes, scale, width)
     return codes, scale

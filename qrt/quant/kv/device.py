@@ -51,6 +51,9 @@ class KVDevice(NamedTuple):
         """What Triton keys compiled kernels by: of a plain tuple it would take the names of the functions."""
         return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
+    def __hash__(self) -> int:
+        return hash(self.load)  # of all functions it would take as long as a launch
+
 
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no PTX
 HEADROOM_BITS = tl.constexpr(10.0)  # probability times V scale enters the fp16 dot as at most 2^10

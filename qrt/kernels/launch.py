@@ -1,0 +1,183 @@
+"""Launch kernels: every Triton and Gluon kernel of `qrt.kernels` is launched from here.
+
+    variant(_rmsnorm, K=4096, num_warps=8).launch((rows,), x, weight, y)
+
+does what `_rmsnorm[(rows,)](x, weight, y, K=4096, num_warps=8)` does, at a fraction of the host's time.
+Triton binds all arguments by name, names the compiled kernel by a string of all constants and compares the
+globals that the kernel reads, anew for each launch. A `Variant` asks Triton only for arguments of a kind it
+has not seen. It keeps the compiled kernel by that kind, and hands plain addresses and numbers to the C
+function that launches it.
+
+The kind of an argument is all that Triton compiles for: of a tensor its dtype and whether it begins at a
+multiple of 16 bytes; of an int whether it is 1 or a multiple of 16, and its width; of a TMA descriptor its
+dtype, block and layout; of a tuple the kinds of its elements. It may tell apart more than Triton does, never
+less.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import triton
+from torch import Tensor
+from torch.nn import Parameter
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from qrt.kernels.descriptor import Descriptor
+
+logger = logging.getLogger(__name__)
+
+Grid = Sequence[int]
+Start = Callable[[int, int, int, int, list[Any]], None]  # grid, stream, values
+COMPILED = not triton.knobs.runtime.interpret  # or Triton interprets kernels: for tests on a CPU
+_BASE_16, _INT_32, _INT_64 = 15, 1 << 31, 1 << 63
+
+
+@cache
+def variant(kernel: Any, **constants: Any) -> Variant:
+    """Return the `Variant` of a kernel with these constants and compile options (num_warps, maxnreg, ...).
+
+    It is kept for ever: give what differs from step to step to `launch`, not here.
+    """
+    return Variant(kernel, constants)
+
+
+class Variant:
+    """A kernel with its constants and compile options. Its other parameters must come first."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self._kernel = kernel
+        self._constants = constants
+        self._is_compiled = isinstance(kernel, JITFunction)  # or Triton interprets it
+        self._known: dict[tuple[Any, ...], Start | None] = {}  # by device and kinds; None: Triton must do it
+        self._rest: list[None] = []
+        if self._is_compiled:
+            varying = [name for name in kernel.arg_names if name not in constants]
+            if varying != kernel.arg_names[: len(varying)]:
+                raise ValueError(f"{kernel.__name__}: expected the parameters {varying} before its constants")
+            self._rest = [None] * (len(kernel.arg_names) - len(varying))  # C does not look at constants
+
+    def launch(self, grid: Grid, *args: Any) -> None:
+        """Launch it over a grid of one to three sizes on the thread's current device and stream."""
+        if not self._is_compiled or _is_watched():
+            self._through_triton(grid, args)
+            return
+        gpu: Any = driver.active
+        device = gpu.get_current_device()
+        kinds: list[Any] = [device]
+        values: list[Any] = []
+        if not read(args, device, kinds, values):
+            self._through_triton(grid, args)
+            return
+        key = tuple(kinds)
+        start = self._known.get(key)
+        if start is None:
+            self._meet(key, grid, args)
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        start(x, y, z, gpu.get_current_stream(device), values + self._rest)
+
+    def _meet(self, key: tuple[Any, ...], grid: Grid, args: Sequence[Any]) -> None:
+        """Launch arguments of a kind for the first time."""
+        kernel = self._through_triton(grid, args)
+        if key not in self._known:
+            self._known[key] = start_of(kernel, args)
+
+    def _through_triton(self, grid: Grid, args: Sequence[Any]) -> Any:
+        """Launch as Triton does; returns the compiled kernel."""
+        return self._kernel[tuple(grid)](*map(_for_triton, args), **self._constants)
+
+
+def _for_triton(arg: Any) -> Any:
+    return arg.for_triton if type(arg) is Descriptor else arg
+
+
+def _is_watched() -> bool:
+    """Whether someone wants to hear of every launch, as profilers do."""
+    runtime: Any = triton.knobs.runtime
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
+
+
+def read(args: Sequence[Any], device: int, kinds: list[Any], values: list[Any]) -> bool:
+    """Append the kind of each argument to `kinds` and what C takes for it to `values`.
+
+    Returns False where an argument is not on this GPU, or of a type that only Triton knows.
+    """
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor or kind is Parameter:
+            if arg.get_device() != device:
+                return False
+            address = arg.data_ptr()
+            kinds.append((arg.dtype, "odd") if address & _BASE_16 else arg.dtype)
+            values.append(address)
+        elif kind is int:
+            kinds.append(_kind_of_int(arg))
+            values.append(arg)
+        elif arg is None:
+            kinds.append(None)
+            values.append(None)
+        elif kind is Descriptor:
+            if arg.device != device:
+                return False
+            kinds.append(arg.box)
+            values += arg.values
+        elif kind is float or kind is bool:
+            kinds.append(kind)
+            values.append(arg)
+        elif kind is tuple:
+            inner: list[Any] = [tuple]
+            parts: list[Any] = []
+            if not read(arg, device, inner, parts):
+                return False
+            kinds.append(tuple(inner))
+            values.append(tuple(parts))
+        else:
+            return False
+    return True
+
+
+def _kind_of_int(value: int) -> str:
+    if value == 1:
+        return "1"
+    if -_INT_32 <= value < _INT_32:
+        return "i32" if value & _BASE_16 else "16 * i32"
+    name = "i64" if -_INT_64 <= value < _INT_64 else "u64"
+    return name if value & _BASE_16 else f"16 * {name}"
+
+
+def start_of(kernel: Any, args: Sequence[Any]) -> Start | None:
+    """Return what launches a compiled kernel with arguments of this kind; None where only Triton can.
+
+    That is a kernel that needs scratch memory, or a GPU that is not NVIDIA's.
+    """
+    run = kernel.run  # a CudaLauncher
+    if not hasattr(run, "launch_pdl") or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    launch, boxes = run.launch, [arg.box for arg in args if type(arg) is Descriptor]
+    if boxes:
+        for box, encoding in zip(boxes, kernel.metadata.tensordesc_meta, strict=True):
+            if not box.has(encoding):
+                return None
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]  # which takes descriptors as CUDA does
+    how = kernel.function, run.launch_cooperative_grid, run.launch_pdl
+    packed = kernel.packed_metadata
+    if hasattr(run, "arg_annotations"):  # Triton 3.7 and later have one function for all kernels
+        described = packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature
+
+        def start(x: int, y: int, z: int, stream: int, values: list[Any]) -> None:
+            launch(x, y, z, stream, *how, *described, values)
+
+    else:
+        unscratched = None, None, packed, None, None, None
+
+        def start(x: int, y: int, z: int, stream: int, values: list[Any]) -> None:
+            launch(x, y, z, stream, *how, *unscratched, *values)
+
+    return start
