@@ -1,8 +1,9 @@
 """Loads for an engine: which requests `qrt-eval throughput` hands in, and how many at once.
 
-A steady load is one that has always been running: the first requests, as many as run at once, are each in
-the midst of its output, some share of it done, evenly spread (the tokens done are part of the prompt). So
-requests end and begin evenly, contexts are as long as they are on average, and nothing runs in waves.
+A steady load is one that has always been running: the first requests, as many as run at once, are in the
+midst of their outputs, the oldest first (the tokens done are part of the prompt). When the last of them
+decodes, they are spread evenly. So requests end and begin evenly, contexts are as long as they are on
+average, and nothing runs in waves.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WARMUP_PROMPT_TOKENS = 2**18  # most tokens of all its prompts together
 PROMPTS_PER_SLOT = 2  # of --num-prompts, unless given: the batch is refilled once
 WAVES = 3  # requests of an IN/OUT load for each that runs at once, unless --num-prompts is given
 STEADY_SECONDS = 90.0  # of a steady load, unless --max-seconds is given
-FULL = 0.95  # share of the pool that a steady load's first requests take; the engine keeps some of it free
+FULL = 0.98  # share of the pool that a steady load's first requests take; the engine keeps some of it free
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def all_at_once(engine: Engine, lengths: Lengths, arguments: Namespace) -> Load:
     about = facts_of(lengths, [(len(request.ids), request.output_len) for request in requests])
     seconds = arguments.max_seconds or (STEADY_SECONDS if steady else math.inf)
     if steady:
-        requests = begun(requests, at_once, seed, vocab)
+        step_tokens = engine.scheduler.limits.max_num_batched_tokens
+        requests = begun(requests, at_once, step_tokens, seed, vocab)
     return Load({"lengths": about}, requests, None, at_once if steady else 0, seconds)
 
 
@@ -91,16 +93,23 @@ def running_at_once(engine: Engine, input_len: float, output_len: float) -> int:
     return max(1, int(min(limits.max_num_seqs, fit, fed)))
 
 
-def begun(requests: Sequence[Request], first: int, seed: int, vocab: int) -> list[Request]:
-    """Return the requests, the first of them in the midst of their outputs, evenly spread in random order."""
+def begun(requests: Sequence[Request], first: int, step_tokens: int, seed: int, vocab: int) -> list[Request]:
+    """Return the requests, the first of them in the midst of their outputs.
+
+    When the last of these decodes, they are evenly spread over their outputs, the first one at the end. What
+    a request will have decoded by then is no part of its prompt: prompts are computed in their order,
+    `step_tokens` a step with the decodes of those before.
+    """
     random = np.random.default_rng(seed)
-    shares = random.permutation(first) / first
     found = list(requests)
-    for index, share in enumerate(shares):
+    steps = 0.0  # from a request's first token to the last one's
+    for index in reversed(range(first)):
         request = found[index]
-        done = int(share * request.output_len)
-        tokens = random.integers(0, vocab, done).tolist()
-        found[index] = Request(request.ids + tokens, request.output_len - done)
+        age = request.output_len * (first - index - 0.5) / first
+        done = max(0, int(age - steps))
+        ids = request.ids + random.integers(0, vocab, done).tolist()
+        found[index] = Request(ids, request.output_len - done)
+        steps += len(ids) / max(1, step_tokens - index)
     return found
 
 
