@@ -4,6 +4,7 @@ many things. Torch-free."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 
@@ -24,18 +25,26 @@ def expect(
     A number, or a letter given in `sizes`, must match; a new letter binds. None: any shape. `dtype` is one
     dtype or a tuple of them. Raises ValueError naming the tensor, what came and what was wanted.
     """
-    got, bound = [int(n) for n in tensor.shape], dict(sizes)
-    wanted = [str(n) for n in got] if shape is None else shape.split()
-    good = len(wanted) == len(got)
-    for letter, size in zip(wanted, got, strict=False):
-        good &= size == (int(letter) if letter.isdigit() else bound.setdefault(letter, size))
-    if not good:
-        known = ", ".join(f"{k}={v}" for k, v in sizes.items())
-        raise ValueError(f"{name}: shape {got}, wanted [{shape}]" + (f" with {known}" if known else ""))
+    bound, got = dict(sizes), tensor.shape
+    if shape is not None:
+        wanted = _letters(shape)
+        good = len(wanted) == len(got)
+        for letter, size in zip(wanted, got, strict=False):
+            good &= size == (bound.setdefault(letter, size) if isinstance(letter, str) else letter)
+        if not good:
+            known = ", ".join(f"{k}={v}" for k, v in sizes.items())
+            given = f" with {known}" if known else ""
+            raise ValueError(f"{name}: shape {[int(n) for n in got]}, wanted [{shape}]{given}")
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if dtype is not None and tensor.dtype not in dtypes:
         raise ValueError(f"{name}: dtype {tensor.dtype}, wanted {' or '.join(map(str, dtypes))}")
     return bound
+
+
+@cache
+def _letters(shape: str) -> tuple[str | int, ...]:
+    """What "B 4 D" wants of each dimension: a letter, or a number."""
+    return tuple(int(word) if word.isdigit() else word for word in shape.split())
 
 
 def first_few(names: Sequence[str], most: int = 4) -> str:
