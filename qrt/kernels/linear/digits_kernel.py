@@ -312,9 +312,10 @@ LEAST_SHARE = 16  # groups of inputs
 def fits(x: Tensor, weight: TiledWeight, bits: int) -> bool:
     """Whether `digits_gemm` multiplies x [T, K] and is faster than bf16's kernels: int4 in whole groups, few
     tokens, on a Hopper GPU."""
-    whole = x.shape[1] % GROUP == 0 and weight.out_features % TILE_ROWS == 0
-    few = bits == 4 and x.dtype == torch.bfloat16 and 1 <= x.shape[0] <= MOST_TOKENS
-    return few and whole and weight.has_whole_groups and is_hopper(x.device)
+    tokens, inputs = x.shape
+    few = bits == 4 and 1 <= tokens <= MOST_TOKENS and x.dtype == torch.bfloat16
+    whole = few and inputs % GROUP == 0 and weight.out_features % TILE_ROWS == 0
+    return whole and weight.has_whole_groups and is_hopper(x.device)
 
 
 def digits_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int) -> Tensor:

@@ -224,20 +224,23 @@ def hopper_int8_gemm(
     (tokens, k), n = x.codes.shape, codes.shape[0]
     outputs = cdiv(tokens, plan.tokens) * cdiv(n, plan.outputs)
     steps = cdiv(k, INPUTS)
-    share, splits = split_evenly(steps, plan.splits, outputs, len(arrivals))
+    share, splits = split_evenly(steps, plan.splits, outputs, arrivals.shape[0])
     shares = y.dim() == 3
-    part = outputs * splits * plan.tokens * plan.outputs if splits > 1 and not shares else 0
+    parts = None
+    if splits > 1 and not shares:
+        room = outputs * splits * plan.tokens * plan.outputs
+        parts = torch.empty(room, dtype=torch.int32, device=codes.device)
     rows = (halves, plan.outputs // halves, INPUTS)
     persistent = plan.persistent > 0 and splits == 1 and steps >= plan.stages
-    room = plan.persistent * multiprocessors(codes.device) if persistent else outputs
+    programs = min(plan.persistent * multiprocessors(codes.device), outputs) if persistent else outputs
     kernel = variant(
         _hopper_int8, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS, PANEL=PANEL,
         SPLIT=splits > 1, SHARES=shares, STAGES=plan.stages, HALVES=halves, PERSISTENT=persistent,
         num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
     )  # fmt: skip
     kernel.launch(
-        (min(room, outputs), splits),
+        (programs, splits),
         of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED[2]),
         of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3]), x.scale, scale, bias, y,
-        torch.empty(part, dtype=torch.int32, device=codes.device), arrivals, tokens, n, steps, share,
+        parts, arrivals, tokens, n, steps, share,
     )  # fmt: skip

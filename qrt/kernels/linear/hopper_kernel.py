@@ -322,16 +322,19 @@ def wide_gemm(
     silu(gate) * up of it, for a plan that `gates` and halves of whole row blocks."""
     blocks, tiles, rows, words = weight.packed.shape
     outputs = cdiv(x.shape[0], plan.tokens) * cdiv(blocks, plan.blocks)
-    share, splits = split_evenly(tiles, plan.splits, outputs, len(weight.arrivals))
-    part = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
+    share, splits = split_evenly(tiles, plan.splits, outputs, weight.out_features)
+    parts = None
+    if splits > 1:
+        room = outputs * splits * plan.tokens * plan.blocks * rows
+        parts = torch.empty(room, dtype=torch.float32, device=x.device)
     each, halves = plan.group_blocks, 2 if gated else 1
     persistent = plan.persistent > 0 and splits == 1
-    room = plan.persistent * multiprocessors(x.device) if persistent else outputs
+    programs = min(plan.persistent * multiprocessors(x.device), outputs) if persistent else outputs
     kernel = _variant(plan, layout, DTYPES[x.dtype], bias is not None, splits > 1, halves, persistent, PANEL)
     kernel.launch(
-        (min(room, outputs), splits), of_planes(x, plan.x_planes, plan.tokens, words),
-        *of_tiles(weight, each, halves), bias, y, torch.empty(part, dtype=torch.float32, device=x.device),
-        weight.arrivals, x.shape[0], weight.out_features, outputs, tiles, share,
+        (programs, splits), of_planes(x, plan.x_planes, plan.tokens, words),
+        *of_tiles(weight, each, halves), bias, y, parts, weight.arrivals, x.shape[0],
+        weight.out_features, outputs, tiles, share,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +128,7 @@ def width_of(tokens: int) -> int:
     return min(max(16, next_power_of_2(tokens)), 2048)
 
 
+@lru_cache(maxsize=1 << 10)
 def tuning_key(k: int, n: int, width: int) -> str:
     """Of a plan in `qrt.kernels.tuned`."""
     return f"int8 {k}x{n} {width} wide"
@@ -186,7 +188,7 @@ def int8_gemm(
     block = _chosen(x, n)
     inputs = INPUTS if isinstance(block, HopperPlan) else block.inputs
     outputs = cdiv(tokens, block.tokens) * cdiv(n, block.outputs)
-    share, splits = split_evenly(cdiv(k, inputs), block.splits, outputs, len(arrivals))
+    share, splits = split_evenly(cdiv(k, inputs), block.splits, outputs, arrivals.shape[0])
     size, dtype = ((splits, tokens, n), torch.float32) if shares else ((tokens, n), x.dtype)
     y = torch.empty(size, dtype=dtype, device=codes.device)
     if tokens == 0:
@@ -195,7 +197,7 @@ def int8_gemm(
         hopper_int8_gemm(x, codes, scale, arrivals, bias, y, block)
         return y
     summed = splits > 1 and not shares
-    parts = torch.empty(splits * n * tokens if summed else 0, dtype=torch.int32, device=codes.device)
+    parts = torch.empty(splits * n * tokens, dtype=torch.int32, device=codes.device) if summed else None
     kernel = variant(
         _int8_gemm, BIASED=bias is not None, BM=block.tokens, BN=block.outputs, BK=block.inputs, PANEL=8,
         SPLITS=splits, SHARES=shares, num_warps=block.warps, num_stages=block.stages,

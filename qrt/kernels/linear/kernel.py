@@ -13,7 +13,7 @@ Layout: quant/weight/tiles.py. A format is its `unpack` device function.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -222,8 +222,9 @@ def _launch_fused(
     blocks, _, rows, words = weight.packed.shape
     width = width_of(tokens)
     stage_bytes = chosen.blocks * rows * words * 2 + layout.PLANES * words * width * x.itemsize
-    part = chosen.splits * n * tokens if chosen.splits > 1 else 0
-    parts = torch.empty(part, dtype=torch.float32, device=x.device)
+    parts = None
+    if chosen.splits > 1:
+        parts = torch.empty(chosen.splits * n * tokens, dtype=torch.float32, device=x.device)
     kernel = variant(
         _fused, K=k, DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks,
         HALVES=2 if gated else 1, SPLITS=chosen.splits,
@@ -267,16 +268,15 @@ def _launch_dequantize(x: Tensor, weight: TiledWeight, blocks: slice, layout: La
 
 
 def _layout(weight: TiledWeight, bits: int, unpack: Any) -> Layout:
-    return Layout(
-        ROWS=TILE_ROWS,
-        J=weight.packed.shape[3],
-        PLANES=16 // bits,
-        RUNS=weight.runs,
-        SCALE=_TL[weight.scale.dtype],
-        ASYMMETRIC=weight.zero.numel() > 0,
-        UNPACK=unpack,
-        ASM=COMPILED,
-    )
+    scale = weight.scale
+    return _layout_of(weight.packed.shape[3], weight.runs, scale.dtype, weight.zero.numel() > 0, bits, unpack)
+
+
+@cache
+def _layout_of(
+    words: int, runs: int, scale: torch.dtype, asymmetric: bool, bits: int, unpack: Any
+) -> Layout:  # fmt: skip
+    return Layout(TILE_ROWS, words, 16 // bits, runs, _TL[scale], asymmetric, unpack, COMPILED)
 
 
 def _dot_type(x: Tensor) -> tl.dtype:

@@ -3,6 +3,7 @@ thumb."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from qrt.kernels.sizes import next_power_of_2
@@ -40,11 +41,13 @@ def width_of(tokens: int) -> int:
     return 8 if tokens <= 8 else max(16, next_power_of_2(tokens))
 
 
+@lru_cache(maxsize=1 << 10)
 def tuning_key(k: int, n: int, bits: int, width: int) -> str:
     """Of a plan in `qrt.kernels.tuned`."""
     return f"tiles {k}x{n} {bits} bits {width} wide"
 
 
+@lru_cache(maxsize=1 << 10)
 def fused_plan(width: int, blocks: int, tiles: int) -> FusedPlan:
     """Where nothing was measured: enough programs to fill 132 SMs about twice, and no share of K that is
     long while there are few. The constants are those that won on an H200 for Llama-3-8B's shapes."""
@@ -89,6 +92,7 @@ class WidePlan(NamedTuple):
         return self.splits == 1 and not self.turns
 
 
+@lru_cache(maxsize=1 << 10)
 def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
     """Where nothing was measured: the widest block of tokens, K split while some of the SMs are idle. Many
     blocks of 256 tokens are taken in turn, by one group."""

@@ -72,10 +72,14 @@ def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None,
     ids: Tensor | None = None, shares: int = 0, room: int = 0,
 ) -> None:  # fmt: skip
-    """x [T, H, K] with dense rows, or those of ids [T] -> dense y [T, H, K]; residual [T, K]. With shares x
-    is the first of so many fp32 [T, 1, K] behind each other. With scale fp32 [T*H] y is int8; with room y and
-    scale are those of Digits."""
-    tokens, heads, k = x.shape
+    """x [T, H, K] or [T, K] with dense rows, or those of ids [T] -> dense y; residual [T, K]. With shares x
+    is so many fp32 [T, K] behind each other. With scale fp32 [T*H] y is int8; with room y and scale are those
+    of Digits."""
+    if x.dim() == 3 and not shares:
+        (tokens, heads, k), (token_stride, head_stride, _) = x.shape, x.stride()
+    else:
+        tokens, heads, k = x.shape[-2], 1, x.shape[-1]
+        token_stride = head_stride = x.stride(-2)
     rows = (tokens if ids is None else len(ids)) * heads
     if rows == 0:
         return
@@ -88,7 +92,7 @@ def _launch(
         BLOCK_K=block_k, num_warps=warps, launch_pdl=overlaps(x.device),
     )  # fmt: skip
     kernel.launch(
-        (cdiv(rows, block_rows),), x, ids, residual, weight, y, scale, rows, heads, *x.stride()[:2],
+        (cdiv(rows, block_rows),), x, ids, residual, weight, y, scale, rows, heads, token_stride, head_stride,
         0 if residual is None else residual.stride(0), eps,
     )  # fmt: skip
 
@@ -96,7 +100,7 @@ def _launch(
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`qrt::rmsnorm` on CUDA tensors; two leading strides are read in place, others are copied first."""
     dense = x if x.stride(-1) == 1 else x.contiguous()
-    rows = dense if x.dim() == 3 else dense.reshape(-1, 1, x.shape[-1])
+    rows = dense if x.dim() in (2, 3) else dense.reshape(-1, x.shape[-1])
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(rows, None, weight, eps, y)
     return y
@@ -107,7 +111,7 @@ def embed_rmsnorm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tup
     rows, y = (
         torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=table.device) for _ in range(2)
     )
-    _launch(table.contiguous().unsqueeze(1), rows, weight, eps, y, ids=ids)
+    _launch(table.contiguous(), rows, weight, eps, y, ids=ids)
     return rows, y
 
 
@@ -138,5 +142,5 @@ def _launch_add(
     room: int = 0,
 ) -> None:  # fmt: skip
     """x [T, K], or its shares fp32 [S, T, K]."""
-    x, shares = x.contiguous(), len(x) if x.dim() == 3 else 0
-    _launch((x[0] if shares else x).unsqueeze(1), residual, weight, eps, y, scale, shares=shares, room=room)
+    shares = x.shape[0] if x.dim() == 3 else 0
+    _launch(x.contiguous(), residual, weight, eps, y, scale, shares=shares, room=room)
