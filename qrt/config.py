@@ -107,7 +107,7 @@ class EngineConfig:
                              the KV format's loss, and a cached prefix does not change an answer (by default a
                              prompt attends its own chunk's K/V before they are rounded)
     enforce_eager            record no CUDA graphs: slower steps, an earlier start
-    cudagraph_capture_sizes  decodes of a recorded step (None: 1, 2, 4, then every 8 to 256)
+    cudagraph_capture_sizes  decodes of a recorded step (None: 1, 2, 4, then every 8 to 256, and wider)
     """
 
     model: str

@@ -316,7 +316,9 @@ def test_tokens_that_a_kernel_before_still_writes_are_not_loaded_ahead(monkeypat
         if between:
             rmsnorm(torch.ones(4, 128, dtype=dtype), torch.ones(128, dtype=dtype), 1e-5)
         held = buffers, slots[None], rows, lens
-        decode_attention.decode_attention(q, *held, parts, "fp16", 0.125, newest)
+        decode_attention.decode_attention(
+            q, *held, parts, torch.empty(count, 4, 64, dtype=dtype), "fp16", 0.125, newest
+        )
 
     attend(newest=False)
     with pytest.raises(Fault, match="is read before"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qrt.errors import ConfigError
-from qrt.kernels.step import PrefillMeta, StepMeta
+from qrt.kernels.step import Chunks, PrefillMeta, StepMeta
 from qrt.llm import LLM
 
 CHUNK_TOKENS = 2048  # of a step; attention reads what came before from the cache
@@ -43,17 +43,8 @@ class PromptReader:
 
     def _step(self, tokens: Tensor, start: int, end: int) -> StepMeta:
         """Positions [start, end) as a prefill chunk that attends all of [0, end) through the cache."""
-        row = self._slots[:1]  # request 0, whose position p is in slot p
-        prefill = PrefillMeta(
-            rows=row,
-            kv_lens=row + end,
-            query_start=torch.cat((row, row + (end - start))),
-            cached_start=torch.cat((row, row + end)),
-            max_query_len=end - start,
-            num_cached=end,
-            max_cached_len=end,
-            attend_cache=True,
-        )
+        chunk = Chunks([0], [end - start], [start], self.model.queries, attend_cache=True)
+        prefill = PrefillMeta.of(chunk, self.model.device)  # of request 0, whose position p is in slot p
         positions = self._slots[start:end]
         return StepMeta(tokens[start:end], positions, positions, self._slots[None], None, prefill)
 

@@ -127,7 +127,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, name: str) -> Tensor:
     parts = plan_parts(rows, kv_lens, k.shape[1], storage.heads_per_sm(*q.shape[:2]))
     turned = fmt.to_basis(q).to(dtype)
     scale = q.shape[-1] ** -0.5
-    return decode_attention(turned, buffers, slots[None], rows, kv_lens, parts, name, scale).float()
+    out = torch.empty_like(turned)
+    decode_attention(turned, buffers, slots[None], rows, kv_lens, parts, out, name, scale)
+    return out.float()
 
 
 def errors(found: Tensor, truth: Tensor) -> dict[str, float]:

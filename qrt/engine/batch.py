@@ -16,7 +16,8 @@ from qrt.engine.sampler import SampleMeta
 from qrt.engine.table import RequestTable
 from qrt.engine.transfer import to_device
 from qrt.kernels.decode_attention.plan import plan_parts
-from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
+from qrt.kernels.prefill_attention.tiles import Queries
+from qrt.kernels.step import Chunks, DecodeMeta, PrefillMeta, StepMeta
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def build(
     table: RequestTable,
     adjustments: Adjustments,
     *,
+    queries: Queries,
     num_kv_heads: int,
     attend_cache: bool,
     heads_per_sm: int,
@@ -61,9 +63,10 @@ def build(
 
     `heads_per_sm` as in `plan_parts`.
     """
+    chunks = chunks_of(plan, queries, attend_cache=attend_cache)
     arrays = {**_token_arrays(plan), **_sample_arrays(plan, adjustments)}
-    cached = [chunk.end if attend_cache else chunk.start for chunk in plan.chunks]
-    arrays["cached_start"] = _int32([0], np.cumsum(cached))
+    if plan.chunks:
+        arrays |= {f"chunk {name}": array for name, array in chunks.arrays().items()}
     arrays |= {f"targets {c.request_id}": _int64(c.scoring.targets) for c in plan.chunks if c.scoring}
     sent = to_device({name: array for name, array in arrays.items() if array.size}, table.device)
     decode, prefill = None, None
@@ -77,25 +80,29 @@ def build(
         parts = plan_parts(decoding, kv_lens, num_kv_heads, heads_per_sm)
         decode = DecodeMeta(decoding, kv_lens, parts, newest=True)
     if plan.chunks:
-        table.length[sent["chunk_rows"]] = sent["chunk_ends"]
+        table.length[sent["chunk rows"]] = sent["chunk_ends"]
         rows.append(sent["token_rows"])
         tokens.append(sent["chunk_tokens"])
         positions.append(sent["chunk_positions"])
-        prefill = PrefillMeta(
-            sent["chunk_rows"],
-            sent["chunk_ends"],
-            sent["query_start"],
-            sent["cached_start"],
-            max_query_len=max(len(chunk.tokens) for chunk in plan.chunks),
-            num_cached=sum(cached),
-            max_cached_len=max(cached),
-            attend_cache=attend_cache,
-        )
+        own = {name: sent[f"chunk {name}"] for name in ("rows", "query_start", "cached_start", "tiles")}
+        prefill = PrefillMeta(**own, num_cached=chunks.num_cached, attend_cache=attend_cache)
     at = _join(positions)
     slots = table.slots(_join(rows), at)
     step = StepMeta(_join(tokens), at, slots, table.slot_table, decode, prefill)
     targets = {c.request_id: sent[f"targets {c.request_id}"] for c in plan.chunks if c.scoring}
     return Batch(step, _draws(plan, sent), targets)
+
+
+def chunks_of(plan: Plan, queries: Queries, *, attend_cache: bool) -> Chunks:
+    """Return the plan's chunks as a step describes them."""
+    return Chunks(
+        [chunk.row for chunk in plan.chunks],
+        [len(chunk.tokens) for chunk in plan.chunks],
+        [chunk.start for chunk in plan.chunks],
+        queries,
+        len(plan.decodes),
+        attend_cache,
+    )
 
 
 def drawn_plainly(plan: Plan) -> bool:
@@ -111,16 +118,13 @@ def draws(plan: Plan, adjustments: Adjustments, device: torch.device) -> Draws |
 
 
 def _token_arrays(plan: Plan) -> dict[str, NDArray[Any]]:
-    """The step's rows, and the tokens of its chunks."""
+    """The rows of its tokens, and the tokens of its chunks."""
     chunks = plan.chunks
     lengths = [len(chunk.tokens) for chunk in chunks]
-    chunk_rows = _int32([chunk.row for chunk in chunks])
     return {
         "decode_rows": _int32([decode.row for decode in plan.decodes]),
-        "chunk_rows": chunk_rows,
-        "token_rows": np.repeat(chunk_rows, lengths),
+        "token_rows": np.repeat(_int32([chunk.row for chunk in chunks]), lengths),
         "chunk_ends": _int32([chunk.end for chunk in chunks]),
-        "query_start": _int32(np.cumsum([len(plan.decodes), *lengths])),
         "chunk_tokens": _int64(*[chunk.tokens for chunk in chunks]),
         "chunk_positions": _int32(*[np.arange(chunk.start, chunk.end) for chunk in chunks]),
     }

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.adjustments import Adjustments
 from qrt.engine.generation import GenerationConfig
-from qrt.engine.graphs import CHUNK_SIZES, PROMPT_SIZES, TokenSteps, default_sizes
+from qrt.engine.graphs import TokenSteps, default_rows, default_tokens
 from qrt.engine.output import RequestDelta
 from qrt.engine.plan import Plan
 from qrt.engine.preflight import check_fit, check_settings, preflight
@@ -106,7 +106,8 @@ class Engine:
         table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
         steps = None
         if model.device.type == "cuda":  # a CPU gains nothing by padding
-            steps = TokenSteps(model, kv, table, *_capture_sizes(config, limits.max_model_len))
+            sizes = _capture_sizes(config)
+            steps = TokenSteps(model, kv, table, *sizes, attend_cache=config.attend_cache)
             if not config.enforce_eager:
                 steps.record()
         adjustments = Adjustments(model.config.vocab_size, self._eos, model.device)
@@ -284,17 +285,11 @@ def _array(prompt_ids: Sequence[int]) -> NDArray[Any]:
     return ids
 
 
-def _capture_sizes(
-    config: EngineConfig, max_model_len: int
-) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """Sizes of recorded steps: rows that decode, tokens of steps with prompts, tokens of a chunk alone."""
+def _capture_sizes(config: EngineConfig) -> tuple[Sequence[int], Sequence[int]]:
+    """Sizes of recorded steps: rows that decode, and tokens of steps with prompts."""
     if config.cudagraph_capture_sizes:
-        return config.cudagraph_capture_sizes, (), ()
-    most = config.max_num_batched_tokens
-    prompts = [size for size in PROMPT_SIZES if size <= most]
-    longest = min([size for size in CHUNK_SIZES if size >= max_model_len], default=CHUNK_SIZES[-1])
-    chunks = [size for size in CHUNK_SIZES if size <= min(most, longest) and not config.attend_cache]
-    return default_sizes(config.max_num_seqs), prompts, chunks
+        return config.cudagraph_capture_sizes, ()
+    return default_rows(config.max_num_seqs), default_tokens(config.max_num_batched_tokens)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -341,9 +336,8 @@ def _pool(
 ) -> PoolSize:
     """The pool that fits beside the weights and the largest step."""
     measured = model.device.type == "cuda" and config.kv_cache_memory_bytes is None
-    rows, prompts, chunks = _capture_sizes(config, limits.max_model_len)
-    recorded = max(rows), max((*rows, *prompts)), max(chunks, default=0)
-    reserve = peak_step_bytes(model, formats, limits, smoothing, recorded) if measured else 0
+    recorded = _capture_sizes(config)
+    reserve = peak_step_bytes(model, formats, limits, smoothing, *recorded) if measured else 0
     if measured:
         tokens = limits.max_num_batched_tokens
         logger.info("activations and graphs: %.2f GiB for steps of %d tokens", reserve / GIB, tokens)

@@ -1,12 +1,11 @@
-"""Graphs: steps of few tokens, and chunks alone, padded to some sizes and recorded as CUDA graphs.
+"""Graphs: steps padded to some sizes and recorded as CUDA graphs, which cost the host two launches each.
 
-In such a step every token attends through the cache, on its own: those that decode, and the few of a short
-prompt (or of a prompt's last piece), which would otherwise cost the host hundreds of launches. A recorded
-step costs it two, whatever the model: one graph from tokens to hidden states, and one that makes the logits
-of the rows that sample, draws and advances the request table; for decodes alone both are one. Those find
-everything in the table; their rows travel when they are others than in the step before. A chunk of some more
-tokens that comes alone is recorded too, with the kernels of prefill: up to 2,048 tokens the GPU is done
-before the host could launch them one by one.
+There are two kinds. A step of decodes alone is one graph, from the request table to the next tokens in it. A
+step with chunks of prompts, whatever else is in it, is two: one from tokens to hidden states, and one that
+makes the logits of the rows that sample, draws and advances the request table. What a graph depends on is
+its size alone: which tokens there are, of which rows, which chunks and which tiles of attention lie in one
+tensor of inputs (`_Inputs`), which travels in one copy, and for decodes alone only when the rows are others
+than in the step before.
 
 Rows that ask for more than greedy, temperature and seed are drawn outside, from the hidden states. Padding
 tokens are of the table's last row: they attend nothing and write the pad slot. Where nothing is recorded
@@ -16,6 +15,8 @@ tokens are of the table's last row: they attend nothing and write the pad slot. 
 from __future__ import annotations
 
 import gc
+import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,29 +28,41 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from qrt.engine.batch import chunks_of
 from qrt.engine.plan import Plan
 from qrt.engine.table import RequestTable
-from qrt.engine.transfer import to_device
+from qrt.kernels.prefill_attention.tiles import FIELDS
 from qrt.kernels.sample import sample as draw
 from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
 from qrt.kernels.token_inputs import token_inputs
+from qrt.mem.sizing import GIB
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 
-LARGEST = 256  # rows that decode, by default
-PROMPT_SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)  # tokens of steps with prompts, by default
-CHUNK_SIZES = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)  # of a chunk alone, by default
-CHUNK_CACHED = 8192  # most tokens before it: there is room for all of them in its graph
-# Most tokens that a step's prompt tokens read together. Each reads its context alone: beyond this the kernels
-# of prefill, which read it once for all, are faster than the launches they cost.
-PROMPT_READS = 256 * 1024
+logger = logging.getLogger(__name__)
+
+LARGEST = 2048  # rows that decode, by default
+ALONE = 2048  # most tokens of a step of prompts alone that is recorded without attention of decodes
+NUM_CACHED = 1 << 16  # cached tokens that the chunks of a step have room for, by default
+LEAST_CHUNKS = 16  # of a recorded step, and
+TOKENS_PER_CHUNK = 16  # one more for so many tokens
 TABLE = -1  # of an input: what the request table says
 
 
-def default_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then every 8 up to 256 or the first that holds `max_num_seqs`: rows that decode."""
-    sizes = [1, 2, 4, *range(8, LARGEST + 1, 8)]
+def default_rows(max_num_seqs: int) -> list[int]:
+    """Return sizes of steps that decode: each a few percent above the one before, up to the first that holds
+    `max_num_seqs` or LARGEST."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, 1024, 64)]
+    sizes += range(1024, LARGEST + 1, 128)
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs]
+
+
+def default_tokens(max_num_batched_tokens: int) -> list[int]:
+    """Return sizes of steps with prompts, up to `max_num_batched_tokens`: multiples of what a product takes
+    at a time."""
+    sizes = [16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256)]
+    sizes += range(4096, 8193, 512)
+    return [size for size in sizes if size <= max_num_batched_tokens]
 
 
 @contextmanager
@@ -71,97 +84,78 @@ def _recording(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class TokenSteps:
-    """Steps of few tokens over one model, K/V storage and request table.
+class _Inputs:
+    """The inputs of padded steps in one int32 tensor: what is drawn first, then the rest.
 
-    rows     sizes of what samples: steps of that many decodes, and the rows drawn of any step
-    tokens   sizes of whole steps, `rows` among them
-    chunks   sizes of chunks that are a step's only work, more tokens than those
+    Of what is drawn (`draws`): the token behind which, its row, and 1, or 0 of padding; [3, size]. Of each
+    token (`tokens`): its row, its position and itself (TABLE: what the table says); [3, size]. Of chunks
+    (`chunks`): their ends, and what PrefillMeta has, for `num_chunks` of them.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        kv: KVStorage,
-        table: RequestTable,
-        rows: Sequence[int],
-        prompts: Sequence[int] = (),
-        chunks: Sequence[int] = (),
-    ) -> None:
-        self._model = model
-        self._kv = kv
-        self._table = table
-        self.rows = sorted(set(rows))
-        self.tokens = sorted({*rows, *prompts})
-        self.chunks = sorted(size for size in chunks if size > self.tokens[-1])
-        device, most = table.device, [*self.tokens, *self.chunks][-1]
-        # of each token: its row, its position and itself (TABLE: of the row); what is drawn: token, row
-        self._tokens = torch.empty(3, most, dtype=torch.int32, device=device)
-        self._draws = torch.empty(2, self.rows[-1], dtype=torch.int64, device=device)
-        self._drawn = torch.empty(self.rows[-1], dtype=torch.int32, device=device)  # 1, and 0 of padding
-        self._sent: list[int] | None = None  # the rows of a step of decodes alone that the device knows
-        self._hidden = torch.zeros(most, model.config.hidden_size, dtype=model.dtype, device=device)
-        # by names: methods would keep this, the model and the pool alive until garbage is collected
-        self._recorded: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+    def __init__(self, rows: int, tokens: int, table: RequestTable, model: Decoder) -> None:
+        self._rows, self._table, self._queries = rows, table, model.queries
+        chunks, tiles = self.num_chunks(tokens), self.num_tiles(tokens)
+        length = 3 * rows + 3 * tokens + 4 * chunks + 2 + FIELDS * tiles
+        self._all = torch.zeros(length, dtype=torch.int32, device=table.device)
 
-    def handles(self, plan: Plan) -> bool:
-        """Whether the plan is such a step."""
-        if any(chunk.scoring for chunk in plan.chunks):
-            return False
-        if not plan.chunks:
-            return len(plan.decodes) <= self.rows[-1]
-        if self._is_chunk(plan):
-            return True
-        tokens = _count(plan)
-        reads = sum(len(chunk.tokens) * chunk.end for chunk in plan.chunks)
-        return tokens <= self.tokens[-1] and len(plan.sampled) <= self.rows[-1] and reads <= PROMPT_READS
+    def num_chunks(self, tokens: int) -> int:
+        """Return how many chunks a step of so many tokens may have."""
+        return min(self._table.pad_row, max(LEAST_CHUNKS, tokens // TOKENS_PER_CHUNK))
 
-    @torch.inference_mode()
-    def record(self) -> None:
-        """Record every size, the largest first: the others fit into its memory."""
-        pool, stream = torch.cuda.graph_pool_handle(), _recording(self._table.device)
-        self._pad()
-        bodies = {
-            self._prefill: self.chunks, self._forward: self.tokens, self._draw: self.rows,
-            self._step: self.rows,
+    def num_tiles(self, tokens: int) -> int:
+        """Return how many tiles these may have: a chunk has at most one that is not whole."""
+        return tokens * self._queries.group // self._queries.rows + self.num_chunks(tokens)
+
+    def draws(self, size: int) -> Tensor:
+        """Return the inputs [3, size] of what is drawn."""
+        return self._all[: 3 * size].view(3, size)
+
+    def tokens(self, size: int) -> Tensor:
+        """Return the inputs [3, size] of tokens."""
+        return self._rest(3 * size).view(3, size)
+
+    def chunks(self, size: int) -> dict[str, Tensor]:
+        """Return the inputs of a step's chunks by name."""
+        count, tiles = self.num_chunks(size), self.num_tiles(size)
+        lengths = {
+            "ends": count, "rows": count, "query_start": count + 1, "cached_start": count + 1,
+            "tiles": FIELDS * tiles,
         }  # fmt: skip
-        steps = [(body, size) for body, sizes in bodies.items() for size in sizes[::-1]]
-        for body, size in tqdm(steps, desc="Recording CUDA graphs", unit="graph"):
-            body(size)  # compiles the kernels
-            torch.cuda.synchronize(self._table.device)
-            graph = torch.cuda.CUDAGraph()
-            with _garbage_left(), torch.cuda.graph(graph, pool=pool, stream=stream):
-                result = body(size)
-            self._recorded[body.__name__, size] = graph, result
+        parts = self._rest(3 * size + sum(lengths.values()))[3 * size :].split(list(lengths.values()))
+        named = dict(zip(lengths, parts, strict=True))
+        return named | {"tiles": named["tiles"].view(tiles, FIELDS)}
 
-    @torch.inference_mode()
-    def run_largest(self) -> None:
-        """The largest steps, of padding, kernel by kernel: what memory they take."""
-        self._pad()
-        for size in self.chunks[-1:]:
-            self._prefill(size)
-        self._forward(self.tokens[-1])
-        self._draw(self.rows[-1])
+    def pad(self, size: int, *, chunks: bool) -> None:
+        """Make them those of padding alone."""
+        if size <= self._rows:
+            self.draws(size).copy_(torch.tensor([[0], [self._table.pad_row], [0]]))
+        none: list[NDArray[np.int32]] = [np.full((3, size), TABLE, np.int32)]
+        none[0][0] = self._table.pad_row
+        if chunks:
+            empty = Plan((), (), (), ())
+            none += self.of_chunks(empty, size, attend_cache=False)
+        self._send(none, 3 * self._rows)
 
-    def send(self, plan: Plan) -> None:
-        """Tell the device which tokens the step has, if it does not know."""
-        rows = [decode.row for decode in plan.decodes]
-        if not plan.chunks and rows == self._sent:
-            return
-        tokens, draws = self._token_inputs(plan), self._draw_inputs(plan)
-        ends = np.array([(chunk.row, chunk.end) for chunk in plan.chunks], np.int32).reshape(-1, 2).T
-        sent = to_device({"tokens": tokens, "draws": draws, "ends": ends}, self._table.device)
-        self._sent = None  # should an interrupt come between these
-        self._tokens[:, : tokens.shape[1]].copy_(sent["tokens"])
-        self._draws[:, : draws.shape[1]].copy_(sent["draws"][:2])
-        self._drawn[: draws.shape[1]].copy_(sent["draws"][2])
+    def send(self, plan: Plan, size: int, draws: int, *, attend_cache: bool) -> None:
+        """Send those of a plan, which is padded to `size` tokens and `draws` rows drawn."""
+        self._send([self._of_draws(plan, draws)], 0)
+        arrays = [self._of_tokens(plan, size)]
         if plan.chunks:
-            self._table.length[sent["ends"][0]] = sent["ends"][1]
-        self._sent = None if plan.chunks else rows
+            arrays += self.of_chunks(plan, size, attend_cache=attend_cache)
+        self._send(arrays, 3 * self._rows)
 
-    def _token_inputs(self, plan: Plan) -> NDArray[np.int32]:
-        """Of each token, padding last: its row, its position and itself, int32 [3, size]."""
-        inputs = np.full((3, self._size(plan)), TABLE, np.int32)
+    def of_chunks(self, plan: Plan, size: int, *, attend_cache: bool) -> list[NDArray[np.int32]]:
+        """Return the values of `chunks`, in its order."""
+        count, pad_row = self.num_chunks(size), self._table.pad_row
+        ends = np.zeros(count, np.int32)
+        ends[: len(plan.chunks)] = [chunk.end for chunk in plan.chunks]
+        arrays = chunks_of(plan, self._queries, attend_cache=attend_cache).arrays(
+            count, self.num_tiles(size), pad_row
+        )
+        return [ends, *(arrays[name] for name in ("rows", "query_start", "cached_start", "tiles"))]
+
+    def _of_tokens(self, plan: Plan, size: int) -> NDArray[np.int32]:
+        inputs = np.full((3, size), TABLE, np.int32)
         rows, positions, tokens = inputs
         at = len(plan.decodes)
         rows[:at] = [decode.row for decode in plan.decodes]
@@ -175,9 +169,8 @@ class TokenSteps:
         rows[at:] = self._table.pad_row
         return inputs
 
-    def _draw_inputs(self, plan: Plan) -> NDArray[np.int32]:
-        """Of what is drawn, padding last: the token behind which, its row, and 1; int32 [3, size]."""
-        inputs = np.zeros((3, _holds(self.rows, len(plan.sampled))), np.int32)
+    def _of_draws(self, plan: Plan, size: int) -> NDArray[np.int32]:
+        inputs = np.zeros((3, size), np.int32)
         tokens, rows, drawn = inputs
         count = len(plan.sampled)
         tokens[:count], drawn[:count] = plan.sampled_at, 1
@@ -185,10 +178,106 @@ class TokenSteps:
         rows[count:] = self._table.pad_row
         return inputs
 
+    def _rest(self, length: int) -> Tensor:
+        return self._all[3 * self._rows : 3 * self._rows + length]
+
+    def _send(self, arrays: Sequence[NDArray[np.int32]], at: int) -> None:
+        """Copy arrays, one after the other, to place `at`, without waiting for the device."""
+        length = sum(array.size for array in arrays)
+        host = torch.empty(length, dtype=torch.int32, pin_memory=self._all.is_cuda)
+        np.concatenate([array.reshape(-1) for array in arrays], out=host.numpy())
+        self._all[at : at + length].copy_(host, non_blocking=True)
+
+
+class TokenSteps:
+    """Padded steps over one model, K/V storage and request table.
+
+    rows          sizes of steps of decodes alone, and of the rows drawn in any step
+    tokens        sizes of steps with chunks of prompts
+    num_cached    most tokens that the chunks of a step attend through the cache
+    attend_cache  as in PrefillMeta
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv: KVStorage,
+        table: RequestTable,
+        rows: Sequence[int],
+        tokens: Sequence[int] = (),
+        *,
+        num_cached: int = NUM_CACHED,
+        attend_cache: bool = False,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._table = table
+        self.rows = sorted(set(rows))
+        self.tokens = sorted(set(tokens))
+        self._num_cached = num_cached
+        self._attend_cache = attend_cache
+        config, most = model.config, max([*self.rows, *self.tokens])
+        self._inputs = _Inputs(self.rows[-1], most, table, model)
+        self._sent: list[int] | None = None  # the rows of a step of decodes alone that the device knows
+        self._hidden = torch.zeros(most, config.hidden_size, dtype=model.dtype, device=table.device)
+        heads = most if self.tokens else 0, config.num_heads, config.head_dim
+        self._attended = torch.zeros(heads, dtype=model.dtype, device=table.device)
+        # by names: methods would keep this, the model and the pool alive until garbage is collected
+        self._recorded: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def handles(self, plan: Plan) -> bool:
+        """Whether the plan is such a step."""
+        if len(plan.sampled) > self.rows[-1] or any(chunk.scoring for chunk in plan.chunks):
+            return False
+        if not plan.chunks:
+            return True
+        cached = sum(chunk.end if self._attend_cache else chunk.start for chunk in plan.chunks)
+        return cached <= self._num_cached and self._size(plan) is not None
+
+    def is_recorded(self, plan: Plan) -> bool:
+        """Whether a step that it handles is replayed, not launched kernel by kernel."""
+        return (self._body(plan).__name__, self._size(plan)) in self._recorded
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record every size, the largest first: the others fit into its memory."""
+        started, device = time.perf_counter(), self._table.device
+        before = torch.cuda.memory_reserved(device)
+        pool, stream = torch.cuda.graph_pool_handle(), _recording(device)
+        steps = self._steps()
+        for body, size in tqdm(steps, desc="Recording CUDA graphs", unit="graph"):
+            self._pad(body, size)
+            body(size)  # compiles the kernels
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with _garbage_left(), torch.cuda.graph(graph, pool=pool, stream=stream):
+                result = body(size)
+            self._recorded[body.__name__, size] = graph, result
+        took, memory = time.perf_counter() - started, torch.cuda.memory_reserved(device) - before
+        logger.info("recorded %d CUDA graphs: %.1f s, %.2f GiB", len(steps), took, memory / GIB)
+
+    @torch.inference_mode()
+    def run_largest(self) -> None:
+        """The largest steps, of padding, kernel by kernel: what memory they take."""
+        for body, sizes in ((self._mixed, self.tokens), (self._step, self.rows)):
+            for size in sizes[-1:]:
+                self._pad(body, size)
+                body(size)
+
+    def send(self, plan: Plan) -> None:
+        """Tell the device what is in the step, if it does not know."""
+        rows = [decode.row for decode in plan.decodes]
+        if not plan.chunks and rows == self._sent:
+            return
+        self._sent = None  # should an interrupt come between these
+        size, draws = self._size(plan), _holds(self.rows, len(plan.sampled))
+        assert size is not None and draws is not None, "a plan that is not handled"
+        self._inputs.send(plan, size, draws, attend_cache=self._attend_cache)
+        self._sent = None if plan.chunks else rows
+
     def forward(self, plan: Plan) -> Tensor:
         """Hidden states [T, H] of the tokens that were sent, good until the next call."""
-        body = self._prefill if self._is_chunk(plan) else self._forward
-        return self._run(body, self._size(plan))[: _count(plan)]
+        return self._run(self._body(plan, forward=True), self._size(plan))[: _count(plan)]
 
     def draw(self, plan: Plan) -> Tensor:
         """Tokens int64 [S] of what was sent, for each of `plan.sampled`: greedy, or by temperature and seed.
@@ -200,83 +289,97 @@ class TokenSteps:
             tokens = self._run(self._step, self._size(plan))
         return tokens[: len(plan.sampled)].clone()  # what was recorded writes the same place again
 
-    def _run(self, body: Callable[[int], Tensor], size: int) -> Tensor:
+    def _steps(self) -> list[tuple[Callable[[int], Tensor], int]]:
+        """What is recorded, in order."""
+        alone = [size for size in self.tokens if size <= ALONE]
+        bodies = {
+            self._mixed: self.tokens, self._prompts: alone, self._forward: self.rows, self._draw: self.rows,
+            self._step: self.rows,
+        }  # fmt: skip
+        return [(body, size) for body, sizes in bodies.items() for size in sizes[::-1]]
+
+    def _body(self, plan: Plan, *, forward: bool = False) -> Callable[[int], Tensor]:
+        """What a plan runs up to the hidden states, or, of decodes alone unless `forward`, the tokens."""
+        if not plan.chunks:
+            return self._forward if forward else self._step
+        size = self._size(plan)
+        assert size is not None, "a plan that is not handled"
+        return self._mixed if plan.decodes or size > ALONE else self._prompts
+
+    def _run(self, body: Callable[[int], Tensor], size: int | None) -> Tensor:
         """As it was recorded, or kernel by kernel."""
+        assert size is not None, "a plan that is not handled"
         if recorded := self._recorded.get((body.__name__, size)):
             graph, result = recorded
             graph.replay()
             return result
         return body(size)
 
-    def _is_chunk(self, plan: Plan) -> bool:
-        """Whether it is one chunk of a size that is here."""
-        if plan.decodes or len(plan.chunks) != 1 or plan.chunks[0].start > CHUNK_CACHED:
-            return False
-        return bool(self.chunks) and self.tokens[-1] < _count(plan) <= self.chunks[-1]
-
-    def _size(self, plan: Plan) -> int:
-        """To which it is padded."""
+    def _size(self, plan: Plan) -> int | None:
+        """To which it is padded, if there is such a size."""
         if not plan.chunks:
             return _holds(self.rows, len(plan.decodes))
-        return _holds(self.chunks if self._is_chunk(plan) else self.tokens, _count(plan))
+        place = bisect_left(self.tokens, _count(plan))
+        enough = (n for n in self.tokens[place:] if self._inputs.num_chunks(n) >= len(plan.chunks))
+        return next(enough, None)
 
-    def _pad(self) -> None:
+    def _pad(self, body: Callable[[int], Tensor], size: int) -> None:
         """Inputs of padding alone."""
-        self._tokens[0].fill_(self._table.pad_row)
-        self._tokens[1:].fill_(TABLE)
-        self._draws[0].zero_()
-        self._draws[1].fill_(self._table.pad_row)
-        self._drawn.zero_()
+        self._inputs.pad(size, chunks=body in (self._mixed, self._prompts))
         self._sent = None
 
     def _forward(self, size: int) -> Tensor:
-        return self._hidden[:size].copy_(self._decode(size, newest=False))
+        return self._hidden[:size].copy_(self._decode(size))
 
     def _step(self, size: int) -> Tensor:
-        return self._sample(self._decode(size, newest=True), size)
+        return self._sample(self._decode(size), size)
 
     def _draw(self, size: int) -> Tensor:
-        return self._sample(self._hidden[self._draws[0, :size]], size)
+        return self._sample(self._hidden[self._inputs.draws(size)[0].long()], size)
 
-    def _decode(self, size: int, *, newest: bool) -> Tensor:
-        """Hidden states [size, H]; each token attends on its own. `newest` as in `DecodeMeta`."""
-        table, rows = self._table, self._tokens[0, :size]
+    def _decode(self, size: int) -> Tensor:
+        """Hidden states [size, H] of decodes alone."""
+        ids, positions, slots, decode = self._tokens(size, size)
+        step = StepMeta(ids, positions, slots, self._table.slot_table, decode, None)
+        return self._model.hidden(step, self._kv)
+
+    def _mixed(self, size: int) -> Tensor:
+        """Hidden states [size, H] of decodes, as many as may be, and chunks."""
+        return self._with_chunks(size, min(size, self.rows[-1]))
+
+    def _prompts(self, size: int) -> Tensor:
+        """Hidden states [size, H] of chunks alone."""
+        return self._with_chunks(size, 0)
+
+    def _with_chunks(self, size: int, decodes: int) -> Tensor:
+        table, chunks = self._table, self._inputs.chunks(size)
+        table.length.index_copy_(0, chunks["rows"].long(), chunks.pop("ends"))
+        ids, positions, slots, decode = self._tokens(size, decodes)
+        prefill = PrefillMeta(**chunks, num_cached=self._num_cached, attend_cache=self._attend_cache)
+        attended = self._attended[:size]
+        step = StepMeta(ids, positions, slots, table.slot_table, decode, prefill, attended)
+        return self._hidden[:size].copy_(self._model.hidden(step, self._kv))
+
+    def _tokens(self, size: int, decodes: int) -> tuple[Tensor, Tensor, Tensor, DecodeMeta | None]:
+        """Ids, positions and slots of the tokens, and the first `decodes` of them as decodes."""
+        table, inputs, config = self._table, self._inputs.tokens(size), self._model.config
         ids, positions, slots, kv_lens, parts = token_inputs(
-            *self._tokens[:, :size],
+            *inputs,
             table.length,
             table.last_token,
             table.slot_table,
-            self._model.config.num_kv_heads,
-            self._kv.heads_per_sm(size, self._model.config.num_heads),
+            decodes,
+            config.num_kv_heads,
+            self._kv.heads_per_sm(decodes, config.num_heads) if decodes else 1,
         )
-        decode = DecodeMeta(rows, kv_lens, parts, newest)
-        step = StepMeta(ids, positions, slots, table.slot_table, decode, None)
-        return self._model.hidden(step, self._kv)
-
-    def _prefill(self, size: int) -> Tensor:
-        """A chunk alone: padding is behind it, and attends nothing."""
-        table, (rows, positions, ids) = self._table, self._tokens[:, :size]
-        positions = positions.clamp(min=0)
-        count = (rows != table.pad_row).sum(dtype=torch.int32).view(1)
-        zero, start = torch.zeros_like(count), positions[:1]
-        room = min(CHUNK_CACHED, table.slot_table.shape[1])
-        prefill = PrefillMeta(
-            rows=rows[:1],
-            kv_lens=start + count,
-            query_start=torch.cat((zero, count)),
-            cached_start=torch.cat((zero, start)),
-            max_query_len=size,
-            num_cached=room,
-            max_cached_len=room,
-        )
-        slots = table.slots(rows, positions)
-        step = StepMeta(ids.clamp(min=0).long(), positions, slots, table.slot_table, None, prefill)
-        return self._hidden[:size].copy_(self._model.hidden(step, self._kv))
+        decode = DecodeMeta(inputs[0, :decodes], kv_lens, parts, newest=True) if decodes else None
+        return ids, positions, slots, decode
 
     def _sample(self, hidden: Tensor, size: int) -> Tensor:
-        table, rows = self._table, self._draws[1, :size]
+        table, (_, rows, drawn) = self._table, self._inputs.draws(size)
+        rows = rows.long()
         tokens = draw(self._model.logits(hidden), rows, table.temperature, table.seed, table.length, None)
-        table.advance(rows, tokens, self._drawn[:size])
+        table.advance(rows, tokens, drawn)
         return tokens
 
 
@@ -285,6 +388,7 @@ def _count(plan: Plan) -> int:
     return len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks)
 
 
-def _holds(sizes: Sequence[int], count: int) -> int:
-    """The smallest of some sorted sizes that holds `count`."""
-    return sizes[bisect_left(sizes, count)]
+def _holds(sizes: Sequence[int], count: int) -> int | None:
+    """The smallest of some sorted sizes that holds `count`, if one does."""
+    place = bisect_left(sizes, count)
+    return sizes[place] if place < len(sizes) else None

@@ -24,14 +24,15 @@ def peak_step_bytes(
     formats: Sequence[KVFormat],
     limits: Limits,
     smoothing: Sequence[Tensor] | None,
-    recorded: tuple[int, int, int],
+    rows: Sequence[int],
+    tokens: Sequence[int],
 ) -> int:
     """Bytes of GPU memory that a request table, the most expensive step and, in memory of its own, the
-    largest recorded step (rows drawn, tokens, tokens of a chunk alone) take besides weights and K/V. K and V
-    of the cache before a step's chunks are counted, not run: `prefill_attention` lays them out."""
-    config, tokens = model.config, limits.max_num_batched_tokens
+    largest recorded step (of `rows` and `tokens`, as TokenSteps has them) take besides weights and K/V. K and
+    V of the cache before a step's chunks are counted, not run: `prefill_attention` lays them out."""
+    config, slots = model.config, limits.max_num_batched_tokens
     heads, dim = config.num_kv_heads, config.head_dim
-    kv = KVStorage(formats, tokens, heads, dim, model.dtype, model.device, smoothing)
+    kv = KVStorage(formats, slots, heads, dim, model.dtype, model.device, smoothing)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
@@ -41,8 +42,7 @@ def peak_step_bytes(
     largest += 2 * limits.max_cached_tokens * heads * dim * model.dtype.itemsize
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    steps = TokenSteps(model, kv, table, recorded[:1], recorded[1:2], recorded[2:])
-    steps.run_largest()
+    TokenSteps(model, kv, table, rows, tokens).run_largest()
     return largest + torch.cuda.max_memory_allocated(model.device) - before
 
 

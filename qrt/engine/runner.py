@@ -85,6 +85,7 @@ class Runner:
             plan,
             self.table,
             self.adjustments,
+            queries=self.model.queries,
             num_kv_heads=self.model.config.num_kv_heads,
             attend_cache=self.attend_cache,
             heads_per_sm=self.kv.heads_per_sm(len(plan.decodes), self.model.config.num_heads),

@@ -6,9 +6,16 @@ A step holds B requests and T tokens. Requests with one token to compute (decode
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from qrt.kernels.prefill_attention.tiles import Queries, plan_tiles
 
 
 @dataclass(frozen=True)
@@ -29,15 +36,13 @@ class DecodeMeta:
 
 @dataclass(frozen=True)
 class PrefillMeta:
-    """The prefill chunks, packed.
+    """The prefill chunks, packed. Some may be empty.
 
     rows            [Bp] int32     each request's row of the slot table
-    kv_lens         [Bp] int32     context length after the chunk: cached prefix + chunk
     query_start     [Bp+1] int32   where each chunk starts among the step's tokens, behind those that decode
     cached_start    [Bp+1] int32   where its cached tokens start when those of all are packed; starts at 0
-    max_query_len   longest chunk, on the host
-    num_cached      cached tokens of all chunks, on the host
-    max_cached_len  most cached tokens of one chunk, on the host
+    tiles           [N, 2] int32   what the chunks are cut into, from `prefill_attention.tiles`, once per step
+    num_cached      at least the cached tokens of all chunks, on the host
     attend_cache    read the chunk's own K/V back from the cache instead of attending it raw
 
     The cached tokens are what a chunk attends through the cache: its prefix or, with attend_cache, all of
@@ -45,13 +50,68 @@ class PrefillMeta:
     """
 
     rows: Tensor
-    kv_lens: Tensor
     query_start: Tensor
     cached_start: Tensor
-    max_query_len: int
+    tiles: Tensor
     num_cached: int
-    max_cached_len: int
     attend_cache: bool = False
+
+    @classmethod
+    def of(cls, chunks: Chunks, device: torch.device) -> PrefillMeta:
+        """Send `chunks` to `device`."""
+        sent = {name: torch.from_numpy(array).to(device) for name, array in chunks.arrays().items()}
+        return cls(**sent, num_cached=chunks.num_cached, attend_cache=chunks.attend_cache)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The prefill chunks of a step on the host, [Bp] each.
+
+    rows          each request's row of the slot table
+    lengths       tokens of each chunk
+    starts        tokens of each request before it
+    queries       how they are cut into tiles
+    decodes       tokens of the step before the first chunk
+    attend_cache  as in PrefillMeta
+    """
+
+    rows: Sequence[int]
+    lengths: Sequence[int]
+    starts: Sequence[int]
+    queries: Queries
+    decodes: int = 0
+    attend_cache: bool = False
+
+    @property
+    def cached(self) -> list[int]:
+        """Return the tokens that each attends through the cache."""
+        if not self.attend_cache:
+            return list(self.starts)
+        return [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
+
+    @property
+    def num_cached(self) -> int:
+        """Return the cached tokens of all."""
+        return sum(self.cached)
+
+    @property
+    def num_tiles(self) -> int:
+        """Return how many tiles they have."""
+        return int(self.queries.tiles(self.lengths).sum())
+
+    def arrays(
+        self, chunks: int | None = None, tiles: int | None = None, row: int = 0
+    ) -> dict[str, NDArray[np.int32]]:
+        """Return the tensors of PrefillMeta by name, for so many `chunks` and `tiles`: what is more than
+        there are is empty, and of row `row`."""
+        more = 0 if chunks is None else chunks - len(self.rows)
+        arrays: dict[str, Any] = {
+            "rows": [*self.rows, *[row] * more],
+            "query_start": np.cumsum([self.decodes, *self.lengths, *[0] * more]),
+            "cached_start": np.cumsum([0, *self.cached, *[0] * more]),
+            "tiles": plan_tiles(self.lengths, self.starts, self.queries, tiles),
+        }
+        return {name: np.asarray(array, np.int32) for name, array in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -64,6 +124,7 @@ class StepMeta:
     slot_table   [R, Lmax] int32   row r, column p: slot of position p of the request in row r
     decode       None when no request decodes
     prefill      None when no chunk is prefilled
+    attended     [T, Hq, D] or None: where attention writes; tokens of padding stay as they are in it
     """
 
     tokens: Tensor
@@ -72,6 +133,7 @@ class StepMeta:
     slot_table: Tensor
     decode: DecodeMeta | None
     prefill: PrefillMeta | None
+    attended: Tensor | None = None
 
     @property
     def num_decodes(self) -> int:

@@ -99,43 +99,38 @@ class Attention:
         return step.decode if block_of(block, self.head_dim, q.dtype).appends else None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer) -> Tensor:
-        """[T, Hq, D]: the first `num_decodes` tokens attend the cache, the rest their prefix and chunk."""
-        if step.prefill is None:
-            return self._decode(q, step, kv)
-        chunk = step.prefill
-        out: Tensor = prefill_attention(
-            q,
-            k,
-            v,
-            kv.buffers,
-            step.slot_table,
-            chunk.rows,
-            chunk.query_start,
-            chunk.cached_start,
-            chunk.max_query_len,
-            chunk.num_cached,
-            chunk.max_cached_len,
-            chunk.attend_cache,
-            kv.format,
-            self.scale,
-        )
-        if step.decode is not None:
-            out[: step.num_decodes] = self._decode(q[: step.num_decodes], step, kv)
-        return out
-
-    def _decode(self, q: Tensor, step: StepMeta, kv: KVLayer) -> Tensor:
-        """[B, Hq, D] of the tokens that decode."""
-        decode = step.decode
-        assert decode is not None
-        out: Tensor = decode_attention(
-            q,
-            kv.buffers,
-            step.slot_table,
-            decode.rows,
-            decode.kv_lens,
-            decode.parts,
-            kv.format,
-            self.scale,
-            decode.newest,
-        )
+        """[T, Hq, D]: the first `num_decodes` tokens attend the cache, those of chunks prefix and chunk."""
+        out = step.attended
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if decode := step.decode:
+            decode_attention(
+                q[: step.num_decodes],
+                kv.buffers,
+                step.slot_table,
+                decode.rows,
+                decode.kv_lens,
+                decode.parts,
+                out[: step.num_decodes],
+                kv.format,
+                self.scale,
+                decode.newest,
+            )
+        if chunks := step.prefill:  # second: a recorded step has tokens of chunks among those that may decode
+            prefill_attention(
+                q,
+                k,
+                v,
+                kv.buffers,
+                step.slot_table,
+                chunks.rows,
+                chunks.query_start,
+                chunks.cached_start,
+                chunks.tiles,
+                out,
+                chunks.num_cached,
+                chunks.attend_cache,
+                kv.format,
+                self.scale,
+            )
         return out

@@ -11,6 +11,7 @@ from torch import Tensor
 from qrt.arch import ModelConfig
 from qrt.kernels.chain import chain, fits
 from qrt.kernels.gpu import launches_on
+from qrt.kernels.prefill_attention.tiles import Queries
 from qrt.kernels.step import StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
@@ -120,6 +121,12 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         """Of activations, norms and the embedding."""
         return self.embed.weight.dtype
+
+    @property
+    def queries(self) -> Queries:
+        """How queries of a chunk are cut into tiles."""
+        config = self.config
+        return Queries.of(config.num_heads, config.num_kv_heads, config.head_dim, self.dtype.itemsize)
 
     @property
     def device(self) -> torch.device:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qrt.errors import QrtError
-from qrt.kernels.step import PrefillMeta, StepMeta
+from qrt.kernels.step import Chunks, PrefillMeta, StepMeta
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.quant.kv import KV_FORMATS
@@ -29,7 +29,7 @@ def fit_smoothing(model: Decoder) -> list[Tensor]:
     count = min(TOKENS, config.max_position)
     formats = [KV_FORMATS["fp16"]]  # layers run one after the other: each may use the slots of the last
     kv = KVStorage(formats, count, config.num_kv_heads, config.head_dim, model.dtype, model.device).layer(0)
-    step = _prefill(count, config.vocab_size, model.device)
+    step = _prefill(model, count)
     tables = []
     residual, x = model.embed(step.tokens, model.layers[0].norm)
     for i, (layer, norm) in enumerate(model.blocks()):
@@ -45,18 +45,10 @@ def fit_smoothing(model: Decoder) -> list[Tensor]:
     return tables
 
 
-def _prefill(count: int, vocab_size: int, device: torch.device) -> StepMeta:
+def _prefill(model: Decoder, count: int) -> StepMeta:
     """One request of `count` random tokens, in slots 0, 1, 2, ..."""
-    tokens = torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(SEED))
+    device = model.device
+    tokens = torch.randint(model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(SEED))
     positions = torch.arange(count, dtype=torch.int32, device=device)
-    row = torch.zeros(1, dtype=torch.int32, device=device)
-    prefill = PrefillMeta(
-        rows=row,
-        kv_lens=row + count,
-        query_start=torch.cat((row, row + count)),
-        cached_start=torch.cat((row, row)),
-        max_query_len=count,
-        num_cached=0,
-        max_cached_len=0,
-    )
+    prefill = PrefillMeta.of(Chunks([0], [count], [0], model.queries), device)
     return StepMeta(tokens.to(device), positions, positions, positions[None], None, prefill)

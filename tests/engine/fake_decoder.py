@@ -14,6 +14,7 @@ from qrt.arch import ModelConfig
 from qrt.arch.rope import RopeConfig
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
+from qrt.kernels.prefill_attention.tiles import Queries
 from qrt.mem.sizing import pool_bytes
 from qrt.quant.kv import KV_FORMATS
 
@@ -76,6 +77,7 @@ class FakeDecoder:
     )
     dtype = torch.float32
     device = torch.device("cpu")
+    queries = Queries(1, 32)
 
     def __init__(self) -> None:
         self.steps = 0
@@ -97,10 +99,11 @@ class FakeDecoder:
             assert torch.equal(step.positions[: step.num_decodes], step.decode.kv_lens - 1)
         if step.prefill is not None:
             chunk = step.prefill
-            sizes = chunk.query_start.diff()
+            sizes, cached = chunk.query_start.diff(), chunk.cached_start.diff()
             assert int(chunk.query_start[0]) == step.num_decodes and int(sizes.min()) > 0
-            assert int(sizes.max()) == chunk.max_query_len
-            for row, length, size in zip(chunk.rows, chunk.kv_lens, sizes, strict=True):
+            assert int(cached.sum()) == chunk.num_cached
+            lengths = cached if chunk.attend_cache else cached + sizes
+            for row, length, size in zip(chunk.rows, lengths, sizes, strict=True):
                 states.append(self._context(step, row, length)[length - size :])
         return torch.cat(states)[:, None]
 

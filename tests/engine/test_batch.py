@@ -10,6 +10,7 @@ from qrt.engine.batch import build, drawn_plainly
 from qrt.engine.plan import Adjustment, Admission, Ban, Chunk, Decode, Placement, Plan, Sampling, Scoring
 from qrt.engine.table import RequestTable
 from qrt.engine.transfer import Fetch, to_device
+from qrt.kernels.prefill_attention.tiles import Queries
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(0.0, 0, 1.0, 0, None)
@@ -53,7 +54,12 @@ def batch_of(plan, t=None, **options):
         adjustments.admit(plan.admitted)
     if plan.placed:
         t.place(plan.placed)
-    options = {"num_kv_heads": 2, "heads_per_sm": 12, "attend_cache": False} | options
+    options = {
+        "queries": Queries(2, 32),
+        "num_kv_heads": 2,
+        "heads_per_sm": 12,
+        "attend_cache": False,
+    } | options
     return build(plan, t, adjustments, **options)
 
 
@@ -67,11 +73,10 @@ def test_mixed_step():
     assert step.num_decodes == 2
     assert step.decode.rows.tolist() == [3, 1] and step.decode.kv_lens.tolist() == [23, 21]
     assert step.decode.parts[:2, :6].tolist() == [[0, 3, 0, 23, 0, 1], [1, 1, 0, 21, 0, 1]]
-    assert step.prefill.rows.tolist() == [0, 2, 5] and step.prefill.kv_lens.tolist() == [13, 6, 5]
+    assert step.prefill.rows.tolist() == [0, 2, 5] and step.prefill.attend_cache
     assert step.prefill.query_start.tolist() == [2, 5, 6, 9]
-    assert step.prefill.max_query_len == 3 and step.prefill.attend_cache
-    assert step.prefill.cached_start.tolist() == [0, 13, 19, 24]
-    assert (step.prefill.num_cached, step.prefill.max_cached_len) == (24, 13)
+    assert step.prefill.cached_start.tolist() == [0, 13, 19, 24] and step.prefill.num_cached == 24
+    assert step.prefill.tiles.tolist() == [[0, 0], [1, 0], [2, 0]]
     expected = table().slot_table
     expected[3, 22] = 7
     expected[5, :5] = torch.tensor([90, 91, 80, 81, 82])
@@ -83,7 +88,7 @@ def test_mixed_step():
 def test_without_attend_cache_the_cached_tokens_are_the_prefixes():
     prefill = batch_of(mixed_plan()).step.prefill
     assert prefill.cached_start.dtype == torch.int32 and prefill.cached_start.tolist() == [0, 10, 15, 17]
-    assert (prefill.num_cached, prefill.max_cached_len) == (17, 10)
+    assert prefill.num_cached == 17
 
 
 def test_sampling_of_a_mixed_step():

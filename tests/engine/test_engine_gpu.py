@@ -82,24 +82,33 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(folder, kv):
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int8"])
-def test_recorded_chunks_give_the_tokens_of_eager_ones(tmp_path, kv):
-    """Prompts that come alone, of more tokens than a step of single ones takes, also behind cached ones."""
+def test_recorded_mixed_steps_give_the_tokens_of_eager_ones(tmp_path, kv):
+    """Prompts alone, many at once, behind cached ones and beside requests that decode, in several chunks."""
     folder = random_checkpoint(tmp_path, "LlamaForCausalLM", vocab_size=512, max_position_embeddings=4096)
     results = []
     for eager in (True, False):
         config = EngineConfig(
             str(folder), dtype="bfloat16", kv=kv, kv_cache_memory_bytes=256 << 20, enforce_eager=eager,
-            max_num_seqs=4, max_num_batched_tokens=2048,
+            max_num_seqs=24, max_num_batched_tokens=2048,
         )  # fmt: skip
-        engine, tokens = Engine(config), []
-        assert engine.runner.token_steps.chunks[0] == 640
-        for n in (600, 640, 641, 1500, 1700, 2500):
-            prompt = [5 + i % 300 if i < 100 else 5 + i * n % 490 for i in range(n)]
-            engine.add(str(n), prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
-            while engine.has_work:
-                tokens += [token for delta in engine.step() for token in delta.token_ids]
+        engine, deltas = Engine(config), []
+        for some in ((600,), (640, 641), range(30, 49), (1500, 7, 7), (1700,), (2500, 100)):
+            for n in some:
+                prompt = [5 + i % 300 if i < 100 else 5 + i * n % 490 for i in range(n)]
+                params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+                engine.add(f"{n} {len(deltas)}", prompt, params)
+                deltas += engine.step() + engine.step()  # the next ones come while these decode
+            while engine.has_work and len(some) > 2:
+                deltas += engine.step()
+        while engine.has_work:
+            deltas += engine.step()
+        tokens = {delta.request_id: [] for delta in deltas}
+        for delta in deltas:
+            tokens[delta.request_id] += delta.token_ids
+        recorded = {name for name, _ in engine.runner.token_steps._recorded}
+        assert recorded == (set() if eager else {"_mixed", "_prompts", "_forward", "_draw", "_step"})
         results.append(tokens)
-    assert results[0] == results[1] and len(results[0]) == 36
+    assert results[0] == results[1] and {len(own) for own in results[0].values()} == {12}
 
 
 def test_the_same_batch_gives_the_same_tokens(folder):

@@ -13,10 +13,11 @@ from fake_decoder import FakeDecoder
 from qrt import EngineConfig, SamplingParams
 from qrt.engine import graphs
 from qrt.engine.engine import Engine
-from qrt.engine.graphs import TokenSteps, default_sizes
+from qrt.engine.graphs import TokenSteps, default_rows, default_tokens
 from qrt.engine.plan import Chunk, Decode, Plan, Sampling
 from qrt.engine.table import RequestTable
 from qrt.errors import ConfigError
+from qrt.kernels.prefill_attention.tiles import NONE
 from qrt.mem.storage import KVStorage
 from qrt.quant.kv import KV_FORMATS
 from tiny_models import random_checkpoint
@@ -32,13 +33,18 @@ def folder(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("graphs"), "LlamaForCausalLM", vocab_size=512)
 
 
-def tokens(folder, kv, sizes, prompts=()):
-    """What 11 requests are answered; prompts read their own K/V back, as in a step of few tokens."""
-    config = EngineConfig(str(folder), kv=kv, device="cpu", kv_cache_memory_bytes=8 << 20, attend_cache=True)
+def tokens(folder, kv, sizes, prompts=(), attend_cache=False):
+    """What 11 requests are answered."""
+    config = EngineConfig(
+        str(folder), kv=kv, device="cpu", kv_cache_memory_bytes=8 << 20, attend_cache=attend_cache,
+        max_num_batched_tokens=50,
+    )  # fmt: skip
     engine = Engine(config)
     runner = engine.runner
     if sizes:
-        runner.token_steps = TokenSteps(runner.model, runner.kv, runner.table, sizes, prompts)
+        runner.token_steps = TokenSteps(
+            runner.model, runner.kv, runner.table, sizes, prompts, attend_cache=attend_cache
+        )
     deltas = []
     for i in range(11):
         params = SamplingParams(**WAYS[i % 5], seed=i, max_tokens=4 + 2 * i, ignore_eos=i % 2 == 0)
@@ -52,43 +58,53 @@ def tokens(folder, kv, sizes, prompts=()):
     return {str(i): [t for d in deltas if d.request_id == str(i) for t in d.token_ids] for i in range(11)}
 
 
-@pytest.mark.parametrize("kv", ["fp16", "int8"])
-def test_padding_changes_no_token(folder, kv):
-    """Batches of every size down from 11; those of 9 and more are not padded."""
-    plain = tokens(folder, kv, None)
-    assert tokens(folder, kv, [1, 2, 4, 8]) == plain
-    assert tokens(folder, kv, [16]) == plain
-    assert tokens(folder, kv, [4, 12], [40, 100, 400]) == plain, "prompts too"
+@pytest.mark.parametrize("kv,attend_cache", [("fp16", False), ("int8", False), ("int8", True)])
+def test_padding_changes_no_token(folder, kv, attend_cache):
+    """Batches of every size down from 11; those of 9 and more are not padded, then prompts too."""
+    plain = tokens(folder, kv, None, (), attend_cache)
+    assert tokens(folder, kv, [1, 2, 4, 8], (), attend_cache) == plain
+    assert tokens(folder, kv, [16], (), attend_cache) == plain
+    assert tokens(folder, kv, [4, 12], [20, 50], attend_cache) == plain
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int4"])
-def test_a_chunk_alone_is_padded_and_answered_alike(folder, kv, monkeypatch):
-    """Also those whose first tokens are cached, or too many; one of 60 is asked twice."""
-    monkeypatch.setattr(graphs, "CHUNK_CACHED", 100)
+def test_steps_of_prompts_are_padded_and_answered_alike(folder, kv, monkeypatch):
+    """Chunks whose first tokens are cached, many in a step, alone and beside decodes; too many that are
+    cached are not taken."""
+    monkeypatch.setattr(graphs, "ALONE", 60)
 
-    def answers(chunks):
+    def answers(sizes):
         config = EngineConfig(
             str(folder), kv=kv, device="cpu", kv_cache_memory_bytes=8 << 20, max_num_batched_tokens=70
         )
-        engine, taken, out = Engine(config), [], []
+        engine, taken, out = Engine(config), [], {}
         runner = engine.runner
-        if chunks:
-            runner.token_steps = TokenSteps(runner.model, runner.kv, runner.table, [1, 2], (), chunks)
-            prefill = runner.token_steps._prefill
-            runner.token_steps._prefill = lambda size: taken.append(size) or prefill(size)
-        for n in (3, 29, 30, 31, 60, 60, 61, 250):
-            engine.add(
-                str(n), [7 + i * n % 400 for i in range(n)], SamplingParams(temperature=0, max_tokens=5)
-            )
+        if sizes:
+            steps = TokenSteps(runner.model, runner.kv, runner.table, [1, 2, 8], sizes, num_cached=100)
+            runner.token_steps = steps
+            for name in ("_mixed", "_prompts"):
+                setattr(steps, name, noted(name, getattr(steps, name), taken))
+        for some in ((3,), (29, 30), (31, 60, 5, 9, 13), (61,), (250,)):
+            for n in some:
+                ids = [7 + i * n % 400 for i in range(n)]
+                engine.add(str(n), ids, SamplingParams(temperature=0, max_tokens=5))
             while engine.has_work:
-                out += [t for delta in engine.step() for t in delta.token_ids]
+                for delta in engine.step():
+                    out.setdefault(delta.request_id, []).extend(delta.token_ids)
         return out, taken
+
+    def noted(name, body, taken):
+        def run(size):
+            taken.append((name, size))
+            return body(size)
+
+        run.__name__ = name
+        return run
 
     plain, _ = answers(())
     padded, taken = answers([30, 60, 70])
-    assert padded == plain and len(plain) == 8 * 5
-    # all begin with one token, which is cached from the second on; 250 are 4 chunks, behind 1, 71, 141, 211
-    assert taken == [30, 30, 30, 30, 60, 60, 70, 70]
+    assert padded == plain and [len(tokens) for tokens in plain.values()] == [5] * 10
+    assert {("_prompts", 30), ("_prompts", 60), ("_mixed", 70), ("_mixed", 60)} <= set(taken)
 
 
 def plan_of(decodes, *chunks):
@@ -104,19 +120,50 @@ def plan_of(decodes, *chunks):
     )
 
 
-def test_what_is_a_step_of_few_tokens():
+def test_what_is_a_padded_step():
     kv = KVStorage([KV_FORMATS["fp16"]], 64, 1, 16, torch.float32, "cpu")
-    steps = TokenSteps(FakeDecoder(), kv, RequestTable(8, 64, 64, torch.device("cpu")), [1, 2, 8], [300])
+    table = RequestTable(40, 64, 64, torch.device("cpu"))
+    steps = TokenSteps(FakeDecoder(), kv, table, [1, 2, 8], [40, 300], num_cached=100)
     assert steps.handles(plan_of(8)) and not steps.handles(plan_of(9))
     assert steps.handles(plan_of(7, (0, 293))) and not steps.handles(plan_of(7, (0, 294)))
     assert not steps.handles(plan_of(8, (0, 3))), "nine would be drawn"
-    assert steps.handles(plan_of(1, (graphs.PROMPT_READS // 64 - 64, 64)))
-    assert not steps.handles(plan_of(1, (graphs.PROMPT_READS // 64 - 63, 64))), "too much would be read again"
+    assert steps.handles(plan_of(1, (60, 5), (40, 5))) and not steps.handles(plan_of(1, (60, 5), (41, 5)))
+    for chunks, size in ((16, 40), (17, 300), (18, 300), (19, None)):
+        assert steps._size(plan_of(0, *[(0, 2)] * chunks)) == size, "as many chunks as there is room for"
 
 
-def test_default_sizes():
-    assert default_sizes(1) == [1] and default_sizes(3) == [1, 2, 4] and default_sizes(9) == [1, 2, 4, 8, 16]
-    assert default_sizes(256) == default_sizes(1000) == [1, 2, 4, *range(8, 257, 8)]
+def test_padding_alone_reads_and_writes_nothing_but_the_pad_slot(folder, monkeypatch):
+    """As every size is recorded."""
+    engine = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20))
+    runner, seen = engine.runner, []
+    steps = TokenSteps(runner.model, runner.kv, runner.table, [1, 4, 7], [16, 40, 100])
+
+    def hidden(step, kv):
+        seen.append(len(step.tokens))
+        assert (step.slots == kv.pad_slot).all() and not step.positions.any() and not step.tokens.any()
+        if step.prefill is not None:
+            assert (step.prefill.tiles == NONE).all() and not step.prefill.query_start.any()
+            assert not step.prefill.cached_start.any()
+        return torch.zeros(len(step.tokens), runner.model.config.hidden_size)
+
+    monkeypatch.setattr(runner.model, "hidden", hidden)
+    for body, size in steps._steps():
+        steps._pad(body, size)
+        body(size)
+    assert seen == [100, 40, 16, 100, 40, 16, 7, 4, 1, 7, 4, 1]
+    assert not runner.table.length.any() and not runner.table.last_token[:-1].any()
+
+
+def test_default_tokens():
+    assert default_tokens(15) == [] and default_tokens(100) == [16, 32, 64]
+    sizes = default_tokens(8192)
+    assert sizes == sorted(set(sizes)) and {512, 1024, 2048, 4096, 8192} <= set(sizes)
+
+
+def test_default_rows():
+    assert default_rows(1) == [1] and default_rows(3) == [1, 2, 4] and default_rows(9) == [1, 2, 4, 8, 16]
+    assert default_rows(256) == [1, 2, 4, *range(8, 257, 8)] and default_rows(257)[-1] == 288
+    assert default_rows(1000)[-2:] == [960, 1024] and default_rows(5000)[-1] == 2048
 
 
 def test_bad_sizes_are_refused():

@@ -27,11 +27,13 @@ for name, dtype, Hq, Hkv, D, attend_cache in (
     kv = [spec.zeros("cpu") for spec in KV_FORMATS[name].buffers(1024, Hkv, D, dtype).values()]
     angles, smooth = torch.zeros(64, D // 2), torch.zeros(3, Hkv, D)
     kv_write(q, k, v, angles, angles, index, index, kv, smooth if name != "fp16" else None, name)
-    decode_attention(q, kv, table, index, index, parts, name, 0.1)
-    chunk = index[:4], index[:5], index[:5], 16, 64, 32, attend_cache
+    out = torch.empty(q.shape, dtype=dtype)
+    decode_attention(q, kv, table, index, index, parts, out, name, 0.1)
+    chunk = index[:4], index[:5], index[:5], index[:16].view(8, 2), out, 64, attend_cache
     prefill_attention(q, k, v, kv, table, *chunk, name, 0.1)
 for n in (1, 48):
-    token_inputs(index[:n], index[:n], index[:n], index, index.long(), table, 8, 12)
+    for decodes in (n, 0):
+        token_inputs(index[:n], index[:n], index[:n], index, index.long(), table, decodes, 8, 12)
 """
 
 
@@ -40,5 +42,5 @@ for n in (1, 48):
 def test_attention_kernels_compile():
     assert compiled(CODE) == {  # int8 and int4 share what they can
         "_kv_write_kernel": 6, "_attend_kernel": 6, "_gather_kernel": 6,
-        "_prefill_kernel": 4, "_token_inputs": 2,
+        "_prefill_kernel": 4, "_token_inputs": 4,
     }  # fmt: skip

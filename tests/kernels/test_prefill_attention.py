@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from backends import GPU
 from qrt.kernels.prefill_attention import kernel, prefill_attention, ref
+from qrt.kernels.prefill_attention.tiles import FIELDS, NONE, Queries, plan_tiles, tile_rows
 from qrt.quant.kv import KV_FORMATS
 
 BOTH = pytest.mark.parametrize("attention", [ref.prefill_attention, kernel.prefill_attention],
@@ -35,14 +36,18 @@ class Chunks:
         own = self.start.diff()
         cached = held.kv_lens if attend_cache else held.kv_lens - own
         starts = torch.cat((self.start[:1], cached.cumsum(0).int()))
-        sizes = max(self.own), int(cached.sum()), int(cached.max())
+        shape = Queries.of(self.q.shape[1], self.k.shape[1], self.q.shape[2], self.q.itemsize)
+        tiles = plan_tiles(self.own, (held.kv_lens - own).tolist(), shape)
         return (
             self.q, self.k, self.v, held.buffers, held.slot_table, held.rows, self.start, starts,
-            *sizes, attend_cache, held.name, self.scale,
+            torch.from_numpy(tiles).to(self.q.device), torch.empty_like(self.q), int(cached.sum()),
+            attend_cache, held.name, self.scale,
         )  # fmt: skip
 
     def run(self, attention, attend_cache=False):
-        return attention(*self.args(attend_cache))
+        args = self.args(attend_cache)
+        attention(*args)
+        return args[9]
 
     def truth(self, attend_cache=False, attend=attend):
         """The prefix as the cache holds it, the chunk raw (or from the cache too), in fp64 unless `attend`
@@ -133,8 +138,8 @@ def test_chunks_without_some_and_with_many_cached_tokens(device, attend_cache, n
 @pytest.mark.parametrize("around", [-1, 0, 1])
 def test_chunks_around_the_tile(device, name, around):
     """Chunk and prefix end on, before and after a tile of keys, the chunk a tile of rows too."""
-    tile = kernel.TILES[2, True]
-    own, prefix = tile.rows // 2 + around, tile.tokens + around
+    tile = kernel.TILINGS[2, True]
+    own, prefix = tile_rows(2, 64) // 2 + around, tile.tokens + around
     case = chunks(name, [own + prefix, tile.tokens + around], [own, tile.tokens + around], 2, 1, 64,
                   torch.float16, device)  # fmt: skip
     assert error(case.run(kernel.prefill_attention), case.truth()) < bound(name, torch.float16)
@@ -149,7 +154,7 @@ def test_what_is_gathered_is_what_the_format_decodes(device, name, dtype, D):
     cached = [65, 0, 64]
     starts = torch.tensor([0, 65, 65, 129], dtype=torch.int32, device=device)
     k, v = torch.empty(2, 129, 2, D, dtype=dtype, device=device)
-    kernel.gather(held.buffers, held.slot_table, held.rows, starts, max(cached), KV_FORMATS[name], k, v)
+    kernel.gather(held.buffers, held.slot_table, held.rows, starts, KV_FORMATS[name], k, v)
     wanted = zip(*(held.decoded(i) for i in range(3)), strict=True)
     for got, want in zip((k, v), wanted, strict=True):
         assert torch.equal(got, torch.cat([x[:n] for x, n in zip(want, cached, strict=True)]).to(dtype))
@@ -205,7 +210,60 @@ def test_tokens_before_the_first_chunk_are_passed_over(device, attention, attend
         setattr(case, name, torch.cat((torch.full_like(tokens[:decoding], torch.nan), tokens)))
     arguments = list(case.args(attend_cache))
     arguments[6] = case.start + decoding
-    assert torch.equal(attention(*arguments)[decoding:], alone)
+    arguments[9] = torch.full_like(case.q, 3.0)
+    attention(*arguments)
+    assert torch.equal(arguments[9][decoding:], alone) and (arguments[9][:decoding] == 3.0).all()
+
+
+@BOTH
+@CACHED
+def test_room_for_more_chunks_tiles_and_cached_tokens_changes_nothing(device, attention, attend_cache):
+    """As a recorded step has it: empty chunks behind, and among, those there are."""
+    case = chunks("int8", [70, 9, 40], [40, 9, 1], 4, 2, 64, torch.float16, device)
+    alone = case.run(attention, attend_cache)
+    args = list(case.args(attend_cache))
+    rows, query_start, cached_start, tiles = args[5:9]
+    args[5] = torch.cat((rows[:1], rows[:1], rows[1:], rows[:1].expand(3)))
+    args[6] = torch.cat((query_start[:2], query_start[1:], query_start[-1:].expand(3)))
+    args[7] = torch.cat((cached_start[:2], cached_start[1:], cached_start[-1:].expand(3)))
+    moved = torch.where(tiles[:, :1] > 0, tiles + torch.tensor([1, 0], device=device), tiles).int()
+    args[8] = torch.cat((moved, torch.full((5, FIELDS), NONE, dtype=torch.int32, device=device)))
+    args[10] += 1000
+    attention(*args)
+    assert torch.equal(args[9], alone)
+
+
+@pytest.mark.ptx
+def test_room_for_cached_tokens_of_which_there_are_none(device):
+    """As a recorded step of whole prompts has it, or one of padding alone."""
+    case = chunks("int8", [70, 9], [70, 9], 4, 2, 64, torch.float16, device)
+    alone = case.run(kernel.prefill_attention)
+    args = list(case.args())
+    args[10] = 300
+    kernel.prefill_attention(*args)
+    assert torch.equal(args[9], alone)
+    args[6], args[8], args[9] = (
+        args[6].clone().fill_(3),
+        torch.full_like(args[8], NONE),
+        torch.zeros_like(alone),
+    )
+    kernel.prefill_attention(*args)
+    assert not args[9].any()
+
+
+@pytest.mark.parametrize("group,rows", [(1, 32), (4, 128), (7, 128), (16, 32)])
+def test_tiles_hold_every_row_once_and_the_longest_first(group, rows):
+    own, before, queries = [1, 0, 37, 200, 5], [0, 9, 900, 20, 3], Queries(group, rows)
+    tiles = plan_tiles(own, before, queries, 300)
+    live = tiles[tiles[:, 0] != NONE]
+    assert len(tiles) == 300 and len(live) == queries.tiles(own).sum()
+    held = sorted((c, row) for c, first in live.tolist() for row in range(first, first + rows)
+                  if row < own[c] * group)  # fmt: skip
+    assert held == [(c, row) for c, n in enumerate(own) for row in range(n * group)]
+    seen = [before[c] + min((first + rows - 1) // group + 1, own[c]) for c, first in live.tolist()]
+    assert seen == sorted(seen, reverse=True)
+    with pytest.raises(ValueError, match="room: expected at least"):
+        plan_tiles(own, before, queries, len(live) - 1)
 
 
 @FORMATS
@@ -217,7 +275,7 @@ def test_where_the_slots_are_does_not_matter(device, name):
 def test_operator(device):
     case = chunks("int4", [30, 8], [12, 8], 2, 1, 64, torch.float32, device)
     args = case.args()
-    assert error(prefill_attention(*args), case.truth()) < bound("int4", torch.float32)
+    assert error(case.run(prefill_attention), case.truth()) < bound("int4", torch.float32)
     torch.library.opcheck(prefill_attention, args, test_utils=("test_schema", "test_faketensor"))
 
 

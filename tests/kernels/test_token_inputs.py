@@ -10,9 +10,11 @@ BOTH = pytest.mark.parametrize("inputs", [ref.token_inputs, kernel.token_inputs]
 
 
 @BOTH
-@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 33, 130, 300])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 33, 130, 300, 1500])
 @pytest.mark.parametrize("longest", [1, 150, 30_000])
 def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
+    """Parts are of the first tokens alone, and of those whose position is not given."""
+    decodes = tokens * 2 // 3
     gen = torch.Generator().manual_seed(tokens + longest)
 
     def draw(high, *shape, dtype=torch.int32):
@@ -24,17 +26,21 @@ def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
     given = torch.rand(tokens, generator=gen) < 0.5
     position, ids = torch.where(given, position, -1), torch.where(given, ids, -1)
     each = tuple(x.to(device) for x in (rows, position, ids, length, last, table))
-    got = inputs(*each, 8, 8)
+    got = inputs(*each, decodes, 8, 8)
     lens = [int(p) + 1 if p >= 0 else int(length[r]) for r, p in zip(rows, position, strict=True)]
     places = [max(n - 1, 0) for n in lens]
     assert got[0].tolist() == [int(i if i >= 0 else last[r]) for i, r in zip(ids, rows, strict=True)]
-    assert got[1].tolist() == places and got[3].tolist() == lens
+    alone = [n if p < 0 else 0 for n, p in zip(lens, position.tolist(), strict=True)][:decodes]
+    assert got[1].tolist() == places and got[3].tolist() == alone
     assert got[2].tolist() == [int(table[r, p]) for r, p in zip(rows, places, strict=True)]
-    parts = plan_parts(each[0], got[3], 8, 8)
+    assert [x.dtype for x in got] == [torch.int64] + [torch.int32] * 4
+    if not decodes:
+        assert not len(got[4])
+        return
+    parts = plan_parts(each[0][:decodes], got[3], 8, 8)
     assert got[4].shape == parts.shape
     live = parts[:, 0] >= 0
     assert torch.equal(got[4][:, 0], parts[:, 0]) and torch.equal(got[4][live, :6], parts[live, :6])
-    assert [x.dtype for x in got] == [torch.int64] + [torch.int32] * 4
 
 
 @pytest.mark.parametrize("advance", [ref.advance, kernel.advance], ids=["ref", "triton"])
@@ -59,7 +65,7 @@ def test_tables_are_advanced(device, advance, count):
 def test_the_operator_is_registered_as_it_behaves(device):
     args = [torch.zeros(3, dtype=torch.int32, device=device)] * 3
     args += [torch.ones(2, dtype=torch.int32, device=device), torch.ones(2, dtype=torch.int64, device=device)]
-    args += [torch.zeros(2, 64, dtype=torch.int32, device=device), 2, 4]
+    args += [torch.zeros(2, 64, dtype=torch.int32, device=device), 2, 2, 4]
     operator = torch.ops.qrt.token_inputs.default
     torch.library.opcheck(operator, tuple(args), test_utils=("test_schema", "test_faketensor"))
     args = [torch.arange(2, device=device), torch.ones(2, dtype=torch.int64, device=device), None]

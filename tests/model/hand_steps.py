@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
 from qrt.kernels.decode_attention.plan import plan_parts
-from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
+from qrt.kernels.step import Chunks, DecodeMeta, PrefillMeta, StepMeta
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.quant.kv import KV_FORMATS
@@ -80,18 +78,10 @@ class Requests:
         return DecodeMeta(at, kv_lens, parts, newest=True)
 
     def _prefill(self, decodes: int, chunks: list[tuple[int, int]]) -> PrefillMeta:
-        own = [length for _, length in chunks]
-        cached = [self.lengths[row] - (0 if self.attend_cache else length) for row, length in chunks]
-        return PrefillMeta(
-            rows=self._ints([row for row, _ in chunks]),
-            kv_lens=self._ints([self.lengths[row] for row, _ in chunks]),
-            query_start=self._ints(list(accumulate(own, initial=decodes))),
-            cached_start=self._ints([0, *accumulate(cached)]),
-            max_query_len=max(own),
-            num_cached=sum(cached),
-            max_cached_len=max(cached),
-            attend_cache=self.attend_cache,
-        )
+        rows, lengths = zip(*chunks, strict=True)
+        starts = [self.lengths[row] - length for row, length in chunks]
+        own = Chunks(rows, lengths, starts, self.model.queries, decodes, self.attend_cache)
+        return PrefillMeta.of(own, self.model.device)
 
     def _ints(self, values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.model.device)

@@ -15,6 +15,7 @@ from qrt.kernels.decode_attention import decode_attention
 from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
+from qrt.kernels.prefill_attention.tiles import Queries, plan_tiles
 from qrt.layers.rope import rope_tables
 from qrt.quant.kv import KV_FORMATS, KVFormat
 from qrt_eval.kernels.row import Row
@@ -63,7 +64,8 @@ def decode_rows(
             caches = [_cache(fmt, tokens, config, device) for _ in range(copies(num_bytes))]
             block = fmt.block(batch, heads, config.num_kv_heads)
             parts = plan_parts(index, lens, config.num_kv_heads, block.heads_per_sm)
-            operands = [(q, kv, table, index, lens, parts, name, scale, True) for kv in caches]
+            out = torch.empty_like(q)
+            operands = [(q, kv, table, index, lens, parts, out, name, scale, True) for kv in caches]
             us = microseconds(decode_attention, operands)
             floor = rates.floor_us(num_bytes + 2 * q.nbytes, flops)
             yield Row("decode", name, f"{batch} x {context}", us, floor, num_bytes, flops)
@@ -96,10 +98,14 @@ def prefill_rows(
         table = torch.randperm(total, device=device).to(torch.int32)[None]
         row = torch.zeros(1, dtype=torch.int32, device=device)
         starts = torch.tensor([[0, chunk], [0, prefix]], dtype=torch.int32, device=device)
+        queries = Queries.of(heads, kv_heads, dim, q.itemsize)
+        tiles = torch.from_numpy(plan_tiles([chunk], [prefix], queries)).to(device)
         for name in KV_FORMATS if prefix else ("fp16",):
             fmt = KV_FORMATS[name]
             kv = _cache(fmt, total, config, device)
-            operands = (q, k, v, kv, table, row, *starts, chunk, prefix, prefix, False, name, dim**-0.5)
+            operands = (
+                q, k, v, kv, table, row, *starts, tiles, torch.empty_like(q), prefix, False, name, dim**-0.5
+            )  # fmt: skip
             us = microseconds(prefill_attention, [operands] * 2)
             num_bytes = 2 * (q.nbytes + k.nbytes) + prefix * fmt.bytes_per_slot(kv_heads, dim, q.dtype)
             floor = rates.floor_us(num_bytes, flops)

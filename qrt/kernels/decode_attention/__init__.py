@@ -1,12 +1,12 @@
 """One query token per request against the cached tokens of that request.
 
-decode_attention(q, kv, slot_table, rows, kv_lens, parts, format, scale, newest=False) -> [B, Hq, D]
+decode_attention(q, kv, slot_table, rows, kv_lens, parts, out, format, scale, newest=False)
 
 q [B, Hq, D] (heads contiguous, any token stride), in the basis of the cache; kv: the layer's buffers in the
 order of `KVFormat.buffers`; slot_table int32 [R, L]: row r, column p holds the slot of position p;
 rows, kv_lens int32 [B]: row of the table, tokens to attend; parts int32 [P, 8]: how they are cut (`plan`).
-Query head h reads KV head h // (Hq/Hkv). Returns softmax(scale * q K^T) V, [B, Hq, D] in q's dtype and the
-model's basis; zeros where kv_lens is 0.
+Query head h reads KV head h // (Hq/Hkv). Writes softmax(scale * q K^T) V to out [B, Hq, D], contiguous, in
+q's dtype and the model's basis; zeros where kv_lens is 0.
 
 append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, parts, out, format, scale)
 
@@ -26,41 +26,23 @@ every context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from qrt.kernels.decode_attention import ref
 from qrt.kernels.op import define
 
 
-def _fake(
-    q: Tensor,
-    kv: Sequence[Tensor],
-    slot_table: Tensor,
-    rows: Tensor,
-    kv_lens: Tensor,
-    parts: Tensor,
-    format: str,
-    scale: float,
-    newest: bool = False,
-) -> Tensor:
-    return q.new_empty(q.shape)
+def _fake(*args: Any) -> None:
+    return None
 
 
 decode_attention = define(
     "decode_attention(Tensor q, Tensor[] kv, Tensor slot_table, Tensor rows, Tensor kv_lens, "
-    "Tensor parts, str format, float scale, bool newest=False) -> Tensor",
+    "Tensor parts, Tensor(a!) out, str format, float scale, bool newest=False) -> ()",
     ref=ref.decode_attention,
     triton="qrt.kernels.decode_attention.kernel:decode_attention",
     fake=_fake,
 )
-
-
-def _fake_append(*args: Any) -> None:
-    return None
-
 
 append_attention = define(
     "append_attention(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!)[] kv, "
@@ -68,5 +50,5 @@ append_attention = define(
     "str format, float scale) -> ()",
     ref=ref.append_attention,
     triton="qrt.kernels.decode_attention.kernel:append_attention",
-    fake=_fake_append,
+    fake=_fake,
 )

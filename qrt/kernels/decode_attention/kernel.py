@@ -296,14 +296,15 @@ def decode_attention(
     rows: Tensor,
     kv_lens: Tensor,
     parts: Tensor,
+    out: Tensor,
     format: str,
     scale: float,
     newest: bool = False,
-) -> Tensor:
+) -> None:
     """See the package's docstring."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    B, Hq, D = q.shape
+    expect(out, "B Hq D", q.dtype, "out", B=B, Hq=Hq, D=D)
     _launch(q, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, scale, newest)
-    return out
 
 
 def append_attention(

@@ -22,12 +22,12 @@ def decode_attention(
     rows: Tensor,
     kv_lens: Tensor,
     parts: Tensor,
+    out: Tensor,
     format: str,
     scale: float,
     newest: bool = False,
-) -> Tensor:
+) -> None:
     """See the package's docstring; `parts` and `newest` do not matter here."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     longest = int(kv_lens.max()) if len(kv_lens) else 0
     many = max(1, GATHER_TOKENS // max(longest, 1))
     for first in range(0, len(q), many):
@@ -35,7 +35,6 @@ def decode_attention(
         length = int(kv_lens[part].max())
         slots = slot_table[rows[part], :length]
         out[part] = _attend(q[part], kv, slots, kv_lens[part], format, scale)
-    return out
 
 
 def _attend(
@@ -79,8 +78,7 @@ def append_attention(
     kv_write(queries, k[live], v[live], cos, sin, positions, slots, kv, smoothing, format)
     turned = q.clone()
     turned[live] = queries
-    attended = decode_attention(turned, kv, slot_table, rows, kv_lens, parts, format, scale)
-    if len(out) == 1:
-        out[0].copy_(attended)
-    else:
+    attended = out[0] if len(out) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    decode_attention(turned, kv, slot_table, rows, kv_lens, parts, attended, format, scale)
+    if len(out) == 2:
         Digits(out[0], out[1], len(q)).write(attended.flatten(1))

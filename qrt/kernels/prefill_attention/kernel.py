@@ -26,50 +26,56 @@ from qrt.kernels.device import (
     store_halves,
     token_stride,
 )
-from qrt.kernels.gpu import shared_bytes
+from qrt.kernels.gpu import multiprocessors, shared_bytes
+from qrt.kernels.prefill_attention.tiles import FIELDS, tile_rows
 from qrt.quant.kv import KV_FORMATS, KVFormat
 from qrt.quant.kv.device import part_columns
 
 
-class Tile(NamedTuple):
-    """Rows (token, head) and tokens of a program's dot, and how it is compiled; of stages the most."""
+class Tiling(NamedTuple):
+    """Tokens of a program's dot, and how it is compiled; of stages the most."""
 
-    rows: int
     tokens: int
     stages: int
     warps: int
 
 
-TILES = {  # by bytes of a value and whether D is at most 128; fp32 dots run outside the tensor cores
-    (2, True): Tile(rows=128, tokens=64, stages=3, warps=8),
-    (2, False): Tile(rows=64, tokens=32, stages=2, warps=4),
-    (4, True): Tile(rows=32, tokens=32, stages=1, warps=8),
-    (4, False): Tile(rows=32, tokens=16, stages=1, warps=8),
+TILINGS = {  # by bytes of a value and whether D is at most 128; fp32 dots run outside the tensor cores
+    (2, True): Tiling(tokens=64, stages=3, warps=8),
+    (2, False): Tiling(tokens=32, stages=2, warps=4),
+    (4, True): Tiling(tokens=32, stages=1, warps=8),
+    (4, False): Tiling(tokens=16, stages=1, warps=8),
 }
-GATHERED = 64  # tokens that a program of the first kernel decodes
+GATHERED = 64  # tokens that a program of the first kernel decodes at a time
 GATHER_WARPS = 4
+GATHERS_PER_SM = 16  # programs: a grid that does not depend on how many tokens are cached
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "halvings"])
 def _gather_kernel(
-    buffers, slot_table, rows, cached_start, k, v, stride_table,
+    buffers, slot_table, rows, cached_start, k, v, stride_table, chunks, halvings,
     HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, FMT: tl.constexpr,
 ):  # fmt: skip
-    """grid (Hkv, tiles of the longest, B); writes k, v [num_cached, Hkv, D], request after request."""
-    head, first, request = tl.program_id(0), tl.program_id(1) * TILE, tl.program_id(2)
-    start = tl.load(cached_start + request).to(tl.int64)
-    length = (tl.load(cached_start + request + 1) - start).to(tl.int32)
-    if first >= length:
-        return
-    token = first + tl.arange(0, TILE)
-    live = token < length
-    table = slot_table + tl.load(rows + request).to(tl.int64) * stride_table
-    slots = tl.load(table + token, mask=live, other=0).to(tl.int64)
-    k_lo, k_hi, v_lo, v_hi = FMT.decode(FMT.load(buffers, slots, live, head, HKV, D, H, 1))
-    dims, real = part_columns(D, FMT.parts, H)
-    at = ((start + token) * HKV + head) * D
-    store_halves(k + at, k_lo, k_hi, live, dims, real, D)
-    store_halves(v + at, v_lo, v_hi, live, dims, real, D)
+    """grid (Hkv, programs, each every so manieth tile); writes k, v [num_cached, Hkv, D], chunk after chunk.
+
+    `halvings` of `chunks` leave one."""
+    head, total = tl.program_id(0), tl.load(cached_start + chunks)
+    for first in tl.range(tl.program_id(1) * TILE, total, tl.num_programs(1) * TILE):
+        token = first + tl.arange(0, TILE)
+        live = token < total
+        chunk, beyond = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32) + chunks
+        for _ in tl.range(0, halvings):  # cached_start[chunk] <= token < cached_start[beyond]
+            middle = (chunk + beyond) // 2
+            behind = tl.load(cached_start + middle) <= token
+            chunk, beyond = tl.where(behind, middle, chunk), tl.where(behind, beyond, middle)
+        position = token - tl.load(cached_start + chunk)
+        table = slot_table + tl.load(rows + chunk, mask=live, other=0).to(tl.int64) * stride_table
+        slots = tl.load(table + position, mask=live, other=0).to(tl.int64)
+        k_lo, k_hi, v_lo, v_hi = FMT.decode(FMT.load(buffers, slots, live, head, HKV, D, H, 1))
+        dims, real = part_columns(D, FMT.parts, H)
+        at = (token.to(tl.int64) * HKV + head) * D
+        store_halves(k + at, k_lo, k_hi, live, dims, real, D)
+        store_halves(v + at, v_lo, v_hi, live, dims, real, D)
 
 
 @triton.jit
@@ -137,26 +143,26 @@ def _attend(
 
 @triton.jit
 def _prefill_kernel(
-    q, k, v, cached_k, cached_v, query_start, cached_start, rotation, out, scale,
+    q, k, v, cached_k, cached_v, query_start, cached_start, tiles, rotation, out, scale,
     stride_q, stride_k, stride_v, ATTEND_CACHE: tl.constexpr,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """grid (Hkv, B, tiles of the longest chunk); the last tiles of all heads see most and start first."""
-    kv_head, request = tl.program_id(0), tl.program_id(1)
-    start = tl.load(query_start + request).to(tl.int64)
-    length = (tl.load(query_start + request + 1) - start).to(tl.int32)
-    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * M
-    if first >= length * G:
+    """grid (Hkv, tiles): M rows (token, query head) of a chunk."""
+    kv_head, tile = tl.program_id(0), tiles + tl.program_id(1) * FIELDS
+    chunk, first = tl.load(tile), tl.load(tile + 1)
+    if chunk < 0:
         return
+    start = tl.load(query_start + chunk).to(tl.int64)
+    length = (tl.load(query_start + chunk + 1) - start).to(tl.int32)
     row = first + tl.arange(0, M)
     token, head, live = row // G, kv_head * G + row % G, row < length * G
     free, end = first // G + 1, tl.minimum((first + M - 1) // G + 1, length)  # of the chunk's own tokens
     dims, real = part_columns(2 * D, 2, 2 * H)
     query = _load_heads(q + (start + token) * stride_q + head * D, dims, live, real, D, True)
 
-    cached_at = tl.load(cached_start + request).to(tl.int64)
-    cached = (tl.load(cached_start + request + 1) - cached_at).to(tl.int32)
+    cached_at = tl.load(cached_start + chunk).to(tl.int64)
+    cached = (tl.load(cached_start + chunk + 1) - cached_at).to(tl.int32)
     cached_k += (cached_at * HKV + kv_head) * D
     cached_v += (cached_at * HKV + kv_head) * D
     m, l = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32)
@@ -193,18 +199,19 @@ def gather(
     slot_table: Tensor,
     rows: Tensor,
     cached_start: Tensor,
-    max_cached_len: int,
     fmt: KVFormat,
     k: Tensor,
     v: Tensor,
 ) -> None:
     """Decode the cached tokens of all chunks into k, v [num_cached, Hkv, D], in the basis of the cache and
     their own dtype."""
-    if max_cached_len == 0:
+    (room, Hkv, D), device = k.shape, fmt.device
+    if not room or not len(rows):
         return
-    (_, Hkv, D), device = k.shape, fmt.device
-    _gather_kernel[(Hkv, triton.cdiv(max_cached_len, GATHERED), len(rows))](
+    programs = triton.cdiv(GATHERS_PER_SM * multiprocessors(k.device), Hkv)
+    _gather_kernel[(Hkv, min(triton.cdiv(room, GATHERED), programs))](
         tuple(kv), slot_table, rows, cached_start, k, v, slot_table.stride(0),
+        len(rows), (len(rows) - 1).bit_length(),
         HKV=Hkv, D=D, H=half_width(D, device.parts), TILE=GATHERED, FMT=device, num_warps=GATHER_WARPS,
     )  # fmt: skip
 
@@ -218,36 +225,36 @@ def prefill_attention(
     rows: Tensor,
     query_start: Tensor,
     cached_start: Tensor,
-    max_query_len: int,
+    tiles: Tensor,
+    out: Tensor,
     num_cached: int,
-    max_cached_len: int,
     attend_cache: bool,
     format: str,
     scale: float,
-) -> Tensor:
+) -> None:
     """See the package's docstring; `scale` must be positive."""
     T, Hq, D = expect(q, "T Hq D", name="q").values()
     Hkv = expect(k, "T Hkv D", q.dtype, "k", T=T, D=D)["Hkv"]
     expect(v, "T Hkv D", q.dtype, "v", T=T, Hkv=Hkv, D=D)
+    expect(out, "T Hq D", q.dtype, "out", T=T, Hq=Hq, D=D)
     B = expect(rows, "B", torch.int32, "rows")["B"]
     expect(query_start, "N", torch.int32, "query_start", N=B + 1)
     expect(cached_start, "N", torch.int32, "cached_start", N=B + 1)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if T == 0:
-        return out
+    N = expect(tiles, f"N {FIELDS}", torch.int32, "tiles")["N"]
+    if not N:
+        return
     fmt = KV_FORMATS[format]
     # fp16 holds what a code times its scale is worth, bf16 would round it as coarsely as int8 does
     dtype = torch.float16 if fmt.bits < 16 and q.dtype is torch.bfloat16 else q.dtype
     cached_k, cached_v = (torch.empty(num_cached, Hkv, D, dtype=dtype, device=q.device) for _ in "kv")
-    gather(kv, slot_table, rows, cached_start, max_cached_len, fmt, cached_k, cached_v)
-    tile, H = TILES[q.itemsize, D <= 128], half_width(D, 1)
+    gather(kv, slot_table, rows, cached_start, fmt, cached_k, cached_v)
+    tiling, H, M = TILINGS[q.itemsize, D <= 128], half_width(D, 1), tile_rows(q.itemsize, D)
     row_bytes, queries = 2 * H * q.itemsize, 1 + (dtype is not q.dtype)  # q is there in both dtypes
-    stages = (shared_bytes(q.device) - queries * tile.rows * row_bytes) // (2 * tile.tokens * row_bytes)
-    _prefill_kernel[(Hkv, B, triton.cdiv(max_query_len * (Hq // Hkv), tile.rows))](
-        q, k, v, cached_k, cached_v, query_start, cached_start,
+    stages = (shared_bytes(q.device) - queries * M * row_bytes) // (2 * tiling.tokens * row_bytes)
+    _prefill_kernel[(Hkv, N)](
+        q, k, v, cached_k, cached_v, query_start, cached_start, tiles,
         signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e),
         token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"), ATTEND_CACHE=attend_cache,
-        G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=tile.rows, TILE=tile.tokens,
-        STAGES=max(1, min(tile.stages, stages)), num_warps=tile.warps,
+        G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=M, TILE=tiling.tokens,
+        STAGES=max(1, min(tiling.stages, stages)), FIELDS=FIELDS, num_warps=tiling.warps,
     )  # fmt: skip
-    return out

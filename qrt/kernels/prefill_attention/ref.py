@@ -22,25 +22,25 @@ def prefill_attention(
     rows: Tensor,
     query_start: Tensor,
     cached_start: Tensor,
-    max_query_len: int,
+    tiles: Tensor,
+    out: Tensor,
     num_cached: int,
-    max_cached_len: int,
     attend_cache: bool,
     format: str,
     scale: float,
-) -> Tensor:
-    """See the package's docstring; the host's integers do not matter here."""
+) -> None:
+    """See the package's docstring; `tiles` and `num_cached` do not matter here."""
     fmt = KV_FORMATS[format]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     chunks = zip(rows.tolist(), pairwise(query_start.tolist()), cached_start.diff().tolist(), strict=True)
     for row, bounds, cached in chunks:
         chunk = slice(*bounds)
+        if chunk.start == chunk.stop:
+            continue
         keys, values = fmt.decode_ref(kv, slot_table[row, :cached])
         if not attend_cache:
             keys, values = torch.cat((keys, k[chunk].float())), torch.cat((values, v[chunk].float()))
         attended = causal_attention(q[chunk].float() * scale, keys, values)
         out[chunk] = fmt.from_basis(attended)
-    return out
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
 """What a step takes from the table of requests, and what it leaves there.
 
-token_inputs: what the model needs of a step in which every token attends through the cache on its own.
+token_inputs: what the model needs of a step of T tokens, of which the first may decode.
 
 token_inputs(rows int32 [T], given int32 [T], tokens int32 [T], length int32 [R], last_token int64 [R],
-             slot_table int32 [R, L], num_kv_heads, heads_per_sm)
--> ids int64 [T], positions, slots, kv_lens int32 [T], parts int32 [P, 8]
+             slot_table int32 [R, L], decodes, num_kv_heads, heads_per_sm)
+-> ids int64 [T], positions, slots int32 [T], kv_lens int32 [decodes], parts int32 [P, 8]
 
 Token t belongs to row rows[t] of tables of R requests. given[t] is its position and tokens[t] itself; where
-they are negative it is the last token of the request: position length - 1, id last_token. slots are those of
-the positions, kv_lens are positions + 1 (0 for a row without tokens, whose position is 0), parts are
-`plan_parts` of them. One launch where torch would take three dozen, in every step.
+they are negative it is the last token of the request, which decodes: position length - 1, id last_token.
+slots are those of the positions. Of the first `decodes` tokens kv_lens are positions + 1, but 0 where the
+position is given, or the row has no tokens (position 0 then); parts are `plan_parts` of them, none where
+`decodes` is 0. One launch where torch would take three dozen, in every step.
 
 advance(rows int64 [S], tokens int64 [S], drawn int32 [S] | None, last_token int64 [R], length int32 [R])
 
@@ -18,12 +19,11 @@ last_token[rows] = tokens and length[rows] += drawn, 1 where it is None; a row t
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from qrt.kernels.decode_attention.plan import FIELDS, max_parts
 from qrt.kernels.op import define
 from qrt.kernels.token_inputs import ref
+from qrt.kernels.token_inputs.ref import empty_inputs
 
 
 def _fake(
@@ -33,17 +33,17 @@ def _fake(
     length: Tensor,
     last_token: Tensor,
     slot_table: Tensor,
+    decodes: int,
     num_kv_heads: int,
     heads_per_sm: int,
 ) -> tuple[Tensor, ...]:
-    room = max_parts(len(rows), num_kv_heads, heads_per_sm, rows.device)
-    parts = rows.new_empty(room, FIELDS)
-    return rows.new_empty(rows.shape, dtype=torch.int64), *(torch.empty_like(rows) for _ in range(3)), parts
+    return empty_inputs(rows, decodes, num_kv_heads, heads_per_sm)
 
 
 token_inputs = define(
     "token_inputs(Tensor rows, Tensor given, Tensor tokens, Tensor length, Tensor last_token, "
-    "Tensor slot_table, int num_kv_heads, int heads_per_sm) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor slot_table, int decodes, int num_kv_heads, int heads_per_sm) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     ref=ref.token_inputs,
     triton="qrt.kernels.token_inputs.kernel:token_inputs",
     fake=_fake,

@@ -1,5 +1,5 @@
-"""`token_inputs` as two Triton programs, one of them for the plan of the parts, which needs all lengths at
-once; and there are few. `advance` is small."""
+"""`token_inputs` in Triton: programs that say what each token is, and one for the plan of the parts, which
+needs all lengths at once; and there are few. `advance` is small."""
 
 from __future__ import annotations
 
@@ -9,29 +9,37 @@ import triton.language as tl
 from torch import Tensor
 
 from qrt.checks import expect
-from qrt.kernels.decode_attention.plan import FIELDS, MIN_PART, STARTUP, UNIT, at_once, max_cuts, max_parts
+from qrt.kernels.decode_attention.plan import FIELDS, MIN_PART, STARTUP, UNIT, at_once, max_cuts
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
+from qrt.kernels.token_inputs.ref import empty_inputs
 
 MIN_TILE = 16
+_TOKENS = 256  # of a program of `token_inputs`
 _ROWS = 256  # of a program of `advance`
 
 
-@triton.jit(do_not_specialize=["tokens_in_step", "most", "programs", "room"])
-def _token_inputs(
-    rows, given, tokens, length, last_token, slot_table, stride_table, ids, positions, slots, kv_lens, parts,
-    tokens_in_step, most, programs, room,
-    T: tl.constexpr, CUTS: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr, UNIT: tl.constexpr,
-    MIN_PART: tl.constexpr, STARTUP: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """Grid (2,): what each token is, and the parts."""
-    t = tl.arange(0, T)
-    real = t < tokens_in_step
+@triton.jit
+def _known(rows, given, length, t, real):
+    """The row of each token t, and how many tokens the request has up to it."""
     row = tl.load(rows + t, mask=real, other=0).to(tl.int64)
     at = tl.load(given + t, mask=real, other=0)
     lens = tl.where(at < 0, tl.load(length + row, mask=real, other=0), at + 1)
-    lens = tl.where(real, lens, 0)
-    if tl.program_id(0) == 0:
+    return row, at, lens
+
+
+@triton.jit(do_not_specialize=["tokens_in_step", "decodes", "most", "programs", "room"])
+def _token_inputs(
+    rows, given, tokens, length, last_token, slot_table, stride_table, ids, positions, slots, kv_lens, parts,
+    tokens_in_step, decodes, most, programs, room,
+    TOKENS: tl.constexpr, T: tl.constexpr, CUTS: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr,
+    UNIT: tl.constexpr, MIN_PART: tl.constexpr, STARTUP: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of TOKENS tokens, and one more for the parts of `decodes` tokens, at most T)."""
+    if tl.program_id(0) * TOKENS < tokens_in_step:
+        t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        real = t < tokens_in_step
+        row, at, lens = _known(rows, given, length, t, real)
         position = tl.maximum(lens - 1, 0)
         token = tl.load(tokens + t, mask=real, other=0)
         last = tl.load(last_token + row, mask=real, other=0)
@@ -39,8 +47,12 @@ def _token_inputs(
         tl.store(ids + t, tl.where(token < 0, last, token.to(tl.int64)), mask=real)
         tl.store(positions + t, position, mask=real)
         tl.store(slots + t, slot, mask=real)
-        tl.store(kv_lens + t, lens, mask=real)
+        tl.store(kv_lens + t, tl.where(at < 0, lens, 0), mask=t < decodes)
         return
+    t = tl.arange(0, T)
+    real = t < decodes
+    row, at, lens = _known(rows, given, length, t, real)
+    lens = tl.where(real & (at < 0), lens, 0)
     cuts = tl.arange(0, CUTS) + 1
     part = tl.maximum(tl.cdiv(tl.cdiv(tl.max(lens, 0), cuts), UNIT) * UNIT, MIN_PART)
     counts = tl.maximum(tl.cdiv(lens[None, :], part[:, None]), 1)
@@ -83,6 +95,7 @@ def token_inputs(
     length: Tensor,
     last_token: Tensor,
     slot_table: Tensor,
+    decodes: int,
     num_kv_heads: int,
     heads_per_sm: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -90,20 +103,19 @@ def token_inputs(
     T = expect(rows, "T", torch.int32, "rows")["T"]
     for name, each in {"given": given, "tokens": tokens}.items():
         expect(each, "T", torch.int32, name, T=T)
-    ids = torch.empty(T, dtype=torch.int64, device=rows.device)
-    positions, slots, kv_lens = (torch.empty_like(rows) for _ in range(3))
-    room = max_parts(T, num_kv_heads, heads_per_sm, rows.device)
-    parts = torch.empty(room, FIELDS, dtype=torch.int32, device=rows.device)
-    most, tile = max_cuts(T), max(MIN_TILE, triton.next_power_of_2(T))
-    cuts = triton.next_power_of_2(most)
-    _token_inputs[(2,)](
-        rows, given, tokens, length, last_token, slot_table, slot_table.stride(0), ids, positions, slots,
-        kv_lens, parts, T, most, at_once(num_kv_heads, heads_per_sm, rows.device), room,
-        T=tile, CUTS=cuts, ROOM=triton.next_power_of_2(room), AT_ONCE=max(1, min(16, 1024 // tile)),
-        UNIT=UNIT, MIN_PART=MIN_PART, STARTUP=STARTUP, FIELDS=FIELDS,
-        num_warps=4 if tile * cuts <= 2048 else 8,
+    if decodes > T:
+        raise ValueError(f"decodes: expected at most {T}, the step's tokens; got {decodes}")
+    filled = empty_inputs(rows, decodes, num_kv_heads, heads_per_sm)
+    most, tile, room = max_cuts(decodes), max(MIN_TILE, triton.next_power_of_2(decodes)), len(filled[4])
+    cuts, tokens_each = triton.next_power_of_2(most), min(_TOKENS, max(MIN_TILE, triton.next_power_of_2(T)))
+    _token_inputs[(triton.cdiv(T, tokens_each) + (decodes > 0),)](
+        rows, given, tokens, length, last_token, slot_table, slot_table.stride(0), *filled,
+        T, decodes, most, at_once(num_kv_heads, heads_per_sm, rows.device), room,
+        TOKENS=tokens_each, T=tile, CUTS=cuts, ROOM=triton.next_power_of_2(max(room, 1)),
+        AT_ONCE=max(1, min(16, 1024 // tile)), UNIT=UNIT, MIN_PART=MIN_PART, STARTUP=STARTUP, FIELDS=FIELDS,
+        num_warps=4 if tile * cuts <= 2048 else 8 if tile <= 512 else 16,
     )  # fmt: skip
-    return ids, positions, slots, kv_lens, parts
+    return filled
 
 
 @triton.jit(do_not_specialize=["S"])

@@ -5,7 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.decode_attention.plan import FIELDS, max_parts, plan_parts
+
+
+def empty_inputs(
+    rows: Tensor, decodes: int, num_kv_heads: int, heads_per_sm: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what `token_inputs` gives, not filled."""
+    room = max_parts(decodes, num_kv_heads, heads_per_sm, rows.device) if decodes else 0
+    return (
+        rows.new_empty(rows.shape, dtype=torch.int64),
+        torch.empty_like(rows),
+        torch.empty_like(rows),
+        rows.new_empty(decodes),
+        rows.new_empty(room, FIELDS),
+    )
 
 
 def token_inputs(
@@ -15,6 +29,7 @@ def token_inputs(
     length: Tensor,
     last_token: Tensor,
     slot_table: Tensor,
+    decodes: int,
     num_kv_heads: int,
     heads_per_sm: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -23,7 +38,11 @@ def token_inputs(
     positions = (kv_lens - 1).clamp(min=0)
     ids = torch.where(tokens < 0, last_token[rows], tokens.long())
     slots = slot_table[rows.long(), positions.long()]
-    parts = plan_parts(rows, kv_lens, num_kv_heads, heads_per_sm)
+    kv_lens = torch.where(given < 0, kv_lens, 0)[:decodes]
+    if decodes:
+        parts = plan_parts(rows[:decodes], kv_lens, num_kv_heads, heads_per_sm)
+    else:
+        parts = rows.new_empty(0, FIELDS)
     return ids, positions, slots, kv_lens, parts
 
 
