@@ -16,7 +16,7 @@ import transformers
 import qrt
 import small_tokenizers
 from qrt import LLM, SamplingParams
-from qrt.engine import scheduler
+from qrt.engine import admission
 from qrt.engine.graphs import TokenSteps
 from qrt.errors import CheckpointError, ConfigError, QrtError, UnsupportedError
 from tiny_models import random_checkpoint
@@ -101,7 +101,7 @@ def test_greedy_tokens_do_not_depend_on_how_it_runs(folder, expected, settings):
 
 
 def test_greedy_tokens_after_a_pause(folder, expected, monkeypatch):
-    monkeypatch.setattr(scheduler, "expected_output", lambda done, most, conservative: done)
+    monkeypatch.setattr(admission, "expected_output", lambda done, most, conservative: done)
     slot_bytes = 2 * 2 * 2 * 64 * 4  # layers, K and V, heads, values, float32
     llm = make(folder, kv_cache_memory_bytes=240 * slot_bytes, max_model_len=200)
     assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected

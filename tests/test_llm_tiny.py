@@ -11,7 +11,7 @@ import transformers
 import qrt
 from qrt import LLM, SamplingParams
 from qrt.assets import model_path
-from qrt.engine import scheduler
+from qrt.engine import admission
 from qrt.engine.graphs import TokenSteps
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.llm import engine_config
@@ -76,7 +76,7 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_batched(llm, expected
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_chunks_pauses_overlap_and_cache_change_nothing(expected, overlap, caching, monkeypatch):
-    monkeypatch.setattr(scheduler, "expected_output", lambda done, most, conservative: done)
+    monkeypatch.setattr(admission, "expected_output", lambda done, most, conservative: done)
     slot_bytes = 6 * 2 * 2 * 64 * 4
     llm = make(
         max_num_batched_tokens=6,
@@ -108,7 +108,7 @@ def test_chunks_pauses_overlap_and_cache_change_nothing(expected, overlap, cachi
 )
 def test_a_gpu_gives_the_same_tokens_in_every_way(expected, settings, monkeypatch):
     if "max_model_len" in settings:
-        monkeypatch.setattr(scheduler, "expected_output", lambda done, most, conservative: done)
+        monkeypatch.setattr(admission, "expected_output", lambda done, most, conservative: done)
     llm = make(device="cuda", dtype="float32", **settings)
     for _ in range(2):  # the second time from the cache
         assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qrt.engine.plan import Placement
-from qrt.engine.request import Request
+from qrt.engine.plan import Chunk, Decode, Placement
+from qrt.engine.request import ALL, Request
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
 
@@ -13,11 +13,9 @@ GROW_TOKENS = 16  # that a decoding request is given slots for at a time while t
 GROWN_AT_ONCE = 64  # requests that are given some before they must have them: each costs the host some time
 
 
-def short(request: Request, ahead: int = 0) -> bool:
-    """Whether a request that decodes lacks slots for its known tokens and `ahead` more."""
-    if request.seq is None or not request.decoding or len(request) >= request.max_len:
-        return False
-    return len(request.seq) < min(len(request) + ahead, request.max_len)
+def short(decoding: Sequence[Request], ahead: int = 0) -> list[Request]:
+    """Those of requests that decode which lack slots for their tokens and `ahead` more."""
+    return [request for request in decoding if request.covered < request.length + ahead]
 
 
 class Growth:
@@ -32,6 +30,7 @@ class Growth:
         not."""
         assert request.seq is not None
         self._placed[request.row] = [Placement(request.row, 0, request.seq.slots.copy())]
+        self._note(request, len(request.seq))
 
     def publish(self, request: Request, ids: Ints) -> None:
         """Share the first tokens of a request, which goes on with slots of another's where they are the
@@ -42,9 +41,12 @@ class Growth:
         if len(slots):
             self._placed.setdefault(request.row, []).append(Placement(request.row, start, slots))
 
-    def taken(self, rows: set[int]) -> tuple[Placement, ...]:
-        """What the next plan, which works on `rows`, tells the request table of them; it is told once. Should
-        the step fail, nobody who goes on has missed it."""
+    def taken(self, works: Sequence[Decode | Chunk]) -> tuple[Placement, ...]:
+        """What the next plan, of `works`, tells the request table of their rows; it is told once. Should the
+        step fail, nobody who goes on has missed it."""
+        if not self._placed:
+            return ()
+        rows = {work.row for work in works}
         told = [row for row in self._placed if row in rows]
         return tuple(placement for row in told for placement in self._placed.pop(row))
 
@@ -52,13 +54,13 @@ class Growth:
         """Slots for a request that is `short`; False when there is room for none."""
         return self._extend(request, GROW_TOKENS) or self._extend(request, 1)
 
-    def give_ahead(self, running: Sequence[Request]) -> None:
+    def give_ahead(self, decoding: Sequence[Request]) -> None:
         """When some want slots soon, all others get theirs in the same step, if they are not too many: most
         steps then send the device nothing."""
         few = GROW_TOKENS // 4
-        soon = [request for request in running if short(request, GROW_TOKENS - few)]
-        if any(short(request, few) for request in soon):
-            soon.sort(key=lambda request: len(request.seq or ()) - len(request))
+        soon = short(decoding, GROW_TOKENS - few)
+        if short(soon, few):
+            soon.sort(key=lambda request: request.covered - request.length)
             for request in soon[:GROWN_AT_ONCE]:
                 self._extend(request, GROW_TOKENS)
 
@@ -66,8 +68,15 @@ class Growth:
         """Slots for so many tokens from the last known one on; False when there is no room for them."""
         assert request.seq is not None
         start = len(request.seq)
-        slots = self._kv.extend(request.seq, min(len(request) - 1 + tokens, request.max_len) - start)
+        end = min(request.length - 1 + tokens, request.max_len)
+        slots = self._kv.extend(request.seq, end - start)
         if slots is None:
             return False
+        self._note(request, end)
         self._placed.setdefault(request.row, []).append(Placement(request.row, start, slots))
         return True
+
+    @staticmethod
+    def _note(request: Request, slots: int) -> None:
+        """A request has so many slots."""
+        request.covered = slots if slots < request.max_len else ALL

@@ -14,6 +14,8 @@ from qrt.engine.plan import Ban, Decode, Sampling, Scoring
 from qrt.mem.manager import SequenceKV
 from qrt.mem.slots import Ints
 
+ALL = 1 << 62  # more tokens than any request has
+
 
 class FinishReason(Enum):
     """Why a request ended; the values are OpenAI's and vLLM's words."""
@@ -28,14 +30,17 @@ class Request:
     """One prompt and what has been generated for it.
 
     prompt        int32 [P]
+    prompt_len    P
     stop_ids      tokens that end it, not one of them before `params.min_tokens` outputs
     max_len       tokens, prompt and output together, at which it ends; P for a request that only scores
     order         what comes first among requests: (priority, number of arrival)
     cache_salt    requests share cached prefixes only with those of the same salt
     output        tokens sampled so far and known
     pending       tokens that launched steps sample, not known yet
+    length        tokens of prompt and output, pending ones too
     in_flight     launched steps it takes part in, that have not been committed
     seq, row      its slots and its row of the request table; None while it waits
+    covered       length up to which it has slots; ALL once they are all that it may need
     num_computed  its first tokens, whose K/V are written, by launched steps too
     prefill_len   tokens it was (re)started with: it decodes once they are computed
     num_scored    tokens after the first whose log-probability has been handed out
@@ -61,14 +66,20 @@ class Request:
     num_scored: int = 0
     num_cached: int | None = None
     published: bool = False
+    prompt_len: int = field(init=False)
+    length: int = field(init=False)
+    covered: int = 0
+    _banned_until: int = field(init=False)
     _decode: Decode | None = None
 
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.output) + self.pending
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.prompt)
+        self.length = self.prompt_len + len(self.output) + self.pending
+        self._banned_until = ALL if self.params.bad_words else self.prompt_len + self.params.min_tokens
 
     @property
     def ids(self) -> Ints:
-        """All its known tokens, int32 [len - pending]."""
+        """All its known tokens, int32 [length - pending]."""
         return (
             np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
         )
@@ -91,10 +102,7 @@ class Request:
     @property
     def banned(self) -> tuple[Ban, ...]:
         """What must not be drawn next."""
-        params = self.params
-        if not params.bad_words and len(self.output) + self.pending >= params.min_tokens:
-            return ()
-        return tuple(self._banned())
+        return tuple(self._banned()) if self.length < self._banned_until else ()
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -118,10 +126,10 @@ class Request:
 
     def decode(self) -> Decode:
         """Its part of a step that decodes."""
-        banned = self.banned
-        if self._decode is None or self._decode.row != self.row or self._decode.banned != banned:
-            self._decode = Decode(self.id, self.row, self.sampling, banned)
-        return self._decode
+        made = self._decode
+        if made is None or made.row != self.row or self.length < self._banned_until or made.banned:
+            self._decode = made = Decode(self.id, self.row, self.sampling, self.banned)
+        return made
 
     def _banned(self) -> Iterator[Ban]:
         if len(self.output) + self.pending < self.params.min_tokens:

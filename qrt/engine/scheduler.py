@@ -14,7 +14,7 @@ gets them writes behind that step, on the same stream.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,18 +24,17 @@ import numpy as np
 
 from qrt.config import SamplingParams
 from qrt.engine import growth
-from qrt.engine.admission import Growing, expected_output
+from qrt.engine.admission import Growing
 from qrt.engine.growth import Growth, short
 from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta
 from qrt.engine.plan import Adjustment, Admission, Chunk, Plan, Sampling, StepResult
 from qrt.engine.request import FinishReason, Request
+from qrt.engine.sharing import Unpublished
 from qrt.errors import ConfigError, QueueFullError
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
 
-# A request waits for a running prefill that computes at least so many tokens that it can then share.
-SHARED_TOKENS = 32
 # Before the chunks of a step together, unless one context is longer: K and V of them are laid out for it.
 CACHED_TOKENS = 1 << 16
 # Plans for which a request without room is not looked at: until then the expected peak has hardly fallen.
@@ -86,6 +85,8 @@ class Scheduler:
         # each running request needs a token of the budget for its decode
         self._rows = list(range(min(limits.max_num_seqs, limits.max_num_batched_tokens)))[::-1]
         self._growth = Growth(kv)
+        self._unpublished = Unpublished()
+        self._growing: Growing | None = None  # of the plan in the making
         self._refused: Request | None = None  # had no room, and none has been given back since
         self._patience = 0  # plans until it is looked at again
         self._max_len = min(limits.max_model_len, kv.num_slots)
@@ -149,35 +150,34 @@ class Scheduler:
         if request is not None and request.seq is not None:
             self._stop(request, keep=True)
         elif request is not None:
-            self.waiting.remove(request)
-            self._queued -= len(request)
+            _remove(self.waiting, request)
+            self._queued -= request.length
 
     def plan(self) -> Plan | None:
         """The next step; None when nothing can run, or nothing before the launched step is committed."""
-        if not self._grow():
+        decoding = self._grow()
+        if decoding is None:
             return None
-        decoding = [
-            request for request in self.running if request.decoding and len(request) < request.max_len
-        ]
         budget = self.limits.max_num_batched_tokens - len(decoding)
         cached = self.limits.max_cached_tokens
         prefilling: list[tuple[Request, Chunk]] = []
-        for request in self.running:
-            if not request.decoding and budget > 0 and request.num_computed <= cached:
+        for request in [r for r in self.running if r.num_computed < r.prefill_len]:
+            if budget > 0 and request.num_computed <= cached:
                 prefilling.append((request, self._chunk(request, budget)))
                 budget -= len(prefilling[-1][1].tokens)
                 cached -= prefilling[-1][1].start
-        admitted, growing = [], Growing()
-        while budget > 0 and (new := self._admit(cached, growing)):
+        admitted = []
+        self._growing = None
+        while budget > 0 and (new := self._admit(cached)):
             admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output)))
             prefilling.append((new, self._chunk(new, budget)))
             budget -= len(prefilling[-1][1].tokens)
             cached -= prefilling[-1][1].start
         if not decoding and not prefilling:
             return None
-        decodes = tuple(request.decode() for request in decoding)
-        chunks = tuple(chunk for _, chunk in prefilling)
-        placed = self._growth.taken({work.row for work in decodes + chunks})
+        decodes = tuple([request.decode() for request in decoding])
+        chunks = tuple([chunk for _, chunk in prefilling])
+        placed = self._growth.taken(decodes + chunks)
         self._planned.append(decoding + [request for request, _ in prefilling])
         self._move_on(decoding, prefilling)
         return Plan(tuple(admitted), placed, decodes, chunks)
@@ -186,26 +186,27 @@ class Scheduler:
         """Take in what the oldest launched step, `plan`, gave: tokens for its requests, the end of those that
         are done. What ended or was aborted meanwhile is left alone."""
         requests = self._planned.popleft()
-        deltas, sampled = [], 0
-        for request, work in zip(requests, plan.works, strict=True):
+        deltas, index = [], len(plan.decodes)
+        tokens, logprobs = result.tokens, result.logprobs
+        for place, (request, token) in enumerate(zip(requests[:index], tokens[:index], strict=True)):
             request.in_flight -= 1
-            index = sampled
-            samples = not isinstance(work, Chunk) or work.samples
-            sampled += samples
-            request.pending -= samples
-            if self._requests.get(request.id) is not request:
-                continue
-            scores = result.prompt_scores.get(request.id)
-            if isinstance(work, Chunk):
-                request.num_scored = max(request.num_scored, min(work.end, len(request.prompt) - 1))
-                self._publish(request, work.end)
-            if samples:
-                token = result.tokens[index]
-                request.output.append(token)
-                deltas.append(self._report(request, (token,), result.logprobs.get(index), scores))
-            else:
-                deltas.append(self._report(request, prompt_scores=scores))
-        return [delta for delta in deltas if delta.token_ids or delta.finish_reason or delta.prompt_scores]
+            request.pending -= 1
+            if request.seq is not None:
+                deltas.append(self._take(request, token, logprobs.get(place) if logprobs else None))
+        requests = requests[index:]
+        for request, chunk in zip(requests, plan.chunks, strict=True):
+            request.in_flight -= 1
+            request.pending -= chunk.samples
+            if request.seq is not None:
+                request.num_scored = max(request.num_scored, min(chunk.end, len(request.prompt) - 1))
+                self._publish(request, chunk.end)
+                scores = result.prompt_scores.get(request.id)
+                if chunk.samples:
+                    deltas.append(self._take(request, tokens[index], logprobs.get(index), scores))
+                elif scores or request.finish_reason:
+                    deltas.append(self._report(request, prompt_scores=scores))
+            index += chunk.samples
+        return deltas
 
     def fail(self, error: str) -> list[RequestDelta]:
         """Give up the requests of the oldest launched step, which could not be run."""
@@ -233,7 +234,7 @@ class Scheduler:
     def _wait(self, request: Request) -> None:
         """Queue a request that does not run."""
         insort(self.waiting, request, key=_order)
-        self._queued += len(request)
+        self._queued += request.length
 
     def _sampling(self, params: SamplingParams, prompt_len: int) -> Sampling:
         """The parameters settled; without a seed the request draws from the engine's, by order of arrival."""
@@ -251,27 +252,33 @@ class Scheduler:
             Adjustment.of(params, prompt_len),
         )
 
-    def _grow(self) -> bool:
-        """A slot for the next token of every request that decodes, pausing from the other end of the order;
-        False when one would have to be paused that a launched step works on."""
-        for request in tuple(self.running):
-            while short(request) and not self._growth.give(request):
+    def _grow(self) -> list[Request] | None:
+        """The requests that decode, each with a slot for its next token; others are paused for that from the
+        other end of the order. None when one would have to be paused that a launched step works on."""
+        decoding = [r for r in self.running if r.num_computed >= r.prefill_len and r.length < r.max_len]
+        num_pauses = self.num_pauses
+        for request in short(decoding):
+            while request.seq is not None and not self._growth.give(request):
                 last = self.running[-1]
                 if last.in_flight:
-                    return False
+                    return None
                 assert len(self.running) > 1, "a request that fits the pool alone found no room"
                 self._pause(last)
-        self._growth.give_ahead(self.running)
-        return True
+        if self.num_pauses > num_pauses:
+            decoding = [request for request in decoding if request.seq is not None]
+        self._growth.give_ahead(decoding)
+        return decoding
 
     def _move_on(self, decoding: list[Request], prefilling: list[tuple[Request, Chunk]]) -> None:
         """Note what the planned step will have done."""
         for request in decoding:
             request.num_computed += 1
+            request.length += 1
             request.pending += 1
             request.in_flight += 1
         for request, chunk in prefilling:
             request.num_computed = chunk.end
+            request.length += chunk.samples
             request.pending += chunk.samples
             request.in_flight += 1
 
@@ -279,7 +286,9 @@ class Scheduler:
         """Share the first `end` tokens of a prompt, which have been computed."""
         if request.generates and request.seq is not None:
             self._growth.publish(request, request.prompt[:end])
-            request.published = end >= len(request.prompt)
+            if end >= len(request.prompt):
+                request.published = True
+                self._unpublished.remove(request)
 
     def _pause(self, request: Request) -> None:
         """Take back the slots of a running request; it waits with what it has."""
@@ -297,12 +306,13 @@ class Scheduler:
         self.kv.release(request.seq, ids[: min(request.num_computed, len(ids) - 1)], keep)
         request.seq = None
         self._rows.append(request.row)
-        self.running.remove(request)
+        _remove(self.running, request)
+        self._unpublished.remove(request)
         self._refused = None
 
-    def _admit(self, room: int, growing: Growing) -> Request | None:
+    def _admit(self, room: int) -> Request | None:
         """Start the first waiting request, whose prefix in the cache has at most `room` tokens; None when
-        there is none or it must wait on. `growing` is as `_spare` left it in this plan."""
+        there is none or it must wait on."""
         if not self.waiting or not self._rows:
             return None
         request = self.waiting[0]
@@ -313,15 +323,15 @@ class Scheduler:
         if not request.generates and len(ids) > 1:
             ids = ids[:-1]  # it is predicted, and predicts nothing
         cached = self.kv.cached(ids, request.cache_salt) if reuse else 0
-        if cached > room or reuse and self._shares_soon(request, ids, cached):
+        if cached > room or reuse and self._unpublished.shares(request, ids, cached):
             return None
-        spare = self._spare(request, len(ids) - cached, growing) if self.running else 0
+        spare = self._spare(request, len(ids), cached) if self.running else 0
         seq = self.kv.start(ids, reuse=reuse, spare=spare, salt=request.cache_salt)
         if seq is None:
             self._refused, self._patience = request, PATIENCE
             return None
         del self.waiting[0]
-        self._queued -= len(request)
+        self._queued -= request.length
         insort(self.running, request, key=_order)
         request.seq = seq
         request.row = self._rows.pop()
@@ -330,40 +340,19 @@ class Scheduler:
         if request.num_cached is None:
             request.num_cached = seq.num_cached
         self._growth.start(request)
+        if self.kv.prefix_caching and not request.published:
+            self._unpublished.add(request)
         return request
 
-    def _spare(self, request: Request, need: int, growing: Growing) -> int:
-        """Slots that must stay available beside the `need` of a new request, for all to grow. It joins those
-        that are `growing`, which are the running ones."""
-        if not growing.held:
-            for other in self.running:
-                assert other.seq is not None
-                cached, late = other.seq.num_cached, max(0, other.prefill_len - other.num_computed)
-                left = max(self._left(other), len(other.seq) - len(other))
-                growing.add(len(other) - cached, left, len(other.seq) - cached, late)
-        growing.add(need, self._left(request), need, need)
+    def _spare(self, request: Request, num_tokens: int, cached: int) -> int:
+        """Slots that must stay available beside those of a new request, of whose tokens some are cached, for
+        all to grow. It joins those that run in this plan's estimate."""
+        if self._growing is None:
+            self._growing = Growing(self.running, conservative=self._conservative)
+        self._growing.add(request, num_tokens - cached)
         budget = max(1, self.limits.max_num_batched_tokens - len(self.running))
-        return growing.spare(growth.GROW_TOKENS + growing.prefill // budget)
-
-    def _left(self, request: Request) -> int:
-        """Tokens that a request is still expected to grow by."""
-        done, most = len(request) - len(request.prompt), request.max_len - len(request.prompt)
-        known = self._conservative or request.params.ignore_eos
-        return max(0, expected_output(done, most, conservative=known) - done)
-
-    def _shares_soon(self, request: Request, ids: Ints, cached: int) -> bool:
-        """Whether a running prefill computes tokens that the request can share once they are published."""
-        size = cached + SHARED_TOKENS
-        if not self.kv.prefix_caching or len(ids) <= size:
-            return False
-        last = ids.item(size - 1)  # most prompts that differ do so here
-        for other in self.running:
-            if other.published or len(other.prompt) < size or other.prompt.item(size - 1) != last:
-                continue
-            shares = other.generates and other.cache_salt == request.cache_salt
-            if shares and np.array_equal(other.prompt[:size], ids[:size]):
-                return True
-        return False
+        slack = growth.GROW_TOKENS + self._growing.prefill // budget
+        return self._growing.spare(slack, self.kv.available - num_tokens)
 
     def _chunk(self, request: Request, budget: int) -> Chunk:
         """The next tokens of a prefill, at most `budget`."""
@@ -379,6 +368,16 @@ class Scheduler:
             banned=request.banned,
             scoring=request.scores(start, end),
         )
+
+    def _take(
+        self, request: Request, token: int, logprobs: Scores | None, prompt_scores: Scores | None = None
+    ) -> RequestDelta:
+        """What a request's token adds to it; it ends when it is done."""
+        request.output.append(token)
+        if token in request.stop_ids or request.length - request.pending >= request.max_len:
+            return self._report(request, (token,), logprobs, prompt_scores)
+        cached = request.num_cached or 0
+        return RequestDelta(request.id, (token,), None, None, logprobs, prompt_scores, cached)
 
     def _report(
         self,
@@ -397,3 +396,8 @@ class Scheduler:
             stop_reason = token_ids[-1]
         cached = request.num_cached or 0
         return RequestDelta(request.id, token_ids, reason, stop_reason, logprobs, prompt_scores, cached)
+
+
+def _remove(requests: list[Request], request: Request) -> None:
+    """Take a request out of a list in the order of the requests."""
+    del requests[bisect_left(requests, request.order, key=_order)]

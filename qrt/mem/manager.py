@@ -21,41 +21,42 @@ from qrt.mem.slots import RUN, Ints, SlotAllocator
 class SequenceKV:
     """The slots of one running sequence, made by `KVManager.start`.
 
+    length       slots it has
     num_cached   its first tokens, whose K/V the prefix cache holds (shared, read-only)
     salt         of the cached prefixes that it shares
     """
 
-    __slots__ = ("_buffer", "_length", "_node", "num_cached", "salt")
+    __slots__ = ("_buffer", "_node", "length", "num_cached", "salt")
 
     def __init__(self, shared: Ints, private: Ints, node: Node, salt: str | None) -> None:
         self.num_cached = len(shared)
         self.salt = salt
         self._node = node
-        self._length = len(shared) + len(private)
-        self._buffer = np.empty(self._length + 64, np.int32)
+        self.length = len(shared) + len(private)
+        self._buffer = np.empty(self.length + 64, np.int32)
         self._buffer[: len(shared)] = shared
-        self._buffer[len(shared) : self._length] = private
+        self._buffer[len(shared) : self.length] = private
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     @property
     def slots(self) -> Ints:
         """int32 [len]: the slot of each position, a view; valid until the next `extend` or `publish`."""
-        return self._buffer[: self._length]
+        return self._buffer[: self.length]
 
     @property
     def _tail(self) -> int:
-        return self._buffer.item(self._length - 1)
+        return self._buffer.item(self.length - 1)
 
     def _append(self, slots: Ints) -> None:
-        length = self._length + len(slots)
+        length = self.length + len(slots)
         if length > len(self._buffer):
             grown = np.empty(length + length // 2, np.int32)
-            grown[: self._length] = self.slots
+            grown[: self.length] = self.slots
             self._buffer = grown
-        self._buffer[self._length : length] = slots
-        self._length = length
+        self._buffer[self.length : length] = slots
+        self.length = length
 
 
 @dataclass(frozen=True)

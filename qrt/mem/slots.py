@@ -110,6 +110,16 @@ class SlotAllocator:
 
     def _fill_from_whole(self, out: Ints) -> int:
         """Whole runs; what is left of the last one stays free for its sequence to grow into."""
+        if len(out) <= self.run and self._whole.size:  # most extensions: several times faster by itself
+            row = self._whole.pop_one()
+            first, done = row * self.run, len(out)
+            out[:] = range(first, first + done)
+            self._used[first : first + done] = True
+            self._free_at[row] = self.run - done
+            if done < self.run and not self._listed[row]:
+                self._listed[row] = True
+                self._partial.push_one(row)
+            return done
         rows = self._whole.pop(min(self._whole.size, -(-len(out) // self.run)))
         if not len(rows):
             return 0
@@ -187,6 +197,18 @@ class _RunQueue:
         self._head = (self._head + len(runs)) % len(self._runs)
         self.size -= len(runs)
         return runs
+
+    def push_one(self, run: int) -> None:
+        """Append a run."""
+        self._runs[(self._head + self.size) % len(self._runs)] = run
+        self.size += 1
+
+    def pop_one(self) -> int:
+        """The next run, removed; there must be one."""
+        run = self._runs.item(self._head)
+        self._head = (self._head + 1) % len(self._runs)
+        self.size -= 1
+        return run
 
     def _places(self, start: int, n: int) -> NDArray[np.integer]:
         return (np.arange(start, start + n) + self._head) % len(self._runs)

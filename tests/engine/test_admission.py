@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from qrt.engine.admission import expected_output, peak_slots
+from qrt.config import SamplingParams
+from qrt.engine.admission import Growing, expected_output, peak_slots
+from qrt.engine.request import Request
+from qrt.mem.manager import SequenceKV
 
 
 def simulated(held, left):
@@ -37,6 +40,45 @@ def test_no_request_that_is_late_or_has_slots_ahead_exceeds_the_peak(seed):
             assert ((held + grown) * (step <= left + begin)).sum() <= peak
     exact = max(int((held + np.minimum(left, t + slack))[left >= t].sum()) for t in range(41))
     assert peak == exact
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_that_join_one_by_one_give_the_peak_of_all(seed):
+    rng = np.random.default_rng(seed)
+    running = [request(rng) for _ in range(int(rng.integers(0, 20)))]
+    held = [r.length - r.seq.num_cached for r in running]
+    left = [max(expected(r), r.seq.length - r.length) for r in running]
+    slots = sum(r.seq.length - r.seq.num_cached for r in running)
+    growing = Growing(running, conservative=False)
+    assert growing.prefill == sum(max(0, r.prefill_len - r.num_computed) for r in running)
+    for _ in range(10):
+        new, need, slack = request(rng), int(rng.integers(1, 50)), int(rng.integers(0, 9))
+        growing.add(new, need)
+        held, left, slots = [*held, need], [*left, expected(new)], slots + need
+        exact = peak_slots(held, left, slack) - slots
+        assert growing.spare(slack, plenty=-(10**9)) == exact
+        for plenty in (exact - 1, exact, exact + 50, 10**9):
+            assert exact <= growing.spare(slack, plenty) <= max(exact, plenty)
+
+
+def request(rng) -> Request:
+    """One that runs, with some output, slots given ahead or a prompt not yet computed."""
+    params = SamplingParams(max_tokens=None, ignore_eos=bool(rng.integers(0, 2)))
+    prompt, output = np.zeros(int(rng.integers(1, 50)), np.int32), [0] * int(rng.integers(0, 40))
+    length = len(prompt) + len(output)
+    new = Request("r", prompt, params, None, frozenset(), length + int(rng.integers(0, 2000)), (0, 0))
+    new.output, new.length, new.prefill_len = output, length, length
+    new.num_computed = int(rng.integers(0, length + 1))
+    slots = np.zeros(min(length + int(rng.integers(0, 16)), new.max_len), np.int32)
+    cached = int(rng.integers(0, length))
+    new.seq = SequenceKV(slots[:cached], slots[cached:], None, None)
+    return new
+
+
+def expected(new: Request) -> int:
+    """Tokens that it is expected to grow by, from the definition."""
+    done, most = len(new.output), new.max_len - len(new.prompt)
+    return max(0, (most if new.params.ignore_eos else min(most, max(1024, int(1.1 * done)))) - done)
 
 
 def test_expected_outputs():

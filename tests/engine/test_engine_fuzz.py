@@ -7,12 +7,13 @@ exactly once with exactly the tokens that it gets alone, and all slots come back
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from fake_decoder import EOS, VOCAB, FakeDecoder, fake_engine, greedy, next_logits, run, tokens
 
 from qrt.config import SamplingParams
-from qrt.engine import admission, growth, scheduler
+from qrt.engine import admission, growth, sharing
 from qrt.engine.request import FinishReason
 from qrt.errors import ConfigError, QueueFullError
 
@@ -108,11 +109,11 @@ def random_engine(rng, monkeypatch):
     """Every way of the engine, and an estimate that is often too low."""
     slack = rng.choice([0, 0, 3, 64])
     monkeypatch.setattr(
-        scheduler, "expected_output", lambda done, most, conservative: min(most, done + slack)
+        admission, "expected_output", lambda done, most, conservative: np.minimum(most, done + slack)
     )
     monkeypatch.setattr(growth, "GROW_TOKENS", rng.choice([1, 5]))
     monkeypatch.setattr(growth, "GROWN_AT_ONCE", rng.choice([1, 3, 64]))
-    monkeypatch.setattr(scheduler, "SHARED_TOKENS", rng.choice([1, 8, 1000]))
+    monkeypatch.setattr(sharing, "SHARED_TOKENS", rng.choice([1, 8, 1000]))
     return fake_engine(
         pool=rng.choice([48, 64, 80, 256]),
         max_model_len=48,
@@ -188,7 +189,7 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(seed, monkeypatch
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_full_pool_pauses_the_last_and_loses_nothing(caching, overlap, monkeypatch):
-    monkeypatch.setattr(scheduler, "expected_output", lambda done, most, conservative: done)
+    monkeypatch.setattr(admission, "expected_output", lambda done, most, conservative: done)
     engine = fake_engine(pool=64, max_num_seqs=6, enable_prefix_caching=caching, overlap=overlap)
     prompts = [[i, 2, 3, 4, 5, 6, 8, 9] for i in range(6)]
     for i, prompt in enumerate(prompts):
@@ -216,7 +217,7 @@ def test_conservative_admission_pauses_nobody(admission_mode, monkeypatch):
 
 
 def test_a_priority_request_runs_first_and_makes_room(monkeypatch):
-    monkeypatch.setattr(scheduler, "expected_output", lambda done, most, conservative: done)
+    monkeypatch.setattr(admission, "expected_output", lambda done, most, conservative: done)
     engine = fake_engine(pool=48, max_num_seqs=2, scheduling_policy="priority")
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     engine.add("later", [1, 2, 3], params, priority=5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qrt import LLM, SamplingParams
-from qrt.engine import scheduler
+from qrt.engine import admission
 from qrt.engine.graphs import TokenSteps
 from qrt.mem.sizing import PAD_SLOTS
 from qrt.quant.kv import KV_FORMATS
@@ -37,7 +37,7 @@ def poison(engine) -> int:
 @pytest.mark.parametrize("kv", KV_FORMATS)
 def test_free_slots_are_never_read(kv, monkeypatch):
     """Chunks, pauses, shared prompts and prefixes found again, with overlap; two rounds over one pool."""
-    monkeypatch.setattr(scheduler, "expected_output", lambda done, most, conservative: done)
+    monkeypatch.setattr(admission, "expected_output", lambda done, most, conservative: done)
     num_bytes = (SLOTS + PAD_SLOTS) * 6 * KV_FORMATS[kv].bytes_per_slot(2, 64, torch.float32)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
     asked = [params, replace(params, n=2, temperature=1.0, seed=3), params, params]

@@ -132,7 +132,7 @@ def test_ten_thousand_steps(seed, monkeypatch):
                 ended += 1
         if step % 50 == 0:
             kv.check()
-            assert scheduler._queued == sum(map(len, scheduler.waiting))
+            assert scheduler._queued == sum(request.length for request in scheduler.waiting)
             for request in scheduler.running:
                 done = min(request.num_computed, len(request.ids))
                 device.check(request.row, request.ids[:done])

@@ -1,0 +1,49 @@
+"""Sharing: running prompts that others may soon find in the prefix cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qrt.engine.request import Request
+from qrt.mem.slots import Ints
+
+# A request waits for a running prefill that computes at least so many tokens that it can then share.
+SHARED_TOKENS = 32
+
+
+class Unpublished:
+    """Running requests whose prompts are not all in the prefix cache, by how the prompts begin: thousands
+    that come at once are not compared with each other."""
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[str | None, bytes], list[Request]] = {}
+
+    def add(self, request: Request) -> None:
+        """A request has begun to compute its prompt."""
+        if request.generates and request.prompt_len >= SHARED_TOKENS:
+            self._requests.setdefault(_beginning(request.prompt, request), []).append(request)
+
+    def remove(self, request: Request) -> None:
+        """All of its prompt is there, or it runs no longer; nothing happens when that is known."""
+        key = _beginning(request.prompt, request)
+        same = self._requests.get(key, [])
+        if request in same:
+            same.remove(request)
+            if not same:
+                del self._requests[key]
+
+    def shares(self, request: Request, ids: Ints, cached: int) -> bool:
+        """Whether one of them computes tokens that a request with `ids`, of which the first `cached` are
+        there, can share once they are published."""
+        size = cached + SHARED_TOKENS
+        if len(ids) <= size:
+            return False
+        return any(
+            np.array_equal(other.prompt[:size], ids[:size])
+            for other in self._requests.get(_beginning(ids, request), ())
+        )
+
+
+def _beginning(ids: Ints, request: Request) -> tuple[str | None, bytes]:
+    """What two must have in common to share anything."""
+    return request.cache_salt, ids[:SHARED_TOKENS].tobytes()
