@@ -1,5 +1,6 @@
 """LLM on the bundled model: the tokens of transformers whatever way it runs, and text that reads well."""
 
+import gc
 import logging
 import os
 from dataclasses import replace
@@ -13,6 +14,7 @@ from qrt import LLM, SamplingParams
 from qrt.assets import model_path
 from qrt.engine import admission
 from qrt.engine.graphs import TokenSteps
+from qrt.engine.output import RequestDelta
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.llm import engine_config
 
@@ -137,6 +139,27 @@ def test_bad_words_are_encoded_and_do_not_come(llm, expected):
     params = replace(GREEDY, bad_words=[word])
     output = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
     assert word not in output.text.split()
+
+
+def test_garbage_collection_leaves_out_what_was_there_before(llm, monkeypatch):
+    gc.unfreeze()  # what other tests have left out
+    frozen, step = [], llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (frozen.append(gc.get_freeze_count()), step())[1])
+    llm.generate("The", GREEDY, use_tqdm=False)
+    assert min(frozen) > 1000 and gc.get_freeze_count() == 0
+    monkeypatch.setattr(
+        llm.engine, "step", lambda: [RequestDelta(next(iter(llm.engine.scheduler._requests)), error="x")]
+    )
+    with pytest.raises(QrtError, match="failed in a step: x"):
+        llm.generate("The", GREEDY, use_tqdm=False)
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        monkeypatch.setattr(llm.engine, "step", step)
+        llm.generate("The", GREEDY, use_tqdm=False)
+        assert gc.get_freeze_count() > 1000, "what the caller keeps out stays out"
+    finally:
+        gc.unfreeze()
 
 
 def test_the_best_of_several_are_the_likeliest(llm):
