@@ -112,7 +112,7 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
             "decode; give more, or a smaller --batch"
         )
     row = summary(batch, input_len, output_len, prefill_s, steps_s)
-    row["host_gap"] = timeline.summary()["host_gap"] if timeline else None
+    row["host_gap"] = timeline.summary()["decode_host_gap"] if timeline else None
     return row | floor(row, linear_bytes(engine.model), engine.kv_bytes_per_token, rate)
 
 

@@ -144,7 +144,7 @@ def figures(engine: Engine, load: Load, run: Feed) -> dict[str, Any]:
         "output_tokens_per_second": total.output_tokens / total.seconds,
         "achieved_GBps": read / total.seconds / 1e9,
         "host_gap": run.timeline and run.timeline["host_gap"],
-        "steps": None,
+        "steps": run.timeline and run.timeline["steps"],
         "running": run.running,
     }
     if not load.in_flight:

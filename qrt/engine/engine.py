@@ -241,7 +241,7 @@ class Engine:
         self._forget()
 
     def start_timeline(self) -> Timeline:
-        """Note from now on how long the GPU works on steps of decodes, and waits between them."""
+        """Note from now on which steps the GPU runs, how long they take and how long it waits."""
         self.runner.timeline = Timeline()
         return self.runner.timeline
 

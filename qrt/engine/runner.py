@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from qrt.engine.logprobs import Scores, concat, score
 from qrt.engine.plan import Plan, StepResult
 from qrt.engine.sampler import sample
 from qrt.engine.table import RequestTable
-from qrt.engine.timeline import Timeline
+from qrt.engine.timeline import Kind, Timeline
 from qrt.engine.transfer import Fetch
 from qrt.kernels.gpu import launches_on
 from qrt.mem.storage import KVStorage
@@ -43,7 +44,7 @@ class Launched:
 class Runner:
     """The model, its K/V and the request table on one device; `token_steps` run the steps they take.
 
-    timeline   notes the steps of decodes when set (on a GPU)
+    timeline   notes every step when set (on a GPU)
     """
 
     def __init__(
@@ -69,7 +70,18 @@ class Runner:
         """Compute the step's tokens and sample, without waiting for the device: the next plan's step may be
         launched behind it before its result is read."""
         with launches_on(self.table.device):
-            return self._launch(plan)
+            started = time.perf_counter()
+            launched = self._launch(plan)
+            if self.timeline is not None:
+                self._note(self.timeline, plan, time.perf_counter() - started)
+            return launched
+
+    def _note(self, timeline: Timeline, plan: Plan, host_s: float) -> None:
+        """Tell the timeline what has just been launched."""
+        steps = self.token_steps
+        recorded = steps is not None and steps.handles(plan) and steps.is_recorded(plan)
+        prompt_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+        timeline.end(Kind(bool(plan.chunks), recorded), host_s, len(plan.decodes), prompt_tokens)
 
     def _launch(self, plan: Plan) -> Launched:
         if plan.admitted:
@@ -77,8 +89,6 @@ class Runner:
             self.adjustments.admit(plan.admitted)
         if plan.placed:
             self.table.place(plan.placed)
-        if self.timeline is not None and plan.chunks:
-            self.timeline.cut()
         if self.token_steps is not None and self.token_steps.handles(plan):
             return self._few_tokens(self.token_steps, plan)
         batch = build(
@@ -90,6 +100,8 @@ class Runner:
             attend_cache=self.attend_cache,
             heads_per_sm=self.kv.heads_per_sm(len(plan.decodes), self.model.config.num_heads),
         )
+        if self.timeline is not None:
+            self.timeline.begin()
         hidden = self.model.hidden(batch.step, self.kv)
         fetch = Fetch(self.table.device)
         prompt_scores = self._score_prompts(plan, batch, hidden, fetch)
@@ -101,9 +113,8 @@ class Runner:
         """A step that may be recorded; what is drawn plainly is recorded with it."""
         fetch = Fetch(self.table.device)
         steps.send(plan)
-        timeline = None if plan.chunks else self.timeline
-        if timeline is not None:
-            timeline.begin()
+        if self.timeline is not None:
+            self.timeline.begin()
         tokens: Tensor | None = None
         logprobs: dict[int, Scores] = {}
         if plan.sampled and drawn_plainly(plan):
@@ -113,8 +124,6 @@ class Runner:
             drawn = draws(plan, self.adjustments, self.table.device)
             tokens, logprobs = self._sample(plan, drawn, hidden, fetch)
         fetch.sent()
-        if timeline is not None:
-            timeline.end()
         return Launched(fetch, tokens, logprobs, {})
 
     def _sample(

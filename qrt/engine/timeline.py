@@ -1,50 +1,134 @@
-"""Timeline: how long the GPU works on steps of decodes, and how long it waits between them."""
+"""Timeline: what kinds of steps the GPU ran, how long each took, and how long the GPU waited between them."""
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
+
+PENDING = 64  # steps whose events are kept; the older half is added up when there are more
+
+
+class Kind(NamedTuple):
+    """A step computes decodes alone, or prompts (beside decodes or not); it is recorded, or launched kernel
+    by kernel."""
+
+    prompts: bool
+    recorded: bool
+
+
+@dataclass
+class Sums:
+    """Steps of one kind, added up. `span_ms` is `busy_ms` and the wait before each step."""
+
+    count: int = 0
+    span_ms: float = 0.0
+    busy_ms: float = 0.0
+    host_ms: float = 0.0
+    decodes: int = 0
+    prompt_tokens: int = 0
+
+
+class _Step(NamedTuple):
+    kind: Kind
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    host_ms: float
+    decodes: int
+    prompt_tokens: int
 
 
 class Timeline:
-    """Events around each step of decodes alone, from its first kernel to its last; read when all is done.
+    """Events around each step, from its first kernel to its last.
 
-    Steps of prefill lie between runs of such steps and are left out, with the time before and after them.
+    Events are reused and read when they are done, a batch at a time: no step waits for them, and a long run
+    keeps few. A step's span is from the end of the step before it to its own end, so that spans add up to the
+    whole time, and a wait counts for the step that the GPU waited for. Waits between the kernels of one step
+    are not seen; a step that is launched kernel by kernel and whose span is about its host time has them.
     """
 
     def __init__(self) -> None:
-        self._runs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[]]
+        self.kinds: dict[Kind, Sums] = {}
+        self._free: list[torch.cuda.Event] = []
+        self._start: torch.cuda.Event | None = None  # of the step that is being launched
+        self._pending: deque[_Step] = deque()
+        self._last: _Step | None = None  # of those that are added up
+        self._decode_busy_ms = self._decode_wait_ms = 0.0
 
     def begin(self) -> None:
-        """A step of decodes starts here."""
-        self._runs[-1].append((_now(), torch.cuda.Event(enable_timing=True)))
+        """Note that a step's first kernel is launched next."""
+        self._start = self._start or self._event()  # one is left of a step that failed
+        self._start.record()
 
-    def end(self) -> None:
-        """It ends here."""
-        self._runs[-1][-1][1].record()
+    def end(self, kind: Kind, host_s: float, decodes: int, prompt_tokens: int) -> None:
+        """Note that the step's last kernel has been launched; `host_s` is what the launch took the host."""
+        assert self._start is not None, "a step ends that has not begun"
+        end = self._event()
+        end.record()
+        self._pending.append(_Step(kind, self._start, end, 1e3 * host_s, decodes, prompt_tokens))
+        self._start = None
+        if len(self._pending) > PENDING and self._pending[PENDING // 2].end.query():
+            self._add_up(PENDING // 2)
 
-    def cut(self) -> None:
-        """Something else comes next."""
-        if self._runs[-1]:
-            self._runs.append([])
+    def summary(self) -> dict[str, Any]:
+        """Wait for the last step and return what all of them took.
 
-    def summary(self) -> dict[str, float]:
-        """`steps`; `step_ms`, the mean time that one works; `host_gap`, the share of the time in which the
-        GPU waits between two of them. Waits for the last of them."""
-        busy, idle, steps = 0.0, 0.0, 0
-        for run in filter(None, self._runs):
-            run[-1][1].synchronize()
-            busy += sum(start.elapsed_time(end) for start, end in run)
-            idle += sum(a[1].elapsed_time(b[0]) for a, b in zip(run, run[1:], strict=False))
-            steps += len(run)
-        total = busy + idle
+        host_gap          share of the time from the first step to the last in which the GPU waits between two
+        decode_host_gap   the same of steps of decodes alone, without the waits before and after other steps
+        steps             of each kind, the longest in all first: `count`, `share` of the time, and means of a
+                          step: `ms` from step to step, `wait_ms` of these before it starts, `host_ms` of its
+                          launch, `decodes` and `prompt_tokens`
+        """
+        if self._pending:
+            self._pending[-1].end.synchronize()
+            self._add_up(len(self._pending))
+        spans = sum(sums.span_ms for sums in self.kinds.values())
+        waits = spans - sum(sums.busy_ms for sums in self.kinds.values())
+        of_decodes = self._decode_busy_ms + self._decode_wait_ms
+        ordered = sorted(self.kinds.items(), key=lambda item: -item[1].span_ms)
         return {
-            "steps": steps,
-            "step_ms": busy / steps if steps else 0.0,
-            "host_gap": idle / total if total else 0.0,
+            "host_gap": waits / spans if spans else 0.0,
+            "decode_host_gap": self._decode_wait_ms / of_decodes if of_decodes else 0.0,
+            "steps": [_row(kind, sums, spans) for kind, sums in ordered],
         }
 
+    def _event(self) -> torch.cuda.Event:
+        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
 
-def _now() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def _add_up(self, count: int) -> None:
+        """Add the oldest `count` steps to the sums. All their events but the last one are free again."""
+        for _ in range(count):
+            step, before = self._pending.popleft(), self._last
+            busy, wait = step.start.elapsed_time(step.end), 0.0
+            self._free.append(step.start)
+            if before is not None:
+                wait = before.end.elapsed_time(step.start)
+                self._free.append(before.end)
+            if not step.kind.prompts:
+                self._decode_busy_ms += busy
+                self._decode_wait_ms += wait if before is not None and not before.kind.prompts else 0.0
+            sums = self.kinds.setdefault(step.kind, Sums())
+            sums.count += 1
+            sums.span_ms += wait + busy
+            sums.busy_ms += busy
+            sums.host_ms += step.host_ms
+            sums.decodes += step.decodes
+            sums.prompt_tokens += step.prompt_tokens
+            self._last = step
+
+
+def _row(kind: Kind, sums: Sums, spans_ms: float) -> dict[str, Any]:
+    count = sums.count
+    return {
+        "prompts": kind.prompts,
+        "recorded": kind.recorded,
+        "count": count,
+        "share": sums.span_ms / spans_ms if spans_ms else 0.0,
+        "ms": sums.span_ms / count,
+        "wait_ms": (sums.span_ms - sums.busy_ms) / count,
+        "host_ms": sums.host_ms / count,
+        "decodes": sums.decodes / count,
+        "prompt_tokens": sums.prompt_tokens / count,
+    }
