@@ -138,3 +138,23 @@ def test_the_engine_says_what_its_steps_are():
     assert totals["decodes"] == pytest.approx(5 + 3 + 4 - 3)  # the first token comes with the prompt
     assert rows[False]["prompt_tokens"] == 0 < rows[True]["prompt_tokens"]
     assert all(row["host_ms"] > 0 for row in rows.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+@pytest.mark.parametrize("eager", [False, True])
+def test_recorded_steps_are_told_from_launched_ones(monkeypatch, eager):
+    monkeypatch.undo()  # the GPU has events of its own
+    engine = LLM("tiny", max_num_seqs=4, max_model_len=128, enforce_eager=eager).engine
+    timeline = engine.start_timeline()
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    for name in "abc":
+        engine.add(name, [5, 6, 7], params)
+    while engine.has_work:
+        engine.step()
+    found = timeline.summary()
+    rows = {row["prompts"]: row for row in found["steps"]}
+    assert [row["recorded"] for row in rows.values()] == [not eager] * 2
+    assert rows[False]["count"] == 89 and rows[True]["prompt_tokens"] * rows[True]["count"] == 9
+    assert all(row["ms"] > row["wait_ms"] >= 0 and row["host_ms"] > 0 for row in rows.values())
+    assert 0 <= found["host_gap"] < 1 and 0 <= found["decode_host_gap"] < 1
