@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from operators import check_operator
 from torch.nn import functional as F
 
 from backends import GPU
@@ -267,15 +268,14 @@ def test_operator():
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
     want_residual, want = exact(x, residual, weights, norms)
     args = ([x], residual, *prepared, None, *norms, EPS, "w4a16")
-    names = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.qrt.chain.default, args, test_utils=names)
+    check_operator("chain", args)
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
     bias = torch.randn(96)
     got = ref.chain([x], residual, *prepared, bias, *norms, EPS, "w4a16")
     assert relative(got, want + bias) < 1e-5 and relative(residual, want_residual) < 1e-5
     x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, torch.float32)
     args = ([x], residual, *prepared[:3], [], None, *norms, EPS, "w4a16")
-    torch.library.opcheck(torch.ops.qrt.chain.default, args, test_utils=names)
+    check_operator("chain", args)
     got = ref.chain(*args)
     want = residual.double()
     want = want / (want.square().mean() + EPS).sqrt() * norms[1].double()

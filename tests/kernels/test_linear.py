@@ -8,12 +8,13 @@ import torch
 import triton
 import triton.language as tl
 from linear_truth import HALF, UNIT, assert_rounded_once, triton_linear
+from operators import check_operator
 from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends import COMPILED, GPU
 from qrt.kernels.linear import device as shared
-from qrt.kernels.linear import hopper_kernel, int8_kernel, kernel, linear, linear_silu, tile_plans
+from qrt.kernels.linear import hopper_kernel, int8_kernel, kernel, linear, tile_plans
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
@@ -188,8 +189,7 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bit
         else:  # the interpreter's sums depend on where a row stands in its block
             torch.testing.assert_close(got, want, rtol=4 * UNIT[dtype], atol=2**-20)
     if tokens:
-        checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(linear_silu, (x, tensors, bias, scheme), test_utils=checks)
+        check_operator("linear_silu", (x, tensors, bias, scheme))
         exact = reference(x, weight, bias).unflatten(1, (2, -1))
         definition = F.silu(exact[:, 0]) * exact[:, 1]
         assert relative(got, definition) < 8 * UNIT[dtype]
@@ -343,7 +343,7 @@ def test_operator(device, scheme, bits):
     weight = random_weight(70, 64, bits, device=device) if bits else WeightData(torch.randn(70, 64))
     tensors = list(WEIGHT_SCHEMES[scheme].prepare(weight, device, torch.float32))
     x, bias = torch.randn(3, 64, device=device), torch.randn(70, device=device)
-    torch.library.opcheck(linear, (x, tensors, bias, scheme), test_utils=("test_schema", "test_faketensor"))
+    check_operator("linear", (x, tensors, bias, scheme))
     want = WEIGHT_SCHEMES[scheme].linear_ref(x, tensors, bias)
     assert relative(linear(x, tensors, bias, scheme), want.double()) < 1e-5
 

@@ -3,15 +3,13 @@
 import pytest
 import torch
 from linear_truth import HALF, UNIT, assert_rounded_once, triton_linear
+from operators import check_operator
 
 from backends import COMPILED, GPU
 from qrt.kernels.gpu import is_hopper
 from qrt.kernels.linear import (
     int8_kernel,
     kernel,
-    linear_int8,
-    linear_int8_shares,
-    linear_silu_int8,
     ref,
 )
 from qrt.kernels.linear.int8_kernel import quantize_tokens
@@ -80,8 +78,7 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
         with pytest.raises(NotImplementedError, match="w4a16 takes no int8 tokens"):
             module.linear_shares(x, [], "w4a16")
     if tokens:
-        checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(linear_int8_shares, (codes, scale, tensors, "w8a8"), test_utils=checks)
+        check_operator("linear_int8_shares", (codes, scale, tensors, "w8a8"))
 
 
 @pytest.mark.ptx(tokens=[7, 129], dtype=HALF[1:], width=[300])
@@ -114,7 +111,7 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dty
         torch.testing.assert_close(got[1], near[1], rtol=1e-5, atol=0)
     assert tokens == 0 or got[0].abs().amax(1).eq(127).all()
     if tokens:
-        torch.library.opcheck(linear_silu_int8, arguments, test_utils=("test_schema", "test_faketensor"))
+        check_operator("linear_silu_int8", arguments)
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 70])
@@ -168,6 +165,6 @@ def test_int8_tokens_give_the_product_that_x_gives(device, dtype, tokens):
     assert y.dtype == dtype and torch.equal(y, kernel.linear(x, tensors, bias, "w8a8"))
     arguments = (codes, scale, tensors, bias, "w8a8", dtype)
     if tokens:
-        torch.library.opcheck(linear_int8, arguments, test_utils=("test_schema", "test_faketensor"))
+        check_operator("linear_int8", arguments)
     if not GPU:  # there torch divides inexactly: other codes
         assert torch.equal(ref.linear_int8(*arguments), ref.linear(x, tensors, bias, "w8a8"))

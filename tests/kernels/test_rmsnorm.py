@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from operators import check_operator
 
 from backends import COMPILED
-from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, embed_rmsnorm, kernel, ref, rmsnorm
+from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, kernel, ref, rmsnorm
 from qrt.quant import affine
 
 CPU = torch.device("cpu")
@@ -145,16 +146,13 @@ def test_equals_transformers(dtype):
 def test_operators():
     """Schema (what is mutated, what is not) and fakes."""
     x, weight = torch.randn(3, 2, 64), torch.rand(64)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(rmsnorm, (x, weight, EPS), test_utils=tests)
-    torch.library.opcheck(rmsnorm, (torch.randn(3, 4, 64)[:, 1:3], weight, EPS), test_utils=tests)
-    torch.library.opcheck(
-        embed_rmsnorm, (torch.tensor([2, 0]), torch.randn(3, 64), weight, EPS), test_utils=tests
-    )
+    check_operator("rmsnorm", (x, weight, EPS))
+    check_operator("rmsnorm", (torch.randn(3, 4, 64)[:, 1:3], weight, EPS))
+    check_operator("embed_rmsnorm", (torch.tensor([2, 0]), torch.randn(3, 64), weight, EPS))
     for shape in ((3, 64), (2, 3, 64)):
         arguments = (torch.randn(3, 64), torch.randn(shape), weight, EPS)
-        torch.library.opcheck(add_rmsnorm, arguments, test_utils=tests)
-        torch.library.opcheck(add_rmsnorm_int8, arguments, test_utils=tests)
+        check_operator("add_rmsnorm", arguments)
+        check_operator("add_rmsnorm_int8", arguments)
 
 
 @pytest.mark.gpu

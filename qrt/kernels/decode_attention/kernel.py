@@ -37,6 +37,8 @@ from qrt.kernels.device import (
     token_stride,
 )
 from qrt.kernels.gpu import overlaps
+from qrt.kernels.launch import variant
+from qrt.kernels.sizes import next_power_of_2
 from qrt.quant.device import store_digits_of_halves
 from qrt.quant.digits import GROUP
 from qrt.quant.kv import KV_FORMATS
@@ -361,18 +363,21 @@ def _launch(
     block = block_of(fmt.block(B, Hq, Hkv), D, q.dtype)
     partial = torch.empty(P, Hq, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(P, Hq, dtype=torch.float32, device=q.device)
-    heads = max(DOT_COLUMNS, block.heads * triton.next_power_of_2(Hq // Hkv))
+    heads = max(DOT_COLUMNS, block.heads * next_power_of_2(Hq // Hkv))
     result, facts = out if len(out) == 2 else (out[0], None)
     if facts is not None and D != GROUP:
         raise ValueError(f"out: Digits of heads of {D}, wanted heads of {GROUP}, a group each, or a tensor")
-    _attend_kernel[(Hkv // block.heads, P)](
-        q, tuple(kv), slot_table, parts, partial, lse, _arrivals(triton.next_power_of_2(P * Hkv), q.device),
-        signs(D, q.device) if fmt.rotated else None, result, scale * math.log2(math.e),
-        token_stride(q, "q"), slot_table.stride(0), new, smoothing, kv_lens, facts,
-        G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts), M=heads, TILE=block.tokens, FMT=device,
-        STAGES=block.stages, FIELDS=FIELDS, FAN=FAN_IN,
+    kernel = variant(
+        _attend_kernel, G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts), M=heads, TILE=block.tokens,
+        FMT=device, STAGES=block.stages, FIELDS=FIELDS, FAN=FAN_IN,
         MERGED=min(FAN_IN, max(1, MERGED_ROWS * block.warps // heads)),
         TOGETHER=block.heads, AHEAD=block.stages // 2 if block.ahead else 0, NEWEST=newest,
         ROOM=0 if facts is None else facts.shape[2], num_warps=block.warps,
         maxnreg=block.registers, launch_pdl=overlaps(q.device),
+    )  # fmt: skip
+    kernel.launch(
+        (Hkv // block.heads, P), q, tuple(kv), slot_table, parts, partial, lse,
+        _arrivals(next_power_of_2(P * Hkv), q.device), signs(D, q.device) if fmt.rotated else None,
+        result, scale * math.log2(math.e), token_stride(q, "q"), slot_table.stride(0), new, smoothing,
+        kv_lens, facts,
     )  # fmt: skip
