@@ -55,12 +55,10 @@ class Variant:
         self._constants = constants
         self._is_compiled = isinstance(kernel, JITFunction)  # or Triton interprets it
         self._known: dict[tuple[Any, ...], Start | None] = {}  # by device and kinds; None: Triton must do it
-        self._rest: list[None] = []
-        if self._is_compiled:
-            varying = [name for name in kernel.arg_names if name not in constants]
-            if varying != kernel.arg_names[: len(varying)]:
-                raise ValueError(f"{kernel.__name__}: expected the parameters {varying} before its constants")
-            self._rest = [None] * (len(kernel.arg_names) - len(varying))  # C does not look at constants
+        varying = [name for name in kernel.arg_names if name not in constants]
+        if varying != kernel.arg_names[: len(varying)]:
+            raise ValueError(f"{kernel.__name__}: expected the parameters {varying} before its constants")
+        self._rest = [None] * (len(kernel.arg_names) - len(varying))  # C does not look at constants
 
     def launch(self, grid: Grid, *args: Any) -> None:
         """Launch it over a grid of one to three sizes on the thread's current device and stream."""

@@ -1,6 +1,8 @@
 """`launch`: what a `Variant` hands to CUDA is what Triton would, for every kind of argument."""
 
+import ast
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -286,6 +288,17 @@ def test_variants_are_made_once():
     kernel = kernel_of(body)
     made, again, other = (launch.variant(kernel, N=n, launch_pdl=True) for n in (1, 1, 2))
     assert made is again is not other
+
+
+def test_every_kernel_is_launched_by_a_variant():
+    """None as kernel[grid](...), which takes Triton ten times as long."""
+    for path in Path(launch.__file__).parent.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        kernels = {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.decorator_list}
+        for node in nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                called = node.func.value
+                assert not (isinstance(called, ast.Name) and called.id in kernels), f"{path}:{node.lineno}"
 
 
 @pytest.mark.gpu

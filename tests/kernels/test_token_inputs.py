@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from operators import check_operator
 
 from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.token_inputs import kernel, ref
@@ -66,9 +67,7 @@ def test_the_operator_is_registered_as_it_behaves(device):
     args = [torch.zeros(3, dtype=torch.int32, device=device)] * 3
     args += [torch.ones(2, dtype=torch.int32, device=device), torch.ones(2, dtype=torch.int64, device=device)]
     args += [torch.zeros(2, 64, dtype=torch.int32, device=device), 2, 2, 4]
-    operator = torch.ops.qrt.token_inputs.default
-    torch.library.opcheck(operator, tuple(args), test_utils=("test_schema", "test_faketensor"))
+    check_operator("token_inputs", args)
     args = [torch.arange(2, device=device), torch.ones(2, dtype=torch.int64, device=device), None]
     args += [torch.ones(2, dtype=torch.int64, device=device), torch.ones(2, dtype=torch.int32, device=device)]
-    operator = torch.ops.qrt.advance.default
-    torch.library.opcheck(operator, tuple(args), test_utils=("test_schema", "test_faketensor"))
+    check_operator("advance", args)

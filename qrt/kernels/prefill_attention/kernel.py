@@ -27,7 +27,9 @@ from qrt.kernels.device import (
     token_stride,
 )
 from qrt.kernels.gpu import multiprocessors, shared_bytes
+from qrt.kernels.launch import variant
 from qrt.kernels.prefill_attention.tiles import FIELDS, tile_rows
+from qrt.kernels.sizes import cdiv
 from qrt.quant.kv import KV_FORMATS, KVFormat
 from qrt.quant.kv.device import part_columns
 
@@ -208,11 +210,14 @@ def gather(
     (room, Hkv, D), device = k.shape, fmt.device
     if not room or not len(rows):
         return
-    programs = triton.cdiv(GATHERS_PER_SM * multiprocessors(k.device), Hkv)
-    _gather_kernel[(Hkv, min(triton.cdiv(room, GATHERED), programs))](
-        tuple(kv), slot_table, rows, cached_start, k, v, slot_table.stride(0),
-        len(rows), (len(rows) - 1).bit_length(),
-        HKV=Hkv, D=D, H=half_width(D, device.parts), TILE=GATHERED, FMT=device, num_warps=GATHER_WARPS,
+    programs, chunks = cdiv(GATHERS_PER_SM * multiprocessors(k.device), Hkv), len(rows)
+    kernel = variant(
+        _gather_kernel, HKV=Hkv, D=D, H=half_width(D, device.parts), TILE=GATHERED, FMT=device,
+        num_warps=GATHER_WARPS,
+    )  # fmt: skip
+    kernel.launch(
+        (Hkv, min(cdiv(room, GATHERED), programs)), tuple(kv), slot_table, rows, cached_start, k, v,
+        slot_table.stride(0), chunks, (chunks - 1).bit_length(),
     )  # fmt: skip
 
 
@@ -251,10 +256,12 @@ def prefill_attention(
     tiling, H, M = TILINGS[q.itemsize, D <= 128], half_width(D, 1), tile_rows(q.itemsize, D)
     row_bytes, queries = 2 * H * q.itemsize, 1 + (dtype is not q.dtype)  # q is there in both dtypes
     stages = (shared_bytes(q.device) - queries * M * row_bytes) // (2 * tiling.tokens * row_bytes)
-    _prefill_kernel[(Hkv, N)](
-        q, k, v, cached_k, cached_v, query_start, cached_start, tiles,
-        signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e),
-        token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"), ATTEND_CACHE=attend_cache,
-        G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=M, TILE=tiling.tokens,
+    kernel = variant(
+        _prefill_kernel, ATTEND_CACHE=attend_cache, G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=M, TILE=tiling.tokens,
         STAGES=max(1, min(tiling.stages, stages)), FIELDS=FIELDS, num_warps=tiling.warps,
+    )  # fmt: skip
+    kernel.launch(
+        (Hkv, N), q, k, v, cached_k, cached_v, query_start, cached_start, tiles,
+        signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e),
+        token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
     )  # fmt: skip

@@ -12,6 +12,8 @@ from qrt.checks import expect
 from qrt.kernels.decode_attention.plan import FIELDS, MIN_PART, STARTUP, UNIT, at_once, max_cuts
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
+from qrt.kernels.launch import variant
+from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.kernels.token_inputs.ref import empty_inputs
 
 MIN_TILE = 16
@@ -106,14 +108,17 @@ def token_inputs(
     if decodes > T:
         raise ValueError(f"decodes: expected at most {T}, the step's tokens; got {decodes}")
     filled = empty_inputs(rows, decodes, num_kv_heads, heads_per_sm)
-    most, tile, room = max_cuts(decodes), max(MIN_TILE, triton.next_power_of_2(decodes)), len(filled[4])
-    cuts, tokens_each = triton.next_power_of_2(most), min(_TOKENS, max(MIN_TILE, triton.next_power_of_2(T)))
-    _token_inputs[(triton.cdiv(T, tokens_each) + (decodes > 0),)](
-        rows, given, tokens, length, last_token, slot_table, slot_table.stride(0), *filled,
-        T, decodes, most, at_once(num_kv_heads, heads_per_sm, rows.device), room,
-        TOKENS=tokens_each, T=tile, CUTS=cuts, ROOM=triton.next_power_of_2(max(room, 1)),
+    most, tile, room = max_cuts(decodes), max(MIN_TILE, next_power_of_2(decodes)), len(filled[4])
+    cuts, tokens_each = next_power_of_2(most), min(_TOKENS, max(MIN_TILE, next_power_of_2(T)))
+    kernel = variant(
+        _token_inputs, TOKENS=tokens_each, T=tile, CUTS=cuts, ROOM=next_power_of_2(room),
         AT_ONCE=max(1, min(16, 1024 // tile)), UNIT=UNIT, MIN_PART=MIN_PART, STARTUP=STARTUP, FIELDS=FIELDS,
         num_warps=4 if tile * cuts <= 2048 else 8 if tile <= 512 else 16,
+    )  # fmt: skip
+    kernel.launch(
+        (cdiv(T, tokens_each) + (decodes > 0),), rows, given, tokens, length, last_token, slot_table,
+        slot_table.stride(0), *filled, T, decodes, most, at_once(num_kv_heads, heads_per_sm, rows.device),
+        room,
     )  # fmt: skip
     return filled
 
@@ -133,6 +138,5 @@ def _advance(rows, tokens, drawn, last_token, length, S, ROWS: tl.constexpr, lau
 def advance(rows: Tensor, tokens: Tensor, drawn: Tensor | None, last_token: Tensor, length: Tensor) -> None:
     """See the package's docstring."""
     if S := len(rows):
-        _advance[(triton.cdiv(S, _ROWS),)](
-            rows, tokens, drawn, last_token, length, S, ROWS=_ROWS, launch_pdl=overlaps(rows.device)
-        )
+        kernel = variant(_advance, ROWS=_ROWS, launch_pdl=overlaps(rows.device))
+        kernel.launch((cdiv(S, _ROWS),), rows, tokens, drawn, last_token, length, S)
