@@ -18,13 +18,20 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+from tqdm import tqdm
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -62,6 +69,9 @@ class Variant:
 
     def launch(self, grid: Grid, *args: Any) -> None:
         """Launch it over a grid of one to three sizes on the thread's current device and stream."""
+        if _compilers:
+            _compilers[-1].take(self, grid, args)
+            return
         if not self._is_compiled or _is_watched():
             self._through_triton(grid, args)
             return
@@ -85,6 +95,10 @@ class Variant:
         kernel = self._through_triton(grid, args)
         if key not in self._known:
             self._known[key] = start_of(kernel, args)
+
+    def compile(self, grid: Grid, args: Sequence[Any]) -> None:
+        """Compile it for arguments of this kind."""
+        self._kernel.warmup(*map(_for_triton, args), grid=tuple(grid), **self._constants)
 
     def _through_triton(self, grid: Grid, args: Sequence[Any]) -> Any:
         """Launch as Triton does; returns the compiled kernel."""
@@ -179,3 +193,84 @@ def start_of(kernel: Any, args: Sequence[Any]) -> Start | None:
             launch(x, y, z, stream, *how, *unscratched, *values)
 
     return start
+
+
+class _Compiler:
+    """Compiles the kernels that are launched, in threads: an executor for Triton's AsyncCompileMode."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.kernels: list[Future[Any]] = []
+        self._threads = threads
+        self._taken: set[tuple[Any, ...]] = set()
+
+    def take(self, variant: Variant, grid: Grid, args: Sequence[Any]) -> None:
+        """Have a kernel compiled, unless it is already, and not launched."""
+        if not COMPILED:
+            return
+        gpu: Any = driver.active
+        kinds: list[Any] = [variant]
+        if read(args, gpu.get_current_device(), kinds, []):
+            if (key := tuple(kinds)) in self._taken:
+                return
+            self._taken.add(key)
+        variant.compile(grid, args)
+
+    def submit(self, compile: Callable[[], Any]) -> Future[Any]:
+        """Called by Triton for a kernel that it has not in memory."""
+        self.kernels.append(self._threads.submit(self._compile, compile))
+        return self.kernels[-1]
+
+    @staticmethod
+    def _compile(compile: Callable[[], Any]) -> Any:
+        kernel, gpu = compile(), driver.active
+        gpu.launcher_cls(kernel.src, kernel.metadata)  # the C function of Triton 3.6: kept in a file, too
+        return kernel
+
+
+class _Zeros(TorchFunctionMode):
+    """Memory that is allocated is zero, since kernels do not write it."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made.zero_() if function in (torch.empty, torch.empty_like, Tensor.new_empty) else made
+
+
+_compilers: list[_Compiler] = []  # the one of `compiling`, if any
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Compile the kernels that are launched within, several at a time, and launch none of them.
+
+    Run a step within, then run it again: the second run finds its kernels compiled. All else happens as ever,
+    over zeros: what kernels should have written (`torch.empty`) is zero, so it may serve as an index. Leaving
+    waits for the compilers, with a progress bar on stderr, and raises the first error of one. Threads are
+    enough: half of Triton's time, and all of ptxas's, is spent without the interpreter's lock. Where Triton
+    interprets kernels nothing is compiled.
+    """
+    count = len(os.sched_getaffinity(0))
+    with warnings.catch_warnings(), ThreadPoolExecutor(count, "compile") as threads:  # Triton sets filters
+        compiler = _Compiler(threads)
+        with triton.AsyncCompileMode(compiler, ignore_errors=True):
+            _compilers.append(compiler)
+            try:
+                with _Zeros():
+                    yield
+                _wait(compiler.kernels, count)
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+            finally:
+                _compilers.remove(compiler)
+        for kernel in compiler.kernels:
+            kernel.result()
+
+
+def _wait(kernels: Sequence[Future[Any]], threads: int) -> None:
+    if not kernels:
+        return
+    logger.info("kernels: compiling %d, %d at a time, unless Triton's cache has them", len(kernels), threads)
+    for _ in tqdm(as_completed(kernels), "Compiling kernels", len(kernels), unit="kernel", delay=1):
+        pass

@@ -1,6 +1,8 @@
 """`launch`: what a `Variant` hands to CUDA is what Triton would, for every kind of argument."""
 
 import ast
+import threading
+import warnings
 from collections import namedtuple
 from pathlib import Path
 
@@ -299,6 +301,102 @@ def test_every_kernel_is_launched_by_a_variant():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 called = node.func.value
                 assert not (isinstance(called, ast.Name) and called.id in kernels), f"{path}:{node.lineno}"
+
+
+class Late(JITFunction):
+    """Compiled by `compiled`, which Triton calls with what it has of the source."""
+
+    def create_binder(self):
+        binder = super().create_binder()
+        self.compile = lambda source, **options: self.compiled(source)
+        return binder
+
+
+def late(compiled):
+    kernel = Late(body)
+    kernel.compiled = lambda source: compiled(source) or kernel_from(source)
+    return kernel
+
+
+def kernel_from(source):
+    run = Launcher(source.signature, [])
+    return Named(repr(source.signature), run, Metadata([]), (4, 1, 0), lambda *args: None, source)
+
+
+Named = namedtuple("Named", "function run metadata packed_metadata launch_metadata src")
+
+
+@pytest.fixture
+def compiler(gpu, monkeypatch):
+    """Two kernels may compile at a time; the driver's launchers are made beside them."""
+    gpu.made = []
+    gpu.launcher_cls = lambda source, metadata: gpu.made.append((source, metadata))
+    monkeypatch.setattr(launch, "COMPILED", True)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    return gpu
+
+
+def test_kernels_compile_side_by_side_and_none_is_launched(compiler, caplog):
+    caplog.set_level("INFO")
+    both = threading.Barrier(2, timeout=20)
+    sources = []
+    kernel = late(lambda source: sources.append(source) or (both.wait() and None))
+    variant, args = few(kernel, [1, 2, 3])
+    with launch.compiling():
+        for _ in range(2):
+            for first in (1, 0.5):
+                variant.launch((1,), first, *args[1:])
+    assert len(sources) == len(compiler.made) == 2 and not started
+    assert "kernels: compiling 2, 2 at a time" in caplog.text
+    for first in (1, 0.5, 1, 0.5):
+        assert by_variant(variant, (1,), (first, *args[1:])).values[-3:] == [2, 3, 5]
+    assert len(sources) == 2
+
+
+def test_errors_of_compilers_are_raised_once_all_are_done(compiler):
+    done = []
+
+    def fail(source):
+        if source.signature["a"] == "fp32":
+            raise TypeError("no such kernel")
+        done.append(source)
+
+    variant, args = few(late(fail), [1, 2, 3])
+    with pytest.raises(TypeError, match="no such kernel"), launch.compiling():
+        for first in (0.5, 2, 16, 2**40):
+            variant.launch((1,), first, *args[1:])
+    assert len(done) == 3
+    assert by_variant(variant, (1,), (2, *args[1:])).values[0] == 2  # launches again
+
+
+def test_an_error_while_kernels_are_launched_ends_compiling(compiler):
+    variant, args = few(late(lambda source: None), [1, 2, 3])
+    with pytest.raises(KeyError), launch.compiling():
+        variant.launch((1,), *args)
+        raise KeyError
+    assert by_variant(variant, (1,), args).values == [2, 3, 5]
+
+
+def test_memory_is_zero_where_kernels_do_not_write(compiler):
+    with launch.compiling():
+        made = [torch.empty(1000, dtype=torch.int64), torch.empty_like(torch.ones(1000))]
+        made.append(torch.ones(3).new_empty(1000))
+        assert not any(x.any() for x in made)
+
+
+def test_filters_of_warnings_stay(compiler):
+    before = list(warnings.filters)
+    variant, args = few(late(lambda source: warnings.simplefilter("error")), [1, 2, 3])
+    with launch.compiling():
+        variant.launch((1,), *args)
+    assert warnings.filters == before
+
+
+def test_nothing_is_compiled_where_kernels_are_interpreted(monkeypatch):
+    monkeypatch.setattr(launch, "COMPILED", False)
+    variant, args = few(kernel_of(body), [1, 2, 3])
+    with launch.compiling():
+        variant.launch((1,), *args)
 
 
 @pytest.mark.gpu
