@@ -245,9 +245,10 @@ class TokenSteps:
         before = torch.cuda.memory_reserved(device)
         pool, stream = torch.cuda.graph_pool_handle(), _recording(device)
         steps = self._steps()
+        self._compile(steps)
         for body, size in tqdm(steps, desc="Recording CUDA graphs", unit="graph"):
             self._pad(body, size)
-            body(size)  # compiles the kernels
+            body(size)  # loads its kernels
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             with _garbage_left(), torch.cuda.graph(graph, pool=pool, stream=stream):
@@ -255,6 +256,15 @@ class TokenSteps:
             self._recorded[body.__name__, size] = graph, result
         took, memory = time.perf_counter() - started, torch.cuda.memory_reserved(device) - before
         logger.info("recorded %d CUDA graphs: %.1f s, %.2f GiB", len(steps), took, memory / GIB)
+
+    def _compile(self, steps: Sequence[tuple[Callable[[int], Tensor], int]]) -> None:
+        """Compile the kernels of all steps, several at a time."""
+        from qrt.kernels.launch import compiling  # with Triton, which is only where GPUs are
+
+        with compiling():
+            for body, size in steps:
+                self._pad(body, size)
+                body(size)
 
     @torch.inference_mode()
     def run_largest(self) -> None:

@@ -30,6 +30,8 @@ def peak_step_bytes(
     """Bytes of GPU memory that a request table, the most expensive step and, in memory of its own, the
     largest recorded step (of `rows` and `tokens`, as TokenSteps has them) take besides weights and K/V. K and
     V of the cache before a step's chunks are counted, not run: `prefill_attention` lays them out."""
+    from qrt.kernels.launch import compiling  # with Triton, which is only where GPUs are
+
     config, slots = model.config, limits.max_num_batched_tokens
     heads, dim = config.num_kv_heads, config.head_dim
     kv = KVStorage(formats, slots, heads, dim, model.dtype, model.device, smoothing)
@@ -37,12 +39,18 @@ def peak_step_bytes(
     before = torch.cuda.memory_allocated(model.device)
     table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
     adjustments = Adjustments(config.vocab_size, (), model.device)
-    Runner(model, kv, table, adjustments).launch(largest_plan(limits)).result()
+    runner, plan = Runner(model, kv, table, adjustments), largest_plan(limits)
+    with compiling():
+        runner.launch(plan).result()
+    runner.launch(plan).result()
     largest = torch.cuda.max_memory_allocated(model.device) - before
     largest += 2 * limits.max_cached_tokens * heads * dim * model.dtype.itemsize
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    TokenSteps(model, kv, table, rows, tokens).run_largest()
+    steps = TokenSteps(model, kv, table, rows, tokens)
+    with compiling():
+        steps.run_largest()
+    steps.run_largest()
     return largest + torch.cuda.max_memory_allocated(model.device) - before
 
 

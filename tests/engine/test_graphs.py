@@ -199,6 +199,24 @@ def test_no_garbage_is_collected_while_a_graph_is_recorded(folder, monkeypatch, 
         gc.enable()
 
 
+def test_kernels_of_every_size_compile_before_the_first_graph(folder, monkeypatch):
+    recording, sizes, compiled = Recording(), [], []
+
+    @contextmanager
+    def compiling():
+        yield
+        compiled.extend(sizes)
+        assert not recording
+
+    recording.install(monkeypatch)
+    monkeypatch.setattr("qrt.kernels.launch.compiling", compiling)
+    runner = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20)).runner
+    model, hidden = runner.model, runner.model.hidden
+    monkeypatch.setattr(model, "hidden", lambda step, kv: sizes.append(len(step.tokens)) or hidden(step, kv))
+    TokenSteps(model, runner.kv, runner.table, [1, 2], [16]).record()
+    assert compiled == [16, 16, 2, 1, 2, 1] and len(recording) == 8  # two draw from hidden states
+
+
 def test_an_engine_that_is_gone_leaves_no_garbage(folder, monkeypatch):
     """Its weights and its pool would fill the GPU until garbage is collected, which nobody may do in time."""
     Recording().install(monkeypatch)
