@@ -93,7 +93,8 @@ class EngineConfig:
     dtype                    activations: "auto" is the checkpoint's on a GPU; on a CPU float32, or bf16 for a
                              quantized checkpoint that is stored in it where the CPU multiplies it fast
     max_model_len            most tokens of one request, prompt and output together
-    max_num_seqs             most requests that run at once
+    max_num_seqs             most requests that run at once (None: 256, on a GPU up to 1,024 by what the
+                             KV pool holds: `mem.sizing.default_num_seqs`)
     max_num_batched_tokens   most tokens of one step; longer prompts are prefilled in chunks
     max_num_queued_reqs      most requests that wait; more are refused (None: no limit)
     max_num_queued_tokens    most tokens that wait in them; a prompt alone may always wait (None: no limit)
@@ -122,7 +123,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str | None = None
     max_model_len: int | None = None
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int = 8192
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
@@ -158,9 +159,10 @@ class EngineConfig:
         _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         _one_of("admission", self.admission, ADMISSIONS)
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            _at_least(name, getattr(self, name), 1)
-        _at_most("max_num_seqs", self.max_num_seqs, MAX_NUM_SEQS)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_num_seqs is not None:
+            _at_least("max_num_seqs", self.max_num_seqs, 1)
+            _at_most("max_num_seqs", self.max_num_seqs, MAX_NUM_SEQS)
         for layer in self.kv_skip_layers:
             _at_least("kv_skip_layers", layer, 0)
         for name in (

@@ -33,7 +33,7 @@ BAD_SAMPLING = {
 BAD_ENGINE = {
     "dtype": ["int8", "fp16"],
     "max_model_len": [0, 1.5],
-    "max_num_seqs": [0, None],
+    "max_num_seqs": [0, 1.5],
     "max_num_batched_tokens": [0],
     "gpu_memory_utilization": [0, 1.1, float("nan"), "0.9"],
     "kv": [None, 8],

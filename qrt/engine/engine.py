@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,15 @@ from qrt.engine.timeline import Timeline
 from qrt.errors import ConfigError
 from qrt.kernels.gpu import launches_on
 from qrt.mem.manager import KVManager
-from qrt.mem.sizing import GIB, PoolSize, kv_budget_bytes, pool_size, slot_bytes
+from qrt.mem.sizing import (
+    GIB,
+    LEAST_SEQS,
+    PoolSize,
+    default_num_seqs,
+    kv_budget_bytes,
+    pool_size,
+    slot_bytes,
+)
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.model.loader import dummy_model, load_model
@@ -76,16 +85,17 @@ class Engine:
             check_settings(config)
             check_fit(config, model.config)
         self.model = model
+        self.formats = _layer_formats(config, model.config.num_layers)
+        max_model_len = config.max_model_len or model.config.max_position
         self._limits = Limits(
-            config.max_model_len or model.config.max_position,
-            config.max_num_seqs,
+            max_model_len,
+            config.max_num_seqs or _num_seqs(config, model, self.formats, max_model_len),
             config.max_num_batched_tokens,
             config.max_num_queued_reqs,
             config.max_num_queued_tokens,
         )
         named = {*model.config.eos_token_ids, *self.generation.eos_token_ids, *eos_token_ids}
         self._eos = [token for token in named if 0 <= token < model.config.vocab_size]
-        self.formats = _layer_formats(config, model.config.num_layers)
         with launches_on(model.device):
             self.runner = self._build_runner()
         overlap = config.overlap if config.overlap is not None else model.device.type == "cuda"
@@ -106,7 +116,8 @@ class Engine:
         table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
         steps = None
         if model.device.type == "cuda":  # a CPU gains nothing by padding
-            sizes = _capture_sizes(config)
+            sizes = _capture_sizes(config, limits)
+            self._limits = replace(limits, step_sizes=tuple(sizes[1]))
             steps = TokenSteps(model, kv, table, *sizes, attend_cache=config.attend_cache)
             if not config.enforce_eager:
                 steps.record()
@@ -285,11 +296,26 @@ def _array(prompt_ids: Sequence[int]) -> NDArray[Any]:
     return ids
 
 
-def _capture_sizes(config: EngineConfig) -> tuple[Sequence[int], Sequence[int]]:
+def _num_seqs(config: EngineConfig, model: Decoder, formats: list[KVFormat], max_model_len: int) -> int:
+    """Requests that run at once, unless told."""
+    if model.device.type != "cuda":
+        return LEAST_SEQS
+    shape = model.config
+    budget = kv_budget_bytes(
+        model.device,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        reserve_bytes=0,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+    )
+    per_slot = slot_bytes(formats, shape.num_kv_heads, shape.head_dim, model.dtype)
+    return default_num_seqs(budget, per_slot, max_model_len)
+
+
+def _capture_sizes(config: EngineConfig, limits: Limits) -> tuple[Sequence[int], Sequence[int]]:
     """Sizes of recorded steps: rows that decode, and tokens of steps with prompts."""
     if config.cudagraph_capture_sizes:
         return config.cudagraph_capture_sizes, ()
-    return default_rows(config.max_num_seqs), default_tokens(config.max_num_batched_tokens)
+    return default_rows(limits.max_num_seqs), default_tokens(limits.max_num_batched_tokens)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -336,7 +362,7 @@ def _pool(
 ) -> PoolSize:
     """The pool that fits beside the weights and the largest step."""
     measured = model.device.type == "cuda" and config.kv_cache_memory_bytes is None
-    recorded = _capture_sizes(config)
+    recorded = _capture_sizes(config, limits)
     reserve = peak_step_bytes(model, formats, limits, smoothing, *recorded) if measured else 0
     if measured:
         tokens = limits.max_num_batched_tokens

@@ -62,7 +62,8 @@ def default_tokens(max_num_batched_tokens: int) -> list[int]:
     at a time."""
     sizes = [16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256)]
     sizes += range(4096, 8193, 512)
-    return [size for size in sizes if size <= max_num_batched_tokens]
+    most = min(max_num_batched_tokens, sizes[-1])
+    return [*(size for size in sizes if size < most), most]
 
 
 @contextmanager

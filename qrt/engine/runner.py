@@ -137,8 +137,11 @@ class Runner:
         self.table.advance(drawn.meta.rows, tokens)
         logprobs: dict[int, Scores] = {}
         if drawn.logprobs is not None:
-            scores = score(logits[drawn.logprobs].float(), tokens[drawn.logprobs], drawn.num_top)
-            scores = scores.map(fetch.take)
+            parts = [
+                score(logits[some].float(), tokens[some], drawn.num_top)
+                for some in drawn.logprobs.split(SCORED_ROWS)
+            ]
+            scores = concat(parts).map(fetch.take)
             wanted = [(i, work.sampling.num_logprobs) for i, work in enumerate(plan.sampled)]
             asking = [(i, num_top) for i, num_top in wanted if num_top is not None]
             logprobs = {i: scores.part(n, n + 1, num_top) for n, (i, num_top) in enumerate(asking)}

@@ -18,6 +18,7 @@ from qrt.engine.table import RequestTable
 from qrt.kernels.sample import sample as draw
 
 _INF = float("inf")
+ROWS = 256  # adjusted, or sorted, at a time: bounds the memory of copies
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def _allowed(
 ) -> Tensor:
     """The logits x fp32 [c, V] of `rows` int64 [c], adjusted, with -inf for banned tokens."""
     if meta.adjusted is not None:
-        index, places = meta.adjusted
-        x[index] = adjustments.apply(x[index], places, table.length[rows[index]])
+        for index, places in zip(*(part.split(ROWS) for part in meta.adjusted), strict=True):
+            x[index] = adjustments.apply(x[index], places, table.length[rows[index]])
     if meta.banned is not None:
         index, token, after = meta.banned
         applies = (after == ANY) | (table.last_token[rows[index]] == after)
@@ -74,13 +75,15 @@ def _least(x: Tensor, rows: Tensor, table: RequestTable, meta: SampleMeta) -> Te
     """The smallest logits / temperature that the filters keep, fp32 [c]; None: nothing is filtered."""
     if meta.filtered is None:
         return None
-    rows = rows[meta.filtered]
-    scaled = x[meta.filtered].div_(table.temperature[rows, None])
-    likely = scaled.amax(-1, keepdim=True) + table.min_p[rows, None].log()  # -inf where min-p is off
-    scaled.masked_fill_(scaled < likely, -_INF)
-    kept = least_kept(scaled, table.top_k[rows], table.top_p[rows], meta.max_top_k)
-    least = torch.maximum(kept, likely)[:, 0]
-    return x.new_full(x.shape[:1], -_INF).index_copy_(0, meta.filtered, least)
+    least = x.new_full(x.shape[:1], -_INF)
+    for some in meta.filtered.split(ROWS):
+        own = rows[some]
+        scaled = x[some].div_(table.temperature[own, None])
+        likely = scaled.amax(-1, keepdim=True) + table.min_p[own, None].log()  # -inf where min-p is off
+        scaled.masked_fill_(scaled < likely, -_INF)
+        kept = least_kept(scaled, table.top_k[own], table.top_p[own], meta.max_top_k)
+        least.index_copy_(0, some, torch.maximum(kept, likely)[:, 0])
+    return least
 
 
 def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int = 0) -> Tensor:

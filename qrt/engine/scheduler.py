@@ -35,6 +35,8 @@ from qrt.errors import ConfigError, QueueFullError
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
 
+# Steps of more tokens that are padded take longer by that; below, the weights' bytes are what counts.
+PADDED_TOKENS = 512
 # Before the chunks of a step together, unless one context is longer: K and V of them are laid out for it.
 CACHED_TOKENS = 1 << 16
 # Plans for which a request without room is not looked at: until then the expected peak has hardly fallen.
@@ -45,13 +47,14 @@ _order = attrgetter("order")
 
 @dataclass(frozen=True)
 class Limits:
-    """The caps of `EngineConfig`, settled."""
+    """The caps of `EngineConfig`, settled; and the sizes to which steps with prompts are padded, in order."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    step_sizes: tuple[int, ...] = ()
 
     @property
     def max_cached_tokens(self) -> int:
@@ -175,6 +178,8 @@ class Scheduler:
             cached -= prefilling[-1][1].start
         if not decoding and not prefilling:
             return None
+        if decoding and prefilling:
+            self._fit(len(decoding), prefilling)
         decodes = tuple([request.decode() for request in decoding])
         chunks = tuple([chunk for _, chunk in prefilling])
         placed = self._growth.taken(decodes + chunks)
@@ -353,6 +358,19 @@ class Scheduler:
         budget = max(1, self.limits.max_num_batched_tokens - len(self.running))
         slack = growth.GROW_TOKENS + self._growing.prefill // budget
         return self._growing.spare(slack, self.kv.available - num_tokens)
+
+    def _fit(self, decodes: int, prefilling: list[tuple[Request, Chunk]]) -> None:
+        """Shorten the last chunk where the step's tokens are nearer to the size below than to that above,
+        to which they would be padded: the rest of it is computed in the next step."""
+        sizes = self.limits.step_sizes
+        total = decodes + sum([len(chunk.tokens) for _, chunk in prefilling])
+        place = bisect_left(sizes, total)
+        if total <= PADDED_TOKENS or not 0 < place < len(sizes):
+            return
+        request, last = prefilling[-1]
+        surplus, padding = total - sizes[place - 1], sizes[place] - total
+        if surplus < min(padding, len(last.tokens)):
+            prefilling[-1] = request, self._chunk(request, len(last.tokens) - surplus)
 
     def _chunk(self, request: Request, budget: int) -> Chunk:
         """The next tokens of a prefill, at most `budget`."""

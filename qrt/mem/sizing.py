@@ -12,6 +12,12 @@ from qrt.mem.slots import RUN
 from qrt.quant.kv import KV_FORMATS, KVFormat
 
 GIB = 1 << 30
+LEAST_SEQS, MOST_SEQS = (
+    256,
+    1024,
+)  # requests at once by default; what more of them add to a GPU's rate is little
+USUAL_TOKENS = 1024  # of a request, to see how many fit
+TABLE_BYTES = 1 << 29  # most of the request table by default
 CPU_BUDGET_BYTES = 4 * GIB  # what a CPU run takes unless told otherwise
 PAD_SLOTS = 16  # behind the pool; one takes the writes of padded rows, 16 keep strides over slots aligned
 
@@ -84,6 +90,18 @@ def kv_budget_bytes(
             "end what else runs on the GPU, or use a quantized checkpoint or a GPU with more memory"
         )
     return budget
+
+
+def default_num_seqs(budget_bytes: int, slot_bytes: int, max_model_len: int) -> int:
+    """Return how many requests a GPU runs at once unless told otherwise: a power of two.
+
+    It is LEAST_SEQS, or up to MOST_SEQS where `budget_bytes` hold so many requests of USUAL_TOKENS (of
+    `max_model_len` if that is less), each token of `slot_bytes`. The request table, 4 bytes for each token
+    that each request may have, takes TABLE_BYTES at most.
+    """
+    fitting = budget_bytes // (slot_bytes * min(USUAL_TOKENS, max_model_len))
+    fitting = min(fitting, TABLE_BYTES // (4 * max_model_len), MOST_SEQS)
+    return max(LEAST_SEQS, 1 << max(fitting, 1).bit_length() - 1)
 
 
 def pool_size(

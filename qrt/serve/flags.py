@@ -302,7 +302,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=_number,
         default=ENGINE.max_num_seqs,
         metavar="N",
-        help="requests that run at once",
+        help="requests that run at once (default: 256, on a GPU up to 1,024 by what the KV pool holds)",
     )
     group.add_argument(
         *("--max-num-batched-tokens", "--batch-max-tokens"),

@@ -228,7 +228,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         pool_tokens=engine.pool.num_slots,
         pool_bytes=engine.pool.num_bytes,
         max_model_len=engine.max_model_len,
-        max_num_seqs=engine.config.max_num_seqs,
+        max_num_seqs=engine.scheduler.limits.max_num_seqs,
         max_num_queued_reqs=engine.config.max_num_queued_reqs,
         max_num_queued_tokens=engine.config.max_num_queued_tokens,
         vocab_size=engine.model.config.vocab_size,

@@ -122,7 +122,7 @@ def fake_engine(model: FakeDecoder | None = None, *, pool: int = 512, **settings
     kv_bytes = pool_bytes([KV_FORMATS["fp16"]], pool, 1, 16, torch.float32)
     config = EngineConfig("fake", kv_cache_memory_bytes=kv_bytes, **settings)
     engine = Engine(config, model or FakeDecoder())
-    assert engine.pool.num_slots == min(pool, engine.config.max_num_seqs * engine.max_model_len)
+    assert engine.pool.num_slots == min(pool, engine.scheduler.limits.max_num_seqs * engine.max_model_len)
     return engine
 
 

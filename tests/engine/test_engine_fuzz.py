@@ -182,7 +182,7 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(seed, monkeypatch
     kv = engine.scheduler.kv
     assert kv.available == kv.num_slots and not engine.scheduler.running and not engine.scheduler.waiting
     assert len(engine.scheduler._rows) == min(
-        engine.config.max_num_seqs, engine.config.max_num_batched_tokens
+        engine.scheduler.limits.max_num_seqs, engine.config.max_num_batched_tokens
     )
 
 

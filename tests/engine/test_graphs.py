@@ -155,7 +155,7 @@ def test_padding_alone_reads_and_writes_nothing_but_the_pad_slot(folder, monkeyp
 
 
 def test_default_tokens():
-    assert default_tokens(15) == [] and default_tokens(100) == [16, 32, 64]
+    assert default_tokens(15) == [15] and default_tokens(100) == [16, 32, 64, 100]
     sizes = default_tokens(8192)
     assert sizes == sorted(set(sizes)) and {512, 1024, 2048, 4096, 8192} <= set(sizes)
 

@@ -279,3 +279,26 @@ def test_the_largest_step_is_within_the_limits(limits):
     slots = np.concatenate([new.slots for new in plan.placed])
     assert sorted(slots) == list(range(sum(sizes)))
     assert len({chunk.row for chunk in plan.chunks}) == len(sizes)
+
+
+@pytest.mark.parametrize("prompt,computed", [
+    (1100, 1024), (1151, 1024), (1152, 1152), (1200, 1200), (1300, 1280), (1350, 1350), (1500, 1400), (500, 500),
+])  # fmt: skip
+def test_a_step_of_decodes_and_prompts_ends_at_a_size_that_is_near(prompt, computed):
+    """`computed` tokens with the decode, of so many: those beyond a size wait if the next size is further."""
+    limits = Limits(4096, 4, 1400, step_sizes=(256, 512, 1024, 1280, 1400))
+    scheduler = Scheduler(KVManager(4096), limits)
+    scheduler.add("a", ids(1, 2, 3), LONG)
+    step(scheduler)
+    scheduler.add("b", np.arange(prompt - 1, dtype=np.int32), LONG)
+    plan, _ = step(scheduler)
+    assert 1 + len(plan.chunks[0].tokens) == computed
+    while plan.chunks and not plan.chunks[-1].samples:
+        plan, _ = step(scheduler)
+    assert plan.chunks[-1].end == prompt - 1, "the rest follows"
+
+
+def test_prompts_alone_are_not_shortened():
+    scheduler = Scheduler(KVManager(4096), Limits(4096, 4, 1400, step_sizes=(512, 1024, 1280)))
+    scheduler.add("a", np.arange(1030, dtype=np.int32), LONG)
+    assert len(scheduler.plan().chunks[0].tokens) == 1030

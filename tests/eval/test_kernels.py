@@ -103,7 +103,7 @@ def test_shapes_are_the_models_they_are_called(name):
 def test_every_key_has_a_trial_and_none_is_tried_twice():
     for k, n in ((4096, 6144), (14336, 4096), (1024, 3072), (28672, 8192)):
         todo = list(tune.trials(k, n))
-        assert len(todo) == len(set(todo)) and len({trial.key for trial in todo}) == 2 * 10 + 8
+        assert len(todo) == len(set(todo)) and len({trial.key for trial in todo}) == 2 * 17 + 15
         for trial in todo:
             if trial.scheme == "w8a8":  # what the launcher makes of it is what it says
                 plan, inputs = trial.plan, getattr(trial.plan, "inputs", 128)
@@ -113,7 +113,7 @@ def test_every_key_has_a_trial_and_none_is_tried_twice():
 def test_tuning_all_shapes_takes_minutes():
     """At 30 ms a measurement and 2 s of one of 16 cores a kernel; less what the file has already."""
     todo = tune.pending([shapes.shape(name) for name in shapes.SHAPES], {})
-    assert len(todo) * 0.03 + len({trial.binary for trial in todo}) * 2 / 16 < 300
+    assert len(todo) * 0.03 + len({trial.binary for trial in todo}) * 2 / 16 < 450
 
 
 def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
@@ -133,7 +133,7 @@ def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
         return 1.0 + size(trial.entry)
 
     def layer(scheme, width):
-        return 0.9 ** sum(size(entry) for entry in table.values())
+        return 0.99 ** sum(size(entry) for entry in table.values())
 
     def copies(weight):
         cut[0] -= 1
@@ -150,7 +150,7 @@ def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
     todo = tune.pending([shapes.shape("small")], table)
     with pytest.raises(KeyboardInterrupt):
         tune.tune([shapes.shape("small")], torch.device("cuda"))
-    assert json.loads(file.read_text()) == table and len(table) == 1 + 2 * 10
+    assert json.loads(file.read_text()) == table and len(table) == 1 + 2 * 17
     tune.tune([shapes.shape("small")], torch.device("cuda"))
     written = json.loads(file.read_text())
     assert written.pop("int8 128x512 16 wide") == ["block", 16, 32, 256, 1, 4, 4]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.mem.sizing import GIB, PAD_SLOTS, kv_budget_bytes, pool_bytes, pool_size
+from qrt.mem.sizing import GIB, PAD_SLOTS, default_num_seqs, kv_budget_bytes, pool_bytes, pool_size
 from qrt.quant.kv import KV_FORMATS
 
 FP16, INT8, INT4 = (KV_FORMATS[name] for name in ("fp16", "int8", "int4"))
@@ -19,6 +19,16 @@ def test_bytes_per_token_of_an_8b_model():
     """kv.md decision 1: K and V of one token-head at D = 128 take 512, 264 and 136 bytes."""
     for kv_format, per_head in ((FP16, 512), (INT8, 264), (INT4, 136)):
         assert pool_bytes([kv_format] * 32, 1000, *LLAMA_8B) == (1000 + PAD_SLOTS) * 32 * 8 * per_head
+
+
+def test_default_number_of_requests():
+    """By what fits of requests of 1,024 tokens, or of shorter ones where the context is; powers of two."""
+    assert default_num_seqs(1 << 30, 1 << 14, 4096) == 256, "64 fit"
+    assert default_num_seqs(600 << 24, 1 << 14, 4096) == 512, "600 fit"
+    assert default_num_seqs(1 << 40, 1 << 14, 4096) == 1024
+    assert default_num_seqs(600 << 20, 1 << 12, 256) == 512
+    assert default_num_seqs(1 << 40, 1 << 14, 1 << 18) == 512, "the request table would be 1 GiB of 1,024"
+    assert default_num_seqs(1 << 40, 1 << 14, 1 << 21) == 256
 
 
 @settings(max_examples=100, deadline=None)

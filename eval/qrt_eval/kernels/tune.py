@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import groupby, product, starmap
+from itertools import chain, groupby, product, starmap
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from qrt.kernels import tuned
 from qrt.kernels.linear import int8_kernel, linear, linear_silu, linear_silu_int8, tile_plans
 from qrt.kernels.linear.int8_kernel import BlockPlan, HopperPlan
 from qrt.kernels.linear.tile_plans import FusedPlan, WidePlan
+from qrt.kernels.sizes import next_power_of_2
 from qrt.layers.linear import Linear
 from qrt.quant.digits import MOST_TOKENS
 from qrt.quant.weight.tiles import TILE_ROWS
@@ -38,8 +39,8 @@ from qrt_eval.kernels.linear import HEADS, cold_copies, head, products, random_l
 from qrt_eval.kernels.timer import microseconds
 
 FUSED_WIDTHS = (8, 16, 32, 64)
-WIDE_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-INT8_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+WIDE_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, *tuned.BETWEEN)
+INT8_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, *tuned.BETWEEN)
 HEAD_WIDTHS = (8, 16, 64, 128, 256)  # of rows that sample
 LAYER_WIDTHS = (8, 16, 32, 64, 128, 256)  # above, a product is long and its neighbours matter little
 LAYER_STEP = "int8", 1024  # KV format and tokens of a request
@@ -136,7 +137,10 @@ WIDE_BLOCKS = {
 def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterable[WidePlan | None]:
     """Of `hopper_kernel`, and None to dequantize."""
     plans: list[WidePlan | None] = [None] * (width > 64)
-    for tokens, rows, planes, x_stages, w_stages, groups in WIDE_BLOCKS[min(width, 2048)]:
+    above = min(next_power_of_2(width), 2048)
+    around = (above // 2, above) if width in tuned.BETWEEN else (above,)
+    found = dict.fromkeys(chain.from_iterable(WIDE_BLOCKS[each] for each in around))
+    for tokens, rows, planes, x_stages, w_stages, groups in found:
         depths = {w_stages}
         if bits == 8:  # half the tile: also twice the stages where they are a program's own
             depths |= {2 * w_stages} if rows == 1 and w_stages == 2 else set()
@@ -181,7 +185,7 @@ def _int8_plans(width: int, k: int, n: int) -> Iterator[BlockPlan | HopperPlan]:
             if (tokens == width or 64 <= tokens < width) and splits <= max(1, k // 512):
                 yield HopperPlan(tokens, outputs, splits, stages)
     for tokens, outputs, stages, each in PERSISTENT_INT8_BLOCKS:
-        if tokens < width <= 1024 and -(-n // outputs) * -(-width // tokens) > SMS * each:
+        if tokens < width <= 2048 and -(-n // outputs) * -(-width // tokens) > SMS * each:
             yield HopperPlan(tokens, outputs, 1, stages, each)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from qrt.kernels.linear.hopper_int8_kernel import (
 from qrt.kernels.linear.order_kernel import in_panels
 from qrt.kernels.linear.split_kernel import split_evenly, sum_splits
 from qrt.kernels.sizes import cdiv, next_power_of_2
-from qrt.kernels.tuned import configs
+from qrt.kernels.tuned import configs, plan_of
 from qrt.quant.device import store_token
 from qrt.quant.tokens import QuantizedTokens
 
@@ -147,7 +147,7 @@ def block_plan(width: int) -> BlockPlan:
 def _chosen(x: QuantizedTokens, n: int) -> BlockPlan | HopperPlan:
     """What was measured for x, where it runs, or a rule of thumb."""
     tokens, k = x.codes.shape
-    measured = configs(x.codes.device).get(tuning_key(k, n, width_of(tokens)))
+    measured = plan_of(configs(x.codes.device), partial(tuning_key, k, n), tokens, width_of(tokens))
     if measured is not None:
         kind, *sizes = measured
         if kind == "block" or fits(x):

@@ -40,7 +40,7 @@ from qrt.kernels.linear.tile_plans import (
     width_of,
 )
 from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8, silu_times
-from qrt.kernels.tuned import configs
+from qrt.kernels.tuned import configs, plan_of
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Gemms
@@ -241,8 +241,8 @@ def _chosen(x: Tensor, weight: TiledWeight, bits: int) -> FusedPlan | WidePlan |
     """What was measured for x, where it runs, or a rule of thumb; None: `_dequantize`."""
     (tokens, k), (blocks, tiles) = x.shape, weight.packed.shape[:2]
     width, few, hopper = width_of(tokens), tokens <= FUSED_TOKENS[x.itemsize], fits(x, weight)
-    key = tuning_key(k, weight.out_features, bits, min(width, WIDEST))
-    measured = configs(x.device).get(key)
+    key = partial(tuning_key, k, weight.out_features, bits)
+    measured = plan_of(configs(x.device), key, tokens, min(width, WIDEST))
     if measured is not None:
         kind, *sizes = measured
         if {"fused": few, "wide": hopper}.get(kind, False):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 SAME_CHIP = {((9, 0), 132): "NVIDIA H200"}  # by capability and multiprocessors: an H100 SXM's, a GH200's
 Measured = list[Any]  # the name of a kernel's plan, and its numbers
+BETWEEN = (384, 640, 768, 896, 1280, 1536, 1792)  # widths between powers of two, where blocks fit badly
 
 
 def path(device_name: str) -> Path:
@@ -37,6 +40,19 @@ def configs(device: torch.device) -> dict[str, Measured]:
         return {}
     chip = torch.cuda.get_device_capability(device), multiprocessors(device)
     return _read(torch.cuda.get_device_name(device), SAME_CHIP.get(chip))
+
+
+def plan_of(
+    table: Mapping[str, Measured], key: Callable[[int], str], tokens: int, width: int
+) -> Measured | None:
+    """Return the plan measured for so many tokens: that of the narrowest width of BETWEEN which holds them,
+    if it is narrower than `width` and was measured, else that of `width`; None where neither was."""
+    place = bisect_left(BETWEEN, tokens)
+    if place < len(BETWEEN) and BETWEEN[place] < width:
+        found = table.get(key(BETWEEN[place]))
+        if found is not None:
+            return found
+    return table.get(key(width))
 
 
 @lru_cache(maxsize=8)
