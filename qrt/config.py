@@ -228,6 +228,7 @@ class SamplingParams:
     min_tokens      nothing that ends the text is drawn before
     stop            strings that end the text, which is cut before them unless `include_stop_str_in_output`
     stop_token_ids  tokens that end it like EOS; with `ignore_eos` EOS does not
+    detokenize      False: no text is made, outputs have token ids alone
     logprobs        log-probability of every output token (0: its own only, n: also the n likeliest), of the
                     model, before anything below and temperature
     prompt_logprobs the same for the prompt
@@ -262,6 +263,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     bad_words: tuple[str | tuple[int, ...], ...] | list[str] = field(default=())
+    detokenize: bool = True
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -283,7 +285,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_counts()
         self._check_lists()
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             _yes_or_no(name, getattr(self, name))
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
@@ -350,6 +352,11 @@ class SamplingParams:
                 _at_least("allowed_token_ids", token, 0)
         if any(not isinstance(text, str) or not text for text in self.stop_strings):
             raise ConfigError(f"stop: got {self.stop!r}, wanted non-empty strings")
+        if self.stop_strings and not self.detokenize:
+            raise ConfigError(
+                f"stop: expected none with detokenize=False, got {self.stop!r}; they are looked for in the "
+                "text; leave detokenize out, or use stop_token_ids"
+            )
         for word in self.bad_words:
             if not isinstance(word, (str, tuple)) or not word:
                 raise ConfigError(f"bad_words: got {word!r}, wanted non-empty strings")

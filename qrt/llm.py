@@ -126,9 +126,11 @@ class LLM:
             ):
                 for delta in self._deltas():
                     collector = by_id[delta.request_id]
-                    if collector.feed(delta).abort:
+                    if (gathered := collector.gather(delta)) is None:
+                        continue
+                    if collector.feed(gathered).abort:
                         self.engine.abort(delta.request_id)
-                    tokens += len(delta.token_ids)
+                    tokens += len(gathered.token_ids)
                     if collector.finished:
                         bar.set_postfix_str(f"{_rate(tokens, bar)} output tokens/s", refresh=False)
                         bar.update()

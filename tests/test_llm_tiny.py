@@ -141,6 +141,20 @@ def test_bad_words_are_encoded_and_do_not_come(llm, expected):
     assert word not in output.text.split()
 
 
+def test_without_detokenizing_the_ids_are_the_same(llm):
+    params = SamplingParams(temperature=0, max_tokens=100)
+    with_text, bare = (
+        llm.generate("The first law of", replace(params, detokenize=detokenize), use_tqdm=False)[0].outputs[0]
+        for detokenize in (True, False)
+    )
+    assert bare.token_ids == with_text.token_ids and bare.text == ""
+    assert with_text.text == llm.tokenizer.decode(llm.tokenizer.encode("of") + bare.token_ids).removeprefix(
+        "of"
+    )
+    with pytest.raises(ConfigError, match="stop: expected none with detokenize=False"):
+        SamplingParams(stop="\n", detokenize=False)
+
+
 def test_garbage_collection_leaves_out_what_was_there_before(llm, monkeypatch):
     gc.unfreeze()  # what other tests have left out
     frozen, step = [], llm.engine.step

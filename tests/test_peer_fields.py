@@ -14,7 +14,7 @@ from qrt.peers import SETTINGS, is_so_anyway
 # vLLM's SamplingParams with the defaults of vLLM 0.8 to 0.11, those left out that qrt has too
 VLLM_DEFAULTS = {
     "prompt_logprob_token_ids": None, "prompt_logprob_start": None, "logprob_token_ids": None,
-    "flat_logprobs": False, "detokenize": True, "spaces_between_special_tokens": True,
+    "flat_logprobs": False, "spaces_between_special_tokens": True,
     "stream_interval": None, "skip_clone": False, "output_text_buffer_length": 0, "structured_outputs": None,
     "guided_decoding": None,
     "extra_args": None, "skip_reading_prefix_cache": None, "thinking_token_budget": None,
@@ -29,7 +29,7 @@ ASKING = {
     "samplers": ["min_p", "temperature"], "repeat_penalty": 1.1, "no_repeat_ngram_size": 3, "num_beams": 2,
     "n_predict": -1, "num_predict": 5, "do_sample": False, "functions": [{"name": "f"}], "think": False,
     "system": "Be brief.", "options": {"temperature": 0}, "images": ["AAAA"], "lora": [{"id": 0, "scale": 1}],
-    "web_search_options": {}, "verbosity": "low", "n_probs": 5, "return_tokens": True, "detokenize": False,
+    "web_search_options": {}, "verbosity": "low", "n_probs": 5, "return_tokens": True,
 }  # fmt: skip
 ASKING_NOTHING = {
     "grammar": "", "guided_regex": None, "response_format": {"type": "text", "json_schema": None},

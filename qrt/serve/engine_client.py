@@ -57,12 +57,15 @@ class RequestStream:
     """The requests of some collectors, running: an async iterator of (index of the collector, its delta).
 
     What comes while nobody asks is given as one delta a request, so that text for a slow client, or from a
-    busy process, takes less work a token.
+    busy process, takes less work a token. With `whole` nobody reads before the end, and deltas are gathered.
     """
 
-    def __init__(self, client: EngineClient, collectors: Sequence[RequestCollector]) -> None:
+    def __init__(
+        self, client: EngineClient, collectors: Sequence[RequestCollector], *, whole: bool = False
+    ) -> None:
         self._client = client
         self._collectors = collectors
+        self._whole = whole
         self._owners = {id: index for index, c in enumerate(collectors) for id in c.engine_ids}
         self._running = set(self._owners)
         self._unaccepted = set(self._owners)
@@ -79,6 +82,11 @@ class RequestStream:
 
     def put(self, delta: RequestDelta) -> None:
         """A step has added something."""
+        if self._whole:
+            gathered = self._collectors[self._owners[delta.request_id]].gather(delta)
+            if gathered is None:
+                return
+            delta = gathered
         self._deltas.setdefault(delta.request_id, []).append(delta)
         self._news.set()
 
@@ -163,9 +171,10 @@ class EngineClient(ABC):
         self._answers: dict[str, asyncio.Future[bytes]] = {}
 
     async def submit(
-        self, collectors: Sequence[RequestCollector], arrived: float | None = None
+        self, collectors: Sequence[RequestCollector], arrived: float | None = None, *, whole: bool = False
     ) -> RequestStream:
-        """Run the requests of all `collectors`; `arrived` is when their caller came (monotonic seconds).
+        """Run the requests of all `collectors`; `arrived` is when their caller came (monotonic seconds),
+        `whole` as RequestStream has it.
 
         Raises ConfigError when the engine refuses a request, QueueFullError when too many wait, EngineError
         when it has failed.
@@ -174,7 +183,7 @@ class EngineClient(ABC):
             raise self.stopped
         if not self._streams:
             self.heard = time.monotonic()
-        stream, arrived = RequestStream(self, collectors), arrived or time.monotonic()
+        stream, arrived = RequestStream(self, collectors, whole=whole), arrived or time.monotonic()
         for c in collectors:
             for id, params in c.engine_requests():
                 self._streams[id] = stream

@@ -141,7 +141,7 @@ def lightllm_routes(service: Service) -> APIRouter:
     async def generate(body: GenerateRequest, request: Request) -> Response:
         arrived = time.monotonic()
         collector = await _collector(service, body, shape)
-        stream = await service.submit([collector], arrived, request)
+        stream = await service.submit([collector], arrived, request, whole=True)
         reply = shape(service, body, collector)
         listed = isinstance(body, RootRequest)
         whole = (lambda: [reply.body()]) if listed else reply.body
@@ -153,7 +153,7 @@ def lightllm_routes(service: Service) -> APIRouter:
         collector = await _collector(service, body, shape)
         if collector.params.n > 1:
             raise ConfigError("best_of: wanted 1 of a stream")
-        stream = await service.submit([collector], arrived, request)
+        stream = await service.submit([collector], arrived, request, whole=False)
         reply = shape(service, body, collector)
         return answer_events(stream, Deadline(service, arrived), reply.events, end=b"")
 

@@ -244,7 +244,7 @@ async def _answer(
     arrived: float,
 ) -> Response:
     deadline = Deadline(service, arrived)
-    stream = await service.submit(collectors, arrived, request)
+    stream = await service.submit(collectors, arrived, request, whole=not body.stream)
     if body.stream:
         return answer_events(stream, deadline, reply.events, reply.closing)
     return await answer_whole(request, stream, deadline, reply.body)

@@ -325,7 +325,7 @@ def _by_text(row: TokenLogprobs) -> dict[str, float]:
     """Parts of characters have one text: the likeliest stands for all."""
     likeliest: dict[str, float] = {}
     for entry in row.values():
-        text, value = entry.decoded_token, _number(entry)
+        text, value = entry.decoded_token or "", _number(entry)
         likeliest[text] = max(value, likeliest.get(text, value))
     return likeliest
 
@@ -345,6 +345,6 @@ def _chat_logprobs(
 
 
 def _chat_token(token_id: int, entry: Logprob, collector: RequestCollector) -> dict[str, Any]:
-    text = entry.decoded_token
+    text = entry.decoded_token or ""
     own = collector.token_bytes(token_id) if INCOMPLETE in text else text.encode()
     return {"token": text, "logprob": _number(entry), "bytes": list(own)}

@@ -110,7 +110,7 @@ class Service:
         return RequestCollector(new_id("req"), prompt, ids, params, self.tokenizer, **options)
 
     async def submit(
-        self, collectors: Sequence[RequestCollector], arrived: float, request: Request
+        self, collectors: Sequence[RequestCollector], arrived: float, request: Request, *, whole: bool
     ) -> RequestStream:
         """See EngineClient; refuses more requests or tokens at once than may wait, and prompts' log-
         probabilities beyond MAX_SCORES, and lists of token ids, of which each request has its own, beyond
@@ -141,7 +141,7 @@ class Service:
                     len(collector.prompt_ids),
                     collector.params,
                 )
-        return await self.client.submit(collectors, arrived)
+        return await self.client.submit(collectors, arrived, whole=whole)
 
 
 def new_id(kind: str) -> str:

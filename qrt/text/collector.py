@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qrt.config import MAX_TOKENS_LISTED, SamplingParams
 from qrt.engine.logprobs import Scores
-from qrt.engine.output import RequestDelta
+from qrt.engine.output import RequestDelta, merge
 from qrt.engine.request import FinishReason
 from qrt.errors import ConfigError
 from qrt.text.detokenizer import Detokenizer, TokenPlaces
@@ -21,12 +21,17 @@ from qrt.text.output import (
 )
 from qrt.text.tokenizer import Tokenizer
 
+# Tokens that text is made of at once, where nobody reads it before the end. Stop strings are looked for more
+# often: the tokens behind one have been computed for nothing.
+TOKENS_AT_ONCE, TOKENS_WITH_STOPS = 64, 4
+
 
 @dataclass
 class _Completion:
     """One completion in the making."""
 
     detokenizer: Detokenizer
+    gathered: list[RequestDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -63,6 +68,7 @@ class RequestCollector:
         self.cache_salt = cache_salt
         self._tokenizer = tokenizer
         self._bad_words = encode_bad_words(params.bad_words, tokenizer)
+        self._at_once = TOKENS_WITH_STOPS if params.stop_strings else TOKENS_AT_ONCE
         self._ranked = params.best_of is not None and params.best_of > params.n
         count = params.best_of or params.n
         self._indices = {f"{request_id}#{index}": index for index in range(count)}
@@ -116,6 +122,17 @@ class RequestCollector:
     def finished(self) -> bool:
         """Whether all completions have ended."""
         return all(completion.finish_reason for completion in self._completions)
+
+    def gather(self, delta: RequestDelta) -> RequestDelta | None:
+        """Keep a delta, where nobody reads the text before the end; all that was kept is returned, to be fed,
+        once it is worth the work or the request ends."""
+        gathered = self._completions[self._indices[delta.request_id]].gathered
+        gathered.append(delta)
+        if len(gathered) < self._at_once and delta.finish_reason is None:
+            return None
+        merged = merge(gathered)
+        gathered.clear()
+        return merged
 
     def feed(self, delta: RequestDelta) -> CompletionDelta:
         """Take in a delta of one of `engine_ids`; what comes after the end is ignored."""
@@ -203,11 +220,12 @@ class RequestCollector:
             scores.top_logprobs.tolist(),
             strict=False,  # tokens after a stop string are dropped
         )
+        text: Callable[[int], str | None] = self.token_text if self.params.detokenize else lambda _: None
         described = []
         for token, logprob, rank, top_ids, top_logprobs in rows:
-            entries = {token: Logprob(logprob, rank, self.token_text(token))}
+            entries = {token: Logprob(logprob, rank, text(token))}
             for place, (other, value) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
-                entries.setdefault(other, Logprob(value, place, self.token_text(other)))
+                entries.setdefault(other, Logprob(value, place, text(other)))
             described.append(entries)
         return described
 

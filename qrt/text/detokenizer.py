@@ -177,7 +177,7 @@ def overlap(text: str, stop: str) -> int:
 class Detokenizer:
     """The text of one request, piece by piece.
 
-    text           all that has been given out
+    text           all that has been given out; none with `detokenize` off
     num_tokens     tokens fed, up to the one that completed a stop string
     stop_reason    the stop string that ended the text; what is fed afterwards is ignored
     """
@@ -197,6 +197,9 @@ class Detokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that can be shown now. A stop string must end behind `min_tokens`."""
+        if not self._params.detokenize:
+            self.num_tokens += len(token_ids)
+            return ""
         if not self._params.stop_strings:
             self.num_tokens += len(token_ids)
             return self._add(self._stream.feed(token_ids))
@@ -205,23 +208,25 @@ class Detokenizer:
     def _feed(self, token_ids: Sequence[int]) -> str:
         """Feed all tokens at once, or one by one where a stop string ends in them: `num_tokens` counts up to
         the token that completes it."""
-        early = self._params.min_tokens - self.num_tokens
-        if len(token_ids) <= 1 or early <= 0 or early >= len(token_ids):
-            stream, stops = copy(self._stream), copy(self._stops)
-            piece = self._stops.feed(self._stream.feed(token_ids), overlook=early >= len(token_ids) > 0)
-            if self.stop_reason is None or len(token_ids) == 1:
-                self.num_tokens += len(token_ids)
-                return piece
-            self._stream, self._stops = stream, stops
-        pieces = []
-        for token_id in token_ids:
+        if len(token_ids) == 1:
+            return self._look_through(token_ids)
+        if not 0 < self._params.min_tokens - self.num_tokens < len(token_ids):
+            before = copy(self._stream), copy(self._stops), self.num_tokens
+            text = self._look_through(token_ids)
             if self.stop_reason is None:
-                pieces.append(self._feed([token_id]))
-        return "".join(pieces)
+                return text
+            self._stream, self._stops, self.num_tokens = before
+        return "".join(self._look_through([each]) for each in token_ids if self.stop_reason is None)
+
+    def _look_through(self, token_ids: Sequence[int]) -> str:
+        """Feed tokens that all may be overlooked, or none, up to a stop string."""
+        self.num_tokens += len(token_ids)
+        text = self._stream.feed(token_ids)
+        return self._stops.feed(text, overlook=self.num_tokens <= self._params.min_tokens)
 
     def finish(self) -> str:
         """The rest of the text, when no more tokens come; it may still bring a stop string."""
-        if self.stop_reason is not None:
+        if self.stop_reason is not None or not self._params.detokenize:
             return ""
         end = self._stops.feed(self._stream.finish(), overlook=self.num_tokens <= self._params.min_tokens)
         return self._add(end + self._stops.finish())

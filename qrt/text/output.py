@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Of one token at one place: natural logarithm, rank (1 = likeliest) and the token's text."""
+    """Of one token at one place: natural logarithm, rank (1 = likeliest) and the token's text, which is None
+    with `detokenize` off."""
 
     logprob: float
     rank: int
-    decoded_token: str
+    decoded_token: str | None
 
 
 TokenLogprobs = dict[int, Logprob]  # by token id: the token that came first, then the likeliest

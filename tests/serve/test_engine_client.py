@@ -13,7 +13,7 @@ from qrt.errors import ConfigError, QueueFullError
 from qrt.serve.engine_client import EngineClient, EngineError
 from qrt.serve.messages import Add, Refusal
 from qrt.serve.step_output import Output
-from qrt.text.collector import RequestCollector
+from qrt.text.collector import TOKENS_AT_ONCE, RequestCollector
 from qrt.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
@@ -47,8 +47,8 @@ def collector(n: int = 1, **params) -> RequestCollector:
     )
 
 
-async def submit(client, some):
-    submitting = asyncio.create_task(client.submit([some]))
+async def submit(client, some, **options):
+    submitting = asyncio.create_task(client.submit([some], **options))
     await asyncio.sleep(0)
     ids = [message.id for message in client.sent if isinstance(message, Add)]
     client._handle(Output(ids, [], []))
@@ -90,6 +90,29 @@ def test_what_came_meanwhile_is_one_delta_a_request():
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
         assert client.num_running == 0 and not [m for m in client.sent if not isinstance(m, Add)]
+
+    asyncio.run(work())
+
+
+def test_what_is_read_whole_is_given_many_tokens_at_once():
+    async def work():
+        client = Client()
+        stream, (one, two) = await submit(client, collector(n=2), whole=True)
+        for token in range(65, 65 + TOKENS_AT_ONCE):
+            assert not stream.waiting
+            client._handle(Output([], [], [RequestDelta(one, (token,))]))
+        assert len((await anext(stream))[1].token_ids) == TOKENS_AT_ONCE
+        client._handle(Output([], [], [RequestDelta(two, (80,))]))
+        assert not stream.waiting
+        client._handle(Output([], [], [RequestDelta(two, (81,), FinishReason.LENGTH)]))
+        client.abort([one])
+        ends = [await anext(stream), await anext(stream)]
+        assert [(tuple(delta.token_ids), delta.finish_reason) for _, delta in ends] == [
+            ((80, 81), "length"),
+            ((), "abort"),
+        ]
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
 
     asyncio.run(work())
 
