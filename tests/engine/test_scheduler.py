@@ -69,6 +69,25 @@ def test_many_requests_that_come_at_once_are_planned_in_few_steps(count_lines):
     assert len(plan.chunks) == 256 and lines < 5 * 256**2 / 2
 
 
+def test_requests_beside_a_thousand_cost_a_few_lines(count_lines):
+    """Those that run are looked at once a plan, not once for each that joins."""
+    running, joining = 1000, 40
+    scheduler, rng = make(1 << 17, max_num_seqs=2000, budget=1 << 16), np.random.default_rng(0)
+    prompts = rng.integers(0, 1000, (running + joining, 64), dtype=np.int32)
+    for i in range(running):
+        scheduler.add(str(i), prompts[i], LONG)
+    for _ in range(3):  # all have slots for some tokens then
+        step(scheduler)
+    lines, plan = count_lines(scheduler.plan)
+    assert len(plan.decodes) == running and lines < 15 * running
+    lines, _ = count_lines(scheduler.commit, plan, StepResult([1] * running))
+    assert lines < 15 * running
+    for i in range(running, running + joining):
+        scheduler.add(str(i), prompts[i], LONG)
+    lines, plan = count_lines(scheduler.plan)
+    assert len(plan.chunks) == joining and lines < 20 * running + 300 * joining
+
+
 def test_a_request_starts_when_those_that_run_have_grown_enough():
     """At first both might need 127 slots at once, those given ahead included; ten tokens later, 117."""
     scheduler = make(slots=120, budget=100, prefix_caching=False)
