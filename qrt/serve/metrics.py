@@ -124,8 +124,9 @@ class EngineMetrics(Collector):
     def step(self, started: float, deltas: Sequence[RequestDelta]) -> None:
         """A step that began at `started` has given `deltas`."""
         now, num_prompt = time.monotonic(), self._num_prompt
-        running = [request.id for request in self._engine.scheduler.running]
-        self._note_started(running + [delta.request_id for delta in deltas], started)
+        if self._not_started:
+            running = [request.id for request in self._engine.scheduler.running]
+            self._note_started(running + [delta.request_id for delta in deltas], started)
         num_tokens, gaps = 0, Counter[float]()
         for delta in deltas:
             times = self._requests.get(delta.request_id)

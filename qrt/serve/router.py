@@ -112,7 +112,7 @@ class Router:
                     faulthandler.cancel_dump_traceback_later()
                     self._watchdog_set = 0.0
                 self._send(port)
-                if time.monotonic() - trimmed >= TRIM_SECONDS:
+                if self.info.device == "cpu" and time.monotonic() - trimmed >= TRIM_SECONDS:
                     trimmed = time.monotonic()
                     _return_free_memory()
                 if self._log_seconds and time.monotonic() - logged >= self._log_seconds:
@@ -207,8 +207,9 @@ class Router:
 
 
 def _return_free_memory() -> None:
-    """To the system. On a CPU a step's tensors come and go on the heap, whose holes glibc keeps: under varied
-    batches an engine that uses 300 MiB came to hold gigabytes."""
+    """Return it to the system. On a CPU a step's tensors come and go on the heap, whose holes glibc keeps:
+    under varied batches an engine that uses 300 MiB came to hold gigabytes. A GPU's are elsewhere, and steps
+    need not wait for this."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
