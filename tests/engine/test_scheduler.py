@@ -301,7 +301,8 @@ def test_the_largest_step_is_within_the_limits(limits):
 
 
 @pytest.mark.parametrize("prompt,computed", [
-    (1100, 1024), (1151, 1024), (1152, 1152), (1200, 1200), (1300, 1280), (1350, 1350), (1500, 1400), (500, 500),
+    (1100, 1024), (1151, 1024), (1152, 1152), (1200, 1200), (1300, 1280), (1350, 1350), (1500, 1400),
+    (500, 500),
 ])  # fmt: skip
 def test_a_step_of_decodes_and_prompts_ends_at_a_size_that_is_near(prompt, computed):
     """`computed` tokens with the decode, of so many: those beyond a size wait if the next size is further."""
