@@ -115,8 +115,8 @@ def _add(kind: Any, value: Any, name: str, parameters: list[Any], tensors: Tenso
 
 
 def _descriptor(tensor: Any) -> Descriptor:
-    size = tensor.base.dtype.itemsize
-    return Descriptor(
-        tensor.base.data_ptr(), list(tensor.shape), [stride * size for stride in tensor.strides],
-        list(tensor.block_shape), size, tensor.layout.swizzle_byte_width,
-    )  # fmt: skip
+    size, swizzle = tensor.base.dtype.itemsize, tensor.layout.swizzle_byte_width
+    *outer, line = tensor.block_shape
+    box = [*outer, min(line, swizzle // size or line)]  # a wider block comes by several copies
+    strides = [stride * size for stride in tensor.strides]
+    return Descriptor(tensor.base.data_ptr(), list(tensor.shape), strides, box, size, swizzle)
