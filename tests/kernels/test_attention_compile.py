@@ -11,6 +11,7 @@ from qrt.kernels import gpu
 gpu.overlaps = lambda device: True  # as on the GPU that is compiled for
 from qrt.kernels.decode_attention.kernel import decode_attention
 from qrt.kernels.kv_write.kernel import kv_write
+from qrt.kernels.prefill_attention import hopper_kernel
 from qrt.kernels.prefill_attention.kernel import prefill_attention
 from qrt.kernels.token_inputs.kernel import token_inputs
 from qrt.quant.kv import KV_FORMATS
@@ -30,7 +31,9 @@ for name, dtype, Hq, Hkv, D, attend_cache in (
     out = torch.empty(q.shape, dtype=dtype)
     decode_attention(q, kv, table, index, index, parts, out, name, 0.1)
     chunk = index[:4], index[:5], index[:5], index[:16].view(8, 2), out, 64, attend_cache
-    prefill_attention(q, k, v, kv, table, *chunk, name, 0.1)
+    for hopper in (False, True):
+        hopper_kernel.is_hopper = lambda device: hopper
+        prefill_attention(q, k, v, kv, table, *chunk, name, 0.1)
 for n in (1, 48):
     for decodes in (n, 0):
         token_inputs(index[:n], index[:n], index[:n], index, index.long(), table, decodes, 8, 12)
@@ -42,5 +45,5 @@ for n in (1, 48):
 def test_attention_kernels_compile():
     assert compiled(CODE) == {  # int8 and int4 share what they can
         "_kv_write_kernel": 6, "_attend_kernel": 6, "_gather_kernel": 6,
-        "_prefill_kernel": 4, "_token_inputs": 4,
+        "_prefill_kernel": 4, "_hopper_prefill": 3, "_token_inputs": 4,
     }  # fmt: skip

@@ -13,7 +13,7 @@ loses. kv, slot_table, rows: as for decode_attention. A chunk may be empty.
 tiles int32 [N, 2] are `tiles.plan_tiles` of the chunks. num_cached, on the host, is at least
 cached_start[B], so that a CUDA graph that was recorded once serves all chunks that it has room for.
 
-The kernel rounds what it reads from the cache to q's dtype, but to fp16, and q with it, where q is bf16 and
+The kernels round what they read from the cache to q's dtype, but to fp16, and q with it, where q is bf16 and
 the format quantized: bf16 would round as coarsely as int8 does. fp16 ends at 65504; what is larger is
 infinite there. The reference computes in fp32.
 

@@ -5,7 +5,7 @@ fp32): the price of a format does not grow with the chunk. The second is FlashAt
 a program takes a tile of (token, query head of one KV head) pairs through the cached tokens, then through the
 chunk's own k and v. Both are in the basis of the cache, so one online softmax runs over all of it, and the
 epilogue turns the sum back. Whole heads are tiles [.., 2H], H columns per half head, so that the epilogue can
-part them.
+part them. On Hopper `hopper_kernel` does the work of the second one for the sizes that most models have.
 """
 
 import math
@@ -28,6 +28,7 @@ from qrt.kernels.device import (
 )
 from qrt.kernels.gpu import multiprocessors, shared_bytes
 from qrt.kernels.launch import variant
+from qrt.kernels.prefill_attention.hopper_kernel import fits, hopper_prefill
 from qrt.kernels.prefill_attention.tiles import FIELDS, tile_rows
 from qrt.kernels.sizes import cdiv
 from qrt.quant.kv import KV_FORMATS, KVFormat
@@ -245,23 +246,36 @@ def prefill_attention(
     B = expect(rows, "B", torch.int32, "rows")["B"]
     expect(query_start, "N", torch.int32, "query_start", N=B + 1)
     expect(cached_start, "N", torch.int32, "cached_start", N=B + 1)
-    N = expect(tiles, f"N {FIELDS}", torch.int32, "tiles")["N"]
-    if not N:
+    expect(tiles, f"N {FIELDS}", torch.int32, "tiles")
+    if not len(tiles):
         return
     fmt = KV_FORMATS[format]
     # fp16 holds what a code times its scale is worth, bf16 would round it as coarsely as int8 does
     dtype = torch.float16 if fmt.bits < 16 and q.dtype is torch.bfloat16 else q.dtype
     cached_k, cached_v = (torch.empty(num_cached, Hkv, D, dtype=dtype, device=q.device) for _ in "kv")
     gather(kv, slot_table, rows, cached_start, fmt, cached_k, cached_v)
+    attend = hopper_prefill if fits(q, k, v) else _triton_prefill
+    attend(
+        q, k, v, cached_k, cached_v, tiles, query_start, cached_start,
+        signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e), attend_cache,
+    )  # fmt: skip
+
+
+def _triton_prefill(
+    q: Tensor, k: Tensor, v: Tensor, cached_k: Tensor, cached_v: Tensor, tiles: Tensor, query_start: Tensor,
+    cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, scale: float,
+    attend_cache: bool,
+) -> None:  # fmt: skip
+    """Do what `hopper_prefill` does, of any tensors."""
+    (_, Hq, D), Hkv = q.shape, k.shape[1]
     tiling, H, M = TILINGS[q.itemsize, D <= 128], half_width(D, 1), tile_rows(q.itemsize, D)
-    row_bytes, queries = 2 * H * q.itemsize, 1 + (dtype is not q.dtype)  # q is there in both dtypes
+    row_bytes, queries = 2 * H * q.itemsize, 1 + (cached_k.dtype is not q.dtype)  # q is there in both dtypes
     stages = (shared_bytes(q.device) - queries * M * row_bytes) // (2 * tiling.tokens * row_bytes)
     kernel = variant(
         _prefill_kernel, ATTEND_CACHE=attend_cache, G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=M, TILE=tiling.tokens,
         STAGES=max(1, min(tiling.stages, stages)), FIELDS=FIELDS, num_warps=tiling.warps,
     )  # fmt: skip
     kernel.launch(
-        (Hkv, N), q, k, v, cached_k, cached_v, query_start, cached_start, tiles,
-        signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e),
-        token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
+        (Hkv, len(tiles)), q, k, v, cached_k, cached_v, query_start, cached_start, tiles, rotation, out,
+        scale, token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
     )  # fmt: skip
