@@ -14,6 +14,7 @@ from qrt.kernels.linear import (
     linear_silu_int8,
     prepare,
 )
+from qrt.kernels.linear.weight import Weight
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
@@ -32,7 +33,7 @@ class Linear:
 
     def __init__(self, scheme: str, tensors: tuple[Tensor, ...], bias: Tensor | None = None) -> None:
         self.scheme = scheme
-        self.tensors = list(tensors)
+        self.tensors = Weight(tensors)
         self.bias = bias
         self.int8_tokens = WEIGHT_SCHEMES[scheme].int8_tokens
 

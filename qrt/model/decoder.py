@@ -52,7 +52,8 @@ class DecoderLayer:
         """The rest of a call, from what the heads attended, y [T, Hq*D], by `chain` if `chained`, which takes
         Digits too."""
         if chained:
-            tensors = [x.tensors for x in self._linears(reader)] + ([] if reader else [[]])
+            tensors: list[list[Tensor]] = [x.tensors for x in self._linears(reader)]
+            tensors += [] if reader else [[]]
             x = [y] if isinstance(y, Tensor) else [y.codes, y.facts]
             norms = self.mlp_norm.weight, norm.weight, norm.eps
             return chain(x, residual, *tensors, reader.bias if reader else None, *norms, self.mlp.down.scheme)

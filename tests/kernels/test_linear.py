@@ -12,9 +12,10 @@ from operators import check_operator
 from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from backends import COMPILED, GPU
+from backends import COMPILED, GPU, PTX, PTX_SM
 from qrt.kernels.linear import device as shared
 from qrt.kernels.linear import hopper_kernel, int8_kernel, kernel, linear, tile_plans
+from qrt.kernels.linear.weight import MOST_SIZES, Weight, is_new, ready
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
@@ -228,6 +229,42 @@ def test_gate_and_up_of_other_schemes(device, scheme):
     x = torch.randn(3, 64, device=device)
     want = silu_mul(kernel.linear(x, tensors, None, scheme))
     assert want.shape == (3, 48) and torch.equal(kernel.linear_silu(x, tensors, None, scheme), want)
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("scheme, bits", [("w4a16", 4), ("w8a16", 8), ("w8a8", 8), ("fp16", 0)])
+def test_products_that_a_weight_keeps(device, scheme, bits):
+    """The same bits, whatever x comes between; where Gluon's kernels run, those of many tokens are kept."""
+    dtype = HALF[1] if COMPILED else torch.float32
+    own = WeightData(torch.randn(128, 256).to(dtype)) if scheme == "fp16" else random_weight(
+        128, 256, bits, None, dtype=dtype, device=device
+    )  # fmt: skip
+    tensors = list(WEIGHT_SCHEMES[scheme].prepare(own, device, dtype))
+    weight, bias = Weight(tensors), torch.randn(128, device=device).to(dtype)
+    inputs = [torch.randn(tokens, 256, device=device).to(dtype) for tokens in (130, 3, 130, 0)]
+    for x in (*inputs, inputs[0]):
+        for args in ((None, scheme), (bias, scheme)):
+            assert torch.equal(kernel.linear(x, weight, *args), kernel.linear(x, tensors, *args))
+            assert torch.equal(kernel.linear_silu(x, weight, *args), kernel.linear_silu(x, tensors, *args))
+            if scheme == "w8a8":
+                tokens = int8_kernel.quantize_tokens(x)[:2]
+                for multiply in (kernel.linear_int8, kernel.linear_silu_int8):
+                    got, want = (multiply(*tokens, which, *args, dtype) for which in (weight, tensors))
+                    assert all(map(torch.equal, got, want))
+    kept = {key[0] for key, product in weight.ready.items() if product}
+    own_kernels = device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9 or PTX and PTX_SM == 90
+    names = {"w8a8": {"linear", "int8", "silu int8"}, "fp16": set()}.get(scheme, {"linear", "silu"})
+    assert kept == (names if own_kernels else set())
+
+
+def test_a_weight_keeps_products_of_some_sizes():
+    weight = Weight([torch.zeros(1)])
+    for size in range(3 * MOST_SIZES):
+        assert is_new(weight, size) and ready(weight, size) is None
+        weight.keep(size, torch.neg)
+        assert not is_new(weight, size) and ready(weight, size) is torch.neg
+    assert 0 < len(weight.ready) <= MOST_SIZES
+    assert not is_new([torch.zeros(1)], 0) and ready([torch.zeros(1)], 0) is None
 
 
 def test_descriptors_of_weights_are_made_once_and_keep_no_memory():

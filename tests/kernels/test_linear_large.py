@@ -5,6 +5,7 @@ import torch
 from linear_truth import UNIT
 
 from qrt.kernels.linear import kernel
+from qrt.kernels.linear.weight import Weight
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from random_weights import random_weight, reference, relative
@@ -38,7 +39,7 @@ def test_sizes_of_users(device, scheme, symmetric, n, k):
         n, k, 4 if scheme == "w4a16" else 8, group, symmetric=symmetric, dtype=dtype, device=device
     )
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
-    matrix = weight.dequantize().T
+    matrix, kept = weight.dequantize().T, Weight(tensors)
     for tokens in (1, 2, 7, 16, 33, 64, 65, 128, 129, 301, 1001, 4096, 9001):
         x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
         if scheme == "w8a8":
@@ -50,6 +51,8 @@ def test_sizes_of_users(device, scheme, symmetric, n, k):
         assert y.isfinite().all()
         assert relative(y, want.double()) < 2 * UNIT[dtype], tokens
         assert torch.equal(y, kernel.linear(x, tensors, bias, scheme)), tokens
+        for _ in range(2):
+            assert torch.equal(y, kernel.linear(x, kept, bias, scheme)), tokens
 
 
 @pytest.mark.gpu

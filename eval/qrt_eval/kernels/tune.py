@@ -295,9 +295,10 @@ def _calls(trial: Trial, weights: Sequence[Linear]) -> tuple[Callable[..., objec
     x = torch.randn(tokens, trial.k, device=weights[0].tensors[0].device, dtype=dtype)
     if not trial.gated or trial.scheme != "w8a8":
         operator = linear_silu if trial.gated else linear
-        return operator, [(x, weight.tensors, None, trial.scheme) for weight in weights]
+        return operator, [(x, list(own.tensors), None, trial.scheme) for own in weights]
     codes, scale, dtype = int8_kernel.quantize_tokens(x)
-    return linear_silu_int8, [(codes, scale, own.tensors, None, trial.scheme, dtype) for own in weights]
+    tensors = [list(own.tensors) for own in weights]  # those of a layer keep the first plan
+    return linear_silu_int8, [(codes, scale, own, None, trial.scheme, dtype) for own in tensors]
 
 
 @contextmanager

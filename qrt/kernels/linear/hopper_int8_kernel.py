@@ -7,6 +7,7 @@ gate over its up, a block can hold as many rows of both, and silu(gate) * up is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -221,15 +222,20 @@ def hopper_int8_gemm(
 ) -> None:  # fmt: skip
     """y [T, N] = x @ codes.T scaled; arguments as `int8_gemm`'s, x one that `fits`. y fp32 [S, T, N] takes
     what each split has. With two halves, by a plan that `gates`, y [T, N / 2] = silu(first) * second."""
+    hopper_int8_product(x, codes, scale, arrivals, bias, plan, halves, y.dim() == 3)(x, bias, y)
+
+
+def hopper_int8_product(
+    x: QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None,
+    plan: HopperPlan, halves: int = 1, shares: bool = False,
+) -> Callable[[QuantizedTokens, Tensor | None, Tensor], None]:  # fmt: skip
+    """Return `hopper_int8_gemm` of x, bias and y, for all that are as x and bias: what does not depend on
+    where they lie is worked out."""
     (tokens, k), n = x.codes.shape, codes.shape[0]
     outputs = cdiv(tokens, plan.tokens) * cdiv(n, plan.outputs)
     steps = cdiv(k, INPUTS)
     share, splits = split_evenly(steps, plan.splits, outputs, arrivals.shape[0])
-    shares = y.dim() == 3
-    parts = None
-    if splits > 1 and not shares:
-        room = outputs * splits * plan.tokens * plan.outputs
-        parts = torch.empty(room, dtype=torch.int32, device=codes.device)
+    room = outputs * splits * plan.tokens * plan.outputs if splits > 1 and not shares else 0
     rows = (halves, plan.outputs // halves, INPUTS)
     persistent = plan.persistent > 0 and splits == 1 and steps >= plan.stages
     programs = min(plan.persistent * multiprocessors(codes.device), outputs) if persistent else outputs
@@ -238,9 +244,15 @@ def hopper_int8_gemm(
         SPLIT=splits > 1, SHARES=shares, STAGES=plan.stages, HALVES=halves, PERSISTENT=persistent,
         num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
     )  # fmt: skip
-    kernel.launch(
-        (programs, splits),
-        of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED[2]),
-        of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3]), x.scale, scale, bias, y,
-        parts, arrivals, tokens, n, steps, share,
-    )  # fmt: skip
+    block, shape = (plan.tokens, INPUTS), (halves, n // halves, k)
+    weight = of_weight(codes, shape, torch.int8, rows, SWIZZLED[3])
+
+    def multiply(x: QuantizedTokens, bias: Tensor | None, y: Tensor) -> None:
+        tokens_of_x = of_tokens(aligned(x.codes.contiguous()), block, SWIZZLED[2])
+        parts = torch.empty(room, dtype=torch.int32, device=codes.device) if room else None
+        kernel.launch(
+            (programs, splits), tokens_of_x, weight, x.scale, scale, bias, y, parts, arrivals, tokens, n,
+            steps, share,
+        )  # fmt: skip
+
+    return multiply

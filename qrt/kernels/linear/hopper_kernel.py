@@ -14,6 +14,7 @@ Layout: quant/weight/tiles.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -320,22 +321,31 @@ def wide_gemm(
 ) -> None:  # fmt: skip
     """y [T, N] = x [T, K] @ W.T + bias; x contiguous and one that `fits`. If gated, y [T, N / 2] is
     silu(gate) * up of it, for a plan that `gates` and halves of whole row blocks."""
+    wide_product(x, weight, bias, layout, plan, gated)(x, bias, y)
+
+
+def wide_product(
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, layout: Layout, plan: WidePlan, gated: bool
+) -> Callable[[Tensor, Tensor | None, Tensor], None]:
+    """Return `wide_gemm` of x, bias and y, for all that are as x and bias: what does not depend on where they
+    lie is worked out."""
     blocks, tiles, rows, words = weight.packed.shape
     outputs = cdiv(x.shape[0], plan.tokens) * cdiv(blocks, plan.blocks)
     share, splits = split_evenly(tiles, plan.splits, outputs, weight.out_features)
-    parts = None
-    if splits > 1:
-        room = outputs * splits * plan.tokens * plan.blocks * rows
-        parts = torch.empty(room, dtype=torch.float32, device=x.device)
+    room = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
     each, halves = plan.group_blocks, 2 if gated else 1
     persistent = plan.persistent > 0 and splits == 1
     programs = min(plan.persistent * multiprocessors(x.device), outputs) if persistent else outputs
     kernel = _variant(plan, layout, DTYPES[x.dtype], bias is not None, splits > 1, halves, persistent, PANEL)
-    kernel.launch(
-        (programs, splits), of_planes(x, plan.x_planes, plan.tokens, words),
-        *of_tiles(weight, each, halves), bias, y, parts, weight.arrivals, x.shape[0],
-        weight.out_features, outputs, tiles, share,
-    )  # fmt: skip
+    descriptors = of_tiles(weight, each, halves)
+    others = weight.arrivals, x.shape[0], weight.out_features, outputs, tiles, share
+
+    def multiply(x: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        planes = of_planes(x, plan.x_planes, plan.tokens, words)
+        parts = torch.empty(room, dtype=torch.float32, device=x.device) if room else None
+        kernel.launch((programs, splits), planes, *descriptors, bias, y, parts, *others)
+
+    return multiply
 
 
 @cache

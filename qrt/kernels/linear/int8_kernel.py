@@ -20,10 +20,12 @@ from qrt.kernels.linear.hopper_int8_kernel import (
     fits,
     gates,
     hopper_int8_gemm,
+    hopper_int8_product,
     hopper_plan,
 )
 from qrt.kernels.linear.order_kernel import in_panels
 from qrt.kernels.linear.split_kernel import split_evenly, sum_splits
+from qrt.kernels.linear.weight import Product
 from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.kernels.tuned import configs, plan_of
 from qrt.quant.device import store_token
@@ -173,6 +175,26 @@ def gated_int8_gemm(
     y = torch.empty(x.codes.shape[0], codes.shape[0] // 2, dtype=x.dtype, device=codes.device)
     hopper_int8_gemm(x, codes, scale, arrivals, bias, y, chosen, halves=2)
     return y
+
+
+def int8_product(
+    x: QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None,
+    gated: bool = False,
+) -> Product | None:  # fmt: skip
+    """Return `int8_gemm` (or `gated_int8_gemm`) of bias and all that are as x, if Hopper's kernel multiplies
+    them."""
+    (tokens, n), chosen = (x.codes.shape[0], codes.shape[0]), _chosen(x, codes.shape[0])
+    if not tokens or not isinstance(chosen, HopperPlan) or (gated and not gates(chosen)):
+        return None
+    multiply = hopper_int8_product(x, codes, scale, arrivals, bias, chosen, 2 if gated else 1)
+    size = tokens, n // 2 if gated else n
+
+    def product(x: QuantizedTokens, bias: Tensor | None) -> Tensor:
+        y = torch.empty(size, dtype=x.dtype, device=x.codes.device)
+        multiply(x, bias, y)
+        return y
+
+    return product
 
 
 def int8_gemm(

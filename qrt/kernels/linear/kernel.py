@@ -26,8 +26,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qrt.kernels.gpu import multiprocessors, overlaps, shared_bytes
 from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.linear import digits_kernel, hopper_16bit_kernel
-from qrt.kernels.linear.hopper_kernel import fits, wide_gemm
-from qrt.kernels.linear.int8_kernel import gated_int8_gemm, gated_plan, int8_gemm, quantize_tokens
+from qrt.kernels.linear.hopper_kernel import fits, wide_gemm, wide_product
+from qrt.kernels.linear.int8_kernel import (
+    gated_int8_gemm,
+    gated_plan,
+    int8_gemm,
+    int8_product,
+    quantize_tokens,
+)
 from qrt.kernels.linear.split_kernel import sum_splits
 from qrt.kernels.linear.tile_plans import (
     PLANS,
@@ -39,6 +45,7 @@ from qrt.kernels.linear.tile_plans import (
     wide_plan,
     width_of,
 )
+from qrt.kernels.linear.weight import Product, is_new, ready
 from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8, silu_times
 from qrt.kernels.tuned import configs, plan_of
 from qrt.quant.tokens import QuantizedTokens
@@ -300,22 +307,60 @@ GATED = Gemms(gated_tile_gemm, gated_int8_gemm, plain_gemm)
 SHARED = Gemms(tile_gemm, partial(int8_gemm, shares=True), plain_gemm)
 
 
+def _tile_product(
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, kind: TiledScheme, gated: bool
+) -> Product | None:  # fmt: skip
+    """Return the product of bias and all that have x's shape by `wide_gemm`, if that multiplies them."""
+    chosen, n = _chosen(x, weight, kind.bits), weight.out_features
+    fits_wide = isinstance(chosen, WidePlan) and (not gated or (chosen.gates and n % (2 * TILE_ROWS) == 0))
+    if not fits_wide or not x.shape[0] or weight.perm.numel() or digits_kernel.fits(x, weight, kind.bits):
+        return None
+    multiply = wide_product(x, weight, bias, _layout(weight, kind.bits, kind.unpacker()), chosen, gated)
+    size = x.shape[0], n // 2 if gated else n
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        y = torch.empty(size, dtype=x.dtype, device=x.device)
+        multiply(x.contiguous(), bias, y)
+        return y
+
+    return product
+
+
+def _product(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Product | None:
+    """`_tile_product`, or `int8_product` behind `quantize_tokens`."""
+    kind = WEIGHT_SCHEMES[scheme]
+    if isinstance(kind, TiledScheme):
+        return _tile_product(x, TiledWeight(*weight), bias, kind, False)
+    if not kind.int8_tokens:
+        return None
+    tokens = QuantizedTokens(torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x)), x.dtype)
+    multiply = int8_product(tokens, *weight, bias)
+    return multiply and (lambda x, bias: multiply(quantize_tokens(x.contiguous()), bias))
+
+
 def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
     """`qrt::linear` on CUDA tensors."""
-    return WEIGHT_SCHEMES[scheme].linear_triton(x, weight, bias, GEMMS)
+    key = "linear", x.shape, x.dtype, bias is None
+    if product := ready(weight, key):
+        return product(x, bias)
+    y = WEIGHT_SCHEMES[scheme].linear_triton(x, weight, bias, GEMMS)
+    if is_new(weight, key):
+        weight.keep(key, _product(x, weight, bias, scheme))
+    return y
 
 
 def linear_int8(
-    codes: Tensor,
-    token_scale: Tensor,
-    weight: Sequence[Tensor],
-    bias: Tensor | None,
-    scheme: str,
+    codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`qrt::linear_int8` on CUDA tensors."""
-    tokens = QuantizedTokens(codes, token_scale, dtype)
-    return WEIGHT_SCHEMES[scheme].linear_int8_triton(tokens, weight, bias, GEMMS)
+    key, tokens = ("int8", codes.shape, dtype, bias is None), QuantizedTokens(codes, token_scale, dtype)
+    if product := ready(weight, key):
+        return product(tokens, bias)
+    y = WEIGHT_SCHEMES[scheme].linear_int8_triton(tokens, weight, bias, GEMMS)
+    if is_new(weight, key):
+        weight.keep(key, int8_product(tokens, *weight, bias))
+    return y
 
 
 def linear_shares(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
@@ -332,23 +377,29 @@ def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tens
 
 def linear_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
     """`qrt::linear_silu` on CUDA tensors."""
-    chosen = WEIGHT_SCHEMES[scheme]
-    if isinstance(chosen, TiledScheme):
-        return chosen.linear_triton(x, weight, bias, GATED)
-    return silu_mul(chosen.linear_triton(x, weight, bias, GEMMS))
+    key, kind = ("silu", x.shape, x.dtype, bias is None), WEIGHT_SCHEMES[scheme]
+    if product := ready(weight, key):
+        return product(x, bias)
+    if not isinstance(kind, TiledScheme):
+        return silu_mul(kind.linear_triton(x, weight, bias, GEMMS))
+    y = kind.linear_triton(x, weight, bias, GATED)
+    if is_new(weight, key):
+        weight.keep(key, _tile_product(x, TiledWeight(*weight), bias, kind, True))
+    return y
 
 
 def linear_silu_int8(
-    codes: Tensor,
-    token_scale: Tensor,
-    weight: Sequence[Tensor],
-    bias: Tensor | None,
-    scheme: str,
+    codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`qrt::linear_silu_int8` on CUDA tensors."""
-    tokens, chosen = QuantizedTokens(codes, token_scale, dtype), WEIGHT_SCHEMES[scheme]
-    if gated_plan(tokens, chosen.out_features(weight)) is None:
-        return silu_mul_int8(chosen.linear_int8_triton(tokens, weight, bias, GEMMS))
-    quantized = quantize_tokens(chosen.linear_int8_triton(tokens, weight, bias, GATED))
-    return quantized.codes, quantized.scale
+    key, tokens = ("silu int8", codes.shape, dtype, bias is None), QuantizedTokens(codes, token_scale, dtype)
+    if product := ready(weight, key):
+        return quantize_tokens(product(tokens, bias))[:2]
+    kind = WEIGHT_SCHEMES[scheme]
+    if gated_plan(tokens, kind.out_features(weight)) is None:
+        return silu_mul_int8(kind.linear_int8_triton(tokens, weight, bias, GEMMS))
+    y = kind.linear_int8_triton(tokens, weight, bias, GATED)
+    if is_new(weight, key):
+        weight.keep(key, int8_product(tokens, *weight, bias, gated=True))
+    return quantize_tokens(y)[:2]

@@ -1,0 +1,39 @@
+"""Weights of layers: they keep how they are multiplied, so that it is worked out once for each size of x."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from torch import Tensor
+
+MOST_SIZES = 64  # of x; a server's steps are padded to about as many
+
+Product = Callable[..., Tensor]
+
+
+class Weight(list[Tensor]):
+    """The tensors of one weight, as operators take them, and the products that were made ready for it.
+
+    A product is a function of what is multiplied, with its plan, grid, kernel and the TMA descriptors of the
+    weight settled. The first plan stays: a list of the same tensors has none.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__(tensors)
+        self.ready: dict[Hashable, Product | None] = {}
+
+    def keep(self, key: Hashable, product: Product | None) -> None:
+        """Keep the product of what has this key; None: there is none to keep."""
+        if len(self.ready) >= MOST_SIZES:
+            self.ready.clear()
+        self.ready[key] = product
+
+
+def ready(weight: Sequence[Tensor], key: Hashable) -> Product | None:
+    """Return the product that a `Weight` keeps under a key; None for other lists."""
+    return weight.ready.get(key) if type(weight) is Weight else None
+
+
+def is_new(weight: Sequence[Tensor], key: Hashable) -> bool:
+    """Whether a `Weight` has still to be told what to keep under a key."""
+    return type(weight) is Weight and key not in weight.ready
