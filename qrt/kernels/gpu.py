@@ -1,5 +1,7 @@
 """What a device is, as launchers ask: torch only, so that the host side of an operator may ask too."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +14,30 @@ def launches_on(device: torch.device) -> torch.cuda.device:
     """Within it kernels are launched on this GPU: Triton and graphs take the thread's current one, wherever
     their tensors are. Of a CPU nothing."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+@lru_cache(maxsize=8)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Launch what is within it on a second stream, beside what follows up to `together`. Both streams take
+    part in a CUDA graph that is recorded. Nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
+
+
+def together(device: torch.device) -> None:
+    """Let what follows wait for what was launched `aside`."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
 
 
 @lru_cache(maxsize=8)

@@ -23,7 +23,7 @@ class DecodeMeta:
     """The decoding requests, one query token each.
 
     rows     [Bd] int32     each request's row of the slot table
-    kv_lens  [Bd] int32     tokens to attend, the new one included (0: a padding row, output unspecified)
+    kv_lens  [Bd] int32     tokens to attend, the new one included (0: a padding row; -1: no decode)
     parts    [P, 8] int32   what the KV is cut into, from `decode_attention.plan`, once per step
     newest   each is its request's newest token and the only one of it in the step
     """

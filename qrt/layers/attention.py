@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qrt.kernels.decode_attention import append_attention, decode_attention
 from qrt.kernels.decode_attention.blocks import block_of
+from qrt.kernels.gpu import aside, together
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
 from qrt.kernels.step import DecodeMeta, StepMeta
@@ -99,10 +100,25 @@ class Attention:
         return step.decode if block_of(block, self.head_dim, q.dtype).appends else None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer) -> Tensor:
-        """[T, Hq, D]: the first `num_decodes` tokens attend the cache, those of chunks prefix and chunk."""
+        """[T, Hq, D]: the first `num_decodes` tokens attend the cache, those of chunks prefix and chunk.
+
+        Where there are both, they run side by side: the former wait for memory, the latter for products.
+        """
         out = step.attended
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if step.decode is None or step.prefill is None:
+            self._attend_chunks(q, k, v, step, kv, out)
+            self._attend_decodes(q, step, kv, out)
+        else:
+            with aside(q.device):
+                self._attend_chunks(q, k, v, step, kv, out)
+            self._attend_decodes(q, step, kv, out)
+            together(q.device)
+        return out
+
+    def _attend_decodes(self, q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor) -> None:
+        """Write what the tokens that decode, if there are any, attend to out [T, Hq, D]."""
         if decode := step.decode:
             decode_attention(
                 q[: step.num_decodes],
@@ -116,7 +132,12 @@ class Attention:
                 self.scale,
                 decode.newest,
             )
-        if chunks := step.prefill:  # second: a recorded step has tokens of chunks among those that may decode
+
+    def _attend_chunks(
+        self, q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer, out: Tensor
+    ) -> None:
+        """Write what the tokens of chunks, if there are any, attend to out [T, Hq, D]."""
+        if chunks := step.prefill:
             prefill_attention(
                 q,
                 k,
@@ -133,4 +154,3 @@ class Attention:
                 kv.format,
                 self.scale,
             )
-        return out

@@ -328,6 +328,23 @@ def test_operator(device):
     check_operator("decode_attention", args)
 
 
+@BOTH
+def test_a_query_of_no_decode_is_left_alone(device, attention):
+    """One that a recorded step has among those that may decode; a request without tokens gets zeros."""
+    held, q = (
+        cache("int8", [90, 40, 7], 2, 64, torch.float16, device),
+        queries(3, 4, 64, torch.float16, device, "int8"),
+    )
+    for lens in ([90, -1, 0], [-1, -1, 7], [-1, -1, -1]):
+        held.kv_lens.copy_(torch.tensor(lens))
+        parts = plan_parts(held.rows, held.kv_lens, 2, PROGRAMS)
+        assert int((parts[:, 0] >= 0).sum()) == sum(n >= 0 for n in lens)
+        out = torch.full_like(q, 5.0)
+        attention(q, held.buffers, held.slot_table, held.rows, held.kv_lens, parts, out, "int8", 0.125, True)
+        for n, row in zip(lens, out, strict=True):
+            assert (row == 5.0).all() if n < 0 else not row.any() if n == 0 else (row != 5.0).any()
+
+
 def plain(name, lens, Hkv, D, dtype, device, extra=0) -> Cache:
     """Random bits in consecutive slots, from slot `extra` on: big caches, quickly."""
     total = sum(lens)

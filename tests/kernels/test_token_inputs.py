@@ -31,7 +31,7 @@ def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
     lens = [int(p) + 1 if p >= 0 else int(length[r]) for r, p in zip(rows, position, strict=True)]
     places = [max(n - 1, 0) for n in lens]
     assert got[0].tolist() == [int(i if i >= 0 else last[r]) for i, r in zip(ids, rows, strict=True)]
-    alone = [n if p < 0 else 0 for n, p in zip(lens, position.tolist(), strict=True)][:decodes]
+    alone = [n if p < 0 else -1 for n, p in zip(lens, position.tolist(), strict=True)][:decodes]
     assert got[1].tolist() == places and got[3].tolist() == alone
     assert got[2].tolist() == [int(table[r, p]) for r, p in zip(rows, places, strict=True)]
     assert [x.dtype for x in got] == [torch.int64] + [torch.int32] * 4

@@ -6,7 +6,7 @@ q [B, Hq, D] (heads contiguous, any token stride), in the basis of the cache; kv
 order of `KVFormat.buffers`; slot_table int32 [R, L]: row r, column p holds the slot of position p;
 rows, kv_lens int32 [B]: row of the table, tokens to attend; parts int32 [P, 8]: how they are cut (`plan`).
 Query head h reads KV head h // (Hq/Hkv). Writes softmax(scale * q K^T) V to out [B, Hq, D], contiguous, in
-q's dtype and the model's basis; zeros where kv_lens is 0.
+q's dtype and the model's basis; zeros where kv_lens is 0, and nothing where it is -1.
 
 append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, parts, out, format, scale)
 

@@ -47,8 +47,8 @@ def plan_parts(rows: Tensor, kv_lens: Tensor, num_kv_heads: int, heads_per_sm: i
     if not len(kv_lens):
         return cut(rows, kv_lens, kv_lens, room)
     cuts = torch.arange(1, max_cuts(len(kv_lens)) + 1, device=kv_lens.device)
-    lengths = (_cdiv(_cdiv(kv_lens.max(), cuts), UNIT) * UNIT).clamp(min=MIN_PART)
-    parts = _cdiv(kv_lens, lengths[:, None]).clamp(min=1).sum(1)
+    lengths = (_cdiv(_cdiv(kv_lens.max().clamp(min=0), cuts), UNIT) * UNIT).clamp(min=MIN_PART)
+    parts = _counts(kv_lens, lengths[:, None]).sum(1)
     cost = _cdiv(parts, programs) * (lengths + STARTUP)
     cost = cost.where((parts <= room) | (cuts == 1), torch.iinfo(cost.dtype).max >> 8)
     best = torch.argmin(cost * CUTS[1] + cuts - 1)  # of equals the fewest
@@ -59,9 +59,10 @@ def cut(rows: Tensor, kv_lens: Tensor, lengths: Tensor, room: int) -> Tensor:
     """Parts of lengths [B] tokens of each request, the last one shorter, in order: int32 [room, FIELDS].
 
     A part: request, its row of the slot table, first token, end, which part of the request it is, of how many
-    (1 of none for a request without tokens), two that are not used. Entries without a part have request -1.
+    (1 of none for a request without tokens), two that are not used. Entries without a part have request -1;
+    a request of -1 tokens has none.
     """
-    counts = _cdiv(kv_lens, lengths.clamp(min=1)).clamp(min=1)
+    counts = _counts(kv_lens, lengths.clamp(min=1))
     ends = counts.cumsum(0)
     entry = torch.arange(room, device=rows.device)
     request = torch.searchsorted(ends, entry, right=True)
@@ -75,6 +76,11 @@ def cut(rows: Tensor, kv_lens: Tensor, lengths: Tensor, room: int) -> Tensor:
     fields = (request, rows[request], start, end, index, counts[request])
     parts[:, : len(fields)] = torch.where(live[:, None], torch.stack(fields, 1), -1).int()
     return parts
+
+
+def _counts(kv_lens: Tensor, lengths: Tensor) -> Tensor:
+    """Parts of each request."""
+    return _cdiv(kv_lens, lengths).clamp(min=1).where(kv_lens >= 0, 0)
 
 
 def _cdiv(x: Tensor, y: Tensor | int) -> Tensor:

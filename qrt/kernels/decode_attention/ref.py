@@ -30,11 +30,10 @@ def decode_attention(
     """See the package's docstring; `parts` and `newest` do not matter here."""
     longest = int(kv_lens.max()) if len(kv_lens) else 0
     many = max(1, GATHER_TOKENS // max(longest, 1))
-    for first in range(0, len(q), many):
-        part = slice(first, first + many)
-        length = int(kv_lens[part].max())
-        slots = slot_table[rows[part], :length]
-        out[part] = _attend(q[part], kv, slots, kv_lens[part], format, scale)
+    attending = (kv_lens >= 0).nonzero()[:, 0]
+    for part in attending.split(many) if len(attending) else ():
+        slots = slot_table[rows[part], : int(kv_lens[part].max())]
+        out[part] = _attend(q[part], kv, slots, kv_lens[part], format, scale).to(out.dtype)
 
 
 def _attend(

@@ -8,9 +8,9 @@ token_inputs(rows int32 [T], given int32 [T], tokens int32 [T], length int32 [R]
 
 Token t belongs to row rows[t] of tables of R requests. given[t] is its position and tokens[t] itself; where
 they are negative it is the last token of the request, which decodes: position length - 1, id last_token.
-slots are those of the positions. Of the first `decodes` tokens kv_lens are positions + 1, but 0 where the
-position is given, or the row has no tokens (position 0 then); parts are `plan_parts` of them, none where
-`decodes` is 0. One launch where torch would take three dozen, in every step.
+slots are those of the positions. Of the first `decodes` tokens kv_lens are positions + 1, but -1 where the
+position is given, and 0 where the row has no tokens (position 0 then); parts are `plan_parts` of them, none
+where `decodes` is 0. One launch where torch would take three dozen, in every step.
 
 advance(rows int64 [S], tokens int64 [S], drawn int32 [S] | None, last_token int64 [R], length int32 [R])
 

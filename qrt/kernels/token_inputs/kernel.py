@@ -49,12 +49,13 @@ def _token_inputs(
         tl.store(ids + t, tl.where(token < 0, last, token.to(tl.int64)), mask=real)
         tl.store(positions + t, position, mask=real)
         tl.store(slots + t, slot, mask=real)
-        tl.store(kv_lens + t, tl.where(at < 0, lens, 0), mask=t < decodes)
+        tl.store(kv_lens + t, tl.where(at < 0, lens, -1), mask=t < decodes)
         return
     t = tl.arange(0, T)
     real = t < decodes
     row, at, lens = _known(rows, given, length, t, real)
-    lens = tl.where(real & (at < 0), lens, 0)
+    real &= at < 0
+    lens = tl.where(real, lens, 0)
     cuts = tl.arange(0, CUTS) + 1
     part = tl.maximum(tl.cdiv(tl.cdiv(tl.max(lens, 0), cuts), UNIT) * UNIT, MIN_PART)
     counts = tl.maximum(tl.cdiv(lens[None, :], part[:, None]), 1)

@@ -38,7 +38,7 @@ def token_inputs(
     positions = (kv_lens - 1).clamp(min=0)
     ids = torch.where(tokens < 0, last_token[rows], tokens.long())
     slots = slot_table[rows.long(), positions.long()]
-    kv_lens = torch.where(given < 0, kv_lens, 0)[:decodes]
+    kv_lens = torch.where(given < 0, kv_lens, -1)[:decodes]
     if decodes:
         parts = plan_parts(rows[:decodes], kv_lens, num_kv_heads, heads_per_sm)
     else:
