@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
+from qrt.engine.garbage import short_collections
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.llm import engine_config
@@ -102,7 +103,10 @@ class AsyncLLM:
         await self._start()
         self._running[collector.request_id] = collector
         try:
-            with contextlib.closing(await self.client.submit([collector])) as stream:
+            with (
+                contextlib.closing(await self.client.submit([collector])) as stream,
+                short_collections(),
+            ):
                 while not collector.finished:
                     await anext(stream)
                     while stream.waiting:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
+from qrt.engine.garbage import short_collections
 from qrt.engine.logprobs import Scores, concat
 from qrt.engine.output import RequestDelta
 from qrt.engine.preflight import preflight
@@ -121,7 +121,7 @@ class LLM:
                     self.engine.add(engine_id, ids, own, priority=first, cache_salt=salt)
             tokens = 0
             with (
-                _uncollected(),
+                short_collections(),
                 tqdm(total=len(collectors), desc="Processed prompts", disable=not use_tqdm) as bar,
             ):
                 for delta in self._deltas():
@@ -192,7 +192,7 @@ class LLM:
         with self._running(parts):
             for request_id, ids in zip(parts, token_ids, strict=True):
                 self.engine.add(request_id, ids, params, generate=False)
-            with _uncollected():
+            with short_collections():
                 for delta in self._deltas():
                     if delta.prompt_scores is not None:
                         parts[delta.request_id].append(delta.prompt_scores)
@@ -287,20 +287,6 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
             )
         given[field] = value
     return EngineConfig(model, **given)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep all objects that there are out of garbage collections meanwhile: a full one holds the engine for
-    0.1 s. Nothing happens where the caller keeps some out already."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _rate(count: int, bar: Any) -> str:

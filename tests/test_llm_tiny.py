@@ -155,11 +155,12 @@ def test_without_detokenizing_the_ids_are_the_same(llm):
         SamplingParams(stop="\n", detokenize=False)
 
 
-def test_garbage_collection_leaves_out_what_was_there_before(llm, monkeypatch):
+def test_full_garbage_collections_are_short_while_it_runs(llm, monkeypatch):
     gc.unfreeze()  # what other tests have left out
     frozen, step = [], llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: (frozen.append(gc.get_freeze_count()), step())[1])
     llm.generate("The", GREEDY, use_tqdm=False)
+    llm.score([[5, 6, 7]])
     assert min(frozen) > 1000 and gc.get_freeze_count() == 0
     monkeypatch.setattr(
         llm.engine, "step", lambda: [RequestDelta(next(iter(llm.engine.scheduler._requests)), error="x")]
@@ -167,13 +168,6 @@ def test_garbage_collection_leaves_out_what_was_there_before(llm, monkeypatch):
     with pytest.raises(QrtError, match="failed in a step: x"):
         llm.generate("The", GREEDY, use_tqdm=False)
     assert gc.get_freeze_count() == 0
-    gc.freeze()
-    try:
-        monkeypatch.setattr(llm.engine, "step", step)
-        llm.generate("The", GREEDY, use_tqdm=False)
-        assert gc.get_freeze_count() > 1000, "what the caller keeps out stays out"
-    finally:
-        gc.unfreeze()
 
 
 def test_the_best_of_several_are_the_likeliest(llm):

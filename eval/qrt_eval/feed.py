@@ -12,6 +12,7 @@ from typing import Any
 
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
+from qrt.engine.garbage import short_collections
 from qrt.engine.output import RequestDelta
 from qrt.errors import QrtError
 from qrt_eval.lengths import Request
@@ -54,6 +55,7 @@ class Feed:
     timeline: dict[str, Any] | None
 
 
+@short_collections()
 def feed(
     engine: Engine,
     requests: Sequence[Request],

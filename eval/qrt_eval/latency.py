@@ -20,6 +20,7 @@ from rich.table import Table
 
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
+from qrt.engine.garbage import short_collections
 from qrt.errors import ConfigError
 from qrt.location import model_name
 from qrt.model.decoder import Decoder
@@ -84,6 +85,7 @@ def random_decoder(name: str, scheme: str, head_bits: int = 16) -> Decoder:
     return random_model(shape(name), scheme, head_bits=head_bits, device=device, dtype=torch.bfloat16)
 
 
+@short_collections()
 def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None) -> dict[str, Any]:
     """Times of `batch` random prompts of `input_len` tokens, each decoding `output_len` tokens greedily."""
     input_len, output_len = arguments.input_len, arguments.output_len

@@ -108,15 +108,18 @@ def test_several_are_aborted_at_once_and_the_tokenizer_is_that_of_transformers()
     async def run():
         llm = AsyncLLM("tiny", kv="int8")
         assert isinstance(llm.get_tokenizer(), PreTrainedTokenizerBase)
+        gc.unfreeze()
         running = {name: llm.generate("The", LONG, request_id=name) for name in "abc"}
         for outputs in running.values():
             await anext(outputs)
+        assert gc.get_freeze_count() > 1000, "full collections are short meanwhile"
         await llm.abort(name for name in ("a", "not there", "b"))
         for name in "ab":
             assert (await last(running[name])).outputs[0].finish_reason == "abort"
         assert not (await anext(running["c"])).finished
         await llm.abort("c")
         assert (await last(running["c"])).outputs[0].finish_reason == "abort"
+        assert gc.get_freeze_count() == 0
         await llm.shutdown()
 
     asyncio.run(run())

@@ -1,0 +1,44 @@
+"""Garbage collections while an engine runs in its user's process."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from qrt.engine.garbage import short_collections
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_out() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+def test_what_is_there_is_left_out_until_the_last_one_ends():
+    first, second = short_collections(), short_collections()
+    first.__enter__()
+    assert gc.get_freeze_count() > 1000
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_freeze_count() > 1000
+    second.__exit__(None, None, None)
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(KeyError), short_collections():
+        raise KeyError
+    assert gc.get_freeze_count() == 0
+
+
+def test_new_garbage_is_collected_meanwhile():
+    with short_collections():
+        cycle: list = []
+        cycle.append(cycle)
+        del cycle
+        assert gc.collect() >= 1
+
+
+def test_what_the_user_leaves_out_stays_out():
+    gc.freeze()
+    with short_collections():
+        pass
+    assert gc.get_freeze_count() > 1000
