@@ -59,7 +59,10 @@ class Adjustment:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of one request are drawn. temperature 0: greedy; top_k 0, top_p 1, min_p 0: off."""
+    """How the tokens of one request are drawn. temperature 0: greedy; top_k 0, top_p 1, min_p 0: off.
+
+    plain   whether temperature and seed say all; it is asked of each request in each step
+    """
 
     temperature: float
     top_k: int
@@ -68,16 +71,16 @@ class Sampling:
     num_logprobs: int | None
     min_p: float = 0.0
     adjustment: Adjustment | None = None
+    plain: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        plain = not self.filtered and self.adjustment is None and self.num_logprobs is None
+        object.__setattr__(self, "plain", plain)
 
     @property
     def filtered(self) -> bool:
         """Whether tokens are left out before drawing."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    @property
-    def plain(self) -> bool:
-        """Whether temperature and seed say all."""
-        return not self.filtered and self.adjustment is None and self.num_logprobs is None
 
 
 class Admission(NamedTuple):
