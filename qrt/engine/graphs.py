@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -249,8 +250,6 @@ class TokenSteps:
         self._compile(steps)
         for body, size in tqdm(steps, desc="Recording CUDA graphs", unit="graph"):
             self._pad(body, size)
-            body(size)  # loads its kernels
-            torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             with _garbage_left(), torch.cuda.graph(graph, pool=pool, stream=stream):
                 result = body(size)
@@ -259,13 +258,33 @@ class TokenSteps:
         logger.info("recorded %d CUDA graphs: %.1f s, %.2f GiB", len(steps), took, memory / GIB)
 
     def _compile(self, steps: Sequence[tuple[Callable[[int], Tensor], int]]) -> None:
-        """Compile the kernels of all steps, several at a time."""
+        """Compile the kernels of all steps, several at a time, and load them: by the first layers alone, as
+        the others have the same."""
         from qrt.kernels.launch import compiling  # with Triton, which is only where GPUs are
 
-        with compiling():
-            for body, size in steps:
-                self._pad(body, size)
-                body(size)
+        whole, self._model = self._model, self._model.of_layers(self._distinct_layers())
+        try:
+            with compiling():
+                self._run_all(steps)
+            self._run_all(steps)
+            torch.cuda.synchronize(self._table.device)
+        finally:
+            self._model = whole
+
+    def _run_all(self, steps: Sequence[tuple[Callable[[int], Tensor], int]]) -> None:
+        """Run steps of padding, kernel by kernel."""
+        for body, size in steps:
+            self._pad(body, size)
+            body(size)
+
+    def _distinct_layers(self) -> int:
+        """Return how many first layers have all kinds of layers in them, and all kinds that follow them."""
+        kinds = [
+            (self._kv.layer(i).format, *(linear.scheme for linear in layer.linears()))
+            for i, layer in enumerate(self._model.layers)
+        ]
+        pairs = list(pairwise([*kinds, None]))
+        return min(len(kinds), 2 + max(pairs.index(pair) for pair in pairs[:-1])) if len(pairs) > 1 else 1
 
     @torch.inference_mode()
     def run_largest(self) -> None:

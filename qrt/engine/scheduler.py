@@ -37,6 +37,8 @@ from qrt.mem.slots import Ints
 
 # Steps of more tokens that are padded take longer by that; below, the weights' bytes are what counts.
 PADDED_TOKENS = 512
+# Of so many rows one may be empty while requests wait, until several can be given away in one step.
+ROWS_PER_ADMISSION = 64
 # Before the chunks of a step together, unless one context is longer: K and V of them are laid out for it.
 CACHED_TOKENS = 1 << 16
 # Plans for which a request without room is not looked at: until then the expected peak has hardly fallen.
@@ -87,6 +89,7 @@ class Scheduler:
         self._planned: deque[list[Request]] = deque()  # of launched steps, in the order of `Plan.works`
         # each running request needs a token of the budget for its decode
         self._rows = list(range(min(limits.max_num_seqs, limits.max_num_batched_tokens)))[::-1]
+        self._admitted_at_once = len(self._rows) // ROWS_PER_ADMISSION
         self._growth = Growth(kv)
         self._unpublished = Unpublished()
         self._growing: Growing | None = None  # of the plan in the making
@@ -171,6 +174,8 @@ class Scheduler:
                 cached -= prefilling[-1][1].start
         admitted = []
         self._growing = None
+        if not prefilling and self._waits_for_rows():
+            budget = 0
         while budget > 0 and (new := self._admit(cached)):
             admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output)))
             prefilling.append((new, self._chunk(new, budget)))
@@ -314,6 +319,11 @@ class Scheduler:
         _remove(self.running, request)
         self._unpublished.remove(request)
         self._refused = None
+
+    def _waits_for_rows(self) -> bool:
+        """Whether it is better to let more requests end before others take their rows: where more wait than
+        there are rows, the prompts of several in one step take less time than one after the other."""
+        return len(self._rows) < min(self._admitted_at_once, len(self.waiting))
 
     def _admit(self, room: int) -> Request | None:
         """Start the first waiting request, whose prefix in the cache has at most `room` tokens; None when

@@ -65,6 +65,10 @@ class DecoderLayer:
         """Those behind attention, up to the one that reads the next norm."""
         return [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
 
+    def linears(self) -> tuple[Linear, ...]:
+        """Every Linear of it."""
+        return self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
+
     def chained(self, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> bool:
         """Whether `chain` takes what is between the attention of two layers."""
         linears = self._linears(reader)
@@ -109,6 +113,10 @@ class Decoder:
                 x = layer(norm, reader, x, residual, step, kv.layer(i), self.rope)
         return x
 
+    def of_layers(self, count: int) -> Decoder:
+        """Return a decoder of the first `count` layers, between the same embedding and head."""
+        return Decoder(self.config, self.embed, self.layers[:count], self.norm, self.head, self.rope)
+
     def blocks(self) -> Iterator[tuple[DecoderLayer, RMSNorm]]:
         """Each layer with the norm that follows it, the final one last."""
         return zip(self.layers, [layer.norm for layer in self.layers[1:]] + [self.norm], strict=True)
@@ -137,7 +145,7 @@ class Decoder:
     def linears(self) -> Iterator[Linear]:
         """Every Linear, the head last."""
         for layer in self.layers:
-            yield from (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
+            yield from layer.linears()
         yield self.head
 
     def parameters(self) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from qrt.engine.table import RequestTable
 from qrt.errors import ConfigError
 from qrt.kernels.prefill_attention.tiles import NONE
 from qrt.mem.storage import KVStorage
+from qrt.model.decoder import Decoder
 from qrt.quant.kv import KV_FORMATS
 from tiny_models import random_checkpoint
 
@@ -211,10 +212,29 @@ def test_kernels_of_every_size_compile_before_the_first_graph(folder, monkeypatc
     recording.install(monkeypatch)
     monkeypatch.setattr("qrt.kernels.launch.compiling", compiling)
     runner = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20)).runner
-    model, hidden = runner.model, runner.model.hidden
-    monkeypatch.setattr(model, "hidden", lambda step, kv: sizes.append(len(step.tokens)) or hidden(step, kv))
-    TokenSteps(model, runner.kv, runner.table, [1, 2], [16]).record()
+    hidden = Decoder.hidden
+
+    def noted(model, step, kv):
+        sizes.append(len(step.tokens))
+        return hidden(model, step, kv)
+
+    monkeypatch.setattr(Decoder, "hidden", noted)
+    TokenSteps(runner.model, runner.kv, runner.table, [1, 2], [16]).record()
     assert compiled == [16, 16, 2, 1, 2, 1] and len(recording) == 8  # two draw from hidden states
+
+
+@pytest.mark.parametrize("formats,count", [
+    (["int8"] * 6, 2), (["fp16", *["int4"] * 5], 3), ([*["int4"] * 5, "fp16"], 6), (["int4"], 1),
+    (["fp16", "int4", "fp16", "int4"], 3), (["fp16", "fp16", "int4", "int4"], 4),
+])  # fmt: skip
+def test_kernels_are_compiled_by_the_first_layers_that_are_unlike(folder, formats, count):
+    """Those of all kinds, and of all kinds that one follows."""
+    runner = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20)).runner
+    model, config = runner.model, runner.model.config
+    kinds = [KV_FORMATS[name] for name in formats]
+    layers = Decoder(config, model.embed, [model.layers[0]] * len(kinds), model.norm, model.head, model.rope)
+    kv = KVStorage(kinds, 16, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
+    assert TokenSteps(layers, kv, runner.table, [1])._distinct_layers() == count
 
 
 def test_an_engine_that_is_gone_leaves_no_garbage(folder, monkeypatch):

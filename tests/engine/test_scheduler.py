@@ -322,3 +322,21 @@ def test_prompts_alone_are_not_shortened():
     scheduler = Scheduler(KVManager(4096), Limits(4096, 4, 1400, step_sizes=(512, 1024, 1280)))
     scheduler.add("a", np.arange(1030, dtype=np.int32), LONG)
     assert len(scheduler.plan().chunks[0].tokens) == 1030
+
+
+def test_rows_are_given_away_several_at_a_time_while_more_requests_wait():
+    """4 of 256; but at once where fewer wait, where none runs and beside a prompt that goes on."""
+    scheduler = Scheduler(KVManager(1 << 14), Limits(64, 256, 2000))
+    for i in range(256 + 7):
+        scheduler.add(str(i), ids(1 + i), SamplingParams(max_tokens=2 + min(i, 9), ignore_eos=True))
+    plan, _ = step(scheduler)
+    assert len(plan.chunks) == 256, "none runs"
+    sizes = []
+    while scheduler.waiting:
+        plan, _ = step(scheduler)
+        sizes.append((len(plan.decodes), len(plan.chunks)))
+    assert (
+        sizes
+        == [(256, 0), (255, 0), (254, 0), (253, 0), (252, 4), (255, 0), (254, 0), (253, 3)][: len(sizes)]
+    )
+    assert all(chunks in (0, 3, 4) for _, chunks in sizes)
