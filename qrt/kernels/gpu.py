@@ -21,11 +21,16 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def _is_recording(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """Launch what is within it on a second stream, beside what follows up to `together`. Both streams take
-    part in a CUDA graph that is recorded. Nothing on a CPU."""
-    if device.type != "cuda":
+    """Record what is within it on a second stream of a CUDA graph, beside what follows up to `together`.
+
+    Outside of a recording it changes nothing: there the host is what steps wait for."""
+    if not _is_recording(device):
         yield
         return
     side = _side_stream(device)
@@ -35,8 +40,8 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 def together(device: torch.device) -> None:
-    """Let what follows wait for what was launched `aside`."""
-    if device.type == "cuda":
+    """Let what follows wait for what was recorded `aside`."""
+    if _is_recording(device):
         torch.cuda.current_stream(device).wait_stream(_side_stream(device))
 
 
