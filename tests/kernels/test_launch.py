@@ -4,6 +4,7 @@ import ast
 import threading
 import warnings
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 from qrt.kernels import descriptor, launch
+from qrt.kernels.rmsnorm import ref
 from qrt.kernels.rmsnorm.kernel import rmsnorm
 from qrt.kernels.silu_mul.kernel import silu_mul
 
@@ -377,6 +379,15 @@ def test_an_error_while_kernels_are_launched_ends_compiling(compiler):
     assert by_variant(variant, (1,), args).values == [2, 3, 5]
 
 
+def test_other_threads_launch_while_one_compiles(compiler):
+    variant, args = few(late(lambda source: None), [1, 2, 3])
+    by_variant(variant, (1,), args)
+    with launch.compiling(), ThreadPoolExecutor(1) as other:
+        other.submit(variant.launch, (1,), *args).result()
+        variant.launch((1,), *args)
+    assert len(started) == 1
+
+
 def test_memory_is_zero_where_kernels_do_not_write(compiler):
     with launch.compiling():
         made = [torch.empty(1000, dtype=torch.int64), torch.empty_like(torch.ones(1000))]
@@ -422,3 +433,12 @@ def test_launches_without_triton_give_the_same(device, monkeypatch):
             recorded.zero_()
             graph.replay()
             assert torch.equal(recorded, want) and not asked
+
+
+@pytest.mark.gpu
+def test_kernels_that_were_compiled_only_run(device, monkeypatch):
+    x, weight = torch.randn(5, 1234, device=device).half(), torch.rand(1234, device=device).half()
+    with launch.compiling():
+        assert not rmsnorm(x, weight, 1e-5).any()
+    monkeypatch.setattr(JITFunction, "_do_compile", None)
+    torch.testing.assert_close(rmsnorm(x, weight, 1e-5), ref.rmsnorm(x, weight, 1e-5))
