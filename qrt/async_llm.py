@@ -25,7 +25,7 @@ from qrt.peer_fields import refuse_arguments
 from qrt.peers import refuse_method
 from qrt.text.collector import RequestCollector
 from qrt.text.output import RequestOutput
-from qrt.text.prompt import Prompt, split_prompt
+from qrt.text.prompt import Prompt, split_prompts
 from qrt.text.tokenizer import Tokenizer
 
 try:
@@ -160,7 +160,7 @@ class AsyncLLM:
     def _collector(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
     ) -> RequestCollector:
-        text, ids, salt = split_prompt(prompt, self.tokenizer)
+        ((text, ids, salt),) = split_prompts([prompt], self.tokenizer)
         serial = next(self._ids)
         name = request_id if request_id is not None else f"async-{serial}"
         # to the engine each has another: of one that was left tokens may still come when its id is used again

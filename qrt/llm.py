@@ -26,7 +26,7 @@ from qrt.peers import is_so_anyway, refuse_method, setting
 from qrt.registry import nearest
 from qrt.text.collector import RequestCollector
 from qrt.text.output import RequestOutput
-from qrt.text.prompt import Prompt, split_prompt
+from qrt.text.prompt import Prompt, split_prompts
 from qrt.text.tokenizer import Message, Tokenizer
 
 ALIASES = {"kv_cache_dtype": "kv", "async_scheduling": "overlap"}  # vLLM's names
@@ -112,7 +112,11 @@ class LLM:
         priorities = [0] * len(listed) if priority is None else priority
         if len(priorities) != len(listed):
             raise ConfigError(f"priority: got {len(priorities)} for {len(listed)} prompts, wanted one each")
-        collectors = [self._collector(*given) for given in zip(listed, params, priorities, strict=True)]
+        parts = split_prompts(listed, self.tokenizer)
+        collectors = [
+            self._collector(*given, own, first)
+            for given, own, first in zip(parts, params, priorities, strict=True)
+        ]
         by_id = {engine_id: collector for collector in collectors for engine_id in collector.engine_ids}
         with self._running(by_id):
             for collector in collectors:
@@ -165,11 +169,11 @@ class LLM:
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        prompts = []
-        for conversation in conversations:
-            text = self.tokenizer.render_chat(conversation, **options)
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        texts = [self.tokenizer.render_chat(conversation, **options) for conversation in conversations]
+        encoded = self.tokenizer.encode_all(texts, add_special_tokens=False)
+        prompts = [
+            {"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def reset_prefix_cache(self) -> None:
@@ -232,8 +236,9 @@ class LLM:
                     raise QrtError(f"request {delta.request_id} failed in a step: {delta.error}")
                 yield delta
 
-    def _collector(self, prompt: Prompt, params: SamplingParams, priority: int) -> RequestCollector:
-        text, ids, salt = split_prompt(prompt, self.tokenizer)
+    def _collector(
+        self, text: str | None, ids: list[int], salt: str | None, params: SamplingParams, priority: int
+    ) -> RequestCollector:
         self.engine.validate(ids, params)
         name = str(next(self._ids))
         return RequestCollector(name, text, ids, params, self.tokenizer, priority=priority, cache_salt=salt)

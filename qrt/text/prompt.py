@@ -15,9 +15,20 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
-def split_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], str | None]:
-    """Text, if there is one, token ids, and the cache salt or None; ConfigError for anything else,
-    UnsupportedError for other keys of vLLM's prompts that ask for something."""
+def split_prompts(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer
+) -> list[tuple[str | None, list[int], str | None]]:
+    """Return text, if there is one, token ids, and the cache salt or None of each prompt.
+
+    ConfigError for anything else, UnsupportedError for other keys of vLLM's prompts that ask for something.
+    """
+    parts = [_parts(prompt) for prompt in prompts]
+    encoded = iter(tokenizer.encode_all([text for text, ids, _ in parts if text is not None and ids is None]))
+    return [(text, next(encoded) if ids is None else ids, salt) for text, ids, salt in parts]
+
+
+def _parts(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
+    """Text, token ids where they are given, and the cache salt."""
     salt = None
     if isinstance(prompt, Mapping):
         others = {key: value for key, value in prompt.items() if key not in KEYS}
@@ -29,7 +40,7 @@ def split_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list
             return prompt.get("prompt"), _listed(prompt["prompt_token_ids"]), salt
         prompt = prompt.get("prompt", ())
     if isinstance(prompt, str):
-        return prompt, tokenizer.encode(prompt), salt
+        return prompt, None, salt
     return None, _listed(prompt), salt
 
 

@@ -41,6 +41,17 @@ def test_encodes_and_decodes_as_transformers(folder):
     assert ours.eos_token_ids == (1,)
 
 
+@pytest.mark.parametrize("repeats", [1, 200])  # by themselves, and on all cores
+@pytest.mark.parametrize("special", [True, False])
+def test_many_texts_are_encoded_as_each_alone(folder, repeats, special):
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    texts = ["", "x", *small_tokenizers.TEXT] * repeats
+    wanted = [theirs(text, add_special_tokens=special)["input_ids"] for text in texts]
+    assert ours.encode_all(texts, special) == wanted and ours.encode_all([]) == []
+    with pytest.raises(ConfigError, match="without lone surrogates, got 'a\\\\ud800'"):
+        ours.encode_all([*texts, "a\ud800"])
+
+
 def test_long_texts_leave_other_threads_their_turns(folder):
     """An event loop among them, in which all streams would stand still; and they are the same ids and text
     as ever."""
