@@ -349,7 +349,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="decodes of a recorded step (default: 1, 2, 4, then every 8 to 256)",
+        help="decodes of a recorded step (default: 1, 2, 4, then every 8 to 256, then wider)",
     )
 
 
