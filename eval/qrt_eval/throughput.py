@@ -39,7 +39,9 @@ ENGINE_FLAGS = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilizatio
 
 
 def run(arguments: Namespace) -> None:
-    """Build the engine once, time each load, write the JSON, print the tables."""
+    """Build the engine once, time each load, print the tables.
+
+    The JSON is written after each load, so that a run which is cut off leaves those before."""
     settle(arguments)
     found = sources(arguments, arguments.lengths or (), lambda: tokenizer(arguments))
     engine = engine_for(arguments, max(lengths.longest for lengths in found))
@@ -47,13 +49,15 @@ def run(arguments: Namespace) -> None:
         loads = (all_at_once(engine, lengths, arguments) for lengths in found)
     else:
         loads = (in_batches(engine, found[0], batch, arguments) for batch in arguments.batch)
-    rows = [measure(engine, load, arguments.repeats) for load in loads]
-    result = engine_facts(engine, arguments.model or arguments.shape) | limits_of(engine)
-    if arguments.lengths:
-        save(arguments, {**result, "loads": rows})
-    else:
-        best = max(rows, key=lambda row: row["tokens_per_second"])
-        save(arguments, {**result, "best_batch": best["batch"], "batches": rows})
+    about = engine_facts(engine, arguments.model or arguments.shape) | limits_of(engine)
+    rows: list[dict[str, Any]] = []
+    for load in loads:
+        rows.append(measure(engine, load, arguments.repeats))
+        if arguments.lengths:
+            save(arguments, {**about, "loads": rows})
+        else:
+            best = max(rows, key=lambda row: row["tokens_per_second"])
+            save(arguments, {**about, "best_batch": best["batch"], "batches": rows})
     print_tables(arguments, rows)
 
 

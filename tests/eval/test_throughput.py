@@ -1,5 +1,6 @@
 """`qrt-eval throughput`: counts against what was asked for, and what its tables show."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,23 @@ def test_lengths_have_a_row_each(tmp_path, capsys):
     assert row["output_tokens_per_second"] == pytest.approx(5 / row["elapsed_time"])
     shown = capsys.readouterr().out
     assert "9/6" in shown and "5/4" in shown and "running" in shown
+
+
+@pytest.mark.model
+def test_a_run_that_is_cut_off_leaves_the_loads_before(tmp_path, monkeypatch):
+    """Ten loads take a quarter of an hour, and a machine may be taken away."""
+    out, measure = tmp_path / "t.json", throughput.measure
+
+    def cut(engine, load, repeats):
+        if load.about["lengths"]["name"] == "5/4":
+            raise KeyboardInterrupt
+        return measure(engine, load, repeats)
+
+    monkeypatch.setattr(throughput, "measure", cut)
+    words = f"throughput --model tiny --max-num-seqs 3 --lengths 9/6,5/4 --json {out}"
+    with suppress(KeyboardInterrupt):
+        assert main(words.split())
+    assert [row["lengths"]["name"] for row in checked(out)["loads"]] == ["9/6"]
 
 
 @pytest.mark.model
