@@ -322,8 +322,11 @@ class Scheduler:
 
     def _waits_for_rows(self) -> bool:
         """Whether it is better to let more requests end before others take their rows: where more wait than
-        there are rows, the prompts of several in one step take less time than one after the other."""
-        return len(self._rows) < min(self._admitted_at_once, len(self.waiting))
+        there are rows, the prompts of several in one step take less time than one after the other. One of
+        higher priority than others does not wait."""
+        if len(self._rows) >= min(self._admitted_at_once, len(self.waiting)):
+            return False
+        return self.waiting[0].order[0] == self.waiting[-1].order[0]
 
     def _admit(self, room: int) -> Request | None:
         """Start the first waiting request, whose prefix in the cache has at most `room` tokens; None when

@@ -340,3 +340,14 @@ def test_rows_are_given_away_several_at_a_time_while_more_requests_wait():
         == [(256, 0), (255, 0), (254, 0), (253, 0), (252, 4), (255, 0), (254, 0), (253, 3)][: len(sizes)]
     )
     assert all(chunks in (0, 3, 4) for _, chunks in sizes)
+
+
+def test_a_request_of_higher_priority_waits_for_no_second_row():
+    scheduler = Scheduler(KVManager(1 << 14), Limits(64, 256, 2000))
+    for i in range(256 + 7):
+        scheduler.add(str(i), ids(1 + i), SamplingParams(max_tokens=2 + min(i, 9), ignore_eos=True))
+    step(scheduler)
+    scheduler.add("urgent", ids(5), LONG, priority=-1)
+    while not (plan := step(scheduler)[0]).chunks:
+        assert len(plan.decodes) == 256, "no row is free"
+    assert plan.chunks[0].request_id == "urgent" and len(plan.decodes) == 255
