@@ -213,10 +213,11 @@ def _add_throughput(command: ArgumentParser) -> None:
         "for IN/OUT)",
     )
     command.add_argument(
-        "--max-seconds",
+        "--window-seconds",
         type=flags.above_0,
         metavar="S",
-        help="drop what is left of a row after that (default: 90 with a window, else never)",
+        help="most of a window, from when the first requests all decode; what is left then is dropped "
+        "(default: 30)",
     )
     flags.add_repeats(command, None, " (default: 1 of --lengths, 3 of --batch)")
     flags.add_seed(command, "lengths and random prompts")

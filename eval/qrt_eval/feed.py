@@ -62,17 +62,16 @@ def feed(
     in_flight: int | None = None,
     *,
     first: int = 0,
-    max_seconds: float = math.inf,
+    window_seconds: float = math.inf,
 ) -> Feed:
     """Run requests greedily to their lengths, `in_flight` handed in at once (None: all).
 
     The window of a steady load lasts from the step after which each of the `first` requests has decoded to
-    the one after which none waits. After `max_seconds` what is left is dropped.
+    the one after which none waits, `window_seconds` at most. What is left then is dropped.
     """
     waiting, lengths = iter(enumerate(requests)), dict[str, int]()
     unheard = {_name(index) for index in range(first)}
     begin: Tally | None = None
-    end: Tally | None = None
     tally, running = Tally(), 0
     timeline = engine.start_timeline() if engine.model.device.type == "cuda" else None
     began = time.perf_counter()
@@ -87,12 +86,10 @@ def feed(
         if unheard:
             unheard.difference_update(delta.request_id for delta in deltas)
             begin = None if unheard else replace(tally)
-        elif begin and not end and not engine.scheduler.waiting:
-            end = replace(tally)
-        if tally.seconds > max_seconds:
+        elif begin and (not engine.scheduler.waiting or tally.seconds - begin.seconds >= window_seconds):
             engine.clear()
             break
-    window = (end or tally).since(begin) if begin else None
+    window = tally.since(begin) if begin else None
     inputs = sum(len(request.ids) for request in requests[: tally.started])
     return Feed(tally, inputs, running, window, timeline.summary() if timeline else None)
 

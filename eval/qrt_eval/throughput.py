@@ -67,7 +67,7 @@ def settle(arguments: Namespace) -> None:
         refuse_beside_lengths(arguments, "batch")
         arguments.repeats = arguments.repeats or 1
         return
-    for name in ("window", "max_seconds"):
+    for name in ("window", "window_seconds"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
                 f"--{name.replace('_', '-')}: expected --lengths beside it; give it, e.g. 128/128"
@@ -114,14 +114,9 @@ def measure(engine: Engine, load: Load, repeats: int) -> dict[str, Any]:
     feed(engine, warmup(engine, load), load.in_flight)  # compiles kernels; not reported
     bar = tqdm(range(repeats), unit="run", desc=load.name, disable=not sys.stderr.isatty())
     runs = [
-        feed(engine, load.requests, load.in_flight, first=load.first, max_seconds=load.max_seconds)
+        feed(engine, load.requests, load.in_flight, first=load.first, window_seconds=load.window_seconds)
         for _ in bar
     ]
-    if load.first and not all(run.window and run.window.seconds for run in runs):
-        raise ConfigError(
-            f"--max-seconds: expected more than {load.max_seconds:g} for {load.name}, as its first "
-            f"{load.first} requests do not all decode by then; give more, or --no-window"
-        )
     run = sorted(runs, key=lambda run: rate(load, run))[repeats // 2]
     return load.about | figures(engine, load, run) | {"repeats": [rate(load, run) for run in runs]}
 

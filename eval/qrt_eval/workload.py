@@ -24,7 +24,7 @@ WARMUP_TOKENS = 4  # decoded by each request of the warm-up
 WARMUP_PROMPT_TOKENS = 2**18  # most tokens of all its prompts together
 PROMPTS_PER_SLOT = 2  # of --num-prompts, unless given: the batch is refilled once
 WAVES = 3  # requests of an IN/OUT load for each that runs at once, unless --num-prompts is given
-STEADY_SECONDS = 90.0  # of a steady load, unless --max-seconds is given
+WINDOW_SECONDS = 30.0  # of a steady load, unless --window-seconds is given
 FULL = 0.98  # share of the pool that a steady load's first requests take; the engine keeps some of it free
 
 
@@ -32,17 +32,17 @@ FULL = 0.98  # share of the pool that a steady load's first requests take; the e
 class Load:
     """Requests, and how they are handed in.
 
-    about         what the row says of it: its batch size or its lengths
-    in_flight     at once; None: all
-    first         requests that begin in their midst, for a steady load; 0: none
-    max_seconds   after which the rest is dropped
+    about           what the row says of it: its batch size or its lengths
+    in_flight       at once; None: all
+    first           requests that begin in their midst, for a steady load; 0: none
+    window_seconds  most of a steady load, from when all of these decode
     """
 
     about: dict[str, Any]
     requests: Sequence[Request]
     in_flight: int | None = None
     first: int = 0
-    max_seconds: float = math.inf
+    window_seconds: float = math.inf
 
     @property
     def name(self) -> str:
@@ -74,10 +74,10 @@ def all_at_once(engine: Engine, lengths: Lengths, arguments: Namespace) -> Load:
         )
     requests = lengths.requests(count, seed, vocab)
     about = facts_of(lengths, [(len(request.ids), request.output_len) for request in requests])
-    seconds = arguments.max_seconds or (STEADY_SECONDS if steady else math.inf)
     if steady:
         step_tokens = engine.scheduler.limits.max_num_batched_tokens
         requests = begun(requests, at_once, step_tokens, seed, vocab)
+    seconds = arguments.window_seconds or WINDOW_SECONDS
     return Load({"lengths": about}, requests, None, at_once if steady else 0, seconds)
 
 

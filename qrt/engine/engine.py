@@ -102,7 +102,7 @@ class Engine:
         self._depth = 2 if overlap else 1
         self._forget()
         logger.info("model: %s, on %s", model, model.device)
-        logger.info("%s", self.pool)
+        logger.info("%s; at most %d run at once", self.pool, self._limits.max_num_seqs)
 
     def _build_runner(self) -> Runner:
         """The pool, and what works on it; steps are recorded unless that is off."""

@@ -64,11 +64,11 @@ def test_the_window_is_where_all_run_and_some_wait(engine):
     assert run.window.started == said[begin][1] and 0 < run.window.seconds < run.total.seconds
 
 
-def test_a_run_ends_after_its_time_and_leaves_the_engine_empty(engine, monkeypatch):
+def test_a_window_ends_after_its_time_and_leaves_the_engine_empty(engine, monkeypatch):
     seconds = itertools.count()
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     requests = Fixed(9, 50).requests(12, 0, 500)
-    run = feed(engine, requests, first=4, max_seconds=20.5)
+    run = feed(engine, requests, first=4, window_seconds=20)
     assert run.total.seconds == 21 and run.total.started == 4 and run.total.finished == 0
     assert run.total.output_tokens == 4 * run.total.steps and run.input_tokens == 4 * 9
     assert run.window.seconds == 20 and run.window.output_tokens == run.total.output_tokens - 4

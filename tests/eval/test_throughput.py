@@ -54,8 +54,9 @@ def test_lengths_have_a_row_each(tmp_path, capsys):
             outputs,
         )
         assert (lengths["mean_input_len"], lengths["mean_output_len"]) == (inputs, outputs)
-        assert row["num_requests"] == row["finished"] == 9 and row["running"] == window["first"] == 3
-        assert row["total_num_tokens"] == 9 * (inputs + outputs)  # what is begun is in the prompt
+        assert row["num_requests"] == 9 and row["running"] == window["first"] == 3
+        assert 6 <= row["finished"] < 9, "the last ones are dropped when none waits"
+        assert 6 * (inputs + outputs) <= row["total_num_tokens"] < 9 * (inputs + outputs)
         assert window["started"] == 6 and window["output_tokens"] == pytest.approx(
             6 * outputs, abs=2 * outputs
         )
@@ -131,7 +132,7 @@ def test_steps_are_shown_by_kind(capsys):
             "--output-len: expected a file of prompts in --lengths",
         ),
         ("--model tiny --window", "--window: expected --lengths beside it"),
-        ("--model tiny --max-seconds 3", "--max-seconds: expected --lengths beside it"),
+        ("--model tiny --window-seconds 3", "--window-seconds: expected --lengths beside it"),
         (
             "--model tiny --lengths 9/6 --max-model-len 14",
             "--max-model-len: expected at least 15, as the longest",
@@ -143,10 +144,6 @@ def test_steps_are_shown_by_kind(capsys):
         (
             "--model tiny --lengths 2000/49",
             "--lengths 2000/49: 2049: expected at most 2048, the context of tiny",
-        ),
-        (
-            "--model tiny --lengths 90/60 --max-num-seqs 2 --max-seconds 1e-9",
-            "--max-seconds: expected more than",
         ),
     ],
 )

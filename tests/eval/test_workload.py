@@ -60,6 +60,9 @@ class Simulated:
     def has_work(self):
         return self.scheduler.has_work
 
+    def clear(self):
+        """Nothing is asked of it afterwards."""
+
     def add(self, name, ids, params):
         self.scheduler.add(name, np.array(ids, np.int32), params)
 
