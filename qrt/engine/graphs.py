@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST = 2048  # rows that decode, by default
 ALONE = 2048  # most tokens of a step of prompts alone that is recorded without attention of decodes
-NUM_CACHED = 1 << 16  # cached tokens that the chunks of a step have room for, by default
+NUM_CACHED = 1 << 15  # cached tokens that a step has room for, by default; with more it takes long anyway
 
 
 def default_rows(max_num_seqs: int) -> list[int]:
