@@ -14,10 +14,12 @@ from qrt import EngineConfig, SamplingParams
 from qrt.engine import graphs
 from qrt.engine.engine import Engine
 from qrt.engine.graphs import TokenSteps, default_rows, default_tokens
-from qrt.engine.plan import Chunk, Decode, Plan, Sampling
+from qrt.engine.plan import Chunk, Decode, Plan, Sampling, StepResult
+from qrt.engine.scheduler import Limits, Scheduler
 from qrt.engine.table import RequestTable
 from qrt.errors import ConfigError
 from qrt.kernels.prefill_attention.tiles import NONE
+from qrt.mem.manager import KVManager
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.quant.kv import KV_FORMATS
@@ -153,6 +155,29 @@ def test_padding_alone_reads_and_writes_nothing_but_the_pad_slot(folder, monkeyp
         body(size)
     assert seen == [100, 40, 16, 100, 40, 16, 7, 4, 1, 7, 4, 1]
     assert not runner.table.length.any() and not runner.table.last_token[:-1].any()
+
+
+def test_all_steps_of_a_real_load_are_recorded_and_hardly_padded():
+    """1,000 requests with ShareGPT's lengths, 256 at once: a step that is not recorded waits for Python."""
+    rows, sizes = default_rows(256), default_tokens(8192)
+    kv = KVStorage([KV_FORMATS["fp16"]], 64, 1, 16, torch.float32, "cpu")
+    steps = TokenSteps(FakeDecoder(), kv, RequestTable(256, 64, 64, torch.device("cpu")), rows, sizes)
+    limits = Limits(2048, 256, 8192, step_sizes=tuple(sizes))
+    scheduler = Scheduler(KVManager(1 << 19, prefix_caching=False), limits)
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(4.87, 1.0, (1000, 2)), 8, 1024).astype(int)
+    for i, (prompt, output) in enumerate(lengths.tolist()):
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        scheduler.add(str(i), np.zeros(prompt, np.int32), params)
+    mixed, padded, outputs = 0, 0, 0
+    while plan := scheduler.plan():
+        assert steps.handles(plan)
+        count = len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks)
+        if plan.chunks and count > 512:
+            mixed, padded = mixed + count, padded + steps._size(plan)
+        outputs += len(plan.sampled)
+        scheduler.commit(plan, StepResult([2] * len(plan.sampled)))
+    assert outputs == lengths[:, 1].sum() and mixed > 100_000 and padded < 1.06 * mixed
 
 
 def test_default_tokens():
