@@ -37,11 +37,12 @@ from qrt.mem.slots import Ints
 
 # Steps of more tokens that are padded take longer by that; below, the weights' bytes are what counts.
 PADDED_TOKENS = 512
-# Of so many rows one may be empty while requests wait, until several can be given away in one step.
+# One of so many rows may stay empty while requests wait, so that several get rows in one step.
 ROWS_PER_ADMISSION = 64
 # Before the chunks of a step together, unless one context is longer: K and V of them are laid out for it.
 CACHED_TOKENS = 1 << 16
 # Plans for which a request without room is not looked at: until then the expected peak has hardly fallen.
+# And plans for which a free row waits for others.
 PATIENCE = 16
 
 _order = attrgetter("order")
@@ -90,6 +91,7 @@ class Scheduler:
         # each running request needs a token of the budget for its decode
         self._rows = list(range(min(limits.max_num_seqs, limits.max_num_batched_tokens)))[::-1]
         self._admitted_at_once = len(self._rows) // ROWS_PER_ADMISSION
+        self._plans_waited = 0  # for a second row, while one was free
         self._growth = Growth(kv)
         self._unpublished = Unpublished()
         self._growing: Growing | None = None  # of the plan in the making
@@ -321,12 +323,18 @@ class Scheduler:
         self._refused = None
 
     def _waits_for_rows(self) -> bool:
-        """Whether it is better to let more requests end before others take their rows: where more wait than
-        there are rows, the prompts of several in one step take less time than one after the other. One of
-        higher priority than others does not wait."""
-        if len(self._rows) >= min(self._admitted_at_once, len(self.waiting)):
-            return False
-        return self.waiting[0].order[0] == self.waiting[-1].order[0]
+        """Whether it is better to let more requests end before others take their rows.
+
+        Where more wait than rows are free, the prompts of several in one step take less time than one after
+        the other. A free row waits for PATIENCE plans at most, and not at all for a request of higher
+        priority than others.
+        """
+        free = len(self._rows)
+        waits = free < min(self._admitted_at_once, len(self.waiting))
+        waits = waits and self.waiting[0].order[0] == self.waiting[-1].order[0]
+        waits = waits and self._plans_waited < PATIENCE
+        self._plans_waited = self._plans_waited + 1 if waits and free else 0
+        return waits
 
     def _admit(self, room: int) -> Request | None:
         """Start the first waiting request, whose prefix in the cache has at most `room` tokens; None when

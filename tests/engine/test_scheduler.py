@@ -351,3 +351,16 @@ def test_a_request_of_higher_priority_waits_for_no_second_row():
     while not (plan := step(scheduler)[0]).chunks:
         assert len(plan.decodes) == 256, "no row is free"
     assert plan.chunks[0].request_id == "urgent" and len(plan.decodes) == 255
+
+
+def test_a_free_row_does_not_wait_for_ever():
+    """Requests with long outputs end rarely: those that wait get the first row after some plans."""
+    scheduler = Scheduler(KVManager(1 << 18), Limits(512, 256, 2000))
+    for i in range(256 + 7):
+        output = 2 if i == 0 else 400
+        scheduler.add(str(i), ids(1 + i), SamplingParams(max_tokens=output, ignore_eos=True))
+    sizes = []
+    while not sizes or sizes[-1][1] == 0 or len(sizes) == 1:
+        plan, _ = step(scheduler)
+        sizes.append((len(plan.decodes), len(plan.chunks)))
+    assert sizes == [(0, 256), (256, 0), *[(255, 0)] * scheduling.PATIENCE, (255, 1)]
