@@ -313,9 +313,8 @@ def _num_seqs(config: EngineConfig, model: Decoder, formats: list[KVFormat], max
 
 def _capture_sizes(config: EngineConfig, limits: Limits) -> tuple[Sequence[int], Sequence[int]]:
     """Sizes of recorded steps: rows that decode, and tokens of steps with prompts."""
-    if config.cudagraph_capture_sizes:
-        return config.cudagraph_capture_sizes, ()
-    return default_rows(limits.max_num_seqs), default_tokens(limits.max_num_batched_tokens)
+    rows = config.cudagraph_capture_sizes or default_rows(limits.max_num_seqs)
+    return rows, default_tokens(limits.max_num_batched_tokens)
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -12,7 +12,7 @@ from fake_decoder import FakeDecoder
 
 from qrt import EngineConfig, SamplingParams
 from qrt.engine import graphs
-from qrt.engine.engine import Engine
+from qrt.engine.engine import Engine, _capture_sizes
 from qrt.engine.graphs import TokenSteps, default_rows, default_tokens
 from qrt.engine.plan import Chunk, Decode, Plan, Sampling, StepResult
 from qrt.engine.scheduler import Limits, Scheduler
@@ -178,6 +178,12 @@ def test_all_steps_of_a_real_load_are_recorded_and_hardly_padded():
         outputs += len(plan.sampled)
         scheduler.commit(plan, StepResult([2] * len(plan.sampled)))
     assert outputs == lengths[:, 1].sum() and mixed > 100_000 and padded < 1.06 * mixed
+
+
+def test_sizes_of_decodes_leave_steps_with_prompts_recorded():
+    config = EngineConfig("tiny", cudagraph_capture_sizes=(1, 8), max_num_batched_tokens=2048)
+    rows, sizes = _capture_sizes(config, Limits(2048, 256, 2048))
+    assert list(rows) == [1, 8] and list(sizes) == default_tokens(2048)
 
 
 def test_default_tokens():
