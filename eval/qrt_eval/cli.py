@@ -216,7 +216,7 @@ def _add_throughput(command: ArgumentParser) -> None:
         "--window-seconds",
         type=flags.above_0,
         metavar="S",
-        help="most of a window, from when the first requests all decode; what is left then is dropped "
+        help="most of a window, from when the first requests all decode; the rest is dropped then "
         "(default: 30)",
     )
     flags.add_repeats(command, None, " (default: 1 of --lengths, 3 of --batch)")

@@ -22,7 +22,7 @@ from qrt_eval.lengths import Request
 class Tally:
     """What a run, or a part of it, has done.
 
-    started     requests that no longer wait
+    started     requests that have left the queue
     kv_tokens   positions that decoded tokens attended, together
     """
 
@@ -67,7 +67,7 @@ def feed(
     """Run requests greedily to their lengths, `in_flight` handed in at once (None: all).
 
     The window of a steady load lasts from the step after which each of the `first` requests has decoded to
-    the one after which none waits, `window_seconds` at most. What is left then is dropped.
+    the one after which none waits, `window_seconds` at most. The rest is dropped then.
     """
     waiting, lengths = iter(enumerate(requests)), dict[str, int]()
     unheard = {_name(index) for index in range(first)}

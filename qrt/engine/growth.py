@@ -42,8 +42,8 @@ class Growth:
             self._placed.setdefault(request.row, []).append(Placement(request.row, start, slots))
 
     def taken(self, works: Sequence[Decode | Chunk]) -> tuple[Placement, ...]:
-        """What the next plan, of `works`, tells the request table of their rows; it is told once. Should the
-        step fail, nobody who goes on has missed it."""
+        """What the next plan, of `works`, tells the request table of their rows; it is told once. If the
+        step fails, requests that go on have not missed it."""
         if not self._placed:
             return ()
         rows = {work.row for work in works}

@@ -90,7 +90,7 @@ class Runner:
         if plan.placed:
             self.table.place(plan.placed)
         if self.token_steps is not None and self.token_steps.handles(plan):
-            return self._few_tokens(self.token_steps, plan)
+            return self._padded(self.token_steps, plan)
         batch = build(
             plan,
             self.table,
@@ -109,8 +109,8 @@ class Runner:
         fetch.sent()
         return Launched(fetch, tokens, logprobs, prompt_scores)
 
-    def _few_tokens(self, steps: TokenSteps, plan: Plan) -> Launched:
-        """A step that may be recorded; what is drawn plainly is recorded with it."""
+    def _padded(self, steps: TokenSteps, plan: Plan) -> Launched:
+        """Launch a padded step; plain sampling is recorded with it."""
         fetch = Fetch(self.table.device)
         steps.send(plan)
         if self.timeline is not None:

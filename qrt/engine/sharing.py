@@ -19,12 +19,12 @@ class Unpublished:
         self._requests: dict[tuple[str | None, bytes], list[Request]] = {}
 
     def add(self, request: Request) -> None:
-        """A request has begun to compute its prompt."""
+        """Note a request that begins to compute its prompt."""
         if request.generates and request.prompt_len >= SHARED_TOKENS:
             self._requests.setdefault(_beginning(request.prompt, request), []).append(request)
 
     def remove(self, request: Request) -> None:
-        """All of its prompt is there, or it runs no longer; nothing happens when that is known."""
+        """Forget a request that has ended or whose prompt is cached; do nothing if it is not listed."""
         key = _beginning(request.prompt, request)
         same = self._requests.get(key, [])
         if request in same:

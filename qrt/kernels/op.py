@@ -45,8 +45,8 @@ def define(
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether an operator whose first tensor is x has nothing to do but to run on a GPU: no gradients, and
-    nobody who traces it (torch.compile, torch.func, a mode that intercepts operators)."""
+    """Return whether an operator whose first tensor is x only has to run on a GPU: gradients are off, and
+    nothing traces it (torch.compile, torch.func, a mode that intercepts operators)."""
     return (
         type(x) is Tensor
         and x.is_cuda

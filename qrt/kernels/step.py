@@ -94,11 +94,6 @@ class Chunks:
         """Return the cached tokens of all."""
         return sum(self.cached)
 
-    @property
-    def num_tiles(self) -> int:
-        """Return how many tiles they have."""
-        return int(self.queries.tiles(self.lengths).sum())
-
     def arrays(
         self, chunks: int | None = None, tiles: int | None = None, row: int = 0
     ) -> dict[str, NDArray[np.int32]]:

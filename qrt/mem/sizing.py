@@ -12,10 +12,8 @@ from qrt.mem.slots import RUN
 from qrt.quant.kv import KV_FORMATS, KVFormat
 
 GIB = 1 << 30
-LEAST_SEQS, MOST_SEQS = (
-    256,
-    1024,
-)  # requests at once by default; what more of them add to a GPU's rate is little
+# Requests that run at once by default: fewest and most. More of them raise a GPU's rate only a little.
+LEAST_SEQS, MOST_SEQS = 256, 1024
 USUAL_TOKENS = 1024  # of a request, to see how many fit
 TABLE_BYTES = 1 << 29  # most of the request table by default
 CPU_BUDGET_BYTES = 4 * GIB  # what a CPU run takes unless told otherwise
