@@ -15,6 +15,7 @@ from typing import Any
 from qrt.cli import run_main
 from qrt.errors import ConfigError
 from qrt_eval.compare import text_of
+from qrt_eval.published import TENSORRT_LLM, TENSORRT_LLM_8B
 
 Result = dict[str, Any]
 QUANTIZED = re.compile(r"-w\d+(a\d+)?$")  # at the end of a checkpoint's name
@@ -94,6 +95,30 @@ def throughputs(results: list[Result]) -> str:
             )
     head = ("model", "KV", "lengths", "running", "output tokens/s", "of the whole run", "GPU waits")
     return table(head, rows)
+
+
+def beside_published(results: list[Result]) -> str:
+    """Return a row per IN/OUT that TensorRT-LLM publishes for this device: its rate, then each recorded one
+    of llama-3-8b with what it is times that; empty where none is recorded."""
+    published = TENSORRT_LLM_8B.get(results[0]["environment"]["device"], {})
+    rates: dict[str, dict[str, float]] = {}
+    for result in (result for result in results if result.get("model") == "llama-3-8b"):
+        for load in result.get("loads", ()):
+            if load["window"] and load["lengths"]["name"] in published:
+                rate = load["window"]["output_tokens_per_second"]
+                column = f"{result['weights']}, KV {result['kv']}"
+                rates.setdefault(column, {})[load["lengths"]["name"]] = rate
+    if not rates:
+        return ""
+    rows = [
+        (lengths, f"{rate:,}", *(_times(own.get(lengths), rate) for own in rates.values()))
+        for lengths, rate in published.items()
+    ]
+    return table(("in/out, output tokens/s", TENSORRT_LLM, *rates), rows)
+
+
+def _times(rate: float | None, published: int) -> str:
+    return f"{rate:,.0f} ({rate / published:.2f})" if rate else ""
 
 
 def step_kinds(results: list[Result]) -> list[str]:
@@ -187,7 +212,7 @@ def section(results: list[Result]) -> str:
     if any("rows" in result for result in results):
         tables.append(latencies(results))
     if any("loads" in result for result in results):
-        tables.append(throughputs(results))
+        tables += [throughputs(results), *filter(None, [beside_published(results)])]
     return "\n\n".join(tables + step_kinds(results) + sweeps(results) + kernels(results))
 
 

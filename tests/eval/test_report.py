@@ -7,20 +7,21 @@ from qrt_eval import report
 
 ROOT = Path(__file__).parents[2]
 PREFIXES = (
-    "| model | KV | lengths", "| steps of sharegpt", "| model | KV | batch x prompt", "| linear, us",
-    "| decode, us",
+    "| model | KV | lengths", "| in/out", "| steps of sharegpt", "| model | KV | batch x prompt",
+    "| linear, us", "| decode, us",
 )  # fmt: skip
 
 
 def test_readmes_show_the_recorded_results():
-    """All tables beside the results, and of the H200 five in the first README, of the H100 its products."""
+    """All tables beside the results, and of the H200 five in the first README, of the H100 its loads
+    and its products."""
     tables = report.report(ROOT / "eval" / "results")
     assert tables in (ROOT / "eval" / "results" / "README.md").read_text()
     first, shown = (ROOT / "README.md").read_text(), 0
     for table in tables.split("\n\n"):
         if table.startswith(PREFIXES):
             shown += table in first
-    assert shown == 6
+    assert shown == 7
 
 
 def test_changes_are_against_the_unquantized_model_on_the_same_text():
@@ -67,6 +68,22 @@ def test_loads_show_the_steady_rate_and_the_kinds_of_steps():
     assert table.splitlines()[2] == (
         "| decodes alone, recorded | 1,061 | 40.0 % | 4.60 | 0.10 | 0.50 | 88 | 0 |"
     )
+
+
+def test_loads_stand_beside_what_tensorrt_llm_publishes():
+    def load(lengths, rate):
+        return {"lengths": {"name": lengths}, "window": {"output_tokens_per_second": rate}}
+
+    where = {"device": "NVIDIA H200"}
+    ours = {"model": "llama-3-8b", "weights": "w8a8", "kv": "int4", "environment": where}
+    recorded = {**ours, "loads": [load("128/128", 2 * 27_911), load("1000/1000", 17_744), load("9/9", 5)]}
+    lines = report.beside_published([recorded, {**recorded, "model": "other", "kv": "int8"}]).splitlines()
+    assert lines[0] == "| in/out, output tokens/s | TensorRT-LLM 1.0, fp8 | w8a8, KV int4 |"
+    assert lines[2] == "| 128/128 | 27,911 | 55,822 (2.00) |"
+    assert lines[3] == "| 128/2048 | 26,221 |  |"
+    assert [line for line in lines if "(1.00)" in line] == ["| 1000/1000 | 17,744 | 17,744 (1.00) |"]
+    assert report.beside_published([{**ours, "loads": []}]) == ""
+    assert report.beside_published([{**recorded, "environment": {"device": "A100"}}]) == ""
 
 
 def test_kernels_show_the_sum_of_a_layers_products_and_every_other_operator():
