@@ -1,4 +1,4 @@
-# The README's two commands. Each makes .venv if it is not there and does everything; see README.md.
+# The README's commands. Each makes .venv if it is not there and does everything; see README.md.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -8,7 +8,7 @@ LM_EVAL := lm-eval accelerate colorama lxml portalocker psutil sacrebleu tabulat
 # Modules are compiled when first imported, and kept: not all that is installed, nor the same at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint audit
+.PHONY: demo test real lint audit
 
 demo: .venv/installed
 	$(BIN)/python -m qrt_eval.demo
@@ -16,6 +16,12 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	QRT_TEST_PTX=some $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels tests/model tests/test_ptx.py
+
+# A real small model, in build/real unless QRT_REAL_MODEL names another folder; tests marked `real` then run too.
+real: .venv/installed
+	@$(BIN)/python -c "import gguf" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps --constraint \
+	    constraints.txt gguf || { echo "make real: pip cannot install gguf, which reads the model's file"; exit 1; }
+	$(BIN)/python tests/real_model.py
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

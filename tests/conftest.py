@@ -1,5 +1,6 @@
 """Shared test settings. Where there is no GPU `gpu` tests skip, and Triton runs in its interpreter, or with
-QRT_TEST_PTX what it compiles is executed (tests/ptx): `some` tests, those marked `ptx`, or `all`."""
+QRT_TEST_PTX what it compiles is executed (tests/ptx): `some` tests, those marked `ptx`, or `all`. Tests of
+the `real` model skip where it has not been made."""
 
 import gc
 import logging
@@ -14,6 +15,7 @@ import torch
 
 import gpu_turns
 import interpreter
+import real_model
 from backends import GPU, PTX, PTX_SEED, PTX_SM, PTX_TESTS
 from ptx import launch
 
@@ -36,6 +38,8 @@ def pytest_collection_modifyitems(config, items):
         executed = PTX and PTX_SM == 90 and _is_small(item)
         if item.get_closest_marker("gpu") and not GPU and not executed:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("real") and not real_model.is_there():
+            item.add_marker(pytest.mark.skip(reason=real_model.MISSING))
 
 
 def pytest_collection_finish():
