@@ -80,7 +80,11 @@ def _add_grid(parser: ArgumentParser) -> None:
     schemes = [name for name in WEIGHT_SCHEMES if name != "fp16"]
     grid.add_argument("--scheme", choices=schemes, help="weight and activation bits (default: w4a16)")
     grid.add_argument(
-        "--group-size", type=int, metavar="G", help="inputs per scale, -1: one per channel (default: 128)"
+        "--group-size",
+        type=int,
+        metavar="G",
+        help="inputs per scale, -1: one per channel (default: the largest of 128, 64 and 32 that divides the "
+        "inputs of all Linears to quantize)",
     )
     grid.add_argument(
         "--head-bits", type=int, choices=HEAD_BITS,
@@ -108,7 +112,7 @@ def _add_grid(parser: ArgumentParser) -> None:
     )  # fmt: skip
     grid.add_argument(
         "--override", action="extend", nargs="+", metavar="PATTERN=SCHEME",
-        help="Linears in another scheme (its default grid), or fp16; of several that match the last counts "
+        help="Linears in another scheme, on its default grid, or fp16; of several that match the last counts "
         "(default: none)",
     )  # fmt: skip
     budget = grid.add_mutually_exclusive_group()
@@ -204,7 +208,7 @@ def _work(arguments: Namespace, recipe: Recipe) -> None:
     if arguments.dry_run:
         job = plan(open_checkpoint(arguments.model), recipe, *devices)
         _, budget = prepare(job, out)
-        print(*([budget.line(recipe.grid)] if budget else []), *preflight(job).lines(), sep="\n")
+        print(*([budget.line(job.recipe.grid)] if budget else []), *preflight(job).lines(), sep="\n")
         minutes, where = expected_seconds(job) / 60, ", ".join(map(str, devices))
         print(
             f"about {minutes:.2g} minutes on {where}, foreseen from parts of one layer timed there just now"

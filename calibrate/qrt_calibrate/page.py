@@ -62,6 +62,10 @@ endfor %}
 <table><tr><th>rows or files</th><th>count</th></tr>
 {% for reason, count in left_out %}<tr><td>{{ reason }}</td><td>{{ count }}</td></tr>{% endfor %}</table>
 {% endif %}
+{% if facts.findings %}
+<h2>Notes</h2>
+<ul>{% for finding in facts.findings %}<li>{{ finding }}</li>{% endfor %}</ul>
+{% endif %}
 <h2>Recipe</h2>
 <table>{% for key, value in recipe.items() %}<tr><td>{{ key }}</td><td>{{ value }}</td>
 </tr>{% endfor %}</table>

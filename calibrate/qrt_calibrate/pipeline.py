@@ -118,7 +118,8 @@ def _with_bits(job: Job, budget: Budget, text: Calibration) -> tuple[Job, tuple[
     """The job with widths chosen under its budget, and the trade-off."""
     allocation = allocate(job, budget, text.windows[:WINDOWS])
     overrides = (*allocation.overrides, *job.recipe.overrides)
-    return plan(job.checkpoint, replace(job.recipe, overrides=overrides), *job.devices), allocation.curve
+    chosen = plan(job.checkpoint, replace(job.recipe, overrides=overrides), *job.devices)
+    return replace(chosen, notes=job.notes), allocation.curve
 
 
 class Run:

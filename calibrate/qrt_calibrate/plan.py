@@ -17,12 +17,13 @@ from qrt.location import model_folder
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+from qrt_calibrate.groups import check_groups, choose_groups
 from qrt_calibrate.method import Scales
 from qrt_calibrate.names import check_names
 from qrt_calibrate.recipe import Grid, Recipe
 from qrt_calibrate.rotate import RotatedCheckpoint
 from qrt_calibrate.rtn import round_weight
-from qrt_calibrate.selection import check_groups, select
+from qrt_calibrate.selection import matched, select
 from qrt_calibrate.untie import UntiedCheckpoint
 
 
@@ -34,6 +35,7 @@ class Job:
     devices     where it is computed: the first one rounds, and all share the windows
     grids       full name of every Linear of the layers ("model.layers.0.self_attn.q_proj") -> what it
                 becomes, None where it stays as it is
+    notes       what `plan` chose because nobody asked for anything else, for the screen and the report
     """
 
     checkpoint: Checkpoint
@@ -42,6 +44,7 @@ class Job:
     recipe: Recipe
     devices: tuple[torch.device, ...]
     grids: dict[str, Grid | None]
+    notes: tuple[str, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -114,10 +117,11 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         raise ConfigError(
             f"--seqlen: got {recipe.seqlen}, the model holds {config.max_position} tokens; lower it"
         )
+    recipe, notes = choose_groups(checkpoint, matched(arch, config.num_layers, recipe), recipe)
     grids = select(arch, config.num_layers, recipe)
     if recipe.head:
         checkpoint = UntiedCheckpoint(checkpoint, arch)
-    job = Job(checkpoint, arch, config, recipe, devices, grids)
+    job = Job(checkpoint, arch, config, recipe, devices, grids, notes)
     if recipe.rotations:
         exact = frozenset((*checkpoint.names(), f"{arch.head}.weight"))  # the writer rounds what is left
         turned = RotatedCheckpoint(checkpoint, arch, recipe.rotations, exact, devices[0])

@@ -176,7 +176,7 @@ def _in_words(bits: int) -> int:
 
 
 def _findings(job: Job) -> list[str]:
-    found = []
+    found = list(job.notes)
     for size in PARALLEL:
         reason = _split(job, size)
         if reason:

@@ -19,10 +19,14 @@ ROTATIONS = ("R1", "R2")  # of the residual stream, of the value heads
 
 @dataclass(frozen=True)
 class Grid:
-    """What a Linear becomes: the scheme it runs in, and the grid of its weight."""
+    """What a Linear becomes: the scheme it runs in, and the grid of its weight.
+
+    group_open   nobody asked for the group size, so `plan` chooses one that divides the inputs
+    """
 
     scheme: str
     spec: QuantSpec
+    group_open: bool = False
 
     def describe(self) -> str:
         """E.g. "w4a16 g128 asym"."""
@@ -59,6 +63,7 @@ class Recipe:
                   gets 4, 8 or 16 by its cost. None: all are on the grid, unless max_size is given
     max_size      GB (10^9 bytes) that all tensors of the result may take: the same choice, another budget
     zeros_asked   whether the grid's symmetry was asked for; else a mixture of experts is symmetric
+    group_open    nobody asked for the grid's group size, so `plan` chooses one that divides the inputs
     """
 
     scheme: str
@@ -78,6 +83,7 @@ class Recipe:
     target_bits: float | None = None
     max_size: float | None = None
     zeros_asked: bool = False
+    group_open: bool = False
     head_bits: int = 16
 
     def __post_init__(self) -> None:
@@ -124,12 +130,14 @@ class Recipe:
                 f"{flag}: chooses among weight-only widths, not {self.scheme}; leave --scheme out"
             )
         if not any(self.windows):
-            raise ConfigError(f"{flag}: needs text to measure on; use a --method that reads some")
+            raise ConfigError(
+                f"{flag}: needs text to measure on; use a --method that reads some, or --eval-samples"
+            )
 
     @property
     def grid(self) -> Grid:
         """What a Linear becomes unless an override says otherwise."""
-        return Grid(self.scheme, self.spec)
+        return Grid(self.scheme, self.spec, self.group_open)
 
     @property
     def head(self) -> Grid | None:

@@ -86,14 +86,14 @@ def recipe_of(entries: Mapping[str, Any]) -> Recipe:
     """The recipe of some entries; ConfigError for an unknown key or a value of the wrong kind."""
     for key, value in entries.items():
         _check(key, value)
-    scheme = scheme_of(entries.get("bits"), entries.get("scheme"))
-    spec = grid_of(scheme, entries.get("group_size"), entries.get("symmetric"))
+    grid = _grid(entries)
     plain = {key: value for key, value in entries.items() if key in PLAIN}
-    plain.setdefault("method", default_method(scheme))
+    plain.setdefault("method", default_method(grid.scheme))
     overrides = tuple(_override(entry) for entry in entries.get("override", ()))
     return Recipe(
-        scheme=scheme,
-        spec=spec,
+        scheme=grid.scheme,
+        spec=grid.spec,
+        group_open=grid.group_open,
         ignore=tuple(entries.get("ignore", ())),
         overrides=overrides,
         rotations=tuple(entries.get("rotations", ())),
@@ -136,7 +136,11 @@ def _override(entry: Any) -> Override:
         if key not in GRID:
             raise ConfigError(f"override {entry['match']!r}: unknown key {key!r}{nearest(key, list(GRID))}")
         _check(key, value)
-    scheme = scheme_of(rest.get("bits"), rest.get("scheme"))
-    return Override(
-        entry["match"], Grid(scheme, grid_of(scheme, rest.get("group_size"), rest.get("symmetric")))
-    )
+    return Override(entry["match"], _grid(rest))
+
+
+def _grid(entries: Mapping[str, Any]) -> Grid:
+    """Return the grid that some of the GRID entries ask for."""
+    scheme = scheme_of(entries.get("bits"), entries.get("scheme"))
+    spec = grid_of(scheme, entries.get("group_size"), entries.get("symmetric"))
+    return Grid(scheme, spec, spec.group_size is not None and "group_size" not in entries)

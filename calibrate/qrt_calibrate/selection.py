@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from math import gcd
 
 from qrt.arch import Arch
 from qrt.errors import ConfigError
-from qrt.quant.checkpoint import Checkpoint
 from qrt.registry import nearest
 from qrt_calibrate.recipe import Grid, Recipe
 
@@ -22,9 +20,23 @@ def select(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None
     ConfigError: a pattern matches nothing, nothing is left to quantize, a fused group is split, or a head is
     both ignored and to be rounded.
     """
-    layers = [f"{arch.layers}.{index}" for index in range(num_layers)]
+    grids = matched(arch, num_layers, recipe)
+    if not any(grids.values()):
+        raise ConfigError("nothing is left to quantize; remove a pattern of --ignore, or an override")
+    _check_fused(arch, _layers(arch, num_layers), grids)
+    return grids
+
+
+def _layers(arch: Arch, num_layers: int) -> list[str]:
+    return [f"{arch.layers}.{index}" for index in range(num_layers)]
+
+
+def matched(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None]:
+    """Return what `select` does, without a check of what is left and of fused groups."""
     grids: dict[str, Grid | None] = {
-        f"{layer}.{projection}": recipe.grid for layer in layers for projection in arch.projections
+        f"{layer}.{projection}": recipe.grid
+        for layer in _layers(arch, num_layers)
+        for projection in arch.projections
     }
     for override in recipe.overrides:
         for name in _matching(arch, list(grids), override.pattern, "an override"):
@@ -38,9 +50,6 @@ def select(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None
                     f"--ignore {pattern!r} means {arch.head}, which --head-bits {recipe.head_bits} rounds; "
                     "leave out one of them"
                 )
-    if not any(grids.values()):
-        raise ConfigError("nothing is left to quantize; remove a pattern of --ignore, or an override")
-    _check_fused(arch, layers, grids)
     return grids
 
 
@@ -92,18 +101,3 @@ def _check_fused(arch: Arch, layers: list[str], grids: Mapping[str, Grid | None]
 
 def _described(grid: Grid | None) -> str:
     return grid.describe() if grid else "left as it is"
-
-
-def check_groups(checkpoint: Checkpoint, grids: Mapping[str, Grid | None]) -> None:
-    """Raise ConfigError for the first Linear with input features that its groups do not divide.
-
-    The error suggests a group size that divides the input features of all Linears.
-    """
-    inputs = {name: checkpoint.spec(f"{name}.weight").shape[-1] for name, grid in grids.items() if grid}
-    common = gcd(*inputs.values())
-    for name, grid in grids.items():
-        if grid is not None:
-            try:
-                grid.spec.group_of(inputs[name], common)
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from None

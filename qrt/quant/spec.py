@@ -10,8 +10,7 @@ import torch
 
 from qrt.errors import ConfigError
 
-SMALLEST_GROUP = 32  # that the kernels run
-USUAL_GROUP = 128
+GROUP_SIZES = (128, 64, 32)  # that are chosen from: the usual size first, the smallest that kernels run last
 
 
 class Granularity(Enum):
@@ -66,11 +65,16 @@ class QuantSpec:
         return group
 
 
+def largest_group(in_features: int) -> int | None:
+    """Return the largest of GROUP_SIZES that divides `in_features`, None where none does."""
+    return next((size for size in GROUP_SIZES if in_features % size == 0), None)
+
+
 def _group_size_for(in_features: int) -> str:
-    power = in_features & -in_features  # the largest power of two that divides it
-    if power < SMALLEST_GROUP:
-        return "group size -1 (one scale per channel)"
-    return f"a group size that does (e.g. {min(power, USUAL_GROUP)})"
+    size = largest_group(in_features)
+    return (
+        "group size -1 (one scale per channel)" if size is None else f"a group size that does (e.g. {size})"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,86 @@
+"""Group sizes: choose one that divides the inputs where none was asked for, refuse one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import gcd
+
+from qrt.errors import ConfigError
+from qrt.quant.checkpoint import Checkpoint
+from qrt.quant.spec import GROUP_SIZES, largest_group
+from qrt_calibrate.recipe import Grid, Recipe
+
+Inputs = Mapping[str, int]  # full names of Linears -> their input features
+
+
+def choose_groups(
+    checkpoint: Checkpoint, grids: Mapping[str, Grid | None], recipe: Recipe
+) -> tuple[Recipe, tuple[str, ...]]:
+    """Choose the group size of each grid for which none was asked: the largest that divides all its Linears.
+
+    Returns the recipe with these grids, and a note for each whose groups became smaller. `grids` are those
+    of `matched`. ConfigError where no size divides.
+    """
+    chosen: dict[Grid, Grid] = {}
+    notes = []
+    for grid in dict.fromkeys((recipe.grid, *(override.grid for override in recipe.overrides))):
+        if grid is None or not grid.group_open:
+            continue
+        inputs = _inputs(checkpoint, {name: own for name, own in grids.items() if own == grid})
+        size = _group_for(inputs, grid, is_main=grid == recipe.grid)
+        chosen[grid] = Grid(grid.scheme, replace(grid.spec, group_size=size))
+        if size != grid.spec.group_size:
+            remedy = "; --group-size chooses another size" if grid == recipe.grid else ""
+            notes.append(_note(inputs, grid, size) + remedy)
+    main = chosen.get(recipe.grid, recipe.grid)
+    overrides = tuple(
+        replace(override, grid=chosen.get(override.grid, override.grid)) if override.grid else override
+        for override in recipe.overrides
+    )
+    return replace(recipe, spec=main.spec, group_open=False, overrides=overrides), tuple(notes)
+
+
+def _inputs(checkpoint: Checkpoint, grids: Mapping[str, Grid | None]) -> dict[str, int]:
+    """Return the input features of the Linears that have a grid."""
+    return {name: checkpoint.spec(f"{name}.weight").shape[-1] for name, grid in grids.items() if grid}
+
+
+def _group_for(inputs: Inputs, grid: Grid, is_main: bool) -> int:
+    """Return the largest group size that divides all `inputs`; the grid's own where there are none."""
+    if not inputs:
+        assert grid.spec.group_size is not None
+        return grid.spec.group_size
+    size = largest_group(gcd(*inputs.values()))
+    if size is not None:
+        return size
+    name, count = next((name, count) for name, count in inputs.items() if largest_group(count) is None)
+    per_channel = "--group-size -1" if is_main else "group_size: -1 for this override in a --recipe file"
+    sizes = ", ".join(map(str, GROUP_SIZES[:-1]))
+    raise ConfigError(
+        f"{name}: expected input features that groups of {sizes} or {GROUP_SIZES[-1]} divide, got {count}; "
+        f"use {per_channel} (one scale per channel) or leave the layer unquantized with --ignore"
+    )
+
+
+def _note(inputs: Inputs, grid: Grid, size: int) -> str:
+    usual = grid.spec.group_size
+    assert usual is not None
+    name, count = next((name, count) for name, count in inputs.items() if count % usual)
+    return f"{grid.scheme} has groups of {size} inputs, because {usual} does not divide the {count} of {name}"
+
+
+def check_groups(checkpoint: Checkpoint, grids: Mapping[str, Grid | None]) -> None:
+    """Raise ConfigError for the first Linear with input features that its groups do not divide.
+
+    The error suggests a group size that divides the input features of all Linears.
+    """
+    inputs = _inputs(checkpoint, grids)
+    common = gcd(*inputs.values())
+    for name, count in inputs.items():
+        grid = grids[name]
+        assert grid is not None
+        try:
+            grid.spec.group_of(count, common)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
