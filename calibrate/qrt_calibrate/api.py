@@ -42,8 +42,8 @@ def calibrate(
     method, calib, n_samples, seqlen, eval_samples, seed, damping, exact_folds, rotations, tune, target_bits,
     max_size, ignore, override.
     `device` is as for --device: "cuda", or None where there is one, means all GPUs.
-    A model in memory needs its `tokenizer`, unless method is "rtn" and eval_samples 0. Raises QrtError as the
-    command line does; an unknown entry is a ConfigError.
+    A model in memory needs its `tokenizer`, unless method is "rtn" and no eval_samples are asked for. Raises
+    QrtError as the command line does; an unknown entry is a ConfigError.
     """
     recipe = recipe_of(settings)
     devices = devices_of(device)
@@ -55,7 +55,7 @@ def calibrate(
     if tokenizer is None and any(recipe.windows):
         raise ConfigError(
             "tokenizer: got none, wanted the model's, to read the calibration text; without one "
-            "method='rtn' and eval_samples=0 work"
+            "method='rtn' works"
         )
     with tempfile.TemporaryDirectory() as folder:
         _save(model, tokenizer, Path(folder))

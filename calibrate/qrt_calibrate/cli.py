@@ -140,7 +140,8 @@ def _add_method(parser: ArgumentParser) -> None:
     method.add_argument(
         "--method",
         choices=METHODS,
-        help="default: awq-yaqa for w4a16, awq-gptq for w8a16, smoothquant-gptq for w8a8; rtn needs no text",
+        help="default: awq-yaqa for w4a16, awq-gptq for w8a16, smoothquant-gptq for w8a8; rtn reads no text "
+        "(unless --eval-samples, --target-bits or --max-size asks for a measurement)",
     )
     method.add_argument(
         "--calib", metavar="DATA",
@@ -150,13 +151,16 @@ def _add_method(parser: ArgumentParser) -> None:
     for flag, kind, field, what in (
         ("--n-samples", int, "n_samples", "windows of text"),
         ("--seqlen", int, "seqlen", "tokens of a window"),
-        ("--eval-samples", int, "eval_samples", "further windows that measure the cost, 0: none"),
         ("--seed", int, "seed", "of the choice of windows"),
         ("--damp", float, "damping", "share of the Hessian's diagonal that GPTQ adds to it"),
     ):
         method.add_argument(
             flag, type=kind, dest=field, help=f"{what} (default: {getattr(Recipe, field)})", metavar="N"
         )
+    method.add_argument(
+        "--eval-samples", type=int, metavar="N",
+        help=f"further windows that measure the cost, 0: none (default: {Recipe.eval_samples}; 0 for rtn)",
+    )  # fmt: skip
     method.add_argument(
         "--rotations", nargs="+", choices=ROTATIONS, metavar="R",
         help="turn Hadamard matrices into the weights first: R1 of the residual stream (unties the head), "

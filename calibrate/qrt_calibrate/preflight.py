@@ -177,6 +177,11 @@ def _in_words(bits: int) -> int:
 
 def _findings(job: Job) -> list[str]:
     found = list(job.notes)
+    if job.recipe.calib is not None and not any(job.recipe.windows):
+        found.append(
+            f"--calib is not read: --method {job.recipe.method} needs no text; --eval-samples N measures the "
+            "cost on it"
+        )
     for size in PARALLEL:
         reason = _split(job, size)
         if reason:

@@ -54,7 +54,8 @@ class Recipe:
     overrides     Linears on other grids; of several that match the last counts
     calib         data file, folder of data files, or name of a dataset; None is the default text
     n_samples     windows of `seqlen` tokens each, drawn with `seed`
-    eval_samples  further windows of the text on which the result is compared with the original; 0: none
+    eval_samples  further windows of the text on which the result is compared with the original; 0: none,
+                  which `recipe_of` takes for a method that needs no text
     damping       share of the Hessian's diagonal that GPTQ adds to it
     rotations     of ("R1", "R2"): turned into the weights before anything else (`qrt_calibrate.rotate`)
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model

@@ -34,7 +34,8 @@ GRID: dict[str, type | tuple[type, ...]] = {"bits": int, "scheme": str, "group_s
 LISTS = ("ignore", "override", "rotations")
 ALIASES = {"damp": "damping", "sym": "symmetric"}  # flags' names that are not the entry's
 OPPOSITES = {"asym": "symmetric", "no_exact_fold": "exact_folds"}
-ONE_CHOICE = ({"bits", "scheme"}, {"target_bits", "max_size"})
+BUDGETS = {"target_bits", "max_size"}
+ONE_CHOICE = ({"bits", "scheme"}, BUDGETS)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -83,12 +84,18 @@ def with_flags(entries: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
 
 
 def recipe_of(entries: Mapping[str, Any]) -> Recipe:
-    """The recipe of some entries; ConfigError for an unknown key or a value of the wrong kind."""
+    """Return the recipe of some entries; ConfigError for an unknown key or a value of the wrong kind.
+
+    A method that needs no text reads some only if eval_samples or a budget asks for it.
+    """
     for key, value in entries.items():
         _check(key, value)
     grid = _grid(entries)
     plain = {key: value for key, value in entries.items() if key in PLAIN}
     plain.setdefault("method", default_method(grid.scheme))
+    method = METHODS.get(plain["method"])
+    if method is not None and not method.needs_text and not BUDGETS & entries.keys():
+        plain.setdefault("eval_samples", 0)
     overrides = tuple(_override(entry) for entry in entries.get("override", ()))
     return Recipe(
         scheme=grid.scheme,

@@ -12,7 +12,7 @@ import torch
 import qrt
 from outliers import Profile, make_hard
 from qrt.quant.checkpoint import open_checkpoint
-from qrt_calibrate import cli, hub, layer, pipeline, search
+from qrt_calibrate import cli, hub, layer, pipeline, search, text
 from qrt_calibrate.recipe import grid_of
 from tiny_models import altered
 
@@ -90,6 +90,29 @@ def test_grids(run, llama, tmp_path, flags, folder, scheme):
     group = open_checkpoint(tmp_path / folder).config["quantization_config"]["config_groups"]["group_0"]
     assert scheme.items() <= group["weights"].items()
     assert ("input_activations" in group) == (folder == "w8a8")
+
+
+def test_round_to_nearest_reads_text_only_to_measure(llama, calib, tmp_path, monkeypatch, capsys):
+    read = []
+    load = text.load_tokenizer
+    monkeypatch.setattr(text, "load_tokenizer", lambda folder: read.append(folder) or load(folder))
+    words = ["--model", str(llama), "--method", "rtn", "--seqlen", "64", "--calib"]
+
+    def report(name, *flags):
+        code = cli.main([*words, *map(str, flags), "--out", str(tmp_path / name)])
+        assert code == 0, capsys.readouterr().err
+        return json.loads((tmp_path / name / "qrt_report.json").read_text())
+
+    without = report("without", "no such file.txt")
+    assert not read and without["cost"] is None and without["calibration"] is None
+    note = "--calib is not read: --method rtn needs no text; --eval-samples N measures"
+    assert note in capsys.readouterr().err and any(note in finding for finding in without["findings"])
+    measured = report("measured", calib, "--eval-samples", 2)
+    assert len(read) == 1 and measured["cost"]["tokens"] == 2 * 63
+    assert note not in capsys.readouterr().err
+    assert report("budget", calib, "--target-bits", 6)["cost"]["tokens"] == 8 * 63
+    assert qrt.calibrate(llama, tmp_path / "python", method="rtn").cost is None
+    assert len(read) == 2
 
 
 def test_figures_of_a_table_in_a_pipe_are_whole(run, llama):
