@@ -9,6 +9,7 @@ from jinja2 import Environment, StrictUndefined
 
 from qrt_calibrate.preflight import COUNTED
 
+NEAREST = ", rtn"  # added to an error's title: the same error of rounding to nearest
 PAGE = """<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><title>{{ name }}: {{ title }}</title>
@@ -17,7 +18,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 color: #222 }
 table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .2rem .8rem; text-align: right }
 th { border-bottom: 1px solid #999 } td:first-child, th:first-child { text-align: left }
-.bar { background: #4477aa; height: .8rem } .rtn { background: #cc8963 } code { font-size: 13px }
+.bar { background: #4477aa; height: .6rem } .rtn { background: #cc8963 } code { font-size: 13px }
+.key { display: inline-block; width: 1.5rem } tr.above { background: #fbe3e0 } .above small { color: #a02010 }
 td.wide { width: 20rem; text-align: left }
 </style></head><body>
 <h1>{{ name }}</h1>
@@ -35,13 +37,19 @@ td.wide { width: 20rem; text-align: left }
 <p>On {{ facts.cost.tokens }} tokens of the calibration text that did not calibrate.</p>
 {% endif %}
 <h2>Layers</h2>
+{% if nearest in columns %}
+<p><span class="bar key"></span> {{ columns[0] }}, <span class="bar rtn key"></span> what rounding to nearest
+would leave. {% if facts.above_rtn %}Above it, and marked: {{ facts.above_rtn|join(", ") }}.{% endif %}</p>
+{% endif %}
 <table><tr>
 <th>layer</th>{% for column in columns %}<th>{{ column }}</th>{% endfor %}<th>{{ columns[0] }}</th></tr>
 {% for layer in facts.layers %}
-<tr><td><code>{{ layer.name }}</code></td>
-{% for column in columns %}<td>{{ "%.4g"|format(layer[column]) if column in layer else "" }}</td>{%
-endfor %}
+<tr{% if layer.name in facts.above_rtn %} class="above"{% endif %}><td><code>{{ layer.name }}</code></td>
+{% for column in columns %}<td>{{ layer[column]|figure if column in layer else "" }}</td>{% endfor %}
 <td class="wide"><div class="bar" style="width: {{ (100 * layer[columns[0]] / most)|round(1) }}%"></div>
+{% if nearest in layer %}
+<div class="bar rtn" style="width: {{ (100 * layer[nearest] / most)|round(1) }}%"></div>{% endif %}
+{% if layer.name in facts.above_rtn %}<small>above rounding to nearest</small>{% endif %}
 </td></tr>
 {% endfor %}</table>
 <p>Worst: {{ facts.worst_layers|join(", ") }}.</p>
@@ -73,11 +81,17 @@ endfor %}
 """
 
 
+def figure(value: object) -> str:
+    """Return what a table shows of a layer's figure: a number in four digits, text as it is."""
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
 def render(name: str, title: str, facts: Mapping[str, Any]) -> str:
     """The page of a report's `facts` (Report.to_json)."""
     layers = facts["layers"]
     columns = list(dict.fromkeys(column for layer in layers for column in layer if column != "name"))
-    most = max(layer[columns[0]] for layer in layers) or 1.0
+    nearest = f"{columns[0]}{NEAREST}"
+    most = max(max(layer[columns[0]], layer.get(nearest, 0.0)) for layer in layers) or 1.0
     text = dict(facts["calibration"] or {})
     left_out = [
         (what.format(kind), count)
@@ -85,8 +99,9 @@ def render(name: str, title: str, facts: Mapping[str, Any]) -> str:
         for kind, count in text.pop(key, {}).items()
     ]
     recipe = {**facts.get("source", {}), **facts["recipe"], **text, **facts["versions"]}
-    page = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE)
-    return page.render(
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters["figure"] = figure
+    return environment.from_string(PAGE).render(
         counted=COUNTED, name=name, title=title, facts=facts, columns=columns, most=most, recipe=recipe,
-        left_out=left_out,
+        left_out=left_out, nearest=nearest,
     )  # fmt: skip

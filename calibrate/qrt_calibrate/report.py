@@ -20,7 +20,7 @@ from qrt.location import api_name, model_commit, model_name
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt_calibrate.bits import Point
 from qrt_calibrate.evaluate import Cost
-from qrt_calibrate.page import render
+from qrt_calibrate.page import NEAREST, figure, render
 from qrt_calibrate.plan import Job
 from qrt_calibrate.preflight import COUNTED, linear_weights, preflight
 
@@ -35,6 +35,21 @@ class LayerReport:
     name: str
     figures: dict[str, float]
     seconds: float
+
+    @property
+    def error(self) -> str:
+        """The title of its error, the first of its figures."""
+        return next(iter(self.figures))
+
+    @property
+    def nearest(self) -> float | None:
+        """The error that rounding to nearest would leave, None where it is not known."""
+        return self.figures.get(f"{self.error}{NEAREST}")
+
+    @property
+    def is_above_nearest(self) -> bool:
+        """Whether the layer's error is larger than rounding to nearest would leave."""
+        return self.nearest is not None and self.figures[self.error] > self.nearest
 
 
 @dataclass(frozen=True)
@@ -100,13 +115,13 @@ class Report:
             "curve": [asdict(point) for point in self.curve],
             "findings": list(preflight(self.job).findings),
             "worst_layers": [layer.name for layer in self.worst],
+            "above_rtn": [layer.name for layer in self.layers if layer.is_above_nearest],
         }
 
     @property
     def worst(self) -> list[LayerReport]:
         """The layers of largest error, the worst first."""
-        column = next(iter(self.layers[0].figures))
-        return sorted(self.layers, key=lambda layer: -layer.figures[column])[:WORST]
+        return sorted(self.layers, key=lambda layer: -layer.figures[layer.error])[:WORST]
 
     def files(self) -> dict[str, str]:
         """qrt_report.json and qrt_report.html."""
@@ -131,10 +146,9 @@ class Report:
         for column in (*columns, "seconds"):
             table.add_column(column, justify="right")
         for layer in self.layers:
-            figures = [
-                f"{layer.figures[column]:.4g}" if column in layer.figures else "" for column in columns
-            ]
-            table.add_row(layer.name, *figures, f"{layer.seconds:.1f}")
+            figures = [figure(layer.figures[column]) if column in layer.figures else "" for column in columns]
+            name, style = (f"{layer.name} !", "bold red") if layer.is_above_nearest else (layer.name, None)
+            table.add_row(name, *figures, f"{layer.seconds:.1f}", style=style)
         console.print(table)
         source = self.job.source.num_bytes
         lines = [
@@ -156,9 +170,22 @@ class Report:
             lines.insert(
                 0, f"tuned in {self.job.recipe.tune} steps: KL {first:.5f} -> {last:.5f} on drawn text"
             )
+        lines[:0] = self._above_nearest()
         lines += [f"{point.bits:.3f} bits, KL {point.kl:.5f}: {point.change}" for point in self.curve]
         for line in lines:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def _above_nearest(self) -> list[str]:
+        """Name the layers whose error is above rounding to nearest's."""
+        error, count = self.layers[0].error, len(self.layers)
+        above = [
+            f"{layer.name} ({figure(layer.figures[error])}, rtn {figure(layer.nearest)})"
+            for layer in self.layers
+            if layer.is_above_nearest
+        ]
+        named = ", ".join(above)
+        line = f"! {error} above rounding to nearest's in {len(above)} of {count} layers: {named}"
+        return [line] if above else []
 
 
 def source_of(job: Job) -> dict[str, Any]:
