@@ -6,6 +6,9 @@ output that the exact model has in its place: W' = W + t (W E[(x' - x) x^T] + E[
 what a linear map can of the error that came before, in the input (GPTAQ, arXiv:2504.02692) and, for the
 Linears whose output is added to it, in the residual stream r. The trust t is measured: a correction that
 the two halves of the windows do not agree on would be fitted to their noise.
+
+Errors of what is added to the residual stream count as the next norm sees them: divided by the token's size.
+Summed as they are, those of a token with massive activations would hide all others.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from qrt_calibrate.experts import EXPERT_BYTES, inside
 from qrt_calibrate.fold import Pair, check_unchanged, linear
 from qrt_calibrate.gptq import Factor, round_columns
 from qrt_calibrate.method import Scales
-from qrt_calibrate.observe import Moments, inputs_of, record_call
+from qrt_calibrate.observe import Moments, inputs_of, norm_weights, record_call
 from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe import Grid
 from qrt_calibrate.rtn import for_writer, round_weight, split
@@ -43,7 +46,7 @@ from qrt_calibrate.sensitivity import OutputMoments, output_moments
 from qrt_calibrate.streams import Share, Streams
 
 SEARCH_TOKENS = 4096  # that judge a candidate of AWQ and SmoothQuant; the moments come from all tokens
-ROW_DAMPING = 0.02  # share of the gradients' moments' diagonal that is added to it
+ROW_DAMPING = 0.08  # share of the gradients' moments' diagonal that is added to it
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class LayerWork:
         self._decoder, self._index, self._tensors, self._streams = decoder, index, tensors, streams
         pairs = [pair for pair in job.arch.smooth if pair.source not in job.arch.projections]
         self._norms = {reader: pair.source for pair in pairs for reader in pair.readers}
+        self._norm = ""  # that the Linears at work stand behind: its input is the residual stream
         self.done: dict[str, WeightData] = {}
         self.figures: dict[str, float] = {}
 
@@ -90,28 +94,23 @@ class LayerWork:
         self._sample = first.rounded[: first.calibrating][:windows].to(self.job.device)
         self._wanted = self._run(self.exact)
         felt = self._output_moments()
-        norm = ""  # whose input the next closing Linear's output is added to
         for _, parts in self.job.arch.fuse:
-            norm = self._norms.get(parts[0], norm)
+            self._norm = self._norms.get(parts[0], self._norm)
             if parts[0] in self.grids:
-                adds = parts[0] not in self._norms and not self._is_weighted(parts[0])
-                self._quantize_stage(parts, norm if adds else None, felt.pop(parts, None))
+                self._quantize_stage(parts, felt.pop(parts, None))
         errors = {"output error": self._output_error(self.rounded), "output error, rtn": self._rtn_error()}
         return LayerResult(self._finished(), self._remaining(), {**errors, **self.figures})
 
     # -- stages --------------------------------------------------------------------------------------------
 
-    def _quantize_stage(
-        self, parts: tuple[str, ...], residual: str | None, felt: OutputMoments | None
-    ) -> None:
-        """Round the Linears `parts`, which read one input; `residual` is the norm that reads what their
-        output is added to, None for Linears that end elsewhere; `felt` what the loss feels of the output,
-        None where rows are rounded each for itself."""
+    def _quantize_stage(self, parts: tuple[str, ...], felt: OutputMoments | None) -> None:
+        """Round the Linears `parts`, which read one input; `felt` is what the loss feels of the output, None
+        where rows are rounded each for itself."""
         if self.job.arch.is_expert(parts[0]) and parts[0] not in self._norms:
             for own in self._measured_inside(parts):
                 self._quantize_linears(*own, None)
         else:
-            self._quantize_linears(parts, self._measure(parts, residual), felt)
+            self._quantize_linears(parts, self._measure(parts), felt)
 
     def _quantize_linears(self, parts: tuple[str, ...], moments: Moments, felt: OutputMoments | None) -> None:
         """Fold and round `parts`, whose input has `moments`."""
@@ -156,25 +155,33 @@ class LayerWork:
                 moments.join(other[parts])
         return found
 
-    def _measure(self, parts: tuple[str, ...], residual: str | None) -> Moments:
-        """Moments of the input of `parts`, and of the residual stream, over the calibration windows."""
+    def _measure(self, parts: tuple[str, ...]) -> Moments:
+        """Moments of the input of `parts`, and of the residual stream if their output is added to it, over
+        the calibration windows."""
         assert self._streams is not None
-        first = linear(self.rounded, parts[0])
+        first, closes = linear(self.rounded, parts[0]), parts[0] not in self._norms
+        adds = closes and not self._is_weighted(parts[0])
         reader = parts[0]
         if self.job.arch.is_expert(reader):  # it would see no more than is sent to it
             assert self.job.arch.experts is not None
             reader = self.job.arch.experts
-        names = [reader] if residual is None else [residual, reader]
-        total = self._streams.calibrating * self._streams.seqlen
+        names = [self._norm, reader] if closes else [reader]
+        total, eps = self._streams.calibrating * self._streams.seqlen, self.job.config.rms_norm_eps
 
         def measure(share: Share, exact: nn.Module, rounded: nn.Module) -> Moments:
-            weight = linear(rounded, parts[0]).weight if residual else None
+            weight = linear(rounded, parts[0]).weight if adds else None
             moments = Moments(first.in_features, weight, share.device)
             streams = (stream[: share.calibrating] for stream in (share.exact, share.rounded))
             for half, exact_hidden, hidden in share.batches(*streams):
                 *stream, x = self._inputs(rounded, names, hidden)
                 *exact_stream, exact_x = self._inputs(exact, names, exact_hidden)
-                moments.add(x, exact_x, total, half, (stream[0], exact_stream[0]) if residual else None)
+                both, weights = None, None
+                if closes:
+                    behind = exact_stream[0]
+                    if adds:
+                        both, behind = (stream[0], behind), behind + linear(exact, parts[0])(exact_x)
+                    weights = norm_weights(behind, eps)
+                moments.add(x, exact_x, total, half, both, weights)
             return moments
 
         moments, *others = self._streams.each(measure, self.exact, self.rounded)
@@ -184,10 +191,12 @@ class LayerWork:
 
     def _measured_inside(self, parts: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Moments]]:
         """Moments of the input of each of `parts`, the experts' last Linears, over all calibration tokens,
-        wherever they are sent; as many at a time as EXPERT_BYTES hold."""
+        wherever they are sent, weighted by the stream before the experts; as many at a time as EXPERT_BYTES
+        hold."""
         assert self._streams is not None and self.job.arch.experts is not None
         width = linear(self.rounded, parts[0]).in_features
-        names, total = [self.job.arch.experts], self._streams.calibrating * self._streams.seqlen
+        names = [self._norm, self.job.arch.experts]
+        total, eps = self._streams.calibrating * self._streams.seqlen, self.job.config.rms_norm_eps
 
         def measure(
             some: Sequence[str], share: Share, exact: nn.Module, rounded: nn.Module
@@ -195,12 +204,13 @@ class LayerWork:
             moments = {part: Moments(width, None, share.device) for part in some}
             streams = (stream[: share.calibrating] for stream in (share.exact, share.rounded))
             for half, exact_hidden, hidden in share.batches(*streams):
-                (x,), (exact_x,) = (
-                    self._inputs(layer, names, own)
-                    for layer, own in ((rounded, hidden), (exact, exact_hidden))
-                )
+                _, x = self._inputs(rounded, names, hidden)
+                exact_stream, exact_x = self._inputs(exact, names, exact_hidden)
+                weights = norm_weights(exact_stream, eps)
                 for part, own in moments.items():
-                    own.add(inside(rounded, part, x), inside(exact, part, exact_x), total, half)
+                    own.add(
+                        inside(rounded, part, x), inside(exact, part, exact_x), total, half, weights=weights
+                    )
             return moments
 
         step = max(1, EXPERT_BYTES // (3 * 4 * width**2))
@@ -244,7 +254,8 @@ class LayerWork:
             block = ".".join(commonprefix([reader.split(".") for reader in smooth.readers]))
             call = record_call(self.exact, block, lambda: self._run(self.exact))
             int8_tokens = WEIGHT_SCHEMES[grid.scheme].int8_tokens
-            cost = RoundedCost(pair, call, grid.spec, job.scale_dtype, int8_tokens)
+            weights = self._sample_weights() if call.output.shape[:-1] == self._sample.shape[:-1] else None
+            cost = RoundedCost(pair, call, grid.spec, job.scale_dtype, int8_tokens, weights)
         if powers:
             candidates = (scales for scales in candidates if self._is_exact(rounded, smooth.source, scales))
         scales = min(candidates, key=cost)  # the first one, the identity, unless another is better
@@ -258,6 +269,17 @@ class LayerWork:
         check_unchanged(self._wanted, self._run(self.exact), self._sample, self.name, smooth)
         moments.divide(pair.spread(scales))
         return True
+
+    def _sample_weights(self) -> Tensor:
+        """Return [T, 1]: what a squared error costs in each of the sample's tokens behind the block that the
+        Linears at work are in, as the next norm sees it."""
+        norms = list(dict.fromkeys(self._norms.values()))
+        after = norms[norms.index(self._norm) + 1 :]
+        if not after:
+            behind = self._wanted.flatten(0, -2)
+        else:
+            (behind,) = inputs_of(self.exact, after[:1], lambda: self._run(self.exact))
+        return norm_weights(behind, self.job.config.rms_norm_eps)
 
     def _is_exact(self, pair: Pair, source: str, scales: Tensor) -> bool:
         """Whether the model dtype holds what the fold makes of the source (fp16 can underflow)."""
@@ -342,10 +364,12 @@ class LayerWork:
         return self._decoder.run(self._index, layer, self._sample if hidden is None else hidden)
 
     def _output_error(self, layer: nn.Module) -> float:
-        """Error of `layer`'s output on the sample, relative to what the exact layer adds to its input, or to
-        that where it adds nothing."""
-        error, added = (self._run(layer) - self._wanted).norm(), (self._wanted - self._sample).norm()
-        size = added if added else self._sample.norm()
+        """Error of `layer`'s output on the sample as the next norm sees it, relative to what the exact layer
+        adds to its input, or to that where it adds nothing."""
+        root = norm_weights(self._wanted, self.job.config.rms_norm_eps).sqrt()
+        error = ((self._run(layer) - self._wanted) * root).norm()
+        added = ((self._wanted - self._sample) * root).norm()
+        size = added if added else (self._sample * root).norm()
         return float(error / size if size else error)
 
     def _rtn_error(self) -> float:

@@ -40,8 +40,18 @@ def inputs_of(layer: nn.Module, names: Sequence[str], run: Callable[[], object])
     return [found[name] for name in names]
 
 
+def norm_weights(stream: Tensor, eps: float) -> Tensor:
+    """Return [T, 1]: what RMSNorm multiplies a squared error in each token of `stream` [T, H] by, its own
+    weight apart.
+
+    A token with massive activations (arXiv:2402.17762) is divided by its size, and so is an error in it.
+    """
+    return 1 / (stream.square().mean(-1, keepdim=True) + eps)
+
+
 class Moments:
     """Moments of a Linear's input over all calibration tokens, fp32: x in the rounded model, x' in the exact.
+    Tokens count by their weights, if `add` gets some; all but max_abs are then up to a common factor.
 
     mean_abs, max_abs   [K]       of |x|
     hessian             [K, K]    E[x x^T]
@@ -62,13 +72,24 @@ class Moments:
         self._shares = [0.0, 0.0]
 
     def add(
-        self, x: Tensor, exact: Tensor, total: int, half: int, stream: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        exact: Tensor,
+        total: int,
+        half: int,
+        stream: tuple[Tensor, Tensor] | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         """Count the inputs x [T, K] and what the exact model has in their place, of `total` tokens in all, in
-        share `half`, 0 or 1; `stream`: r and r' [T, N] beside them."""
+        share `half`, 0 or 1; `stream`: r and r' [T, N] beside them; `weights` [T, 1]: what a squared error in
+        each token costs."""
         self._shares[half] += len(x) / total
-        self.mean_abs += x.abs().sum(0) / total
         self.max_abs = torch.maximum(self.max_abs, x.abs().amax(0))
+        if weights is not None:
+            root = weights.sqrt()
+            x, exact = x * root, exact * root
+            stream = stream and (stream[0] * root, stream[1] * root)
+        self.mean_abs += x.abs().sum(0) / total
         self.hessian.addmm_(x.T, x, alpha=1 / total)
         moved = exact - x
         assert (stream is None) == (self._weight is None), "the stream beside a Linear that is added to it"
@@ -126,10 +147,12 @@ class Call:
     keywords: dict[str, Any]
     output: Tensor
 
-    def loss(self) -> float:
-        """Mean squared difference of the module's output now from the recorded one."""
+    def loss(self, weights: Tensor | None = None) -> float:
+        """Return the mean squared difference of the module's output now from the recorded one, each token's
+        times its weight in `weights` [T, 1]."""
         output = _first(self.module(*self.arguments, **self.keywords))
-        return float((output - self.output).square().mean())
+        squares = (output - self.output).square().flatten(0, -2)
+        return float((squares if weights is None else squares * weights).mean())
 
 
 def record_call(layer: nn.Module, name: str, run: Callable[[], object]) -> Call:

@@ -33,7 +33,7 @@ from qrt_calibrate.rotate import Gate, RotatedCheckpoint
 from qrt_calibrate.rtn import for_writer
 from qrt_calibrate.search import round_input
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients
-from qrt_calibrate.streams import Share, Streams
+from qrt_calibrate.streams import Share, Streams, drift_figures
 from qrt_calibrate.text import Calibration, calibration
 from qrt_calibrate.tune import check_room, is_tuned_norm, tune
 
@@ -160,7 +160,7 @@ class Run:
             del work
             figures = dict(result.figures)
             if self._streams is not None:
-                figures["drift"] = self._advance(index, tensors, result)
+                figures |= self._advance(index, tensors, result)
             _write_layer(self._writer, name, result)
             self._writer.finish_step(label, figures)
         elif self._streams is not None:
@@ -168,8 +168,8 @@ class Run:
         return LayerReport(name, dict(self._writer.notes(label)), time.perf_counter() - began)
 
     @torch.no_grad()
-    def _advance(self, index: int, tensors: Mapping[str, Tensor], result: LayerResult) -> float:
-        """Run the layer as it was read and as it is stored; how far apart the outputs are."""
+    def _advance(self, index: int, tensors: Mapping[str, Tensor], result: LayerResult) -> dict[str, float]:
+        """Run the layer as it was read and as it is stored; return what the report shows of the outputs."""
         assert self._decoder is not None and self._streams is not None
         exact = self._decoder.load(index, tensors)
         rounded = self._decoder.load(index, _stored(result))
@@ -178,11 +178,10 @@ class Run:
                 round_input(linear(rounded, name))
         run, step = self._decoder.run, max(1, BATCH_TOKENS // self._job.recipe.seqlen)
 
-        def advance(share: Share, exact: nn.Module, rounded: nn.Module) -> tuple[float, float]:
+        def advance(share: Share, exact: nn.Module, rounded: nn.Module) -> Tensor:
             return share.advance(partial(run, index, exact), partial(run, index, rounded), step)
 
-        apart, size = (sum(own) for own in zip(*self._streams.each(advance, exact, rounded), strict=True))
-        return (apart / size) ** 0.5 if size else 0.0
+        return drift_figures(torch.cat(self._streams.each(advance, exact, rounded), 1))
 
     def _written(self, index: int, step: str | None = None) -> LayerResult:
         """A layer as an earlier run has written it, its Linears and norms as `step` has if that is not the

@@ -23,8 +23,10 @@ from qrt_calibrate.evaluate import Cost
 from qrt_calibrate.page import NEAREST, figure, render
 from qrt_calibrate.plan import Job
 from qrt_calibrate.preflight import COUNTED, linear_weights, preflight
+from qrt_calibrate.streams import LARGEST_TOKEN
 
 WORST = 5  # layers that the report names
+MASSIVE = 20  # times the median token, from which on a token has massive activations (arXiv:2402.17762)
 UNCOUNTED = ("bias", "weight_shape")  # tensors of a Linear that its bits per weight do not count
 
 
@@ -115,6 +117,7 @@ class Report:
             "curve": [asdict(point) for point in self.curve],
             "findings": list(preflight(self.job).findings),
             "worst_layers": [layer.name for layer in self.worst],
+            "massive_layers": [layer.name for layer in self.massive],
             "above_rtn": [layer.name for layer in self.layers if layer.is_above_nearest],
         }
 
@@ -171,9 +174,26 @@ class Report:
                 0, f"tuned in {self.job.recipe.tune} steps: KL {first:.5f} -> {last:.5f} on drawn text"
             )
         lines[:0] = self._above_nearest()
+        lines += self._massive_activations()
         lines += [f"{point.bits:.3f} bits, KL {point.kl:.5f}: {point.change}" for point in self.curve]
         for line in lines:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    @property
+    def massive(self) -> list[LayerReport]:
+        """The layers behind which a token is many times as large as most are."""
+        return [layer for layer in self.layers if layer.figures.get(LARGEST_TOKEN, 0.0) > MASSIVE]
+
+    def _massive_activations(self) -> list[str]:
+        """Name the layers behind which tokens have massive activations."""
+        layers = self.massive
+        if not layers:
+            return []
+        most = max(layer.figures[LARGEST_TOKEN] for layer in layers)
+        named = ", ".join(layer.name.rpartition(".")[2] for layer in layers)
+        return [
+            f"massive activations behind layers {named}: a token is up to {most:.0f} times the median one"
+        ]
 
     def _above_nearest(self) -> list[str]:
         """Name the layers whose error is above rounding to nearest's."""

@@ -68,13 +68,20 @@ def _relative_magnitude(pair: Pair, spec: QuantSpec) -> Tensor:
 
 
 class RoundedCost:
-    """The mean squared error of a block whose readers are truly rounded to nearest: AWQ's judge."""
+    """The mean squared error of a block whose readers are truly rounded to nearest: AWQ's judge. `weights`
+    [T, 1]: what a squared error in each token costs."""
 
     def __init__(
-        self, pair: Pair, call: Call, spec: QuantSpec, dtype: torch.dtype, int8_tokens: bool
+        self,
+        pair: Pair,
+        call: Call,
+        spec: QuantSpec,
+        dtype: torch.dtype,
+        int8_tokens: bool,
+        weights: Tensor | None = None,
     ) -> None:
         self._pair, self._call, self._spec, self._dtype = pair, call, spec, dtype
-        self._int8_tokens = int8_tokens
+        self._int8_tokens, self._weights = int8_tokens, weights
 
     def __call__(self, scales: Tensor) -> float:
         columns = self._pair.spread(scales)
@@ -85,7 +92,7 @@ class RoundedCost:
             reader.weight.copy_(rounded.div_(columns))
             if self._int8_tokens:
                 hooks.append(round_input(reader, columns))
-        loss = self._call.loss()
+        loss = self._call.loss(self._weights)
         for hook in hooks:
             hook.remove()
         for reader, weight in zip(self._pair.readers, weights, strict=True):

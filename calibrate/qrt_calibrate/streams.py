@@ -16,6 +16,7 @@ from qrt_calibrate.devices import at_once, replica
 
 SHARE_OF_GPU = 0.4  # of its free memory that both streams may take
 SHARE_OF_RAM = 0.4  # of what is available
+LARGEST_TOKEN = "largest token"  # the figure that tells of massive activations
 Run = Callable[[Tensor], Tensor]
 Result = TypeVar("Result")
 
@@ -55,19 +56,19 @@ class Share:
         for own, *parts in zip(numbers, *(stream.split(self._batch) for stream in streams), strict=True):
             yield int(own[0]) // self._batch % 2, *parts
 
-    def advance(self, exact: Run, rounded: Run, windows: int) -> tuple[float, float]:
-        """Replace the hidden states by a layer's outputs, `windows` at a time; returns the squares of their
-        difference and of the exact ones, summed."""
-        apart = size = 0.0
+    def advance(self, exact: Run, rounded: Run, windows: int) -> Tensor:
+        """Replace the hidden states by a layer's outputs, `windows` at a time. Return [2, b * T] on the CPU:
+        the squares, of each token, of their difference and of the exact ones."""
         for stream, run in ((self.exact, exact), (self.rounded, rounded)):
             for part in stream.split(windows):
                 part.copy_(run(part))
+        found = []
         for exact_part, rounded_part in zip(
             self.exact.split(windows), self.rounded.split(windows), strict=True
         ):
-            apart += float((rounded_part - exact_part).square().sum())
-            size += float(exact_part.square().sum())
-        return apart, size
+            apart = (rounded_part - exact_part).square().sum(-1)
+            found.append(torch.stack((apart, exact_part.square().sum(-1))).flatten(1).cpu())
+        return torch.cat(found, 1)
 
 
 class Streams:
@@ -116,6 +117,19 @@ class Streams:
             int(window): (share, place) for share in self.shares for place, window in enumerate(share.numbers)
         }
         yield from (places[window] for window in range(begin, end))
+
+
+def drift_figures(squares: Tensor) -> dict[str, float]:
+    """Return how far the rounded stream is from the exact one, of `Share.advance`'s squares [2, T]: relative
+    to all tokens together, of the median token, and how many times the median the largest exact token is."""
+    apart, size = squares.double()
+    tokens = size.sqrt()
+    median, typical = float(tokens.median()), float((apart / size.clamp_min(1e-30)).median())
+    return {
+        "drift": float(apart.sum() / size.sum()) ** 0.5 if size.any() else 0.0,
+        "median drift": typical**0.5,
+        LARGEST_TOKEN: float(tokens.max()) / median if median else 0.0,
+    }
 
 
 def stream_bytes(windows: int, seqlen: int, hidden_size: int) -> int:

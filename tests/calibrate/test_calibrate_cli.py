@@ -53,7 +53,7 @@ def test_default_output_and_summary(run, llama, calib, tmp_path):
     }
     text = {"text": "calib.txt", "sha256": hashlib.sha256(calib.read_bytes()).hexdigest()}
     calibration = {**text, "n_samples": 4, "seqlen": 64, "seed": 0}
-    recipe = {"version": qrt.__version__, "scheme": "w4a16", "method": "awq-yaqa", "damping": 0.01}
+    recipe = {"version": qrt.__version__, "scheme": "w4a16", "method": "awq-yaqa", "damping": 0.2}
     assert config["qrt"] == {**recipe, "calibration": calibration}
     report = json.loads((out / "qrt_report.json").read_text())
     counts = {"rows": 2, "rows_looked_at": 2, "rows_left_out": {}, "files_left_out": {}}

@@ -10,7 +10,7 @@ from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import decoder as decoder_module
 from qrt_calibrate.decoder import Decoder
-from qrt_calibrate.observe import Moments, inputs_of
+from qrt_calibrate.observe import Moments, inputs_of, norm_weights
 from tiny_models import LLAMA3_ROPE
 
 CASES = [
@@ -92,6 +92,28 @@ def test_inputs_are_those_of_the_whole_layer_and_moments_are_means(llama):
     moments.divide(scales)
     free.divide(scales)
     check(x / scales, weight * scales)
+
+
+def test_tokens_count_as_the_next_norm_sees_them():
+    """A squared error behind RMSNorm is one before it times the weight, and moments weigh tokens by it."""
+    torch.manual_seed(0)
+    stream, error = torch.randn(40, 16, dtype=torch.float64), torch.randn(40, 16, dtype=torch.float64)
+    stream[0] *= 200  # a massive token
+    weights = norm_weights(stream, 1e-5)
+    error -= stream * (error * stream).sum(-1, keepdim=True) / stream.square().sum(-1, keepdim=True)
+    normed = [nn.functional.rms_norm(stream + own, (16,), eps=1e-5) for own in (0, 1e-6 * error)]
+    felt = (normed[1] - normed[0]).square().sum(-1) / 1e-12
+    torch.testing.assert_close(felt, (error.square() * weights).sum(-1), rtol=1e-4, atol=0)
+    x, exact = torch.randn(40, 8), torch.randn(40, 8)
+    x[0] *= 100
+    weight = torch.randn(16, 8)
+    moments = Moments(8, weight, torch.device("cpu"))
+    before, exact_before = torch.randn(40, 16), torch.randn(40, 16)
+    moments.add(x, exact, 40, 1, (before, exact_before), weights.float())
+    lacking = (exact - x) @ weight.T + exact_before - before
+    torch.testing.assert_close(moments.hessian, x.T @ (x * weights.float()) / 40)
+    torch.testing.assert_close(moments.drift[1], lacking.T @ (x * weights.float()) / 40)
+    torch.testing.assert_close(moments.max_abs, x.abs().amax(0))
 
 
 def corrected(noise, tokens, seed):

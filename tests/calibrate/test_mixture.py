@@ -151,20 +151,22 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
     monkeypatch.setattr(Moments, "take_correction", keep)
     LayerWork(job, decoder, 0, read_layer(job.checkpoint, "model.layers.0"), streams).quantize()
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
-    stacked, inputs = model.model.layers[0].mlp.experts, []
-    stacked.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0]))
+    first, inputs = model.model.layers[0], []
+    for module in (first.post_attention_layernorm, first.mlp.experts):
+        module.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0].flatten(0, -2)))
     with torch.no_grad():
         model(ids)
-    x = inputs[0].double()
+    stream, x = (own.double() for own in inputs)
+    felt = 1 / (stream.square().mean(-1, keepdim=True) + job.config.rms_norm_eps)
     wanted = [x.T @ x / len(x)]
-    for gate_up in stacked.gate_up_proj.double():
+    for gate_up in first.mlp.experts.gate_up_proj.double():
         gate, up = (x @ gate_up.T).chunk(2, -1)
         inner = F.silu(gate) * up
-        wanted.append(inner.T @ inner / len(x))
+        wanted.append(inner.T @ (inner * felt) / len(x))
     if shares(mixture):
-        shared = model.model.layers[0].mlp.shared_expert.double()
+        shared = first.mlp.shared_expert.double()
         inner = F.silu(shared.gate_proj(x)) * shared.up_proj(x)
-        wanted += [wanted[0], inner.T @ inner / len(x)]
+        wanted += [wanted[0], inner.T @ (inner * felt) / len(x)]
     assert len(x) == 8 * 40
     for moments, hessian in zip(found, wanted, strict=True):
         assert (moments.hessian - hessian).norm() < 0.03 * hessian.norm()
