@@ -108,7 +108,7 @@ class Engine:
         """The pool, and what works on it; steps are recorded unless that is off."""
         config, model, limits = self.config, self.model, self._limits
         quantized = any(format.rotated for format in self.formats)
-        smoothing = fit_smoothing(model) if quantized else None
+        smoothing = fit_smoothing(model, self.formats) if quantized else None
         self.pool = _pool(config, model, self.formats, limits, smoothing)
         heads, dim = model.config.num_kv_heads, model.config.head_dim
         slots = self.pool.num_slots

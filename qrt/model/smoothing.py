@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,8 @@ from qrt.kernels.step import Chunks, PrefillMeta, StepMeta
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.quant.kv import KV_FORMATS
-from qrt.quant.kv.smoothing import fit
+from qrt.quant.kv.base import KVFormat
+from qrt.quant.kv.smoothing import fit, settle
 
 # Random token ids: a model has no text of its own, and on the bundled one text does no better than 0.1 % of
 # perplexity. Few, because one pass is paid at every start.
@@ -19,23 +22,24 @@ SEED = 0
 
 
 @torch.inference_mode()
-def fit_smoothing(model: Decoder) -> list[Tensor]:
-    """Fit the table fp32 [3, Hkv, D] of every layer in one short prefill.
+def fit_smoothing(model: Decoder, formats: Sequence[KVFormat]) -> list[Tensor]:
+    """Fit the table fp32 [3, Hkv, D] of every layer in one short prefill; `formats` are the layers'.
 
     The tables depend on the model alone and not on the length that is served, so no answer depends on
     `max_model_len`. QrtError when the model computes infinities or NaN on its own vocabulary.
     """
     config = model.config
     count = min(TOKENS, config.max_position)
-    formats = [KV_FORMATS["fp16"]]  # layers run one after the other: each may use the slots of the last
-    kv = KVStorage(formats, count, config.num_kv_heads, config.head_dim, model.dtype, model.device).layer(0)
+    exact = [KV_FORMATS["fp16"]]  # layers run one after the other: each may use the slots of the last
+    kv = KVStorage(exact, count, config.num_kv_heads, config.head_dim, model.dtype, model.device).layer(0)
     step = _prefill(model, count)
     tables = []
     residual, x = model.embed(step.tokens, model.layers[0].norm)
+    stretch = float(model.rope.cos[0, 0])  # at position 0 RoPE does nothing else
     for i, (layer, norm) in enumerate(model.blocks()):
         qkv = layer.attention.qkv(x)
         q, k, _ = layer.attention.heads(qkv)
-        tables.append(fit(q, k, *model.rope))
+        tables.append(settle(fit(q, k, *model.rope), k[0].float() * stretch, formats[i]))
         if not tables[-1].isfinite().all():
             raise QrtError(
                 f"layer {i}: q or k of random tokens is not finite in {model.dtype}; "

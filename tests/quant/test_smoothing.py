@@ -108,6 +108,24 @@ def test_the_shift_is_the_mean_over_positions_by_their_weight():
     )
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "k8v4", "fp16"])
+def test_a_settled_table_stores_the_first_k_without_an_error(name):
+    """And K that is a little beside it as well as before; the scores stay; the shift moves by one error."""
+    q, k = sample(0, bias=3.0)
+    fmt, table = KV_FORMATS[name], smoothing.fit(q, k, *ROPE)
+    settled = smoothing.settle(table, k[0], fmt)
+    assert torch.equal(settled[:2], table[:2])
+    moved = (settled[2] - table[2]).norm() / (k[0] * table[1] - table[2]).norm()
+    assert moved == 0 if name == "fp16" else 1e-4 < moved < 0.2
+    held = k[:T] * settled[1] - settled[2]
+    error = (through(name, held) - held).norm(dim=(1, 2)) / held.norm(dim=(1, 2))
+    assert error[0] < 1e-5 and (name == "fp16" or error[0] < 0.01 * error[1:].min())
+    other_q, other_k = (turn(x) for x in sample(1))
+    torch.testing.assert_close(
+        scores(*smoothed(settled, other_q, other_k)), scores(other_q, other_k), rtol=1e-5, atol=1e-4
+    )
+
+
 def test_dead_channels_and_heads_give_a_finite_table():
     q, k = sample(0)
     q[..., 3], k[..., 3 + D // 2], k[..., 5] = 0, 0, 0
@@ -117,4 +135,5 @@ def test_dead_channels_and_heads_give_a_finite_table():
     scaled = smoothing.fit(1e-3 * q, 1e3 * k, *ROPE)  # balances channels, whatever the size of q and k
     torch.testing.assert_close(scaled[:2], table[:2], rtol=5e-3, atol=0)
     torch.testing.assert_close(scaled[2], 1e3 * table[2], rtol=5e-3, atol=1e-3)
+    assert smoothing.settle(table, k[0], KV_FORMATS["int4"]).isfinite().all()
     assert smoothing.fit(torch.zeros_like(q), torch.zeros_like(k), *ROPE).isfinite().all()
