@@ -115,8 +115,8 @@ class Budget:
         least, most = ((self.rest_bytes + self.weights * each / 8) / 1e9 for each in bits)
         return (
             f"bits are still to be chosen for {len(self.units)} fused Linears: {_rounded_up(bits[0])} to "
-            f"{bits[1]:.6g} {COUNTED}; output {least:.4g} to {most:.4g} GB; that takes time of its own, and "
-            f"what follows is of {own.describe()} for all"
+            f"{bits[1]:.6g} {COUNTED}; output {least:.4g} to {most:.4g} GB; the sizes below are of "
+            f"{own.describe()} for all"
         )
 
 

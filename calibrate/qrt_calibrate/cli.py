@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -201,7 +202,7 @@ def _work(arguments: Namespace, recipe: Recipe) -> None:
     from qrt.quant.checkpoint import open_checkpoint
     from qrt_calibrate import hub
     from qrt_calibrate.devices import devices_of
-    from qrt_calibrate.duration import expected_seconds
+    from qrt_calibrate.duration import expected_seconds, in_words
     from qrt_calibrate.pipeline import calibrate, prepare
     from qrt_calibrate.plan import plan
     from qrt_calibrate.preflight import preflight
@@ -211,12 +212,12 @@ def _work(arguments: Namespace, recipe: Recipe) -> None:
     devices = devices_of(arguments.device)
     if arguments.dry_run:
         job = plan(open_checkpoint(arguments.model), recipe, *devices)
+        began = time.perf_counter()
         _, budget = prepare(job, out)
+        reading = time.perf_counter() - began
         print(*([budget.line(job.recipe.grid)] if budget else []), *preflight(job).lines(), sep="\n")
-        minutes, where = expected_seconds(job) / 60, ", ".join(map(str, devices))
-        print(
-            f"about {minutes:.2g} minutes on {where}, foreseen from parts of one layer timed there just now"
-        )
+        takes, where = in_words(reading + expected_seconds(job, budget)), ", ".join(map(str, devices))
+        print(f"time: {takes} on {where} with nothing else running, by a try of some parts of a layer")
         return
     width = None if sys.stdout.isatty() else WIDTH
     calibrate(arguments.model, recipe, out, *devices).print(Console(width=width))

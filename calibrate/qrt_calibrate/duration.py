@@ -1,7 +1,6 @@
-"""How long a calibration will take: parts of one layer's work timed on the device, then counted.
+"""How long a calibration will take with nothing else running: parts of its work are timed, then counted.
 
-A foresight, not a measurement: reading and writing files and the report are left out, and another program on
-the machine changes it. It costs one layer's forward on one batch and slices of the rest.
+Writing files is left out.
 """
 
 from __future__ import annotations
@@ -13,27 +12,36 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qrt.quant.spec import QuantSpec
 from qrt_calibrate import tune
+from qrt_calibrate.bits import WINDOWS, Budget
 from qrt_calibrate.clip import search_clip
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read_layer
 from qrt_calibrate.experts import inside
 from qrt_calibrate.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
+from qrt_calibrate.head import PlainHead
+from qrt_calibrate.layer import SEARCH_TOKENS
 from qrt_calibrate.method import Scales
 from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe import Grid
 from qrt_calibrate.rtn import round_weight
-from qrt_calibrate.search import GRID
+from qrt_calibrate.search import GRID, STRENGTHS
 from qrt_calibrate.sensitivity import block_sizes, gradient_windows
 
 SLICE = 256  # columns that GPTQ rounds, and rows whose clipping is searched
-ORDER = 1024  # of the Hessian that is factorized
+ROWS = 4096  # that GPTQ rounds, and of a head
+ORDER = 512  # of the Hessian that is factorized
+TOKENS = 128  # that a CPU runs through a layer, or a head; a GPU takes a batch of whole windows
+ENOUGH = 0.1  # seconds of timing one part
+LEAST_CALLS, MOST_CALLS = 2, 8
 
 
 @torch.no_grad()
-def expected_seconds(job: Job) -> float:
-    """Seconds for all layers, from what the first one's parts take on the grids of each, and for the head."""
+def expected_seconds(job: Job, budget: Budget | None = None) -> float:
+    """Return the seconds for all layers and the head; with a `budget`, its measurement too."""
+    torch.mm(*torch.ones(2, ORDER, ORDER, device=job.device))  # starts threads and libraries
     tensors = read_layer(job.checkpoint, job.layer_name(0))
     layers = [job.layer_name(index) for index in range(job.config.num_layers)]
     seconds = 0.0
@@ -44,7 +52,7 @@ def expected_seconds(job: Job) -> float:
             if grid is not None:
                 seconds += count * times * _rounding(job, grid, weight.to(job.device, torch.float32))
     if any(job.recipe.windows):
-        seconds += _reading(job, tensors) * len(layers)
+        seconds += _Windows(job, tensors).seconds(budget)
     if job.recipe.head is not None:
         weight = job.checkpoint.tensor(f"{job.arch.head}.weight")
         few = weight[:SLICE].to(job.device, torch.float32)
@@ -52,8 +60,22 @@ def expected_seconds(job: Job) -> float:
     return seconds
 
 
+def in_words(seconds: float) -> str:
+    """Return an estimate as one says it: "about 12 minutes"."""
+    minutes = seconds / 60
+    if minutes < 0.75:
+        return "less than a minute"
+    if minutes < 90:
+        count = round(minutes) if minutes < 20 else 5 * round(minutes / 5)
+        return "about a minute" if count == 1 else f"about {count} minutes"
+    hours = minutes / 60
+    if hours < 36:
+        return f"about {round(2 * hours) / 2 if hours < 5 else round(hours):g} hours"
+    return f"about {round(2 * hours / 24) / 2:g} days"
+
+
 def _nearest(few: Tensor, spec: QuantSpec, dtype: torch.dtype) -> float:
-    """Rounding some rows to nearest."""
+    """Round some rows to nearest."""
     return _seconds(lambda: round_weight(few, spec, dtype).dequantize(), few)
 
 
@@ -63,39 +85,47 @@ def _apart(job: Job, fused: str) -> bool:
 
 
 def _rounding(job: Job, grid: Grid, weight: Tensor) -> float:
-    """Searching and rounding one stack of weights [N, K]: slices of it, times their number."""
+    """Search and round one stack of weights [N, K]: slices of it, times their number."""
     steps, spec, dtype = job.recipe.steps, grid.spec, job.scale_dtype
     rows, columns = weight.shape
     few = weight[:SLICE]
     nearest = _nearest(few, spec, dtype) * rows / len(few)
     if not steps.needs_text:
         return nearest
-    seconds = nearest * (1 + (GRID if steps.scales is Scales.AWQ else 0))
+    seconds = nearest * (2 + _candidates(job))  # once more for the error of rounding to nearest
     if steps.clip:
         cost = torch.ones(columns, device=weight.device)
         found = _seconds(lambda: search_clip(few, cost, spec, dtype), few)
         seconds += found * rows / len(few)
     if steps.gptq:
-        seconds += _gptq(weight, grid, dtype, steps.rows)
+        seconds += _gptq(weight, grid, dtype, steps.rows, refactored=steps.scales is not Scales.NONE)
     return seconds
 
 
-def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool) -> float:
-    """Factorizing a Hessian, and the walk over the columns with what each block sends to those behind; with
-    `coupled` rows their moments are factorized too, the walk is longer and errors are sent on by rows."""
+def _candidates(job: Job) -> int:
+    """How many scales are tried for a smoothing pair."""
+    return {Scales.NONE: 0, Scales.AWQ: GRID, Scales.SMOOTHQUANT: 1 + len(STRENGTHS)}[job.recipe.steps.scales]
+
+
+def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool, refactored: bool) -> float:
+    """Factorize a Hessian, `refactored` again behind a fold, and walk over the columns with what each block
+    sends to those behind; with `coupled` rows their moments are factorized too, the walk is longer and
+    errors are sent on by rows."""
     rows, columns = weight.shape
     order = min(columns, ORDER)
     hessian = torch.eye(order, device=weight.device)
     factorized = _seconds(lambda: Factor.of(hessian, 0.01), weight) / order**3
     width = min(columns, max(SLICE, grid.spec.group_of(columns)))
-    part = weight[:, :width]
+    part = weight[: rows if weight.is_cuda else ROWS, :width]
     plain = round_weight(part, grid.spec, dtype)
     assert plain.scale is not None
     scale, zero = plain.scale, plain.zero
     eye = Factor(torch.arange(width, device=weight.device), torch.eye(width, device=weight.device), 0.0)
-    walked = _seconds(lambda: round_columns(part, eye, scale, zero, grid.spec), part)
-    spread = _seconds(lambda: part @ part.T[:, :SLICE], part) / (2 * rows * width * min(SLICE, rows))
-    cubes, steps, sent = columns**3, columns, rows * columns**2
+    walked = _seconds(lambda: round_columns(part, eye, scale, zero, grid.spec), part) * rows / len(part)
+    spread = _seconds(lambda: part @ part.T[:, :SLICE], part) / (
+        2 * len(part) * width * min(SLICE, len(part))
+    )
+    cubes, steps, sent = (1 + refactored) * columns**3, columns, rows * columns**2
     if coupled:
         cubes += sum(size**3 for size in block_sizes(rows))
         steps += (ROW_BLOCKS - 1) * BLOCK
@@ -103,46 +133,150 @@ def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool) -> floa
     return factorized * cubes + walked * steps / width + spread * sent
 
 
-def _reading(job: Job, tensors: Mapping[str, Tensor]) -> float:
-    """The layer's forwards over all windows, and the moments of its Linears' inputs; devices are taken to be
-    alike, and to have as many windows each."""
-    calibrating, evaluating = job.recipe.windows
-    seqlen, device = job.recipe.seqlen, job.device
-    decoder = Decoder(job.checkpoint, job.arch, seqlen, device)
-    layer = decoder.load(0, tensors)
-    batch = 1 if device.type == "cpu" else max(1, BATCH_TOKENS // seqlen)
-    hidden = torch.randn(batch, seqlen, job.config.hidden_size, device=device)
-    forward = _seconds(lambda: decoder.run(0, layer, hidden), hidden) / batch
-    seconds = 2 * forward * (calibrating + evaluating)  # exact and rounded, to the next layer
-    if felt := gradient_windows(job):  # once forth, twice forth and back
-        back = _seconds(lambda: decoder.backward(0, layer, hidden, hidden), hidden) / batch
-        seconds += (forward + 2 * back) * felt
-    weights = {name: tensors[f"{name}.weight"] for name in job.arch.projections}
-    total, before = sum(weight.numel() for weight in weights.values()), 0
-    for fused, parts in job.arch.fuse:
-        seconds += 2 * forward * calibrating * before / total  # of each, up to the Linears' input
-        before += sum(weights[part].numel() for part in parts)
-        x = torch.randn(batch * seqlen, weights[parts[0]].shape[1], device=device)
-        moments = 2 * _seconds(partial(torch.mm, x.T, x), x)  # Hessian and drift
-        if _apart(job, fused):  # every expert's, and what leads there, in both copies
-            hidden = hidden.flatten(0, 1)
-            moments += 2 * _seconds(partial(inside, layer, parts[0], hidden), hidden)
-            moments *= len(parts)
-        seconds += moments / batch * calibrating
-    seconds /= len(job.devices)
-    if job.recipe.tune:  # text drawn, the original and the rounded model forth, and back
-        windows = job.recipe.tune * tune.windows_a_step(job) * min(tune.WINDOW, seqlen) / seqlen
-        seconds += (2 + 1 + 1 + 2 + (1 + 2) / tune.TEXT_WINDOWS) * forward * windows
-    return seconds
+class _Windows:
+    """What depends on the text: the layers' forwards over its windows, moments of inputs and of outputs, and
+    the head; devices are taken to be alike, and to have as many windows each.
+
+    forward   seconds of one window through a layer
+    """
+
+    def __init__(self, job: Job, tensors: Mapping[str, Tensor]) -> None:
+        self._job, self._seqlen = job, job.recipe.seqlen
+        on_cpu = job.device.type == "cpu"
+        tokens = min(self._seqlen, TOKENS) if on_cpu and job.arch.experts is None else self._seqlen
+        batch = 1 if on_cpu else max(1, BATCH_TOKENS // self._seqlen)
+        self._decoder = Decoder(job.checkpoint, job.arch, tokens, job.device)
+        self._layer = self._decoder.load(0, tensors)
+        self._hidden = torch.randn(batch, tokens, job.config.hidden_size, device=job.device)
+        self._shapes = {name: tensors[f"{name}.weight"].shape for name in job.arch.projections}
+        weights = sum(shape.numel() for shape in self._shapes.values())
+        width = job.config.num_heads * job.config.head_dim
+        per_token = (2 * weights + 4 * width * length for length in (self._seqlen, tokens))
+        more = next(per_token) / next(per_token)  # a token of a longer window attends to more
+        self._times = self._seqlen / tokens / batch  # a window is so many times what is timed
+        self.forward = more * self._window(lambda: self._decoder.run(0, self._layer, self._hidden))
+        self._more = more
+
+    def _window(self, work: Callable[[], object]) -> float:
+        """Seconds of `work`, done on `_hidden`, for a whole window."""
+        return self._times * _seconds(work, self._hidden)
+
+    def seconds(self, budget: Budget | None) -> float:
+        """Of everything, on all devices together."""
+        job = self._job
+        calibrating, evaluating = job.recipe.windows
+        layers = job.config.num_layers
+        seconds = 2 * self.forward * (calibrating + evaluating)  # exact and rounded, to the next layer
+        if calibrating:
+            seconds += self._moments() * calibrating + self._judging()
+        seconds *= layers
+        gradients, evaluated = self._head()
+        seconds += evaluated * evaluating
+        if felt := gradient_windows(job):
+            seconds += (self._felt() * layers + gradients) * felt
+        if budget is not None:
+            seconds += self._measured_bits(budget, evaluated)
+        if job.recipe.tune:  # text drawn, the original and the rounded model forth, and back
+            windows = (
+                job.recipe.tune * tune.windows_a_step(job) * min(tune.WINDOW, self._seqlen) / self._seqlen
+            )
+            seconds += (2 + 1 + 1 + 2 + (1 + 2) / tune.TEXT_WINDOWS) * self.forward * windows * layers
+        return seconds / len(job.devices)
+
+    def _moments(self) -> float:
+        """Moments of the inputs of one window, and the forwards to them in both models."""
+        total, before, seconds = sum(shape.numel() for shape in self._shapes.values()), 0, 0.0
+        for fused, parts in self._job.arch.fuse:
+            seconds += 2 * self.forward * before / total  # up to the Linears' input
+            before += sum(self._shapes[part].numel() for part in parts)
+            x = torch.randn(
+                self._hidden.shape[:2].numel(), self._shapes[parts[0]][1], device=self._hidden.device
+            )
+            moments = 2 * self._window(partial(torch.mm, x.T, x))  # Hessian and drift
+            if _apart(self._job, fused):  # every expert's, and what leads there, in both copies
+                flat = self._hidden.flatten(0, 1)
+                moments += 2 * self._window(partial(inside, self._layer, parts[0], flat))
+                moments *= len(parts)
+            seconds += moments
+        return seconds
+
+    def _judging(self) -> float:
+        """Forwards of a layer's sample: as it should be, as it became, rounded to nearest, a check of each
+        fold, and those that judge candidates where no Hessian does (of a block, half a layer)."""
+        recipe, folds = self._job.recipe, len(self._job.arch.smooth)
+        forwards = 3.0
+        if recipe.steps.scales is not Scales.NONE:
+            judged = not (recipe.steps.gptq and recipe.steps.scales is Scales.AWQ)
+            forwards += folds * (1 + _candidates(self._job) / 2 * judged)
+        return forwards * self.forward * min(recipe.n_samples, max(1, SEARCH_TOKENS // self._seqlen))
+
+    def _felt(self) -> float:
+        """One window's gradients at a layer: a forward, and forth and back twice, once with the moments."""
+        back = self._more * self._window(
+            lambda: self._decoder.backward(0, self._layer, self._hidden, self._hidden)
+        )
+        seconds = self.forward + 2 * back
+        for fused, parts in self._job.arch.fuse:
+            if not self._job.arch.is_expert(fused):
+                for size in block_sizes(sum(self._shapes[part][0] for part in parts)):
+                    g = torch.randn(self._hidden.shape[:2].numel(), size, device=self._hidden.device)
+                    seconds += self._window(partial(torch.mm, g.T, g))
+        return seconds
+
+    def _head(self) -> tuple[float, float]:
+        """One window's gradient behind the last layer, and its evaluation in both models."""
+        job, device = self._job, self._hidden.device
+        vocab, width = job.checkpoint.spec(f"{job.arch.embed}.weight").shape
+        tokens = min(self._seqlen, TOKENS)
+        head = PlainHead(torch.randn(min(vocab, ROWS), width, dtype=job.scale_dtype, device=device))
+        x = torch.randn(tokens, width, device=device)
+
+        def gradient() -> Tensor:
+            wrong = head.logits(x).softmax(-1)
+            torch.multinomial(wrong, 1)
+            return wrong @ head.weight.float()
+
+        def evaluation() -> Tensor:
+            p, q = (F.log_softmax(head.logits(x), -1) for _ in range(2))
+            return F.kl_div(q, p, reduction="sum", log_target=True)
+
+        times = vocab / len(head.weight) * self._seqlen / tokens
+        return times * _seconds(gradient, x), times * _seconds(evaluation, x)
+
+    def _measured_bits(self, budget: Budget, evaluated: float) -> float:
+        """Measure a budget's units: each at each width is a stream of its own from its layer to the last."""
+        layers = self._job.config.num_layers
+        streams = len(budget.units) * sum(grid is not None for grid in budget.grids.values())
+        return WINDOWS * streams * (self.forward * (layers + 1) / 2 + evaluated)
 
 
 def _seconds(work: Callable[[], object], beside: Tensor) -> float:
-    """Time of one call on `beside`'s device, the first call left out."""
-    for _ in range(2):
-        if beside.is_cuda:
-            torch.cuda.synchronize(beside.device)
-        began = time.perf_counter()
-        work()
+    """Return the time of `work` on `beside`'s device, with nothing else running.
+
+    On a busy CPU threads wait for each other, which makes work a hundred times slower than one thread's
+    own CPU time; then that counts.
+    """
     if beside.is_cuda:
-        torch.cuda.synchronize(beside.device)
-    return time.perf_counter() - began
+        return _shortest(work, partial(_device_time, beside.device))
+    together, threads = _shortest(work, time.perf_counter), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return min(together, _shortest(work, time.process_time))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _device_time(device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _shortest(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Return the shortest time of several calls, by `clock`."""
+    times: list[float] = []
+    until = time.perf_counter() + ENOUGH
+    while len(times) < LEAST_CALLS or (len(times) < MOST_CALLS and time.perf_counter() < until):
+        began = clock()
+        work()
+        times.append(clock() - began)
+    return min(times)

@@ -8,6 +8,7 @@ import torch
 from qrt.arch import ARCHS
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, duration
+from qrt_calibrate.bits import budget_of
 from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
@@ -26,7 +27,11 @@ def test_the_output_is_as_large_as_foreseen(llama, tmp_path, entries, capsys):
     words = ["--model", str(llama), *flags, "--method", "rtn", "--eval-samples", "0"]
     assert cli.main([*words, "--dry-run", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
-    assert "working memory" in said and "minutes on cpu" in said and not (tmp_path / "out").exists()
+    assert (
+        "working memory" in said
+        and "time: less than a minute on cpu" in said
+        and not (tmp_path / "out").exists()
+    )
     assert cli.main([*words, "--out", str(tmp_path / "out")]) == 0
     written = open_checkpoint(tmp_path / "out").num_bytes
     assert foreseen.output_bytes == written
@@ -54,31 +59,66 @@ def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, mo
 
     def expected(folder=llama, **entries):
         recipe = recipe_of({"bits": 4, "group_size": 64, "seqlen": 32, "n_samples": 4, **entries})
-        return duration.expected_seconds(plan(open_checkpoint(folder), recipe, CPU))
+        job = plan(open_checkpoint(folder), recipe, CPU)
+        return duration.expected_seconds(job, budget_of(job) if recipe.has_budget else None)
 
     stacks = [
         sum(open_checkpoint(llama).spec(f"model.layers.0.{part}.weight").shape[0] for part in parts)
         for _, parts in ARCHS["LlamaForCausalLM"].fuse
     ]
     slices = sum(rows / min(rows, duration.SLICE) for rows in stacks)
-    rounded = expected(method="rtn", eval_samples=0)
+    rounded = expected(method="rtn")
     assert rounded == pytest.approx(2 * slices)  # two layers
     for layer in ("0", "1"):  # left alone
-        one = expected(method="rtn", eval_samples=0, override=[f"model.layers.{layer}.*=fp16"])
-        assert one == pytest.approx(slices)
-    headed = expected(method="rtn", eval_samples=0, head_bits=8)
-    assert headed - rounded == pytest.approx(512 / duration.SLICE)
-    windows = expected(method="rtn", eval_samples=3) - rounded
-    # exact and rounded through both layers; what is measured of the four inputs belongs to no window then
-    assert windows == pytest.approx(2 * 2 * 3)
+        assert expected(method="rtn", override=[f"model.layers.{layer}.*=fp16"]) == pytest.approx(slices)
+    assert expected(method="rtn", head_bits=8) - rounded == pytest.approx(512 / duration.SLICE)
+    # exact and rounded through both layers, and the head, whose 512 rows are timed whole
+    assert expected(method="rtn", eval_samples=3) - rounded == pytest.approx((2 * 2 + 1) * 3)
     gptq, awq, yaqa = (expected(method=name, eval_samples=0) for name in ("gptq", "awq-gptq", "awq-yaqa"))
-    assert gptq > 2 * rounded and awq - gptq == pytest.approx(20 * rounded)
-    assert yaqa - awq > 2 * 3 * 4  # four windows through both layers: once forth, twice forth and back
+    folds = len(ARCHS["LlamaForCausalLM"].smooth)
+    # 20 candidates of scales, a Hessian factorized again by each of four stacks, a check of each fold
+    again = 2 * sum(columns**3 / min(columns, duration.ORDER) ** 3 for columns in (128, 256, 128, 256))
+    assert gptq > 2 * rounded and awq - gptq == pytest.approx(20 * rounded + again + 2 * folds * 4)
+    # four windows through both layers once forth, twice forth and back, with moments of outputs, and the head
+    assert yaqa - awq > (2 * 3 + 1) * 4
     tuned = expected(method="awq-yaqa", eval_samples=0, tune=10)
     # ten steps: four windows drawn, forth twice and back, and one of the calibration text, forth and back
     assert tuned - yaqa == pytest.approx(2 * 10 * (6 * 4 + 3))
+    bits = expected(method="rtn", eval_samples=3, target_bits=6) - expected(method="rtn", eval_samples=3)
+    assert bits == pytest.approx(4 * 2 * 8 * (1.5 + 1))  # four windows, two widths of eight stacks, the head
     longer = make_checkpoint("LlamaForCausalLM", num_hidden_layers=4)
-    assert expected(longer, eval_samples=1) == pytest.approx(2 * expected(eval_samples=1))
+    head = 1 + 4  # of one window that evaluates, and of four gradients
+    assert expected(longer, eval_samples=1) - head == pytest.approx(2 * (expected(eval_samples=1) - head))
+
+
+def test_threads_that_wait_do_not_count(monkeypatch):
+    """Two of them take 9 s by the clock on the wall, one takes 2 s of CPU."""
+    clocks = {"perf_counter": 0.0, "process_time": 0.0}
+    for name in clocks:
+        monkeypatch.setattr(duration.time, name, lambda name=name: clocks[name])
+
+    def work():
+        clocks["perf_counter"] += 9 if torch.get_num_threads() > 1 else 2
+        clocks["process_time"] += 2
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    assert duration._seconds(work, torch.empty(0)) == 2
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [
+        (0, "less than a minute"), (44, "less than a minute"), (50, "about a minute"),
+        (12 * 60, "about 12 minutes"), (47 * 60, "about 45 minutes"), (85 * 60, "about 85 minutes"),
+        (91 * 60, "about 1.5 hours"), (3 * 3600, "about 3 hours"), (20.4 * 3600, "about 20 hours"),
+        (36 * 3600, "about 1.5 days"), (30 * 86400, "about 30 days"),
+    ],
+)  # fmt: skip
+def test_times_are_said_in_words(seconds, words):
+    assert duration.in_words(seconds) == words
 
 
 @pytest.mark.parametrize("entries", [{"bits": 4}, {"bits": 4, "symmetric": True}, {"bits": 8}])
