@@ -21,6 +21,7 @@ def parser() -> ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_ppl(commands.add_parser("ppl", help="perplexity of a model, beside a baseline"))
     _add_kld(commands.add_parser("kld", help="divergence of a model's distributions from a baseline's"))
+    _add_answers(commands.add_parser("answers", help="answers to chats, where they leave a baseline's"))
     _add_lm(commands.add_parser("lm", help="tasks of lm-evaluation-harness"))
     _add_passkey(commands.add_parser("passkey", help="a key found again in a long context, by KV format"))
     _add_kv_error(commands.add_parser("kv-error", help="error of attention, by KV format and context"))
@@ -75,6 +76,33 @@ def _add_kld(command: ArgumentParser) -> None:
         "--worst", type=flags.integer(0), default=10, metavar="N", help="worst positions to show"
     )
     flags.add_json(command, resumes=True)
+
+
+def _add_answers(command: ArgumentParser) -> None:
+    flags.add_model(command, several=True)
+    flags.add_kvs(command, ["auto"])
+    command.add_argument(
+        "--baseline", metavar="MODEL", help="whose answers to compare with (default: the first --model)"
+    )
+    flags.add_kv(command, "--baseline-kv", " of the baseline")
+    command.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="a user's message a line, or rows of prompts or chats (default: 20 of qrt's own)",
+    )
+    flags.add_limit(command, "conversations")
+    command.add_argument(
+        "--max-tokens", type=flags.positive, default=256, metavar="TOKENS", help="most tokens of an answer"
+    )
+    command.add_argument(
+        "--near-tie",
+        type=flags.above_0,
+        default=0.1,
+        metavar="NATS",
+        help="count a difference apart where the baseline's two likeliest tokens are closer than this",
+    )
+    flags.add_dtype(command)
+    flags.add_json(command)
 
 
 def _add_lm(command: ArgumentParser) -> None:
@@ -347,6 +375,7 @@ def _add_kernels(command: ArgumentParser) -> None:
 COMMANDS = {
     "ppl": "qrt_eval.ppl",
     "kld": "qrt_eval.kld",
+    "answers": "qrt_eval.answers",
     "lm": "qrt_eval.lm",
     "passkey": "qrt_eval.passkey",
     "kv-error": "qrt_eval.kv_error",

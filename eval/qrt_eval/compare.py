@@ -196,6 +196,16 @@ def _kld(result: Result) -> dict[str, Metric]:
     return found
 
 
+def _answers(result: Result) -> dict[str, Metric]:
+    found = {}
+    for run in result["runs"]:
+        name = f"{run['model']} {run['weights']}, KV {run['kv']}"
+        share = run["changed"] / run["answers"]
+        noise = math.sqrt(share * (1 - share) / run["answers"])
+        found[f"{name}: changed answers"] = Metric(share, noise, False)
+    return found
+
+
 def _throughput(result: Result) -> dict[str, Metric]:
     found = {}
     for row in result.get("batches", ()):
@@ -276,6 +286,7 @@ def _kv_error(result: Result) -> dict[str, Metric]:
 METRICS: dict[str, Callable[[Result], dict[str, Metric]]] = {
     "ppl": _ppl,
     "kld": _kld,
+    "answers": _answers,
     "lm": _lm,
     "throughput": _throughput,
     "latency": _latency,

@@ -1,17 +1,22 @@
-"""Prompts of a file: a text's lines, or the prompts of its rows."""
+"""Prompts and conversations of a file: a text's lines, or what its rows hold."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 from qrt.errors import ConfigError
+from qrt.text.data.chats import Message, Unused, conversation, is_conversation, messages_of
 from qrt.text.data.files import DataFile, decoding_fault, find_files
 from qrt.text.data.json_rows import Broken
-from qrt.text.data.rows import Row, read_lines, read_rows
+from qrt.text.data.rows import read_lines, read_rows
 from qrt.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Conversation = list[Message]
 
 
 def read_prompts(flag: str, path: str, tokenizer: Tokenizer) -> list[list[int]]:
@@ -20,23 +25,35 @@ def read_prompts(flag: str, path: str, tokenizer: Tokenizer) -> list[list[int]]:
     `flag` is the command line's, for messages. A row without a prompt is left out with a warning; ConfigError
     where no prompt is left.
     """
+    return [tokenizer.encode(prompt) for prompt in _read(flag, path, _prompt, '"prompt" that is text')]
+
+
+def read_conversations(flag: str, path: str) -> list[Conversation]:
+    """Return the conversations in a file, each up to the user's last message.
+
+    A line, or the string or "prompt" of a row, is a user's first message; other rows are conversations in any
+    form that `chats` reads. A row without either is left out with a warning; ConfigError where none is left.
+    """
+    return _read(flag, path, _conversation, "prompt or conversation that a user's message ends")
+
+
+def _read(flag: str, path: str, take: Callable[[Any], T | None], what: str) -> list[T]:
+    """Return what `take` finds in the lines or rows of a file; None means that there is no `what` in it."""
     file = open_file(flag, path)
     if file.has_rows:
-        found = {row.place: _prompt(row) for row in read_rows(file)}
+        found = {row.place: take(row.value) for row in read_rows(file)}
     else:
-        found = {f"line {number}": line for number, line in read_lines(file)}
+        found = {f"line {number}": take(line) for number, line in read_lines(file)}
     prompts = [prompt for prompt in found.values() if prompt is not None]
     without = [place for place, prompt in found.items() if prompt is None]
     if not prompts:
-        raise ConfigError(
-            f'{flag} {path}: holds no prompt; expected text, or rows with a "prompt" that is text'
-        )
+        raise ConfigError(f"{flag} {path}: holds no prompt; expected text, or rows with a {what}")
     if without:
         logger.warning(
-            '%s %s: %d of %d rows have no "prompt" that is text (%s) and are left out',
-            flag, path, len(without), len(found), without[0],
+            "%s %s: %d of %d rows have no %s (%s) and are left out",
+            flag, path, len(without), len(found), what, without[0],
         )  # fmt: skip
-    return [tokenizer.encode(prompt) for prompt in prompts]
+    return prompts
 
 
 def open_file(flag: str, path: str) -> DataFile:
@@ -47,8 +64,24 @@ def open_file(flag: str, path: str) -> DataFile:
     return file
 
 
-def _prompt(row: Row) -> str | None:
-    """Return the row's text, or the "prompt" of an object; None where that is not text."""
-    prompt = row.value.get("prompt") if isinstance(row.value, dict) else row.value
+def _prompt(value: Any) -> str | None:
+    """Return a row that is text, or the "prompt" of an object; None where that is not text."""
+    prompt = value.get("prompt") if isinstance(value, dict) else value
     is_text = isinstance(prompt, str) and not isinstance(prompt, Broken) and not decoding_fault(prompt)
     return prompt if is_text else None
+
+
+def _conversation(value: Any) -> Conversation | None:
+    """Return the messages of a row up to the user's last one, or a prompt as such a message."""
+    try:
+        messages = conversation(value) if is_conversation(value) else None
+        if messages is None and isinstance(value, Mapping):
+            messages = messages_of(value)
+    except Unused:
+        return None
+    if messages is None:
+        prompt = _prompt(value)
+        return None if prompt is None else [{"role": "user", "content": prompt}]
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    return messages or None

@@ -14,10 +14,12 @@ from typing import Any
 
 from qrt.cli import run_main
 from qrt.errors import ConfigError
+from qrt_eval.answers import place
 from qrt_eval.compare import text_of
 from qrt_eval.published import TENSORRT_LLM, TENSORRT_LLM_8B
 
 Result = dict[str, Any]
+NAMES = ("model", "weights", "KV")
 QUANTIZED = re.compile(r"-w\d+(a\d+)?$")  # at the end of a checkpoint's name
 
 
@@ -52,6 +54,43 @@ def _family(run: Result) -> tuple[Any, ...]:
     """What the perplexities that compare have in common: the windows, and the model that all were made of, by
     the names that qrt-calibrate gives."""
     return QUANTIZED.sub("", Path(run["model"]).name), *text_of(run).values()
+
+
+def divergences(results: list[Result]) -> str:
+    """Return a row per text, model and KV format, with the change of perplexity and KL to the baseline."""
+    rows = []
+    for result in (result for result in results if result.get("command") == "kld"):
+        for run in result["runs"]:
+            figures = (
+                f"{run['ppl']:.3f}",
+                f"{100 * (run['ppl'] / run['base_ppl'] - 1):+.2f} %",
+                f"{run['kl_mean']:.2e}",
+                f"{100 * run['top1_agreement']:.2f} %",
+            )
+            rows.append((result["dataset"], *_names(run), _against(result), *figures))
+    return table(("text", *NAMES, "against", "perplexity", "change", "KL, nats", "same top-1"), rows)
+
+
+def answers(results: list[Result]) -> str:
+    """Return a row per model and KV format: how many answers differ from the baseline's, and from where."""
+    rows = []
+    for result in (result for result in results if result.get("command") == "answers"):
+        for run in result["runs"]:
+            counts = [str(run[name]) for name in ("answers", "same", "near_ties", "changed")]
+            before = f"{100 * run['same_tokens']:.0f} %"
+            rows.append((*_names(run), _against(result), *counts, place(run), before))
+    head = ("answers", "same", "near ties", "changed", "changed at token", "tokens before")
+    return table((*NAMES, "against", *head), rows)
+
+
+def _names(run: Result) -> tuple[str, ...]:
+    return Path(run["model"]).name, run["weights"], run["kv"]
+
+
+def _against(result: Result) -> str:
+    """Return the name of a run's baseline."""
+    base = result["baseline"]
+    return f"{Path(base['model']).name} {base['weights']}, KV {base['kv']}"
 
 
 def latencies(results: list[Result]) -> str:
@@ -209,6 +248,9 @@ def section(results: list[Result]) -> str:
     tables = ["Measured on " + "; ".join(where) + "."]
     if any("ppl" in result for result in results):
         tables.append(perplexities(results))
+    for command, made in (("kld", divergences), ("answers", answers)):
+        if any(result.get("command") == command for result in results):
+            tables.append(made(results))
     if any("rows" in result for result in results):
         tables.append(latencies(results))
     if any("loads" in result for result in results):

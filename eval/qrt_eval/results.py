@@ -137,6 +137,11 @@ def checkpoint_sha256(model: str) -> str:
     return digest.hexdigest()
 
 
+def sha256_of(path: str | Path) -> str:
+    """Of a file."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
 def save(arguments: Namespace, result: Mapping[str, Any]) -> None:
     """Write what a command found, with `command_facts`, to its --json, where that is given, and say so."""
     if arguments.json:

@@ -12,6 +12,7 @@ from qrt_eval.compare import METRICS, compare, kind, load, settings
 BETTER = {
     "ppl": {"ppl": False},
     "kld": {"KL": False, "same top-1": True, "ln ppl ratio": False},
+    "answers": {"changed answers": False},
     "throughput": {"tokens/s": True},
     "latency": {"decode ms/step": False, "prefill tokens/s": True},
     "serve": {"mean_ttft_ms": False, "mean_tpot_ms": False, "mean_itl_ms": False, "mean_e2el_ms": False,

@@ -42,7 +42,7 @@ def test_several_values_are_words_or_have_commas():
              "--decode": "1x64 2x64", "--prefill": "64x0 64x64", "--op": "linear decode",
              "--tune": "llama-3-8b qwen3-8b", "--lengths": "sharegpt 128/128"}  # fmt: skip
     files = {"--model", "--checkpoint", "--goodput"}  # names may have commas; objectives are as vLLM's
-    needed = dict.fromkeys(("kld", "passkey", "sweep", "latency", "throughput"), "--model x")
+    needed = dict.fromkeys(("kld", "answers", "passkey", "sweep", "latency", "throughput"), "--model x")
     needed["lm"] = "--model x --tasks x"
     for flag, actions in flags().items():
         for command, action in actions.items():
@@ -87,6 +87,8 @@ WRONG = [
     ("kld pydoc --model tiny no/such", 1, "no/such: no such folder"),
     (f"kld pydoc --model tiny --save-base {FOLDER}", 1, f"--save-base {FOLDER}: a folder, wanted a file"),
     ("kld pydoc --model tiny --kv int8,int9", 2, "--kv: got 'int9', wanted one of auto, "),
+    ("answers --model tiny --baseline no/such", 1, "no/such: no such folder"),
+    ("answers --model tiny --near-tie 0", 2, "--near-tie: got '0', wanted a number above 0"),
     ("lm --model no/such --tasks x", 1, "no/such: no such folder"),
     ("lm --model tiny --tasks x --max-model-len 2049", 1, "max_model_len: got 2049"),
     ("lm --model tiny --tasks x --num-fewshot -1", 2, "--num-fewshot: got '-1', wanted an integer"),

@@ -6,7 +6,7 @@ import pytest
 
 from qrt.errors import ConfigError
 from qrt.text.tokenizer import Tokenizer
-from qrt_eval.prompts import read_prompts
+from qrt_eval.prompts import read_conversations, read_prompts
 
 
 def test_prompts_of_files(tmp_path):
@@ -49,3 +49,20 @@ def test_prompts_of_rows_in_any_kind_of_file(tmp_path, caplog):
     assert read_prompts("--prompts", str(tmp_path / "b.csv"), tokenizer) == wanted
     (tmp_path / "c.json").write_text('["one line", "and another"]')
     assert read_prompts("--prompts", str(tmp_path / "c.json"), tokenizer) == wanted
+
+
+def test_conversations_end_with_the_user(tmp_path, caplog):
+    """Whatever the form of the row; what only the assistant says is left out."""
+    asked, answered = {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}
+    again = {"role": "user", "content": "three"}
+    rows = [
+        {"prompt": "one"}, "one", [asked, answered, again], {"messages": [asked, answered, again, answered]},
+        {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]},
+        {"prompt": "one", "completion": "two"}, {"messages": [answered]}, {"text": "a document"},
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = read_conversations("--prompts", str(tmp_path / "a.jsonl"))
+    assert found == [[asked], [asked], [asked, answered, again], [asked, answered, again], [asked], [asked]]
+    assert "2 of 8 rows have no prompt or conversation" in caplog.text
+    (tmp_path / "b.txt").write_text("one\n")
+    assert read_conversations("--prompts", str(tmp_path / "b.txt")) == [[asked]]

@@ -86,6 +86,21 @@ def test_loads_stand_beside_what_tensorrt_llm_publishes():
     assert report.beside_published([{**recorded, "environment": {"device": "A100"}}]) == ""
 
 
+def test_divergences_and_answers_name_their_baseline():
+    about = {"baseline": {"model": "m", "weights": "fp16", "kv": "fp16"}, "dataset": "t"}
+    run = {"model": "m-w4", "weights": "w4a16", "kv": "int4"}
+    kld = {"ppl": 10.1, "base_ppl": 10.0, "kl_mean": 0.0123, "top1_agreement": 0.987}
+    counts = {"answers": 20, "same": 9, "near_ties": 1, "changed": 10, "same_tokens": 0.5, "first": 3}
+    made = [{"command": "kld", **about, "runs": [run | kld]}]
+    made += [{"command": "answers", **about, "runs": [run | counts | {"median": 40.5}]}]
+    assert report.divergences(made).splitlines()[2:] == [
+        "| t | m-w4 | w4a16 | int4 | m fp16, KV fp16 | 10.100 | +1.00 % | 1.23e-02 | 98.70 % |"
+    ]
+    assert report.answers(made).splitlines()[2:] == [
+        "| m-w4 | w4a16 | int4 | m fp16, KV fp16 | 20 | 9 | 1 | 10 | 40.5 (from 3) | 50 % |"
+    ]
+
+
 def test_kernels_show_the_sum_of_a_layers_products_and_every_other_operator():
     def cell(op, what, at, us):
         return {"op": op, "what": what, "at": at, "us": us, "floor_us": us / 4}
