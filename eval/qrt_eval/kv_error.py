@@ -46,13 +46,15 @@ def run(arguments: Namespace) -> None:
         for kind in SHARPNESS:
             generator = torch.Generator().manual_seed(arguments.seed)
             made = Heads.make(kind, heads, kv_heads, arguments.head_dim, generator)
-            table = fitted(made, generator).to(device)
+            table, first = (x.to(device) for x in fitted(made, generator))
             drawn = (made.queries(QUERIES, generator), made.keys(length, generator))
             values = torch.randn(length, kv_heads, arguments.head_dim, generator=generator)
             q, k, v = (x.to(device, dtype) for x in (*drawn, values))
             truth, entropy = exact(q, k, v)
             for name in arguments.kv:
-                found = attend(q, k, v, table, "fp16" if name == "bf16" else name)
+                stored = "fp16" if name == "bf16" else name
+                settled = smoothing.settle(table, first, KV_FORMATS[stored])
+                found = attend(q, k, v, settled, stored)
                 cells.append({"kv": name, "heads": kind, "context_tokens": length, **errors(found, truth)})
                 cells[-1]["entropy"] = entropy
     about = {"head_dim": arguments.head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
@@ -91,11 +93,11 @@ class Heads:
         return torch.randn(count, *spread.shape, generator=generator) / spread * self.sharpness
 
 
-def fitted(heads: Heads, generator: torch.Generator) -> Tensor:
-    """The smoothing table fp32 [3, Hkv, D] of a sample, without RoPE."""
+def fitted(heads: Heads, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The smoothing table fp32 [3, Hkv, D] of a sample, without RoPE, and the sample's first K [Hkv, D]."""
     cos = torch.ones(1, heads.spread.shape[1] // 2)
     q, k = heads.queries(SAMPLE_TOKENS, generator), heads.keys(SAMPLE_TOKENS, generator)
-    return smoothing.fit(q, k, cos, torch.zeros_like(cos))
+    return smoothing.fit(q, k, cos, torch.zeros_like(cos)), k[0]
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:

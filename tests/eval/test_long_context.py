@@ -93,7 +93,7 @@ def test_the_error_is_that_of_torch_on_what_is_stored():
     """Attention over decode_ref's K and V, in the cache's basis, by torch's own operator."""
     generator = torch.Generator().manual_seed(3)
     heads = kv_error.Heads.make("peaked", 4, 2, 64, generator)
-    table = kv_error.fitted(heads, generator)
+    table, _ = kv_error.fitted(heads, generator)
     q, k = heads.queries(8, generator), heads.keys(300, generator)
     v = torch.randn(300, 2, 64, generator=generator)
     truth, _ = kv_error.exact(q, k, v)
