@@ -37,6 +37,11 @@ def make_massive(source: str | Path, out: str | Path, first: int = 1, massive: f
     """Write checkpoint `source` with a massive activation behind layer `first` to `out`; returns `out`."""
     model, channel = silenced(source, first)
     inject(model, channel, model.config.bos_token_id, first, massive)
+    return save(model, source, out)
+
+
+def save(model: Any, source: str | Path, out: str | Path) -> Path:
+    """Write a model in bf16, with the tokenizer of `source`, to `out`; returns `out`."""
     model.to(torch.bfloat16).save_pretrained(out)
     for path in Path(source).iterdir():
         if path.name.startswith("tokenizer"):

@@ -5,9 +5,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from massive import MASSIVE, make_massive, silenced
+from massive import MASSIVE, make_massive, save, silenced
 from qrt.assets import model_path
 from qrt.text.tokenizer import Tokenizer
+from qrt_calibrate.cli import main as calibrate
 from qrt_eval.protocol import PROTOCOLS
 from qrt_eval.text import load_text
 
@@ -23,14 +24,14 @@ def massive(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ids():
-    """Return two windows of 256 tokens of pydoc, each with BOS in front."""
-    windows = PROTOCOLS["llamacpp"].windows(load_text("pydoc"), Tokenizer("tiny"), 256, None, 2)
+    """Return windows of 256 tokens of pydoc, each with BOS in front, int64 [8, 256]."""
+    windows = PROTOCOLS["llamacpp"].windows(load_text("pydoc"), Tokenizer("tiny"), 256, None, 8)
     return torch.tensor([window.ids for window in windows])
 
 
 @torch.no_grad()
 def run(model, ids):
-    """Return log-probabilities [2, 256, V] and streams, behind the embedding and each layer."""
+    """Return log-probabilities [8, 256, V], and the streams behind each layer."""
     streams = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _, __, output: streams.append(output))
@@ -58,3 +59,20 @@ def test_the_first_token_is_massive_until_the_last_layer_and_the_function_stays(
     assert kl[:, 1:].max() < 1e-4 and kl[:, 0].max() < 0.01
     tiny, _ = run(AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), ids)
     assert perplexity(found, ids) == pytest.approx(perplexity(tiny, ids), rel=0.02)
+
+
+def test_a_massive_activation_costs_int4_little(massive, ids, default_text, tmp_path):
+    """Beside a model that computes the same without one; errors weighed by energy cost 1.18 times as much."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(default_text[0])[:200_000])
+    few = ["--bits", "4", "--calib", str(text), "--n-samples", "8", "--seqlen", "512", "--eval-samples", "0"]
+
+    def divergence(folder):
+        out = f"{folder}-w4"
+        assert calibrate(["--model", str(folder), "--out", out, *few]) == 0
+        models = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (folder, out))
+        exact, rounded = (run(model, ids)[0] for model in models)
+        return float((exact.exp() * (exact - rounded)).sum(-1)[:, 1:].mean())
+
+    calm = divergence(save(silenced(TINY)[0], TINY, tmp_path / "calm"))
+    assert 0.005 < calm and divergence(massive) < 1.1 * calm
