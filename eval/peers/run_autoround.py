@@ -17,7 +17,7 @@ RECIPES = {
 
 
 def main() -> None:
-    """Run one recipe and save the checkpoint in GPTQ's layout."""
+    """Run one recipe and save the checkpoint, in AWQ's layout or (symmetric) in GPTQ's."""
     flags = arguments(__doc__, RECIPES)
     label, grid, settings = RECIPES[flags.recipe]
     windows = read_windows(flags.windows)
@@ -35,7 +35,12 @@ def main() -> None:
         device_map="cuda:0" if torch.cuda.is_available() else "cpu",
         **settings,
     )
-    tool.quantize_and_save(str(flags.out), format="auto_gptq")
+    # GPTQ's first layout, the only one of the two that it writes, cannot hold a zero point of 0
+    tool.quantize_and_save(str(flags.out), format="auto_gptq" if settings["sym"] else "auto_awq")
+    saved = next(flags.out.glob("*/config.json")).parent  # a folder that it names
+    for file in saved.iterdir():
+        file.rename(flags.out / file.name)
+    saved.rmdir()
     record.write(flags.out, len(windows), f"w4a16 g{GROUP} {grid}")
 
 
