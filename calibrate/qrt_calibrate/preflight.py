@@ -17,6 +17,7 @@ from qrt_calibrate.streams import stream_bytes
 from qrt_calibrate.tune import tune_bytes
 
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
+SHARE_BYTES = 10**9  # of weights, at least, that a GPU should have: less is not worth what GPUs then exchange
 SPLIT_BY_INPUT = (".o_proj", ".down_proj", ".w2")  # the others are split by output
 ZEROS_A_WORD = 32
 SHAPE_BYTES = 16  # of the weight_shape that packed formats store
@@ -182,10 +183,7 @@ def _findings(job: Job) -> list[str]:
             f"--calib is not read: --method {job.recipe.method} needs no text; --eval-samples N measures the "
             "cost on it"
         )
-    for size in PARALLEL:
-        reason = _split(job, size)
-        if reason:
-            found.append(f"tensor parallelism over {size} GPUs will not load: {reason}")
+    found += _parallel_findings(job)
     if any(not grid.spec.symmetric and grid.spec.bits == 8 for grid in job.quantized.values()):
         found.append("vLLM runs 8-bit weights with zero points on Hopper only; --sym runs on all its GPUs")
     if any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in job.quantized.values()):
@@ -206,6 +204,19 @@ def _findings(job: Job) -> list[str]:
     if job.config.tied_embeddings:
         found.append("the head is the embedding and stays unquantized")
     return found
+
+
+def _parallel_findings(job: Job) -> list[str]:
+    """Say over how many GPUs other engines cannot split the result, of those that its size may need."""
+    reasons: dict[str, list[str]] = {}
+    size = output_bytes(job)
+    for count in PARALLEL:
+        if size >= count * SHARE_BYTES and (reason := _split(job, count)):
+            reasons.setdefault(reason, []).append(str(count))
+    return [
+        f"vLLM and SGLang cannot split it over {' or '.join(counts)} GPUs (tensor parallelism): {reason}"
+        for reason, counts in reasons.items()
+    ]
 
 
 def _mixture_findings(job: Job) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 from qrt.arch import ARCHS
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, duration
+from qrt_calibrate import preflight as preflight_module
 from qrt_calibrate.bits import budget_of
 from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.plan import plan
@@ -131,18 +132,34 @@ def test_bytes_are_those_of_whole_words(entries, make_checkpoint, tmp_path):
     assert preflight(report.job).output_bytes == report.stored_bytes
 
 
-def test_what_cannot_be_split_is_said(llama):
+def test_what_cannot_be_split_is_said(llama, monkeypatch):
     checkpoint = open_checkpoint(llama)  # 4 heads, 2 KV heads of 64; 256 inner features
 
     def findings(**entries):
         return preflight(plan(checkpoint, recipe_of({"method": "rtn", **entries}), CPU)).findings
 
+    assert not any("GPUs (" in finding for finding in findings(bits=4, group_size=128)), "too small to split"
+    size = preflight(plan(checkpoint, recipe_of({"bits": 4, "method": "rtn"}), CPU)).output_bytes
+    monkeypatch.setattr(preflight_module, "SHARE_BYTES", size // 8)
     w4 = findings(bits=4, group_size=128)
-    assert any("over 4 GPUs will not load: model.layers.0.self_attn.o_proj has 256 inputs" in f for f in w4)
+    assert any("over 4 GPUs (tensor parallelism): model.layers.0.self_attn.o_proj has 256 i" in f for f in w4)
     assert not any("over 2 GPUs" in finding for finding in w4)
-    assert any("over 8 GPUs will not load: 4 query and 2 KV heads" in finding for finding in w4)
+    assert any("over 8 GPUs (tensor parallelism): 4 query and 2 KV heads" in finding for finding in w4)
     assert not any("over 4 GPUs" in finding for finding in findings(bits=4, group_size=64))
+    monkeypatch.setattr(preflight_module, "SHARE_BYTES", size // 4 - 1)
+    assert not any("over 8 GPUs" in finding for finding in findings(bits=4, group_size=128))
     assert any("Hopper only" in finding for finding in findings(bits=8, symmetric=False))
+
+
+def test_one_reason_for_several_numbers_of_gpus_is_one_note(make_checkpoint, monkeypatch):
+    monkeypatch.setattr(preflight_module, "SHARE_BYTES", 1)
+    sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}
+    folder = make_checkpoint("LlamaForCausalLM", **sizes)
+    found = preflight(plan(open_checkpoint(folder), recipe_of({"bits": 4, "method": "rtn"}), CPU)).findings
+    note = (
+        "vLLM and SGLang cannot split it over 2 or 4 or 8 GPUs (tensor parallelism): 3 query and 3 KV heads"
+    )
+    assert [finding for finding in found if "GPUs" in finding] == [note]
 
 
 def test_memory_foreseen_is_of_a_layer_and_of_the_windows(llama):
