@@ -37,6 +37,7 @@ from qrt_eval.text import EvalText, load_text
 LOGITS_BYTES = 1 << 26  # of one model's logits in float64
 TOP_P = 0.9  # unless the command line says otherwise
 CONTEXT_TOKENS = 16  # shown before a worst position
+NOISE = 1e-9  # nats that rounding makes of equal distributions
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Divergence:
     """One model against the baseline.
 
     figures   `ppl` and `base_ppl` by the protocol, and those of `qrt_eval.divergence`
-    worst     the positions with the largest KL, as they are printed
+    worst     the positions with the largest KL, as they are printed; none of the baseline itself
     seconds   of all windows, those that an interrupted run compared included
     """
 
@@ -242,10 +243,11 @@ def _perplexities(base: Reference, parts: Sequence[Positions]) -> dict[str, floa
 
 
 def worst_positions(llm: LLM, base: Reference, positions: Positions, count: int) -> list[dict[str, Any]]:
-    """The `count` positions of largest KL: where, after which text, and what each model expected."""
+    """Return the `count` positions of largest KL, as far as it is above NOISE: where, after which text, and
+    what each model expected."""
     places = list(_places(base.windows))
     found = []
-    for index in positions.kl.topk(min(count, len(positions))).indices.tolist():
+    for index in positions.kl.topk(min(count, int((positions.kl > NOISE).sum()))).indices.tolist():
         window, position = places[index]
         ids = base.windows[window].ids
         words = [(ids[max(0, position - CONTEXT_TOKENS) : position], "context"), ((ids[position],), "token")]

@@ -273,11 +273,12 @@ def print_table(sweep: Sweep, cells: list[dict[str, Any]]) -> None:
     )
     for name in ("weights", "KV"):
         table.add_column(name)
-    for name in ("weights MB", "KV B/token", "requests", "ppl", "change", "KL", "same top-1", "tokens/s"):
+    measured = [] if arguments.shape else ["ppl", "change", "KL", "same top-1"]
+    for name in ("weights MB", "KV B/token", "requests", *measured, "tokens/s"):
         table.add_column(name, justify="right")
     for cell in cells:
-        quality = [""] * 4
-        if cell["ppl"] is not None:
+        quality = []
+        if measured:
             quality = [
                 f"{cell['ppl']:.3f}", f"{100 * cell['ppl_change']:+.2f} %", f"{cell['kl_mean']:.2e}",
                 f"{100 * cell['top1_agreement']:.2f} %",

@@ -218,6 +218,17 @@ def test_an_interrupted_run_is_taken_up(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.model
+def test_the_baseline_itself_has_no_worst_positions(tmp_path, capsys):
+    out = tmp_path / "k.json"
+    words = f"kld pydoc --model tiny --kv fp16 int4 --seqlen 64 --limit 1 --worst 2 --json {out}"
+    assert main(words.split()) == 0
+    itself, int4 = checked(out)["runs"]
+    assert itself["kl_max"] == 0 and itself["worst"] == [] and len(int4["worst"]) == 2
+    shown = capsys.readouterr().out
+    assert "worst positions of tiny, KV int4" in shown and shown.count("worst positions") == 1
+
+
+@pytest.mark.model
 def test_logits_are_bounded(monkeypatch):
     """However long the window, no more rows than LOGITS_BYTES allows are compared at once."""
     rows, compare = [], divergence.compare

@@ -87,7 +87,7 @@ def test_a_sweep_of_the_bundled_model(tmp_path, tmp_path_factory, monkeypatch, c
     assert (tmp_path / "again.svg").read_text() == svg  # drawn twice it is the same
 
 
-def test_a_shape_has_bytes_and_speed_only(tmp_path, monkeypatch):
+def test_a_shape_has_bytes_and_speed_only(tmp_path, monkeypatch, capsys):
     from test_latency import SMALL
 
     from qrt_eval import shapes
@@ -98,6 +98,8 @@ def test_a_shape_has_bytes_and_speed_only(tmp_path, monkeypatch):
     (cell,) = checked(tmp_path / "result.json")["cells"]
     assert cell["ppl"] is None and cell["tokens_per_second"] > 0 and cell["checkpoint"] is None
     assert "Random weights" in (tmp_path / "report.html").read_text()
+    shown = capsys.readouterr().out
+    assert "tokens/s" in shown and "ppl" not in shown and "KL" not in shown, "no empty columns"
 
 
 def test_checkpoints_that_are_not_given_are_made(tmp_path, monkeypatch, capsys):
