@@ -201,6 +201,10 @@ def grid_of(scheme: str, group_size: int | None, symmetric: bool | None) -> Quan
     that the scheme cannot have."""
     spec = WEIGHT_SCHEMES[scheme].spec
     assert spec is not None, f"{scheme} is not a quantized scheme"
+    if group_size is not None and group_size < 1 and group_size != -1:
+        raise ConfigError(
+            f"--group-size: expected a positive number, or -1 for one scale per channel, got {group_size}"
+        )
     if spec.granularity is not Granularity.GROUP:
         if group_size not in (None, -1):
             raise ConfigError(f"--group-size: {scheme} has one scale per output channel; leave the flag out")

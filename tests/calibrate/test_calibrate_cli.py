@@ -153,8 +153,12 @@ def test_figures_of_a_table_in_a_pipe_are_whole(run, llama):
             "model.layers.0.self_attn.q_proj: group size 96 does not divide 128 input features; use a group "
             "size that does (e.g. 128) or leave the layer unquantized with --ignore",
         ),
+        (
+            ["--group-size", "0"],
+            1,
+            "--group-size: expected a positive number, or -1 for one scale per channel",
+        ),
         (["--group-size", "16"], 1, "in groups of 16, runs 4-bit codes in groups of a multiple of 32"),
-        (["--group-size", "0"], 1, "group_size: got 0, wanted a positive number"),
         (["--ignore", "nothing"], 1, "--ignore 'nothing' matches no Linear"),
         (["--ignore", "k_proj"], 1, "engines run model.layers.0.self_attn.qkv_proj as one Linear"),
         (["--ignore", "*"], 1, "nothing is left to quantize"),
