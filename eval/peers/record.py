@@ -1,4 +1,4 @@
-"""Read the arguments of a peer's script and record what it ran; needs nothing but torch."""
+"""Read the arguments of a peer's script and record what it ran; needs nothing but torch and safetensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 FILE = "peer.json"
+WINDOWS = "windows.safetensors"
 
 
 def arguments(description: str | None, recipes: Mapping[str, Any]) -> argparse.Namespace:
@@ -33,7 +35,7 @@ def arguments(description: str | None, recipes: Mapping[str, Any]) -> argparse.N
 
 def read_windows(folder: str) -> Tensor:
     """Return the calibration windows, int64 [count, tokens]."""
-    windows: Tensor = torch.load(Path(folder) / "windows.pt")
+    windows: Tensor = load_file(Path(folder) / WINDOWS)["ids"]
     return windows
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from record import FILE, arguments
+from record import FILE, arguments, read_windows
 from safetensors.torch import save_file
 
 RECIPES = {name: name for name in ("Q4_0", "Q4_1", "Q4_K_S", "Q4_K_M", "IQ4_XS", "IQ4_NL")}
@@ -93,7 +93,7 @@ def main() -> None:
     facts = {
         "by": f"llama.cpp {os.environ['LLAMA_CPP_VERSION']}, {flags.recipe}, importance matrix",
         "grid": ", ".join(f"{kind} x {count}" for kind, count in types.most_common()),
-        "windows": len(torch.load(windows / "windows.pt")),
+        "windows": len(read_windows(str(windows))),
         "seconds": seconds,
         "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "bits_per_weight": round(bits / weights, 4),

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
+from record import WINDOWS
+from safetensors.torch import save_file
 
 from qrt_calibrate.text import cut_windows, load_tokenizer, read_texts
 
 
 def main() -> None:
-    """Write windows.pt (int64 [count, tokens]) and windows.txt into a new folder."""
+    """Write windows.safetensors ("ids", int64 [count, tokens]) and windows.txt into a new folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, type=Path, help="folder of the original")
     parser.add_argument("--calib", required=True, help="as qrt-calibrate's")
@@ -27,7 +28,7 @@ def main() -> None:
     texts, _ = read_texts(flags.calib, tokenizer)
     windows = cut_windows(texts, tokenizer, flags.n_samples, flags.seqlen, flags.seed)
     flags.out.mkdir()
-    torch.save(windows, flags.out / "windows.pt")
+    save_file({"ids": windows}, flags.out / WINDOWS)
     (flags.out / "windows.txt").write_text("".join(tokenizer.decode(ids) for ids in windows))
 
 
