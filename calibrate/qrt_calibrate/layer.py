@@ -78,7 +78,7 @@ class LayerWork:
         self._decoder, self._index, self._tensors, self._streams = decoder, index, tensors, streams
         pairs = [pair for pair in job.arch.smooth if pair.source not in job.arch.projections]
         self._norms = {reader: pair.source for pair in pairs for reader in pair.readers}
-        self._norm = ""  # that the Linears at work stand behind: its input is the residual stream
+        self._norm = ""  # the last norm before the Linears at work; it reads the residual stream
         self.done: dict[str, WeightData] = {}
         self.figures: dict[str, float] = {}
 

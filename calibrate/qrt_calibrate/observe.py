@@ -41,10 +41,10 @@ def inputs_of(layer: nn.Module, names: Sequence[str], run: Callable[[], object])
 
 
 def norm_weights(stream: Tensor, eps: float) -> Tensor:
-    """Return [T, 1]: what RMSNorm multiplies a squared error in each token of `stream` [T, H] by, its own
-    weight apart.
+    """Return [T, 1]: what a squared error in each token of `stream` [T, H] costs behind RMSNorm.
 
-    A token with massive activations (arXiv:2402.17762) is divided by its size, and so is an error in it.
+    RMSNorm divides a token by its size, and an error in it too. So an error in a token with massive
+    activations (arXiv:2402.17762) costs little.
     """
     return 1 / (stream.square().mean(-1, keepdim=True) + eps)
 

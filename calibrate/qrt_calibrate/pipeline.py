@@ -169,7 +169,7 @@ class Run:
 
     @torch.no_grad()
     def _advance(self, index: int, tensors: Mapping[str, Tensor], result: LayerResult) -> dict[str, float]:
-        """Run the layer as it was read and as it is stored; return what the report shows of the outputs."""
+        """Run the exact layer and the rounded one; return the report's figures of their outputs."""
         assert self._decoder is not None and self._streams is not None
         exact = self._decoder.load(index, tensors)
         rounded = self._decoder.load(index, _stored(result))
