@@ -1,4 +1,4 @@
-"""SECURITY.md names tests, files and commands that are there."""
+"""docs/security.md names tests, files and commands that are there."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_promise_names_what_keeps_and_shows_it():
-    rows = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [line for line in (ROOT / "docs/security.md").read_text().splitlines() if line.startswith("| ")]
     promises = [row for row in rows if "**" not in row and "---" not in row][1:]
     assert len(promises) > 25
     for row in promises:
