@@ -10,6 +10,8 @@ Importing this package touches neither CUDA nor Triton; the names below load on 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qrt.version import __version__
+
 if TYPE_CHECKING:
     from qrt.async_llm import AsyncLLM
     from qrt.config import EngineConfig, SamplingParams
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from qrt.text.output import CompletionOutput, RequestOutput
     from qrt_calibrate.api import calibrate, quantize
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
@@ -30,7 +31,7 @@ __all__ = [
     "quantize",
 ]
 
-# The root stands above all floors, the calibrator's too; it imports none of them before it is asked to.
+# The root stands above all floors, the calibrator's too. Apart from the version it imports them on first use.
 _LAZY = {
     "LLM": "qrt.llm",
     "AsyncLLM": "qrt.async_llm",

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    "qrt.errors": 0, "qrt.registry": 0, "qrt.config": 0, "qrt.checks": 0,
+    "qrt.version": 0, "qrt.errors": 0, "qrt.registry": 0, "qrt.config": 0, "qrt.checks": 0,
     "qrt.assets": 0, "qrt.cli": 0, "qrt.folder": 0, "qrt.peers": 0,
     "qrt.peer_fields": 0, "qrt.hub": 0, "qrt.hub_errors": 0, "qrt.location": 0,
     "qrt.quant": 1, "qrt.arch": 1, "qrt.text": 1,
@@ -21,7 +21,7 @@ FLOORS = {
     "qrt_eval": 8,
 }  # fmt: skip
 TORCH_FREE = (
-    "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.cli",
+    "qrt.version", "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.cli",
     "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager", "qrt.folder", "qrt.peers",
     "qrt.peer_fields", "qrt.hub", "qrt.hub_errors", "qrt.location", "qrt.engine.preflight",
 )  # fmt: skip
@@ -59,11 +59,24 @@ def floor(module: str) -> int | None:
     return None
 
 
-def test_the_root_imports_nothing_of_the_project_by_itself():
+def test_the_root_imports_only_the_version_by_itself():
     """`qrt` names what it offers and imports it on first use, so a floor alone can be imported."""
     tree = ast.parse(modules()["qrt"].read_text())
     direct = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert not [node for node in direct if "qrt" in ast.dump(node)]
+    assert [ast.unparse(node) for node in direct if "qrt" in ast.dump(node)] == [
+        "from qrt.version import __version__"
+    ]
+
+
+def test_no_module_imports_the_root():
+    """The root offers names of all floors, so a module that imports it is in an import circle."""
+    found = modules()
+    for module, path in found.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module == "qrt":
+                names = ["qrt" for alias in node.names if f"qrt.{alias.name}" not in found]
+            assert "qrt" not in names, f"{module} imports qrt; import the module that holds the name"
 
 
 @pytest.mark.parametrize("module", sorted(modules()))

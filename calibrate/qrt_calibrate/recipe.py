@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qrt import __version__
 from qrt.errors import ConfigError
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt.quant.weight.head import head_grid
+from qrt.version import __version__
 from qrt_calibrate.method import METHODS, Method
 
 UNQUANTIZED = "fp16"

@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from qrt import __version__
 from qrt.errors import CheckpointError
 from qrt.location import api_name, model_commit, model_name
 from qrt.quant.checkpoint.folder import TensorFolder
+from qrt.version import __version__
 from qrt_calibrate.bits import Point
 from qrt_calibrate.evaluate import Cost
 from qrt_calibrate.page import NEAREST, figure, render

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from qrt import __version__
 from qrt.engine.engine import Engine
 from qrt.llm import LLM
 from qrt.location import model_commit, model_name, pinned_name
 from qrt.quant.checkpoint import open_checkpoint
+from qrt.version import __version__
 from qrt_eval.preflight import models_of
 from qrt_eval.text import EvalText
 

@@ -19,7 +19,6 @@ from starlette.routing import BaseRoute, Match
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import qrt
 from qrt.serve.engine_client import EngineClient
 from qrt.serve.http_errors import add_error_handlers, error_response, unexpected_error
 from qrt.serve.lightllm import lightllm_routes
@@ -27,6 +26,7 @@ from qrt.serve.messages import Failed
 from qrt.serve.openai import openai_routes
 from qrt.serve.operations import operation_routes
 from qrt.serve.service import Service, new_id
+from qrt.version import __version__
 
 PAGE = Path(__file__).parent / "page"
 OPEN_ROUTES = ("/", "/health", "/healthz", "/liveness", "/readiness")  # to be read without a key
@@ -59,7 +59,7 @@ def create_app(service: Service) -> FastAPI:
 
     app = FastAPI(
         title="qrt",
-        version=qrt.__version__,
+        version=__version__,
         lifespan=lifespan,
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,

@@ -8,12 +8,12 @@ import msgspec
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-import qrt
 from qrt.config import SamplingParams
 from qrt.location import model_commit
 from qrt.serve.http_errors import error_response
 from qrt.serve.openapi import Responses, errors
 from qrt.serve.service import Service
+from qrt.version import __version__
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 TEXT: Responses = {
@@ -73,7 +73,7 @@ def operation_routes(service: Service) -> APIRouter:
 
     @routes.get("/version", responses=errors())
     async def version() -> dict[str, str]:
-        return {"version": qrt.__version__}
+        return {"version": __version__}
 
     @routes.get("/get_server_info", responses=errors())
     @routes.get("/get_model_info", include_in_schema=False)
@@ -81,7 +81,7 @@ def operation_routes(service: Service) -> APIRouter:
         service.check_running_or_draining()
         info = msgspec.structs.asdict(service.client.info)
         about = {"models": list(service.config.model_names), "revision": model_commit(info.pop("model"))}
-        return {"version": qrt.__version__, **about, **info}
+        return {"version": __version__, **about, **info}
 
     if service.config.enable_admin_endpoints:
 
