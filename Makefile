@@ -21,7 +21,7 @@ test: .venv/installed
 real: .venv/installed
 	@$(BIN)/python -c "import gguf" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps --constraint \
 	    constraints.txt gguf || { echo "make real: pip cannot install gguf, which reads the model's file"; exit 1; }
-	$(BIN)/python tests/real_model.py
+	$(BIN)/python tests/support/real_model.py
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 import torch
+from outliers import Profile, make_hard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from outliers import Profile, make_hard
 from qrt.errors import ConfigError
 from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.checkpoint import open_checkpoint

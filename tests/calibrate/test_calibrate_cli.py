@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
+from outliers import Profile, make_hard
 
 import qrt
-from outliers import Profile, make_hard
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, hub, layer, pipeline, search, text
 from qrt_calibrate.recipe import grid_of

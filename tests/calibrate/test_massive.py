@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from massive import MASSIVE, make_massive, save, silenced
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from massive import MASSIVE, make_massive, save, silenced
 from qrt.assets import model_path
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.cli import main as calibrate

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from outliers import PROFILES, Profile, make_hard
 from transformers import AutoModelForCausalLM
 
-from outliers import PROFILES, Profile, make_hard
 from qrt.quant.checkpoint import open_checkpoint
 from tiny_models import random_checkpoint
 

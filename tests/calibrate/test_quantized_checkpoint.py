@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
+from outliers import Profile, make_hard
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outliers import Profile, make_hard
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec

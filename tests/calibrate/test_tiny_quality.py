@@ -6,11 +6,11 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
+from outliers import make_hard
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outliers import make_hard
 from qrt.assets import model_path
 from qrt_calibrate import cli
 

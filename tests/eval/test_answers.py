@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from schema import checked
 from test_kld import noisy
 from test_ppl import copy_with_fewer_merges
 from transformers import AutoModelForCausalLM
@@ -16,6 +15,7 @@ from qrt_eval import answers
 from qrt_eval.answers import PROMPTS, differences, figures, first_difference
 from qrt_eval.cli import main
 from qrt_eval.prompts import read_conversations
+from result_schema import checked
 
 TINY = model_path("tiny")
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from schema import checked
 
 from qrt.kernels import tuned
 from qrt.kernels.linear import int8_kernel, kernel
@@ -14,6 +13,7 @@ from qrt_eval.cli import main
 from qrt_eval.kernels import timer, tune
 from qrt_eval.kernels.linear import products
 from qrt_eval.kernels.timer import COLD_BYTES, Rates, copies, microseconds
+from result_schema import checked
 
 SMALL = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
-from schema import checked
 from test_ppl import copy_with_fewer_merges, shorter_context
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +16,7 @@ from qrt_eval import divergence, kld, reference
 from qrt_eval.cli import main
 from qrt_eval.protocol import PROTOCOLS, Window
 from qrt_eval.text import load_text
+from result_schema import checked
 from tiny_models import altered
 
 TINY = model_path("tiny")

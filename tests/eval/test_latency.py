@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from schema import checked
 
 from qrt.model.decoder import Decoder
 from qrt_eval import latency, shapes, transformers_latency
 from qrt_eval.cli import main
 from qrt_eval.report import latencies
+from result_schema import checked
 
 SMALL = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32,

@@ -4,11 +4,11 @@ import json
 from functools import partial
 
 import pytest
-from schema import checked
 
 from qrt.assets import model_path
 from qrt.errors import ConfigError
 from qrt_eval.cli import main
+from result_schema import checked
 
 pytest.importorskip("lm_eval", reason="pip install qrt[lm]")
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from schema import checked
 
 from qrt.quant.kv import KV_FORMATS
 from qrt_eval import kv_error, passkey
 from qrt_eval.cli import main
 from qrt_eval.ppl import scorer
+from result_schema import checked
 
 
 @pytest.mark.model

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 from quantized_kv import quantized_model
-from schema import checked
 
 from qrt import LLM
 from qrt.assets import model_path
@@ -20,6 +19,7 @@ from qrt_eval.partial import PartialResult, cut_of
 from qrt_eval.ppl import quick_perplexity
 from qrt_eval.protocol import PROTOCOLS
 from qrt_eval.text import load_text
+from result_schema import checked
 from tiny_models import altered
 
 SETTINGS = {"attend_cache": True, "enable_prefix_caching": False}

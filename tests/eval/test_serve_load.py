@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 from aiohttp import web
-from schema import checked
 
 from qrt_eval import lengths, load, serve
 from qrt_eval.cli import main
+from result_schema import checked
 
 
 class Server:

@@ -6,13 +6,13 @@ import shutil
 from html.parser import HTMLParser
 
 import pytest
-from schema import checked
 
 from qrt.assets import model_path
 from qrt.errors import ConfigError
 from qrt_eval import kld, pareto, sweep
 from qrt_eval.cli import main, parser
 from qrt_eval.forward import CHUNK_TOKENS
+from result_schema import checked
 
 pytest.importorskip("matplotlib", reason="pip install qrt[plot]")
 

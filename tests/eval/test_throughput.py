@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from schema import checked
 
 from qrt_eval import throughput
 from qrt_eval.cli import main, parser
+from result_schema import checked
 
 README = Path(__file__).parents[2] / "README.md"
 

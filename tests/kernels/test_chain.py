@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from offline_cuda import compiled
 from operators import check_operator
 from torch.nn import functional as F
 
 from backends import GPU
-from offline_cuda import compiled
 from qrt.kernels import chain as package
 from qrt.kernels.chain import chain, fits, kernel, ref
 from qrt.kernels.linear import digits_kernel

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from offline_cuda import compiled
 
 CODE = """

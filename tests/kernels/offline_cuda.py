@@ -19,6 +19,7 @@ def compiled(code: str, capability: int = 90) -> dict[str, int]:
     products it makes wait for each other.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, __file__, str(capability), code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:

@@ -1,6 +1,6 @@
 """Random-weight Hugging Face checkpoints for tests: `from tiny_models import random_checkpoint`.
 
-pytest puts tests/ on sys.path because of tests/conftest.py, so every test folder imports this module.
+pyproject.toml puts tests/support on pytest's path, so every test imports this module by its bare name.
 """
 
 from __future__ import annotations
