@@ -8,14 +8,17 @@ LM_EVAL := lm-eval accelerate colorama lxml portalocker psutil sacrebleu tabulat
 # Modules are compiled when first imported, and kept: not all that is installed, nor the same at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test real lint audit
+.PHONY: demo test ptx real lint audit
 
 demo: .venv/installed
 	$(BIN)/python -m qrt_eval.demo
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
-	QRT_TEST_PTX=some $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels tests/model tests/test_ptx.py
+
+# The kernels as they are compiled for Hopper, executed on the CPU: the tests marked `ptx` (see tools/ptx/README.md).
+ptx: .venv/installed
+	QRT_TEST_PTX=some $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels tests/model tests/tools
 
 # A real small model, in build/real unless QRT_REAL_MODEL names another folder; tests marked `real` then run too.
 real: .venv/installed

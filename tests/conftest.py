@@ -1,5 +1,5 @@
 """Shared test settings. Where there is no GPU `gpu` tests skip, and Triton runs in its interpreter, or with
-QRT_TEST_PTX what it compiles is executed (tests/ptx): `some` tests, those marked `ptx`, or `all`. Tests of
+QRT_TEST_PTX what it compiles is executed (tools/ptx): `some` tests, those marked `ptx`, or `all`. Tests of
 the `real` model skip where it has not been made."""
 
 import gc
