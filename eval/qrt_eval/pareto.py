@@ -1,8 +1,8 @@
 """The picture of a sweep: what each pair of weights and KV costs in divergence, and what it buys.
 
 A colour a weight scheme, a marker a KV format; a line joins the pairs that no other beats in both.
-`python -m qrt_eval.pareto RESULT.json` draws RESULT.svg beside it, for README. Needs matplotlib:
-`pip install qrt[plot]`.
+`python -m qrt_eval.pareto RESULT.json` draws RESULT.svg beside it, for README and docs/. Needs
+matplotlib: `pip install qrt[plot]`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""README's picture of the kernels: `python -m qrt_eval.picture [RESULT.json]` draws kernels.svg beside it.
+"""Draw the kernels' picture of docs/benchmarks.md: `python -m qrt_eval.picture [RESULT.json]`.
 
-RESULT.json is what `qrt-eval kernels --compare --json` wrote. The picture carries its hash, by which
-tests/eval/test_picture.py knows that it shows these results. Needs matplotlib: `pip install qrt[plot]`.
+RESULT.json is what `qrt-eval kernels --compare --json` wrote; the picture, kernels.svg beside it, carries its
+hash, by which tests/eval/test_picture.py knows that it shows these results. Needs matplotlib:
+`pip install qrt[plot]`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tables of the files in eval/results: `python -m qrt_eval.report [FOLDER]` prints them.
 
-They stand in eval/results/README.md, some in README too; tests/eval/test_report.py holds both to them.
+They stand in eval/results/README.md, some in docs/benchmarks.md and README too; tests/eval/test_report.py
+holds all three to them.
 """
 
 from __future__ import annotations
