@@ -22,7 +22,7 @@ from qrt.llm import LLM
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.cli import main as calibrate
 from qrt_eval.cli import main as evaluate
-from qrt_eval.text import load_text
+from qrt_eval.inputs.text import load_text
 
 MODEL = str(real_model.FOLDER)
 TEXT = "wikitext" if ENV.data_folder else "pydoc"

@@ -29,13 +29,12 @@ from qrt.llm import LLM
 from qrt.text.output import CompletionOutput
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.console import show
+from qrt_eval.inputs.preflight import shared_context
+from qrt_eval.inputs.prompts import CONVERSATIONS, Conversation, read_conversations
 from qrt_eval.kld import release
 from qrt_eval.ppl import check_finite, same_tokenizer
-from qrt_eval.preflight import shared_context
-from qrt_eval.prompts import Conversation, read_conversations
 from qrt_eval.results import model_facts, save, sha256_of
 
-PROMPTS = Path(__file__).with_name("conversations.jsonl")
 SHOWN_TOKENS = 16  # of each answer from the first token that differs, and before it
 
 
@@ -64,7 +63,7 @@ class Difference:
 
 def run(arguments: Namespace) -> None:
     """`qrt-eval answers`: the baseline's answers, then those of each model in each KV format."""
-    path = arguments.prompts or str(PROMPTS)
+    path = arguments.prompts or str(CONVERSATIONS)
     conversations = read_conversations("--prompts", path)[: arguments.limit]
     name = arguments.baseline or arguments.model[0]
     prompts = written(name, conversations, arguments.max_tokens, shared_context(arguments))

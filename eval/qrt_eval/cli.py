@@ -10,7 +10,7 @@ from importlib import import_module
 from qrt.cli import ArgumentParser, add_download_dir, run_main
 from qrt.quant.kv import KV_FORMATS
 from qrt_eval import flags
-from qrt_eval.preflight import preflight
+from qrt_eval.inputs.preflight import preflight
 
 OPS = ("layer", "chain", "linear", "decode", "prefill", "kv_write", "elementwise", "sample")
 

@@ -19,8 +19,8 @@ from qrt.cli import run_main
 from qrt.config import SamplingParams
 from qrt.llm import LLM
 from qrt_eval.console import show
+from qrt_eval.inputs.text import load_text
 from qrt_eval.ppl import quick_perplexity, scorer
-from qrt_eval.text import load_text
 
 OUT = Path("demo-out")
 VARIANTS = (

@@ -15,7 +15,7 @@ from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
 from qrt.engine.output import RequestDelta
 from qrt.errors import QrtError
-from qrt_eval.lengths import Request
+from qrt_eval.inputs.lengths import Request
 
 
 @dataclass

@@ -17,10 +17,10 @@ from qrt.config import DTYPES
 from qrt.location import EXPECTED
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV
 from qrt.text.data.files import KINDS
-from qrt_eval.shapes import SHAPES
+from qrt_eval.inputs.prompts import INPUT_LEN, OUTPUT_LEN
+from qrt_eval.inputs.shapes import SHAPES
 
 KV_CHOICES = (*UNQUANTIZED_KV, *KV_FORMATS)
-INPUT_LEN, OUTPUT_LEN = 1024, 128  # of requests, unless given
 LENGTHS = "sharegpt, long, IN/OUT such as 1000/1000, or FILE (rows of input_len and output_len, or prompts)"
 PROTOCOLS = ("gptq", "llamacpp", "lmeval", "sliding")
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from qrt.errors import ConfigError
 from qrt.text.tokenizer import Tokenizer
-from qrt_eval.text import Document, EvalText
+from qrt_eval.inputs.text import Document, EvalText
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from qrt.llm import LLM
 from qrt.location import model_commit, model_name, pinned_name
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.version import __version__
-from qrt_eval.preflight import models_of
-from qrt_eval.text import EvalText
+from qrt_eval.inputs.preflight import models_of
+from qrt_eval.inputs.text import EvalText
 
 SCHEMA = Path(__file__).with_name("schema.json")
 SCHEMA_VERSION = 1

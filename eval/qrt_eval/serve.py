@@ -23,7 +23,7 @@ from qrt.errors import CheckpointError, ConfigError, QrtError
 from qrt.location import tokenizer_folder
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.console import show
-from qrt_eval.lengths import Lengths, facts_of, refuse_beside_lengths, sources
+from qrt_eval.inputs.lengths import Lengths, facts_of, refuse_beside_lengths, sources
 from qrt_eval.load import Load, Outcome, Prompt, chunk_times, concurrency, delays, send
 from qrt_eval.results import save
 

@@ -28,13 +28,13 @@ from qrt.registry import nearest
 from qrt_eval import kld, pareto, throughput
 from qrt_eval.console import show
 from qrt_eval.forward import CHUNK_TOKENS
+from qrt_eval.inputs.lengths import Fixed
+from qrt_eval.inputs.text import EvalText, load_text
 from qrt_eval.latency import random_decoder
-from qrt_eval.lengths import Fixed
 from qrt_eval.page import write_page
 from qrt_eval.partial import PartialResult
 from qrt_eval.reference import Reference
 from qrt_eval.results import checkpoint_sha256, command_facts, engine_facts, environment, write_json
-from qrt_eval.text import EvalText, load_text
 from qrt_eval.workload import in_batches
 
 GIB = 1 << 30

@@ -29,8 +29,8 @@ from qrt.errors import ConfigError
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.console import show
 from qrt_eval.feed import Feed, feed
+from qrt_eval.inputs.lengths import refuse_beside_lengths, sources
 from qrt_eval.latency import build_engine, described, linear_bytes
-from qrt_eval.lengths import refuse_beside_lengths, sources
 from qrt_eval.results import engine_facts, save
 from qrt_eval.workload import Load, all_at_once, in_batches, warmup
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qrt_eval.shapes import SHAPES
+from qrt_eval.inputs.shapes import SHAPES
 
 
 def random_transformer(name: str, device: torch.device) -> Any:

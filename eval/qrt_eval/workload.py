@@ -18,7 +18,7 @@ import numpy as np
 
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
-from qrt_eval.lengths import Fixed, Lengths, Request, facts_of
+from qrt_eval.inputs.lengths import Fixed, Lengths, Request, facts_of
 
 WARMUP_TOKENS = 4  # decoded by each request of the warm-up
 WARMUP_PROMPT_TOKENS = 2**18  # most tokens of all its prompts together

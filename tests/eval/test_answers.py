@@ -12,9 +12,9 @@ from qrt.assets import model_path
 from qrt.text.output import CompletionOutput, Logprob
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval import answers
-from qrt_eval.answers import PROMPTS, differences, figures, first_difference
+from qrt_eval.answers import differences, figures, first_difference
 from qrt_eval.cli import main
-from qrt_eval.prompts import read_conversations
+from qrt_eval.inputs.prompts import CONVERSATIONS, read_conversations
 from result_schema import checked
 
 TINY = model_path("tiny")
@@ -51,7 +51,7 @@ def test_near_ties_are_counted_apart_and_the_rest_is_by_their_tokens():
 
 
 def test_the_bundled_conversations_are_20_different_ones():
-    found = read_conversations("--prompts", str(PROMPTS))
+    found = read_conversations("--prompts", str(CONVERSATIONS))
     assert len(found) == 20 == len({json.dumps(messages) for messages in found})
     assert all(messages[-1]["role"] == "user" for messages in found)
     assert {len(messages) for messages in found} == {1, 2, 3, 5}
@@ -69,7 +69,7 @@ def test_differences_are_where_transformers_would_answer_otherwise(tmp_path, cap
     assert int4["same"] + len(int4["differences"]) == 6 and int4["differences"]
     assert f"{100 * int4['same_tokens']:.0f} %" in capsys.readouterr().out
     tokenizer, model = Tokenizer("tiny"), AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    conversations = read_conversations("--prompts", str(PROMPTS))
+    conversations = read_conversations("--prompts", str(CONVERSATIONS))
     for difference in int4["differences"]:
         prompt = tokenizer.encode_chat(conversations[difference["conversation"]], add_generation_prompt=True)
         count = len(prompt) + difference["token"]
@@ -111,6 +111,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys, monkeypatch):
         "--prompts: conversation 1: expected at most 18 tokens, the context without --max-tokens 2030"
         in error
     )
-    monkeypatch.setattr(answers, "PROMPTS", tmp_path / "none.jsonl")
+    monkeypatch.setattr(answers, "CONVERSATIONS", tmp_path / "none.jsonl")
     assert main("answers --model tiny".split()) == 1
     assert "none.jsonl: no such file" in capsys.readouterr().err

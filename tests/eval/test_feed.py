@@ -8,7 +8,7 @@ import pytest
 from qrt import LLM
 from qrt_eval import feed as module
 from qrt_eval.feed import feed
-from qrt_eval.lengths import Fixed, Request
+from qrt_eval.inputs.lengths import Fixed, Request
 
 pytestmark = pytest.mark.model
 

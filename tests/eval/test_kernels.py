@@ -8,8 +8,8 @@ import torch
 from qrt.kernels import tuned
 from qrt.kernels.linear import int8_kernel, kernel
 from qrt.quant.digits import MOST_TOKENS
-from qrt_eval import shapes
 from qrt_eval.cli import main
+from qrt_eval.inputs import shapes
 from qrt_eval.kernels import timer, tune
 from qrt_eval.kernels.linear import products
 from qrt_eval.kernels.timer import COLD_BYTES, Rates, copies, microseconds

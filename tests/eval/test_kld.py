@@ -14,8 +14,8 @@ from qrt.assets import model_path
 from qrt.errors import ConfigError, QrtError
 from qrt_eval import divergence, kld, reference
 from qrt_eval.cli import main
+from qrt_eval.inputs.text import load_text
 from qrt_eval.protocol import PROTOCOLS, Window
-from qrt_eval.text import load_text
 from result_schema import checked
 from tiny_models import altered
 

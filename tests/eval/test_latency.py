@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from qrt.model.decoder import Decoder
-from qrt_eval import latency, shapes, transformers_latency
+from qrt_eval import latency, transformers_latency
 from qrt_eval.cli import main
+from qrt_eval.inputs import shapes
 from qrt_eval.report import latencies
 from result_schema import checked
 

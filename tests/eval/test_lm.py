@@ -84,8 +84,8 @@ def test_equals_lm_evals_class_for_transformers():
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
+    from qrt_eval.inputs.text import load_text
     from qrt_eval.lm_model import QRTLM
-    from qrt_eval.text import load_text
 
     theirs = HFLM(str(model_path("tiny")), device="cpu", dtype="float32", max_length=128, batch_size=2)
     ours = QRTLM("tiny", dtype="float32", max_model_len=128)

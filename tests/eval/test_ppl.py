@@ -15,10 +15,10 @@ from qrt.assets import model_path
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval import ppl as module
 from qrt_eval.cli import main
+from qrt_eval.inputs.text import load_text
 from qrt_eval.partial import PartialResult, cut_of
 from qrt_eval.ppl import quick_perplexity
 from qrt_eval.protocol import PROTOCOLS
-from qrt_eval.text import load_text
 from result_schema import checked
 from tiny_models import altered
 

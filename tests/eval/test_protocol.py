@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qrt.assets import model_path
 from qrt.errors import ConfigError
 from qrt.text.tokenizer import Tokenizer
-from qrt_eval import wikitext
+from qrt_eval.inputs import wikitext
+from qrt_eval.inputs.text import load_text
 from qrt_eval.ppl import perplexity, scorer
 from qrt_eval.protocol import PROTOCOLS, Tokens, rolling_spans
-from qrt_eval.text import load_text
 
 TINY = model_path("tiny")
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from qrt_eval import lengths, load, serve
+from qrt_eval import load, serve
 from qrt_eval.cli import main
+from qrt_eval.inputs import lengths
 from result_schema import checked
 
 

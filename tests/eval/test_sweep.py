@@ -90,7 +90,7 @@ def test_a_sweep_of_the_bundled_model(tmp_path, tmp_path_factory, monkeypatch, c
 def test_a_shape_has_bytes_and_speed_only(tmp_path, monkeypatch, capsys):
     from test_latency import SMALL
 
-    from qrt_eval import shapes
+    from qrt_eval.inputs import shapes
 
     monkeypatch.setitem(shapes.SHAPES, "small", ("LlamaForCausalLM", SMALL))
     words = f"sweep --shape small --weights 4 --kv int8 {FLAGS} --out {tmp_path}"

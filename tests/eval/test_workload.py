@@ -9,7 +9,7 @@ from qrt.engine.plan import StepResult
 from qrt.engine.scheduler import Limits, Scheduler
 from qrt.mem.manager import KVManager
 from qrt_eval import feed
-from qrt_eval.lengths import Fixed
+from qrt_eval.inputs.lengths import Fixed
 from qrt_eval.workload import FULL, Load, begun, running_at_once, warmup
 
 

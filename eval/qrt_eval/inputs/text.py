@@ -11,7 +11,7 @@ from qrt.errors import ConfigError
 from qrt.text.data.files import KINDS, find_files
 from qrt.text.data.rows import read_rows
 from qrt.text.data.texts import Texts
-from qrt_eval import wikitext
+from qrt_eval.inputs import wikitext
 
 logger = logging.getLogger(__name__)
 

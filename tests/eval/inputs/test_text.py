@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from qrt.errors import ConfigError
-from qrt_eval import text as texts
-from qrt_eval import wikitext
+from qrt_eval.inputs import text as texts
+from qrt_eval.inputs import wikitext
 
-RAW = Path(__file__).parents[3] / "shared" / "corpus" / "wikitext-2" / "wiki.test.raw"
+RAW = Path(__file__).parents[4] / "shared" / "corpus" / "wikitext-2" / "wiki.test.raw"
 
 
 @pytest.mark.skipif(not RAW.is_file(), reason=f"{RAW} is not beside the checkout")

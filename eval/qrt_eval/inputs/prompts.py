@@ -17,6 +17,8 @@ from qrt.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Conversation = list[Message]
+CONVERSATIONS = Path(__file__).with_name("conversations.jsonl")  # 20 of qrt's own
+INPUT_LEN, OUTPUT_LEN = 1024, 128  # tokens of a request, unless given
 
 
 def read_prompts(flag: str, path: str, tokenizer: Tokenizer) -> list[list[int]]:

@@ -9,7 +9,7 @@ import pytest
 
 from qrt.errors import ConfigError
 from qrt_eval.cli import main
-from qrt_eval.lengths import Fixed, Long, ShareGPT, parse
+from qrt_eval.inputs.lengths import Fixed, Long, ShareGPT, parse
 
 
 def clipped_mean(mu, sigma, low, high):

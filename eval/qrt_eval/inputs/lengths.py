@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from qrt.errors import ConfigError
 from qrt.text.data.rows import Row, read_rows
 from qrt.text.tokenizer import Tokenizer
-from qrt_eval.flags import INPUT_LEN, OUTPUT_LEN
-from qrt_eval.prompts import open_file, read_prompts
+from qrt_eval.inputs.prompts import INPUT_LEN, OUTPUT_LEN, open_file, read_prompts
 
 FIXED = re.compile(r"([1-9]\d{0,6})/([1-9]\d{0,6})")
 WORDS = ("sharegpt", "long")

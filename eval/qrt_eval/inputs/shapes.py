@@ -1,6 +1,6 @@
 """Sizes of well-known models, as config.json entries, for runs on random weights.
 
-`python -m qrt_eval.shapes llama-3-8b w8a8 FOLDER [HEAD_BITS]` writes a folder that has everything but
+`python -m qrt_eval.inputs.shapes llama-3-8b w8a8 FOLDER [HEAD_BITS]` writes a folder that has everything but
 weights, for `qrt-serve FOLDER --load-format dummy`.
 """
 

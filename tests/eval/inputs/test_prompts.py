@@ -6,7 +6,7 @@ import pytest
 
 from qrt.errors import ConfigError
 from qrt.text.tokenizer import Tokenizer
-from qrt_eval.prompts import read_conversations, read_prompts
+from qrt_eval.inputs.prompts import read_conversations, read_prompts
 
 
 def test_prompts_of_files(tmp_path):

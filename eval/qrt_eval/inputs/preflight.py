@@ -12,7 +12,7 @@ from qrt.cli import check_output
 from qrt.config import EngineConfig
 from qrt.engine import preflight as engine
 from qrt.errors import ConfigError
-from qrt_eval.flags import INPUT_LEN, OUTPUT_LEN
+from qrt_eval.inputs.prompts import INPUT_LEN, OUTPUT_LEN
 
 
 def preflight(arguments: Namespace) -> None:
@@ -89,7 +89,7 @@ def lengths_of(given: dict[str, Any]) -> list[tuple[str, int]]:
 
 def longest_of(words: str | list[str]) -> list[tuple[str, int]]:
     """Return most tokens of a request for each word of --lengths, as far as no tokenizer is needed."""
-    from qrt_eval.lengths import parse  # and numpy
+    from qrt_eval.inputs.lengths import parse  # and numpy
 
     found = [parse(word) for word in ([words] if isinstance(words, str) else words)]
     return [(lengths.name, lengths.longest) for lengths in found if lengths]

@@ -9,7 +9,7 @@ from qrt.arch import ARCHS, ModelConfig
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.text.tokenizer import Tokenizer
-from qrt_eval.shapes import shape, write_folder
+from qrt_eval.inputs.shapes import shape, write_folder
 
 
 @pytest.mark.parametrize(("name", "scheme"), [("llama-3-8b", "w8a8"), ("qwen3-0.6b", "fp16")])
