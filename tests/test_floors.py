@@ -18,7 +18,7 @@ FLOORS: dict[str, float] = {
     "qrt.engine": 6, "qrt.text.collector": 6,  # of the engine's deltas
     "qrt.serve": 7, "qrt.llm": 7, "qrt.async_llm": 7,
     "qrt_calibrate": 2,  # sees floors 0 and 1
-    "qrt_eval.inputs": 8.0,
+    "qrt_eval.inputs": 8.0, "qrt_eval.results": 8.1,
     "qrt_eval": 8.9,
 }  # fmt: skip
 TORCH_FREE = (

@@ -28,12 +28,12 @@ from qrt.errors import ConfigError
 from qrt.llm import LLM
 from qrt.text.output import CompletionOutput
 from qrt.text.tokenizer import Tokenizer
-from qrt_eval.console import show
 from qrt_eval.inputs.preflight import shared_context
 from qrt_eval.inputs.prompts import CONVERSATIONS, Conversation, read_conversations
 from qrt_eval.kld import release
 from qrt_eval.ppl import check_finite, same_tokenizer
-from qrt_eval.results import model_facts, save, sha256_of
+from qrt_eval.results.console import show
+from qrt_eval.results.record import model_facts, save, sha256_of
 
 SHOWN_TOKENS = 16  # of each answer from the first token that differs, and before it
 

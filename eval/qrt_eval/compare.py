@@ -20,8 +20,8 @@ from typing import Any
 from rich.table import Table
 
 from qrt.errors import ConfigError
-from qrt_eval.console import show
 from qrt_eval.protocol import Sliding, default_stride
+from qrt_eval.results.console import show
 
 Result = Mapping[str, Any]
 ASSUMED_NOISE = 0.03  # of a timing that was not repeated

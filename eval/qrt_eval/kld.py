@@ -23,7 +23,6 @@ from tqdm import tqdm
 from qrt.errors import ConfigError
 from qrt.llm import LLM
 from qrt_eval import divergence, reference
-from qrt_eval.console import show
 from qrt_eval.divergence import Positions
 from qrt_eval.forward import PromptReader, scored_states
 from qrt_eval.inputs.preflight import shared_context
@@ -32,7 +31,8 @@ from qrt_eval.partial import UNKEPT, PartialResult, cut_of
 from qrt_eval.ppl import check_finite, same_tokenizer
 from qrt_eval.protocol import PROTOCOLS, Gptq, Loss, Window, cut
 from qrt_eval.reference import Reference
-from qrt_eval.results import checkpoint_sha256, model_facts, save, text_facts
+from qrt_eval.results.console import show
+from qrt_eval.results.record import checkpoint_sha256, model_facts, save, text_facts
 
 LOGITS_BYTES = 1 << 26  # of one model's logits in float64
 TOP_P = 0.9  # unless the command line says otherwise

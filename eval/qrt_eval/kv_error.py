@@ -23,8 +23,8 @@ from qrt.kernels.decode_attention import decode_attention
 from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.mem.storage import KVStorage
 from qrt.quant.kv import KV_FORMATS, smoothing
-from qrt_eval.console import show
-from qrt_eval.results import save
+from qrt_eval.results.console import show
+from qrt_eval.results.record import save
 
 SHARPNESS = {"diffuse": 0.3, "peaked": 3.0}  # standard deviation of the scores
 QUERIES, SAMPLE_TOKENS = 8, 512

@@ -24,10 +24,10 @@ from qrt.engine.garbage import short_collections
 from qrt.errors import ConfigError
 from qrt.location import model_name
 from qrt.model.decoder import Decoder
-from qrt_eval.console import show
 from qrt_eval.feed import step
 from qrt_eval.inputs.shapes import shape
-from qrt_eval.results import engine_facts, save
+from qrt_eval.results.console import show
+from qrt_eval.results.record import engine_facts, save
 
 # A device-to-device copy on one, bytes read and written, as `qrt-eval kernels` says; others get no floor.
 COPY_BYTES_PER_S = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.02e12}

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.location import model_name
-from qrt_eval.console import show
 from qrt_eval.ppl import scorer
-from qrt_eval.results import model_facts, save
+from qrt_eval.results.console import show
+from qrt_eval.results.record import model_facts, save
 
 OFFLINE = (
     "lm-eval's own tasks download their data; offline, give YAML tasks over local files in --include-path"

@@ -22,10 +22,10 @@ from qrt.config import SamplingParams
 from qrt.errors import ConfigError
 from qrt.llm import LLM
 from qrt.location import model_name
-from qrt_eval.console import show
 from qrt_eval.kld import release
 from qrt_eval.ppl import check_finite, scorer
-from qrt_eval.results import model_facts, save
+from qrt_eval.results.console import show
+from qrt_eval.results.record import model_facts, save
 
 TASK = "There is an important number hidden in a lot of irrelevant text. Find it and remember it.\n"
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"

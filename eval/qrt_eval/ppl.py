@@ -17,12 +17,12 @@ from tqdm import tqdm
 
 from qrt.errors import QrtError
 from qrt.llm import LLM
-from qrt_eval.console import show
 from qrt_eval.inputs.preflight import shared_context
 from qrt_eval.inputs.text import EvalText, load_text
 from qrt_eval.partial import UNKEPT, PartialResult, cut_of
 from qrt_eval.protocol import PROTOCOLS, Loss, Window, cut
-from qrt_eval.results import model_facts, save, text_facts
+from qrt_eval.results.console import show
+from qrt_eval.results.record import model_facts, save, text_facts
 
 WINDOWS_PER_BATCH = 8
 

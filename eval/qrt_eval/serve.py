@@ -22,10 +22,10 @@ from qrt.config import ENV
 from qrt.errors import CheckpointError, ConfigError, QrtError
 from qrt.location import tokenizer_folder
 from qrt.text.tokenizer import Tokenizer
-from qrt_eval.console import show
 from qrt_eval.inputs.lengths import Lengths, facts_of, refuse_beside_lengths, sources
 from qrt_eval.load import Load, Outcome, Prompt, chunk_times, concurrency, delays, send
-from qrt_eval.results import save
+from qrt_eval.results.console import show
+from qrt_eval.results.record import save
 
 NUM_PROMPTS = 1000  # unless given
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}

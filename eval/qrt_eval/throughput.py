@@ -27,11 +27,11 @@ from tqdm import tqdm
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
 from qrt.text.tokenizer import Tokenizer
-from qrt_eval.console import show
 from qrt_eval.feed import Feed, feed
 from qrt_eval.inputs.lengths import refuse_beside_lengths, sources
 from qrt_eval.latency import build_engine, described, linear_bytes
-from qrt_eval.results import engine_facts, save
+from qrt_eval.results.console import show
+from qrt_eval.results.record import engine_facts, save
 from qrt_eval.workload import Load, all_at_once, in_batches, warmup
 
 BATCHES = [1, 8, 32]  # unless --batch is given

@@ -1,4 +1,4 @@
-"""Result files against eval/qrt_eval/schema.json."""
+"""Result files against eval/qrt_eval/results/schema.json."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 
-from qrt_eval.results import SCHEMA
+from qrt_eval.results.record import SCHEMA
 
 
 def checked(path: str | Path) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from tqdm import tqdm
 
 from qrt.arch import ModelConfig
 from qrt_eval.cli import OPS
-from qrt_eval.console import show
 from qrt_eval.inputs.shapes import shape
 from qrt_eval.kernels import attention, elementwise, layer, linear, peers, sample
 from qrt_eval.kernels.row import Row
 from qrt_eval.kernels.timer import Rates, measure_rates
 from qrt_eval.kernels.tune import tune
-from qrt_eval.results import save
+from qrt_eval.results.console import show
+from qrt_eval.results.record import save
 
 TOKENS = (1, 16, 64, 256, 4096)
 LAYERS = ((1, 1024), (16, 1024), (64, 1024), (256, 1024))

@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 
 from qrt.assets import model_path
-from qrt_eval import console, results
 from qrt_eval.cli import main
 from qrt_eval.compare import METRICS
+from qrt_eval.results import console, record
 
 # A change of the schema concerns everyone who reads result files: raise SCHEMA_VERSION with it, and the
 # `const` in the file, and put the new hash here.
@@ -19,17 +19,17 @@ KNOWN = {1: "86fe17ae9467acd0907223aabf282fbf11e9fd5959ec457cdfae86310ab5b06d"}
 
 
 def test_the_schema_is_the_one_of_its_version():
-    schema = json.loads(results.SCHEMA.read_text())
+    schema = json.loads(record.SCHEMA.read_text())
     digest = hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest()
-    assert digest == KNOWN[results.SCHEMA_VERSION]
+    assert digest == KNOWN[record.SCHEMA_VERSION]
     jsonschema.Draft202012Validator.check_schema(schema)
     versions = [s["properties"]["schema_version"]["const"] for s in schema["$defs"].values()
                 if "schema_version" in s.get("properties", {})]  # fmt: skip
-    assert set(versions) == {results.SCHEMA_VERSION}
+    assert set(versions) == {record.SCHEMA_VERSION}
 
 
 def test_every_command_with_a_result_can_be_compared():
-    kinds = {ref["$ref"].rpartition("/")[2] for ref in json.loads(results.SCHEMA.read_text())["oneOf"]}
+    kinds = {ref["$ref"].rpartition("/")[2] for ref in json.loads(record.SCHEMA.read_text())["oneOf"]}
     assert kinds == set(METRICS)
 
 
@@ -58,7 +58,7 @@ def test_a_result_is_kept_though_its_table_cannot_be_printed(command, tmp_path, 
 
 def test_a_result_says_how_to_repeat_the_run(tmp_path):
     arguments = Namespace(command="serve", json="x", rate=float("inf"), api_key="secret", seed=3)
-    results.write_json(tmp_path / "deep" / "r.json", results.command_facts(arguments))
+    record.write_json(tmp_path / "deep" / "r.json", record.command_facts(arguments))
     result = json.loads((tmp_path / "deep" / "r.json").read_text())
     assert result["arguments"] == {"rate": "inf", "seed": 3} and "secret" not in json.dumps(result)
     assert set(result["environment"]["versions"]) == {"qrt", "torch", "triton", "transformers"}
@@ -67,18 +67,18 @@ def test_a_result_says_how_to_repeat_the_run(tmp_path):
 
 def test_a_checkpoint_is_told_by_its_content(tmp_path):
     copy = shutil.copytree(model_path("tiny"), tmp_path / "copy")
-    assert results.checkpoint_sha256(str(copy)) == results.checkpoint_sha256("tiny")
+    assert record.checkpoint_sha256(str(copy)) == record.checkpoint_sha256("tiny")
     shard = copy / "model.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    assert results.checkpoint_sha256(str(copy)) != results.checkpoint_sha256("tiny")
+    assert record.checkpoint_sha256(str(copy)) != record.checkpoint_sha256("tiny")
 
 
 def test_recorded_results_have_the_schema():
     """Those written since there is one."""
-    schema = json.loads(results.SCHEMA.read_text())
-    for path in (results.SCHEMA.parents[1] / "results").rglob("*.json"):
+    schema = json.loads(record.SCHEMA.read_text())
+    for path in (record.SCHEMA.parents[2] / "results").rglob("*.json"):
         result = json.loads(path.read_text())
         if "schema_version" in result:
             jsonschema.validate(result, schema)

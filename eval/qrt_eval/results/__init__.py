@@ -1,0 +1,1 @@
+"""How results are kept and shown: JSON files of one schema, and tables on stdout."""
