@@ -18,7 +18,7 @@ FLOORS: dict[str, float] = {
     "qrt.engine": 6, "qrt.text.collector": 6,  # of the engine's deltas
     "qrt.serve": 7, "qrt.llm": 7, "qrt.async_llm": 7,
     "qrt_calibrate": 2,  # sees floors 0 and 1
-    "qrt_eval.inputs": 8.0, "qrt_eval.results": 8.1,
+    "qrt_eval.inputs": 8.0, "qrt_eval.results": 8.1, "qrt_eval.quality": 8.2, "qrt_eval.speed": 8.2,
     "qrt_eval": 8.9,
 }  # fmt: skip
 TORCH_FREE = (
@@ -98,11 +98,12 @@ def test_calibrate_sees_only_floors_0_and_1():
             assert not above, f"{module} imports {above}"
 
 
-def test_quant_and_arch_do_not_see_each_other():
+@pytest.mark.parametrize("one, other", [("qrt.quant", "qrt.arch"), ("qrt_eval.quality", "qrt_eval.speed")])
+def test_neighbours_do_not_see_each_other(one, other):
     for module, path in modules().items():
-        other = {"qrt.quant": "qrt.arch", "qrt.arch": "qrt.quant"}.get(".".join(module.split(".")[:2]))
-        if other:
-            assert not [n for n in imports(path) if n.startswith(other)], module
+        for own, apart in ((one, other), (other, one)):
+            if module.startswith(own + "."):
+                assert not [name for name in imports(path) if name.startswith(apart)], module
 
 
 def test_triton_only_in_kernels_their_launchers_and_device_files():

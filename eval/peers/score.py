@@ -26,7 +26,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.weight import WeightData
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.inputs.text import load_text
-from qrt_eval.protocol import PROTOCOLS
+from qrt_eval.quality.protocol import PROTOCOLS
 
 
 @dataclass

@@ -11,8 +11,7 @@ from qrt.cli import ArgumentParser, add_download_dir, run_main
 from qrt.quant.kv import KV_FORMATS
 from qrt_eval import flags
 from qrt_eval.inputs.preflight import preflight
-
-OPS = ("layer", "chain", "linear", "decode", "prefill", "kv_write", "elementwise", "sample")
+from qrt_eval.speed.kernels.row import OPS
 
 
 def parser() -> ArgumentParser:
@@ -373,18 +372,18 @@ def _add_kernels(command: ArgumentParser) -> None:
 
 
 COMMANDS = {
-    "ppl": "qrt_eval.ppl",
-    "kld": "qrt_eval.kld",
-    "answers": "qrt_eval.answers",
-    "lm": "qrt_eval.lm",
-    "passkey": "qrt_eval.passkey",
-    "kv-error": "qrt_eval.kv_error",
+    "ppl": "qrt_eval.quality.ppl",
+    "kld": "qrt_eval.quality.kld",
+    "answers": "qrt_eval.quality.answers",
+    "lm": "qrt_eval.quality.lm",
+    "passkey": "qrt_eval.quality.passkey",
+    "kv-error": "qrt_eval.quality.kv_error",
     "sweep": "qrt_eval.sweep",
-    "latency": "qrt_eval.latency",
-    "throughput": "qrt_eval.throughput",
-    "serve": "qrt_eval.serve",
+    "latency": "qrt_eval.speed.latency",
+    "throughput": "qrt_eval.speed.throughput",
+    "serve": "qrt_eval.speed.serve",
     "compare": "qrt_eval.compare",
-    "kernels": "qrt_eval.kernels.run",
+    "kernels": "qrt_eval.speed.kernels.run",
 }
 
 

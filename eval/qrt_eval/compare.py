@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from qrt.errors import ConfigError
-from qrt_eval.protocol import Sliding, default_stride
+from qrt_eval.quality.protocol import Sliding, default_stride
 from qrt_eval.results.console import show
 
 Result = Mapping[str, Any]

@@ -19,7 +19,7 @@ from qrt.cli import run_main
 from qrt.config import SamplingParams
 from qrt.llm import LLM
 from qrt_eval.inputs.text import load_text
-from qrt_eval.ppl import quick_perplexity, scorer
+from qrt_eval.quality.ppl import quick_perplexity, scorer
 from qrt_eval.results.console import show
 
 OUT = Path("demo-out")

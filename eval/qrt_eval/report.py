@@ -15,9 +15,9 @@ from typing import Any
 
 from qrt.cli import run_main
 from qrt.errors import ConfigError
-from qrt_eval.answers import place
 from qrt_eval.compare import text_of
 from qrt_eval.published import TENSORRT_LLM, TENSORRT_LLM_8B
+from qrt_eval.quality.answers import place
 
 Result = dict[str, Any]
 NAMES = ("model", "weights", "KV")

@@ -10,7 +10,7 @@ from qrt.assets import model_path
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.cli import main as calibrate
 from qrt_eval.inputs.text import load_text
-from qrt_eval.protocol import PROTOCOLS
+from qrt_eval.quality.protocol import PROTOCOLS
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 TINY = model_path("tiny")

@@ -1,0 +1,1 @@
+"""What quantization costs: perplexity, divergence, changed answers, tasks, and long contexts."""

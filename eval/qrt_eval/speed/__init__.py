@@ -1,0 +1,1 @@
+"""What quantization buys: latency, throughput, load on a server, and the time of every kernel."""

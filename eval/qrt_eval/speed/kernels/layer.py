@@ -1,0 +1,133 @@
+"""A whole decoder layer at decode, as the engine launches it: a chain of kernels in one CUDA graph.
+
+What a kernel is worth shows here, not alone: its start and end may lie under those of its neighbours. "chain"
+is what lies between the attention of two layers: four products, two norms, silu * up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from qrt.arch import ModelConfig
+from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.step import DecodeMeta, StepMeta
+from qrt.mem.storage import KVStorage
+from qrt.model.decoder import Decoder, DecoderLayer
+from qrt.model.random import random_model
+from qrt.quant.kv import KV_FORMATS
+from qrt_eval.speed.kernels.attention import randomize
+from qrt_eval.speed.kernels.linear import INT8_PRODUCTS
+from qrt_eval.speed.kernels.row import Row
+from qrt_eval.speed.kernels.timer import Rates, activation_dtype, microseconds
+from qrt_eval.speed.latency import linear_bytes
+
+PAIRS = (("fp16", "fp16"), ("w8a8", "int8"), ("w8a16", "int8"), ("w4a16", "int8"), ("w4a16", "int4"))
+GPU_LAYERS = 8  # of distinct weights
+VOCABULARY = 256  # embedding and head are not the layer's
+
+
+def rows(
+    config: ModelConfig, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device
+) -> Iterator[Row]:
+    """A row per pair of weight scheme and KV format and per (batch, context)."""
+    plain = _plain(device)
+    for scheme, kv in PAIRS:
+        model = layers(config, scheme, device)
+        fmt = KV_FORMATS[kv]
+        for batch, context in sizes:
+            us = layer_us(model, decode_step(model, kv, batch, context))
+            slot_bytes = fmt.bytes_per_slot(config.num_kv_heads, config.head_dim, model.dtype)
+            num_bytes = _weight_bytes(model) + batch * context * slot_bytes
+            flops = batch * _flops_per_token(model, context)
+            names = [plain if name == "fp16" else name for name in (scheme, kv)]
+            what, at = "{}, KV {}".format(*names), f"{batch} x {context}"
+            floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)
+            yield Row("layer", what, at, us, floor_us, num_bytes, flops, ours=scheme != "fp16")
+        del model
+
+
+def chain_rows(
+    config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device
+) -> Iterator[Row]:
+    """A row per weight scheme and number of tokens."""
+    for scheme in dict.fromkeys(scheme for scheme, _ in PAIRS):
+        model = layers(config, scheme, device)
+        blocks = [
+            (layer, norm, following.attention.qkv)
+            for (layer, norm), following in zip(
+                model.blocks(), model.layers[1:] + model.layers[:1], strict=True
+            )
+        ]
+        for m in tokens:
+            widths = config.num_heads * config.head_dim, config.hidden_size
+            y, residual = (torch.randn(m, width, device=device, dtype=model.dtype) for width in widths)
+            us = microseconds(
+                DecoderLayer.after_attention,
+                [
+                    (layer, y, norm, reader, residual, layer.chained(norm, reader, residual))
+                    for layer, norm, reader in blocks
+                ],
+            )
+            flops, num_bytes = m * _flops_per_token(model, 0), _weight_bytes(model)
+            what = _plain(device) if scheme == "fp16" else scheme
+            floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)
+            yield Row("chain", what, f"M={m}", us, floor_us, num_bytes, flops, ours=scheme != "fp16")
+        del model
+
+
+def _plain(device: torch.device) -> str:
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+def layers(config: ModelConfig, scheme: str, device: torch.device) -> Decoder:
+    """So many of a model's layers that none is in the cache when it comes to it again."""
+    count = GPU_LAYERS if device.type == "cuda" else 1
+    config = replace(config, num_layers=count, vocab_size=VOCABULARY)
+    return random_model(config, scheme, device=device, dtype=activation_dtype(device))
+
+
+def _weight_bytes(model: Decoder) -> int:
+    """Of a layer."""
+    return (linear_bytes(model) - sum(t.nbytes for t in model.head.parameters())) // model.config.num_layers
+
+
+def layer_us(model: Decoder, step: tuple[StepMeta, KVStorage]) -> float:
+    """Microseconds of a layer."""
+    return microseconds(model.hidden, [step]) / model.config.num_layers
+
+
+def decode_step(model: Decoder, kv: str, batch: int, context: int) -> tuple[StepMeta, KVStorage]:
+    """What `Decoder.hidden` is called with to decode: requests of random K and V in shuffled slots."""
+    config, device = model.config, model.device
+    fmt, tokens = KV_FORMATS[kv], batch * context
+    storage = KVStorage(
+        [fmt] * config.num_layers, tokens, config.num_kv_heads, config.head_dim, model.dtype, device
+    )
+    for i in range(len(storage)):
+        randomize(storage.layer(i).buffers, fmt)
+    table = torch.randperm(tokens, device=device).to(torch.int32).view(batch, context)
+    index = torch.arange(batch, device=device, dtype=torch.int32)
+    lens = torch.full_like(index, context)
+    heads_per_sm = storage.heads_per_sm(batch, config.num_heads)
+    parts = plan_parts(index, lens, config.num_kv_heads, heads_per_sm)
+    step = StepMeta(
+        tokens=index.long() % VOCABULARY,
+        positions=lens - 1,
+        slots=table[:, -1].contiguous(),
+        slot_table=table,
+        decode=DecodeMeta(index, lens, parts, newest=True),
+        prefill=None,
+    )
+    return step, storage
+
+
+def _flops_per_token(model: Decoder, context: int) -> int:
+    config = model.config
+    attention = 4 * context * config.num_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    products = hidden * width + config.num_heads * config.head_dim * hidden + 3 * hidden * inner
+    return attention + 2 * products

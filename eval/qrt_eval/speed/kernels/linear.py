@@ -1,0 +1,114 @@
+"""The four products of one decoder layer, in every weight scheme, and the head's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qrt.arch import ModelConfig
+from qrt.kernels.linear import linear
+from qrt.layers.linear import Linear
+from qrt.model.build import LinearShape
+from qrt.model.random import RandomWeights
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt_eval.speed.kernels.row import Row
+from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
+
+INT8_PRODUCTS = {"w8a8"}  # schemes whose arithmetic is int8
+HEADS = ("w8a16", "w8a8", "fp16")  # schemes of a head
+
+
+def products(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(K, N) of the fused Linears of a layer."""
+    hidden, dim = config.hidden_size, config.head_dim
+    return {
+        "qkv": (hidden, (config.num_heads + 2 * config.num_kv_heads) * dim),
+        "o": (config.num_heads * dim, hidden),
+        "gate_up": (hidden, 2 * config.intermediate_size),
+        "down": (config.intermediate_size, hidden),
+    }
+
+
+def head(config: ModelConfig) -> tuple[int, int]:
+    """(K, N) of the head."""
+    return config.hidden_size, config.vocab_size
+
+
+def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
+    """A row per scheme, product and number of tokens, one for the four together, and the head's. Without
+    quantization they are torch's; on a GPU the head's is here too."""
+    for scheme in ("w4a16", "w8a16", "w8a8", "fp16"):
+        name = {"fp16": "bf16"}.get(scheme, scheme) if device.type == "cuda" else scheme
+        multiply = _by_torch if scheme == "fp16" else linear
+        cells = [
+            row
+            for product, size in products(config).items()
+            for row in _product(scheme, f"{name} {product}", size, tokens, rates, device, multiply)
+        ]
+        yield from cells
+        yield from sums(cells, name, tokens)
+        if scheme in HEADS:
+            yield from _product(scheme, f"{name} head", head(config), tokens, rates, device, multiply)
+    if device.type == "cuda":
+        yield from _product("fp16", "bf16 by qrt head", head(config), tokens, rates, device, linear)
+
+
+def _product(
+    scheme: str,
+    name: str,
+    size: tuple[int, int],
+    tokens: Sequence[int],
+    rates: Rates,
+    device: torch.device,
+    multiply: Callable[..., Tensor],
+) -> Iterator[Row]:
+    k, n = size
+    weights = cold_copies(random_linear(scheme, k, n, device))
+    weight_bytes = _num_bytes(weights[0])
+    for m in tokens:
+        x = torch.randn(m, k, device=device, dtype=activation_dtype(device))
+        us = microseconds(multiply, [(x, weight.tensors, None, scheme) for weight in weights])
+        flops, num_bytes = 2 * m * n * k, weight_bytes + m * (n + k) * x.itemsize
+        floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)
+        yield Row("linear", name, f"M={m}", us, floor_us, num_bytes, flops, ours=multiply is linear)
+
+
+def _by_torch(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    return F.linear(x, tensors[0], bias)
+
+
+def random_linear(scheme: str, k: int, n: int, device: torch.device) -> Linear:
+    """A weight [N, K] of the scheme's default grid."""
+    weights = RandomWeights(
+        lambda module: (scheme, WEIGHT_SCHEMES[scheme].spec), device, activation_dtype(device)
+    )
+    return weights.linear(("weight",), LinearShape((n,), k, bias=False))
+
+
+def cold_copies(first: Linear) -> list[Linear]:
+    """`first` and as many copies as keep it from being read from the cache."""
+    clones = (tuple(t.clone() for t in first.tensors) for _ in range(copies(_num_bytes(first)) - 1))
+    return [first, *(Linear(first.scheme, tensors, first.bias) for tensors in clones)]
+
+
+def sums(cells: Sequence[Row], name: str, tokens: Sequence[int]) -> Iterator[Row]:
+    """What the products of `cells` take together, a row per number of tokens."""
+    for m in tokens:
+        same = [cell for cell in cells if cell.at == f"M={m}"]
+        yield Row(
+            "linear",
+            f"{name} sum",
+            f"M={m}",
+            sum(cell.us for cell in same),
+            sum(cell.floor_us for cell in same),
+            sum(cell.num_bytes for cell in same),
+            sum(cell.flops for cell in same),
+            all(cell.ours for cell in same),
+        )
+
+
+def _num_bytes(weight: Linear) -> int:
+    return sum(tensor.nbytes for tensor in weight.tensors)

@@ -1,0 +1,29 @@
+"""Sampling over the vocabulary: the operator after the head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from qrt.arch import ModelConfig
+from qrt.kernels.sample import sample
+from qrt_eval.speed.kernels.row import Row
+from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
+
+BATCHES = (1, 16, 64, 256)
+
+
+def rows(config: ModelConfig, rates: Rates, device: torch.device) -> Iterator[Row]:
+    """Greedy rows, and rows drawn at temperature 1 from logits with no peak, which spare the least work."""
+    for count in BATCHES:
+        logits = torch.randn(count, config.vocab_size, device=device, dtype=activation_dtype(device))
+        several = [logits.clone() for _ in range(copies(logits.nbytes))]
+        index = torch.arange(count, device=device)
+        num_bytes = logits.nbytes + index.nbytes
+        floor = rates.floor_us(num_bytes)
+        for what, degrees in (("greedy", 0.0), ("drawn", 1.0)):
+            temperature = torch.full((count,), degrees, device=device)
+            operands = [(x, index, temperature, index, index, None) for x in several]
+            us = microseconds(sample, operands)
+            yield Row("sample", what, f"S={count}", us, floor, num_bytes, 0)

@@ -1,0 +1,339 @@
+"""`qrt-eval kernels --tune`: finds the block sizes of the linear kernels for `qrt/kernels/tuned`.
+
+What is tried is what won, or came near it, on an H200 at Llama-3-8B's sizes: each alone, then the fastest of
+them in a layer, since what a kernel leaves free of the GPU as it ends is the next one's. A key whose plan in
+the GPU's file is one of those is not measured again, and the file is written after every model and weight
+scheme: a run that was cut off can go on, and without the file everything is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import chain, groupby, product, starmap
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from qrt.arch import ModelConfig
+from qrt.errors import ConfigError
+from qrt.kernels import tuned
+from qrt.kernels.linear import int8_kernel, linear, linear_silu, linear_silu_int8, tile_plans
+from qrt.kernels.linear.int8_kernel import BlockPlan, HopperPlan
+from qrt.kernels.linear.tile_plans import FusedPlan, WidePlan
+from qrt.kernels.sizes import next_power_of_2
+from qrt.layers.linear import Linear
+from qrt.quant.digits import MOST_TOKENS
+from qrt.quant.weight.tiles import TILE_ROWS
+from qrt_eval.speed.kernels.layer import decode_step, layer_us, layers
+from qrt_eval.speed.kernels.linear import HEADS, cold_copies, head, products, random_linear
+from qrt_eval.speed.kernels.timer import microseconds
+
+FUSED_WIDTHS = (8, 16, 32, 64)
+WIDE_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, *tuned.BETWEEN)
+INT8_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, *tuned.BETWEEN)
+HEAD_WIDTHS = (8, 16, 64, 128, 256)  # of rows that sample
+LAYER_WIDTHS = (8, 16, 32, 64, 128, 256)  # above, a product is long and its neighbours matter little
+LAYER_STEP = "int8", 1024  # KV format and tokens of a request
+LAYER_PLANS = 5  # of a product: the fastest alone
+MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the largest unless given here
+SCHEMES = ("w4a16", "w8a16", "w8a8")
+SMS = 132
+Plan = FusedPlan | WidePlan | BlockPlan | HopperPlan
+KINDS = {plan: kind for kind, plan in {**tile_plans.PLANS, **int8_kernel.PLANS}.items()}
+COMPILED_ROWS = 1024  # N of the weights that kernels are compiled with: K is compiled in, N is not
+
+
+class Trial(NamedTuple):
+    """One launch configuration of one product."""
+
+    scheme: str
+    k: int
+    n: int
+    width: int
+    plan: Plan | None  # None: dequantize, and multiply in 16 bits
+    gated: bool = False  # a gate over its up, run with silu_mul
+
+    @property
+    def key(self) -> str:
+        """Where the winner goes in the file."""
+        if self.scheme == "w8a8":
+            return int8_kernel.tuning_key(self.k, self.n, self.width)
+        return tile_plans.tuning_key(self.k, self.n, 4 if self.scheme == "w4a16" else 8, self.width)
+
+    @property
+    def entry(self) -> tuned.Measured:
+        """Its plan as the file has it."""
+        return ["dequantize"] if self.plan is None else [KINDS[type(self.plan)], *self.plan]
+
+    @property
+    def binary(self) -> tuple[object, ...]:
+        """Equal for trials that one compiled kernel serves: only the fused ones and dequantizing know K."""
+        match self.plan:
+            case HopperPlan(splits=splits):
+                return self.scheme, self.plan._replace(splits=min(splits, 2)), self.gated
+            case BlockPlan():
+                return self.scheme, self.plan
+            case WidePlan(splits=splits):  # whether K is split, and whether a divisor of the tiles is known
+                gates = self.gated and self.plan.gates
+                return self.scheme, self.plan._replace(splits=min(splits, 2)), self.k % 4096 == 0, gates
+            case FusedPlan():
+                return self.scheme, self.k, self.plan, self.width
+        return self.scheme, self.k
+
+
+def trials(k: int, n: int, gated: bool = False) -> Iterator[Trial]:
+    """Every configuration that is tried for a product, those of one weight together."""
+    blocks = -(-n // TILE_ROWS)
+    for scheme, inputs in (("w4a16", 256), ("w8a16", 128)):
+        tiles = -(-k // inputs)
+        for width in FUSED_WIDTHS:
+            fused = _fused_plans(width, blocks, tiles, gated)
+            yield from (Trial(scheme, k, n, width, plan, gated) for plan in fused)
+        for width in WIDE_WIDTHS:
+            wide = _wide_plans(width, blocks, tiles, 1024 // inputs)
+            yield from (Trial(scheme, k, n, width, plan, gated) for plan in wide)
+    for width in INT8_WIDTHS:
+        yield from (Trial("w8a8", k, n, width, plan, gated) for plan in _int8_plans(width, k, n))
+
+
+def _fused_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[FusedPlan]:
+    usual = tile_plans.fused_plan(width, blocks, tiles).splits
+    around = (usual, 2 * usual) if width <= 16 and not gated else (usual // 2, usual)
+    splits = sorted({tile_plans.even_splits(s, tiles) for s in around if s})
+    sizes = product((1,), splits, (2, 4) if width <= 16 else (4,), (3, 4) if width == 8 else (3,))
+    yield from starmap(FusedPlan, sizes)
+    if gated and width <= 32 and blocks % 2 == 0:  # the gate and the up of its columns: silu_mul too
+        # not 3 stages of few tokens: three programs then fit an SM, and go where there is room first
+        yield FusedPlan(2, 1, 4, 4 if width <= 16 else 3)
+
+
+# width -> tokens, row blocks, planes of x a stage, stages of x and of w at 4 bits, groups of warps. Powers of
+# two where there is room: a stage's place then takes one instruction.
+WIDE_BLOCKS = {
+    8: ((8, 1, 4, 2, 2, 2), (8, 2, 4, 4, 2, 2)),
+    16: ((16, 1, 4, 2, 2, 2), (16, 1, 4, 4, 2, 1), (16, 2, 4, 4, 2, 2)),
+    32: ((32, 1, 4, 2, 2, 2), (32, 1, 4, 2, 4, 2), (32, 1, 4, 4, 2, 1), (32, 2, 4, 2, 2, 2)),
+    64: ((64, 1, 4, 2, 2, 2), (64, 1, 2, 4, 2, 1), (64, 1, 2, 4, 4, 1), (64, 1, 4, 4, 2, 1),
+         (64, 1, 4, 4, 4, 1), (64, 2, 4, 2, 2, 2), (64, 4, 4, 2, 2, 4)),
+    128: ((64, 1, 4, 2, 2, 2), (128, 1, 2, 2, 2, 2), (128, 1, 2, 4, 2, 1), (128, 2, 2, 4, 2, 2),
+          (128, 2, 2, 4, 4, 2)),
+    256: ((128, 1, 2, 4, 2, 1), (128, 2, 2, 3, 2, 1), (256, 1, 1, 4, 2, 1), (256, 2, 1, 4, 2, 1)),
+    512: ((128, 1, 2, 4, 2, 1), (128, 2, 2, 3, 2, 1), (256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 2, 1)),
+    1024: ((128, 2, 2, 3, 2, 1), (256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 2, 1)),
+    2048: ((256, 1, 1, 4, 4, 1), (256, 2, 1, 4, 2, 1)),
+}  # fmt: skip
+
+
+def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterable[WidePlan | None]:
+    """Of `hopper_kernel`, and None to dequantize."""
+    plans: list[WidePlan | None] = [None] * (width > 64)
+    above = min(next_power_of_2(width), 2048)
+    around = (above // 2, above) if width in tuned.BETWEEN else (above,)
+    found = dict.fromkeys(chain.from_iterable(WIDE_BLOCKS[each] for each in around))
+    for tokens, rows, planes, x_stages, w_stages, groups in found:
+        depths = {w_stages}
+        if bits == 8:  # half the tile: also twice the stages where they are a program's own
+            depths |= {2 * w_stages} if rows == 1 and w_stages == 2 else set()
+            planes, x_stages = (2, 2 * x_stages) if planes == 4 else (planes, x_stages)
+        programs = -(-blocks // rows) * -(-width // tokens)
+        if rows > 1 and programs < SMS // 2:
+            continue  # many small programs are better there
+        whole = tokens * rows > 256 or width >= 1024
+        each = int((rows, groups) == (2, 1) and programs > SMS)  # one of their programs fills an SM
+        for splits, depth in product((1,) if whole else _splits(programs, tiles // 4), sorted(depths)):
+            plans.append(WidePlan(tokens, rows, splits, planes, x_stages, depth, groups, each))
+    return dict.fromkeys(plans)  # two may be one at 8 bits
+
+
+# tokens, outputs, stages of `hopper_int8_kernel`; blocks of fewer than 64 tokens are for all of so few
+HOPPER_INT8_BLOCKS = ((16, 64, 8), (16, 64, 12), (16, 128, 6), (16, 256, 6), (32, 128, 4),
+                      (64, 64, 8), (64, 64, 12), (64, 128, 4), (64, 128, 6), (128, 64, 8), (128, 128, 3),
+                      (128, 128, 4), (128, 128, 6), (128, 256, 4))  # fmt: skip
+PERSISTENT_INT8_BLOCKS = ((128, 128, 3, 2), (128, 128, 6, 1), (128, 256, 4, 1))  # and programs an SM
+
+
+def _int8_plans(width: int, k: int, n: int) -> Iterator[BlockPlan | HopperPlan]:
+    if width <= 64:
+        depths = {128: (3, 4), 256: (4, 6)}
+        shapes = ((32, 256), (64, 256)) if width == 16 else ((64, 128), (64, 256))
+        blocks = [
+            (width, outputs, inputs, 4, stages) for outputs, inputs in shapes for stages in depths[inputs]
+        ]
+    else:  # smaller blocks only where the largest ones are few
+        few = width < 1024 and -(-n // 128) * (width // 128) < 4 * SMS
+        blocks = [(64, 64, 128, 4, 4), (128, 64, 128, 4, 4)] * few + [(128, 128, 128, 8, 3)]
+    for tokens, outputs, inputs, warps, stages in blocks:
+        programs, steps = -(-n // outputs) * -(-width // tokens), -(-k // inputs)
+        for splits in _splits(programs, steps // 2):  # no share of one step
+            if splits <= 8:
+                yield BlockPlan(tokens, outputs, inputs, splits, warps, stages)
+    for tokens, outputs, stages in HOPPER_INT8_BLOCKS:
+        if width >= 512 and outputs == 64 or width > 64 and (tokens, stages) == (64, 4):
+            continue  # many tokens want large blocks
+        programs = -(-n // outputs) * -(-width // tokens)
+        for splits in _splits(programs, -(-k // 128)) if stages > 3 else (1,):
+            if (tokens == width or 64 <= tokens < width) and splits <= max(1, k // 512):
+                yield HopperPlan(tokens, outputs, splits, stages)
+    for tokens, outputs, stages, each in PERSISTENT_INT8_BLOCKS:
+        if tokens < width <= 2048 and -(-n // outputs) * -(-width // tokens) > SMS * each:
+            yield HopperPlan(tokens, outputs, 1, stages, each)
+
+
+def _splits(programs: int, steps: int) -> list[int]:
+    """Of K: none, and as many as fill the SMs once or twice."""
+    counts = (1, SMS // programs, 2 * SMS // programs)
+    return sorted({tile_plans.even_splits(s, max(steps, 1)) for s in counts if s})
+
+
+def pending(configs: Sequence[ModelConfig], table: Mapping[str, tuned.Measured]) -> list[Trial]:
+    """The trials of these models' products, one model after the other, then of their heads in int8, less
+    those of keys whose plan in `table` is one that is tried."""
+    sizes = {size: name == "gate_up" for config in configs for name, size in products(config).items()}
+    todo = [trial for (k, n), gated in sizes.items() for trial in trials(k, n, gated)]
+    for size in dict.fromkeys(head(config) for config in configs):
+        if size not in sizes:
+            own = (trial for trial in trials(*size) if trial.width in HEAD_WIDTHS)
+            todo += [trial for trial in own if trial.scheme in HEADS]
+    done = {trial.key for trial in todo if table.get(trial.key) == trial.entry}
+    return [trial for trial in todo if trial.key not in done]
+
+
+def tune(configs: Sequence[ModelConfig], device: torch.device) -> None:
+    """Measure the products of these models and write the file of this GPU, keeping what is in it."""
+    if device.type != "cuda":
+        raise ConfigError("--tune: measures GPU kernels, and no GPU is here")
+    table, file = tuned.configs(device), tuned.path(torch.cuda.get_device_name(device))
+    if not file.is_file():
+        table.clear()  # another GPU's
+    todo = pending(configs, table)
+    _compile({trial.binary: trial for trial in todo}.values())
+    with tqdm(total=len(todo), desc="Measuring", unit="kernel") as bar:
+        left = todo
+        for config, scheme in product(configs, SCHEMES):
+            sizes = products(config).values()
+            own = {trial for trial in left if trial.scheme == scheme and trial[1:3] in sizes}
+            mine, left = [t for t in left if t in own], [t for t in left if t not in own]
+            ranked = _ranked(mine, table, device, bar)
+            table.update({key: entries[0] for key, entries in ranked.items()})
+            if ranked:
+                _choose_in_layer(config, scheme, ranked, table, device)
+                _write(file, table)
+        table.update({key: entries[0] for key, entries in _ranked(left, table, device, bar).items()})
+        _write(file, table)
+    print(f"{len({trial.key for trial in todo})} block sizes measured, written to {file}", file=sys.stderr)
+
+
+def _ranked(
+    todo: Sequence[Trial], table: dict[str, tuned.Measured], device: torch.device, bar: tqdm[Any]
+) -> dict[str, list[tuned.Measured]]:
+    """The plans of each key, the fastest alone first; none that does not fit the GPU."""
+    times: dict[str, list[tuple[float, tuned.Measured]]] = defaultdict(list)
+    for (scheme, k, n), group in groupby(todo, lambda trial: trial[:3]):
+        weights = cold_copies(random_linear(scheme, k, n, device))
+        for trial in group:
+            us = _try(trial, weights, table)
+            if us is not None:
+                times[trial.key].append((us, trial.entry))
+            bar.update()
+        del weights  # before the next ones are made
+    return {key: [entry for _, entry in sorted(found, key=lambda f: f[0])] for key, found in times.items()}
+
+
+def _choose_in_layer(
+    config: ModelConfig, scheme: str, ranked: Mapping[str, Sequence[tuned.Measured]],
+    table: dict[str, tuned.Measured], device: torch.device,
+) -> None:  # fmt: skip
+    """Of each product's fastest plans, leave that in `table` with which a layer is fastest; the fastest alone
+    where a layer has them by `chain`, which has no plans."""
+    model = layers(config, scheme, device)
+    for width in LAYER_WIDTHS:
+        if width <= MOST_TOKENS and scheme == "w4a16":
+            continue
+        keys = {Trial(scheme, k, n, width, None).key for k, n in products(config).values()} & ranked.keys()
+        if not keys:
+            continue
+        kv, context = LAYER_STEP
+        step = decode_step(model, kv, width, context)
+        best = layer_us(model, step)
+        for key in sorted(keys):
+            for entry in ranked[key][1:LAYER_PLANS]:
+                kept, table[key] = table[key], entry
+                us = layer_us(model, step)
+                if us < 0.995 * best:  # and no noise
+                    best = us
+                else:
+                    table[key] = kept
+
+
+def _write(file: Path, table: Mapping[str, tuned.Measured]) -> None:
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table))
+    file.write_text("{\n" + lines + "\n}\n")
+
+
+def _try(trial: Trial, weights: Sequence[Linear], table: dict[str, tuned.Measured]) -> float | None:
+    """Microseconds, or None when the configuration does not fit the GPU."""
+    with _planned(trial, table):
+        return microseconds(*_calls(trial, weights), 9, rest_s=0)  # of hundreds, much alike
+    return None
+
+
+def _calls(trial: Trial, weights: Sequence[Linear]) -> tuple[Callable[..., object], list[tuple[Any, ...]]]:
+    """What is timed: an operator, and its arguments for each of the weights."""
+    tokens = MEASURED_AT.get(trial.width, trial.width)
+    by_digits = trial.scheme == "w4a16" and tokens <= MOST_TOKENS  # in bf16, and without a plan
+    dtype = torch.float16 if by_digits else torch.bfloat16
+    x = torch.randn(tokens, trial.k, device=weights[0].tensors[0].device, dtype=dtype)
+    if not trial.gated or trial.scheme != "w8a8":
+        operator = linear_silu if trial.gated else linear
+        return operator, [(x, list(own.tensors), None, trial.scheme) for own in weights]
+    codes, scale, dtype = int8_kernel.quantize_tokens(x)
+    tensors = [list(own.tensors) for own in weights]  # those of a layer keep the first plan
+    return linear_silu_int8, [(codes, scale, own, None, trial.scheme, dtype) for own in tensors]
+
+
+@contextmanager
+def _planned(trial: Trial, table: dict[str, tuned.Measured]) -> Iterator[None]:
+    """`table` says what is tried; a configuration that does not fit the GPU leaves the block."""
+    before = table.get(trial.key)
+    table[trial.key] = trial.entry
+    try:
+        yield
+    except Exception as error:
+        if "out of resource" not in str(error):
+            raise
+    finally:
+        if before is None:
+            del table[trial.key]
+        else:
+            table[trial.key] = before
+
+
+def _compile(todo: Iterable[Trial]) -> None:
+    """Compile the kernels of these trials into Triton's cache, on all cores."""
+    todo = [trial._replace(n=COMPILED_ROWS) for trial in todo]
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 16), get_context("spawn")) as pool:
+        done = pool.map(_compile_one, todo, chunksize=4)
+        list(tqdm(done, desc="Compiling", total=len(todo), unit="kernel"))
+
+
+def _compile_one(trial: Trial) -> None:
+    table, weight = tuned.configs(torch.device("cuda")), _weight(trial.scheme, trial.k, trial.n)
+    with _planned(trial, table):
+        operator, calls = _calls(trial, [weight])
+        operator(*calls[0])
+        torch.cuda.synchronize()
+
+
+@lru_cache(maxsize=2)
+def _weight(scheme: str, k: int, n: int) -> Linear:
+    return random_linear(scheme, k, n, torch.device("cuda"))

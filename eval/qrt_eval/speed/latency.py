@@ -1,0 +1,203 @@
+"""Prefill and decode times of a batch, through the engine: `qrt-eval latency`.
+
+decode_ms_per_step is the median time from one step's tokens to the next one's, of steps in which every
+request decodes one token; its floor is what the step must read (all weights once, every request's K/V once)
+over the memory's bandwidth. On a GPU host_gap is the share of that time in which it waits for the host.
+`--compare` times transformers in the same run.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from argparse import Namespace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from qrt.config import EngineConfig, SamplingParams
+from qrt.engine.engine import Engine
+from qrt.engine.garbage import short_collections
+from qrt.errors import ConfigError
+from qrt.location import model_name
+from qrt.model.decoder import Decoder
+from qrt_eval.inputs.shapes import shape
+from qrt_eval.results.console import show
+from qrt_eval.results.record import engine_facts, save
+from qrt_eval.speed.feed import step
+
+# A device-to-device copy on one, bytes read and written, as `qrt-eval kernels` says; others get no floor.
+COPY_BYTES_PER_S = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.02e12}
+DEFAULT_WEIGHTS = "w4a16"  # of a shape
+READ_BYTES = 1 << 30  # of a CPU's memory, to see how fast it reads: far beyond its caches
+
+
+def run(arguments: Namespace) -> None:
+    """Build the engine once, time each batch size, write the JSON, print a table."""
+    if arguments.compare and not arguments.shape:
+        raise ConfigError("--compare: makes a transformers model of a known shape; name one with --shape")
+    rate = bytes_per_s()
+    length = arguments.input_len + arguments.output_len
+    engine = build_engine(arguments, max_model_len=length, max_num_seqs=max(arguments.batch))
+    rows = []
+    for batch in arguments.batch:
+        measure(engine, batch, arguments, rate)  # compiles kernels; not reported
+        rows.append(measure(engine, batch, arguments, rate))
+    if arguments.compare:
+        rows += compared(arguments, engine.model.device, rate)
+    facts = engine_facts(engine, arguments.model or arguments.shape)
+    save(arguments, {**facts, "bytes_per_s": rate, "rows": rows})
+    print_table(arguments, rows)
+
+
+def build_engine(arguments: Namespace, **limits: Any) -> Engine:
+    """An engine over a checkpoint, or over random weights of a known shape, with `limits` as of EngineConfig;
+    ConfigError for a shape's flag beside a checkpoint."""
+    for given, what in (
+        (arguments.weights, "--weights: a checkpoint's weights are as they are"),
+        (arguments.head_bits, "--head-bits: a checkpoint's head is as it is"),
+    ):
+        if given and not arguments.shape:
+            raise ConfigError(f"{what}; give --shape, or leave the flag out")
+    config = EngineConfig(
+        model=arguments.model or arguments.shape,
+        kv=arguments.kv,
+        enable_prefix_caching=False,
+        **limits,
+    )
+    decoder = None
+    if arguments.shape:
+        arguments.weights, head_bits = arguments.weights or DEFAULT_WEIGHTS, arguments.head_bits or 16
+        decoder = random_decoder(arguments.shape, arguments.weights, head_bits)
+    engine = Engine(config, decoder)
+    gc.collect()  # now, as the server does: of a process that has loaded all this it takes 0.1 s
+    return engine
+
+
+def random_decoder(name: str, scheme: str, head_bits: int = 16) -> Decoder:
+    """Random weights of the shape `name`, activations in bf16, made on the GPU where there is one."""
+    from qrt.model.random import random_model
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return random_model(shape(name), scheme, head_bits=head_bits, device=device, dtype=torch.bfloat16)
+
+
+@short_collections()
+def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None) -> dict[str, Any]:
+    """Times of `batch` random prompts of `input_len` tokens, each decoding `output_len` tokens greedily."""
+    input_len, output_len = arguments.input_len, arguments.output_len
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    prompts = torch.randint(0, engine.model.config.vocab_size, (batch, input_len)).tolist()
+    for index, prompt in enumerate(prompts):
+        engine.add(f"{batch}-{index}", prompt, params)
+    timeline = engine.start_timeline() if engine.model.device.type == "cuda" else None
+    prefill_s, steps_s = 0.0, []
+    first: set[str] = set()
+    started = last = time.perf_counter()
+    while engine.has_work:  # the first to decode are also the first that are done
+        deltas = step(engine)
+        if not deltas:  # a step was launched, none has ended
+            continue
+        now = time.perf_counter()
+        if len(first) < batch:
+            prefill_s = now - started
+            first |= {delta.request_id for delta in deltas if delta.token_ids}
+        elif len(deltas) == batch:
+            steps_s.append(now - last)
+        last = now
+    if not steps_s:
+        raise ConfigError(
+            f"--output-len {output_len}: the first of {batch} requests are done before the last begin to "
+            "decode; give more, or a smaller --batch"
+        )
+    row = summary(batch, input_len, output_len, prefill_s, steps_s)
+    row["host_gap"] = timeline.summary()["decode_host_gap"] if timeline else None
+    return row | floor(row, linear_bytes(engine.model), engine.kv_bytes_per_token, rate)
+
+
+def linear_bytes(model: Decoder) -> int:
+    """Read by a step: every Linear, the head included."""
+    return sum(t.nbytes for linear in model.linears() for t in linear.parameters())
+
+
+def compared(arguments: Namespace, device: torch.device, rate: float | None) -> list[dict[str, Any]]:
+    """The rows of transformers in bf16."""
+    from qrt_eval.speed import transformers_latency as other
+
+    model = other.random_transformer(arguments.shape, device)
+    rows = []
+    for batch in arguments.batch:
+        lengths = batch, arguments.input_len, arguments.output_len
+        other.time_steps(model, *lengths)  # as above, not reported
+        row = summary(*lengths, *other.time_steps(model, *lengths))
+        row |= floor(row, other.weight_bytes(model), other.kv_bytes_per_token(model), rate)
+        rows.append({"by": "transformers", "weights": "bf16", "kv": "bf16", **row})
+    return rows
+
+
+def summary(
+    batch: int, input_len: int, output_len: int, prefill_s: float, steps_s: list[float]
+) -> dict[str, Any]:
+    """One row of the result: times and rates."""
+    decode_s = statistics.median(steps_s)
+    return {
+        "batch": batch,
+        "input_len": input_len,
+        "output_len": output_len,
+        "prefill_tokens_per_s": batch * input_len / prefill_s,
+        "time_to_first_tokens_s": prefill_s,
+        "decode_ms_per_step": decode_s * 1e3,
+        "decode_ms_p99": float(np.percentile(steps_s, 99)) * 1e3,
+        "decode_tokens_per_s": batch / decode_s,
+    }
+
+
+def floor(
+    row: dict[str, Any], weight_bytes: int, kv_bytes_per_token: int, rate: float | None
+) -> dict[str, Any]:
+    """What a decode step of `row` reads, and how long the memory alone takes for it."""
+    kv_bytes = row["batch"] * (row["input_len"] + row["output_len"] // 2) * kv_bytes_per_token
+    return {
+        "kv_bytes_per_step": kv_bytes,
+        "weight_bytes_per_step": weight_bytes,
+        "floor_ms": (weight_bytes + kv_bytes) / rate * 1e3 if rate else None,
+    }
+
+
+def bytes_per_s() -> float | None:
+    """Bandwidth of the memory: a GPU's from a table, a CPU's the best of some sums over a large tensor."""
+    if torch.cuda.is_available():
+        return COPY_BYTES_PER_S.get(torch.cuda.get_device_name())
+    memory, times_s = torch.ones(READ_BYTES // 4), []
+    for _ in range(10):
+        started = time.perf_counter()
+        memory.sum()
+        times_s.append(time.perf_counter() - started)
+    return READ_BYTES / min(times_s)
+
+
+def described(arguments: Namespace) -> str:
+    """What runs: the checkpoint, or the shape with its weights."""
+    head = f", head of {arguments.head_bits} bits" if arguments.head_bits else ""
+    return model_name(arguments.model) if arguments.model else f"{arguments.shape} {arguments.weights}{head}"
+
+
+def print_table(arguments: Namespace, rows: list[dict[str, Any]]) -> None:
+    """The rows on stdout."""
+    table = Table(title=f"{described(arguments)}, KV {arguments.kv}, {rows[0]['input_len']} tokens in")
+    for column in ("by", "batch", "prefill tokens/s", "decode ms/step", "floor ms", "decode tokens/s"):
+        table.add_column(column, justify="left" if column == "by" else "right")
+    for row in rows:
+        floor_ms = "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}"
+        table.add_row(
+            f"{row['by']} {row['weights']}" if "by" in row else "qrt",
+            str(row["batch"]),
+            f"{row['prefill_tokens_per_s']:,.0f}",
+            f"{row['decode_ms_per_step']:.2f}",
+            floor_ms,
+            f"{row['decode_tokens_per_s']:,.1f}",
+        )
+    show(table)

@@ -1,0 +1,197 @@
+"""`qrt-eval kernels`: every cell is measured and counted rightly, on a machine without a GPU too."""
+
+import json
+
+import pytest
+import torch
+
+from qrt.kernels import tuned
+from qrt.kernels.linear import int8_kernel, kernel
+from qrt.quant.digits import MOST_TOKENS
+from qrt_eval.cli import main
+from qrt_eval.inputs import shapes
+from qrt_eval.speed.kernels import timer, tune
+from qrt_eval.speed.kernels.linear import products
+from qrt_eval.speed.kernels.timer import COLD_BYTES, Rates, copies, microseconds
+from result_schema import checked
+
+SMALL = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "rope_theta": 1e4, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "small", ("LlamaForCausalLM", SMALL))
+
+
+def test_the_whole_table(small, tmp_path, capsys):
+    out = tmp_path / "kernels.json"
+    words = "kernels --shape small --tokens 1 8 --decode 2x64 --prefill 32x0 32x32 --compare --json"
+    assert main([*words.split(), str(out)]) == 0
+    result = checked(out)
+    cells = {(row["op"], row["what"], row["at"]): row for row in result["kernels"]}
+    assert len(cells) == len(result["kernels"]) and {key[0] for key in cells} == {
+        "layer", "chain", "linear", "decode", "prefill", "kv_write", "rmsnorm", "silu_mul", "sample",
+    }  # fmt: skip
+    for row in cells.values():
+        assert row["us"] > 0 and row["floor_us"] > 0 and row["num_bytes"] > 0
+    # 128 -> 2 * 256 in int4: codes, a scale and a zero word a group of 128, x and y in fp32
+    gate_up = cells["linear", "w4a16 gate_up", "M=8"]
+    assert gate_up["flops"] == 2 * 8 * 128 * 512
+    assert cells["linear", "w4a16 sum", "M=8"]["us"] == pytest.approx(
+        sum(cells["linear", f"w4a16 {name}", "M=8"]["us"] for name in ("qkv", "o", "gate_up", "down"))
+    )
+    # of a layer its products, one K/V of 64 tokens by 2 requests; bf16 stands for what came before
+    layer = cells["layer", "w4a16, KV int4", "2 x 64"]
+    assert layer["num_bytes"] > cells["decode", "int4", "2 x 64"]["num_bytes"] and layer["ours"]
+    products = sum(
+        cells["linear", f"w4a16 {name}", "M=1"]["flops"] for name in ("qkv", "o", "gate_up", "down")
+    )
+    assert layer["flops"] == 2 * products + cells["decode", "int4", "2 x 64"]["flops"]
+    chain = cells["chain", "w4a16", "M=8"]
+    assert chain["flops"] == 8 * products and chain["num_bytes"] < layer["num_bytes"] and chain["ours"]
+    # 2 x 64 tokens, 2 heads of K and V: 64 codes in 4 bits and two fp16 scales each
+    assert cells["decode", "int4", "2 x 64"]["num_bytes"] == 2 * 64 * 2 * 2 * (64 // 2 + 4)
+    baseline = {at for op, what, at in cells if (op, what) == ("prefill", "torch SDPA, contiguous")}
+    assert baseline == {"32 + 0", "32 + 32"}
+    assert "linear" in capsys.readouterr().out
+
+
+def test_time_is_of_one_call(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    clock = [0.0]
+    monkeypatch.setattr(timer.time, "perf_counter", lambda: clock[0])
+
+    def work(seconds):
+        clock[0] += seconds
+
+    assert microseconds(work, [(0.01,), (0.02,), (0.03,)]) == pytest.approx(2e4)
+
+
+def test_operands_do_not_fit_the_cache_together():
+    for size in (1000, 10 << 20, 200 << 20):
+        assert copies(size) >= 2 and (copies(size) * size >= COLD_BYTES or copies(size) == 64)
+
+
+def test_floor_is_the_slower_of_bytes_and_work():
+    rates = Rates(bytes_per_s=1e12, flops_per_s=1e14, int8_ops_per_s=2e14)
+    assert rates.floor_us(1e6) == pytest.approx(1) and rates.floor_us(1e6, 1e9) == pytest.approx(10)
+    assert rates.floor_us(1e6, 1e9, int8=True) == pytest.approx(5)
+
+
+def test_tuning_without_a_gpu_is_refused(capsys):
+    if not torch.cuda.is_available():
+        assert main(["kernels", "--tune", "llama-3-8b"]) == 1
+        assert "no GPU is here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_shapes_are_the_models_they_are_called(name):
+    config = shapes.shape(name)
+    sizes = sum(k * n for k, n in products(config).values())
+    tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
+    billions = (config.num_layers * sizes + tables) / 1e9
+    published = {"llama-3.2-1b": 1.24, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "mistral-7b": 7.25,
+                 "qwen3-0.6b": 0.6, "qwen3-8b": 8.19, "qwen3-32b": 32.8}  # fmt: skip
+    assert billions == pytest.approx(published[name], rel=0.01) and config.sliding_window is None
+
+
+def test_every_key_has_a_trial_and_none_is_tried_twice():
+    for k, n in ((4096, 6144), (14336, 4096), (1024, 3072), (28672, 8192)):
+        todo = list(tune.trials(k, n))
+        assert len(todo) == len(set(todo)) and len({trial.key for trial in todo}) == 2 * 17 + 15
+        for trial in todo:
+            if trial.scheme == "w8a8":  # what the launcher makes of it is what it says
+                plan, inputs = trial.plan, getattr(trial.plan, "inputs", 128)
+                assert -(-k // (-(-k // plan.splits // inputs) * inputs)) == plan.splits
+
+
+def test_tuning_all_shapes_takes_minutes():
+    """At 30 ms a measurement and 2 s of one of 16 cores a kernel; less what the file has already."""
+    todo = tune.pending([shapes.shape(name) for name in shapes.SHAPES], {})
+    assert len(todo) * 0.03 + len({trial.binary for trial in todo}) * 2 / 16 < 450
+
+
+def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
+    """The winners of a scheme are in the file before the next one is measured. What the file has is kept,
+    unless it is no plan that is tried: of a kernel that is no more. Of the plans that are fast alone the one
+    that makes a layer fast wins."""
+    table, file, cut = {"int8 128x512 16 wide": ["block", 16, 32, 256, 1, 4, 4]}, tmp_path / "gpu.json", [3]
+    table["tiles 128x512 4 bits 128 wide"] = ["gone", 128, 1, 1, 4]
+    file.write_text(json.dumps(table))
+
+    def size(entry):
+        return sum(entry[1:])
+
+    def measure(trial, weights, table):
+        if not weights:
+            raise KeyboardInterrupt
+        return 1.0 + size(trial.entry)
+
+    def layer(scheme, width):
+        return 0.99 ** sum(size(entry) for entry in table.values())
+
+    def copies(weight):
+        cut[0] -= 1
+        return [weight] if cut[0] else []
+
+    fakes = {"_compile": len, "_try": measure, "layer_us": layer, "cold_copies": copies}
+    fakes |= dict.fromkeys(("random_linear", "layers", "decode_step"), lambda *of: of)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(tune, name, fake)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "gpu")
+    monkeypatch.setattr(tuned, "configs", lambda device: table)
+    monkeypatch.setattr(tuned, "path", lambda name: file)
+
+    todo = tune.pending([shapes.shape("small")], table)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune([shapes.shape("small")], torch.device("cuda"))
+    assert json.loads(file.read_text()) == table and len(table) == 1 + 2 * 17
+    tune.tune([shapes.shape("small")], torch.device("cuda"))
+    written = json.loads(file.read_text())
+    assert written.pop("int8 128x512 16 wide") == ["block", 16, 32, 256, 1, 4, 4]
+    tried = {key: sorted(size(t.entry) for t in todo if t.key == key) for key in {t.key for t in todo}}
+    for key, entry in written.items():
+        width = int(key.split()[-2])
+        in_layer = width in tune.LAYER_WIDTHS and (" 4 bits" not in key or width > MOST_TOKENS)
+        assert size(entry) == (tried[key][: tune.LAYER_PLANS][-1] if in_layer else tried[key][0]), key
+    assert written.keys() == tried.keys()
+    assert tune.pending([shapes.shape("small")], table) == []
+
+
+def test_files_of_measured_block_sizes_are_whole():
+    for file in tuned.FOLDER.glob("*.json"):
+        table = json.loads(file.read_text())
+        assert table
+        for key, (kind, *sizes) in table.items():
+            plans = {"tiles": {**kernel.PLANS, "dequantize": list}, "int8": int8_kernel.PLANS}[key.split()[0]]
+            named = dict(zip(getattr(plans[kind], "_fields", ()), sizes, strict=True))
+            assert named.pop("persistent", 0) in (0, 1, 2), key
+            assert all(isinstance(n, int) and n > 0 for n in named.values()), key
+    assert tuned.path("NVIDIA H200").name == "nvidia_h200.json"
+    assert tuned.configs(torch.device("cpu")) == {}
+
+
+@pytest.mark.parametrize("name, chip, like", [
+    ("NVIDIA H100 80GB HBM3", ((9, 0), 132), "NVIDIA H200"), ("NVIDIA H100 PCIe", ((9, 0), 114), None),
+    ("NVIDIA A100-SXM4-80GB", ((8, 0), 108), None),
+])  # fmt: skip
+def test_block_sizes_of_a_gpu_that_was_not_measured(monkeypatch, caplog, name, chip, like):
+    """Those of one with the same chip, or none; said once."""
+    caplog.set_level("INFO", logger=tuned.__name__)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip[0])
+    monkeypatch.setattr(tuned, "multiprocessors", lambda device: chip[1])
+    for function in (tuned.configs, tuned._read):
+        monkeypatch.setattr(tuned, function.__name__, function.__wrapped__)
+    found = tuned.configs(torch.device("cuda"))
+    assert found == (json.loads(tuned.path(like).read_text()) if like else {})
+    (said,) = caplog.messages
+    using = f"those of {like}" if like else "rules of thumb"
+    assert said.startswith(
+        f"kernels: no measured block sizes for {name}, using {using}; `qrt-eval kernels --tune`"
+    )

@@ -1,0 +1,102 @@
+"""`qrt-eval latency` on a small shape: the rows it writes, transformers' beside qrt's."""
+
+import pytest
+import torch
+
+from qrt.model.decoder import Decoder
+from qrt_eval.cli import main
+from qrt_eval.inputs import shapes
+from qrt_eval.report import latencies
+from qrt_eval.speed import latency, transformers_latency
+from result_schema import checked
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+    "tie_word_embeddings": True, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "small", ("LlamaForCausalLM", SMALL))
+    monkeypatch.setattr(latency, "READ_BYTES", 1 << 20)
+
+
+def test_rows_of_both(tmp_path):
+    file = tmp_path / "out.json"
+    words = (
+        f"latency --shape small --kv int8 --batch 1 2 --input-len 7 --output-len 4 --compare --json {file}"
+    )
+    assert main(words.split()) == 0
+    result = checked(file)
+    assert (result["model"], result["weights"], result["kv"]) == ("small", "w4a16", "int8")
+    ours, theirs = result["rows"][:2], result["rows"][2:]
+    assert [row["batch"] for row in ours] == [row["batch"] for row in theirs] == [1, 2]
+    assert all("by" not in row for row in ours) and all(row["by"] == "transformers" for row in theirs)
+    read = "weight_bytes_per_step", "kv_bytes_per_step"
+    bandwidth = sum(ours[0][key] for key in read) / ours[0]["floor_ms"]
+    for row in result["rows"]:
+        assert 0 < row["decode_ms_per_step"] <= row["decode_ms_p99"]
+        assert row["prefill_tokens_per_s"] == pytest.approx(row["batch"] * 7 / row["time_to_first_tokens_s"])
+        assert row["decode_tokens_per_s"] == pytest.approx(row["batch"] / row["decode_ms_per_step"] * 1e3)
+        assert sum(row[key] for key in read) / row["floor_ms"] == pytest.approx(bandwidth)
+    weights = 2 * (2 * (128 * 256 + 128 * 128 + 3 * 128 * 256) + 128 * 128)
+    assert {row["weight_bytes_per_step"] for row in theirs} == {weights}
+    assert {row["weight_bytes_per_step"] for row in ours} < set(range(weights))
+    assert [row["kv_bytes_per_step"] for row in theirs] == [n * 9 * 2 * 2 * 32 * 2 * 2 for n in (1, 2)]
+
+
+def test_one_slow_step_of_a_hundred_is_not_the_99th_percentile():
+    row = latency.summary(4, 8, 101, 0.5, [0.010] * 99 + [1.0])
+    assert row["decode_ms_per_step"] == pytest.approx(10) and row["decode_tokens_per_s"] == pytest.approx(400)
+    assert row["decode_ms_p99"] == pytest.approx(10 + 0.01 * 990)  # numpy's, as of qrt-eval serve
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_a_step_that_fails_is_said_so(command, monkeypatch, capsys):
+    def fail(self, step, kv):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(Decoder, "hidden", fail)
+    assert main([command, "--shape", "small", "--batch", "2", "--input-len", "7", "--output-len", "4"]) == 1
+    assert "a step failed: RuntimeError: no such kernel" in capsys.readouterr().err
+
+
+def test_a_quantized_head_is_read_and_named(tmp_path, capsys):
+    words = "latency --shape small --weights w8a8 --input-len 7 --output-len 4 --compare --json"
+    results = {}
+    for bits in ([], ["--head-bits", "8"]):
+        assert main([*words.split(), str(tmp_path / f"{len(bits)}.json"), *bits]) == 0
+        results[len(bits)] = checked(tmp_path / f"{len(bits)}.json")
+    plain, quantized = results[0], results[2]
+    assert (plain["weights"], quantized["weights"]) == ("w8a8", "w8a8, head w8a8")
+    assert (plain["arguments"]["head_bits"], quantized["arguments"]["head_bits"]) == (None, 8)
+    saved, of_transformers = (
+        plain["rows"][row]["weight_bytes_per_step"] - quantized["rows"][row]["weight_bytes_per_step"]
+        for row in (0, 1)
+    )
+    assert saved == 128 * 128 * (2 - 1) - 128 * (4 + 4) and of_transformers == 0  # scales and counters
+    assert "small w8a8, head of 8 bits" in capsys.readouterr().out
+    lines = latencies([quantized]).splitlines()[2:]
+    assert lines[0].startswith("| small w8a8, head w8a8 |")
+    assert lines[1].startswith("| small bf16, transformers |")
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_a_checkpoint_has_the_weights_and_the_head_it_has(command, capsys):
+    assert main([command, "--model", "tiny", "--head-bits", "8"]) == 1
+    assert "--head-bits: a checkpoint's head is as it is; give --shape" in capsys.readouterr().err
+    assert main([command, "--model", "tiny", "--weights", "w8a8"]) == 1
+    assert "--weights: a checkpoint's weights are as they are; give --shape" in capsys.readouterr().err
+
+
+def test_the_model_compared_with_is_the_same_and_in_bf16():
+    model = transformers_latency.random_transformer("small", torch.device("cpu"))
+    assert model.dtype == torch.bfloat16 and model.config.num_key_value_heads == 2
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_comparing_needs_a_shape(capsys):
+    assert main(["latency", "--model", "tiny", "--compare"]) == 1
+    assert "--compare" in capsys.readouterr().err
