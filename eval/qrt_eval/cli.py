@@ -382,7 +382,7 @@ COMMANDS = {
     "latency": "qrt_eval.speed.latency",
     "throughput": "qrt_eval.speed.throughput",
     "serve": "qrt_eval.speed.serve",
-    "compare": "qrt_eval.compare",
+    "compare": "qrt_eval.reports.compare",
     "kernels": "qrt_eval.speed.kernels.run",
 }
 

@@ -25,14 +25,14 @@ from qrt.errors import ConfigError, QrtError
 from qrt.location import api_name, model_commit, pinned_name, short_name
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.registry import nearest
-from qrt_eval import pareto
 from qrt_eval.inputs.lengths import Fixed
 from qrt_eval.inputs.text import EvalText, load_text
-from qrt_eval.page import write_page
 from qrt_eval.quality import kld
 from qrt_eval.quality.forward import CHUNK_TOKENS
 from qrt_eval.quality.partial import PartialResult
 from qrt_eval.quality.reference import Reference
+from qrt_eval.reports import pareto
+from qrt_eval.reports.page import write_page
 from qrt_eval.results.console import show
 from qrt_eval.results.record import checkpoint_sha256, command_facts, engine_facts, environment, write_json
 from qrt_eval.speed import throughput

@@ -9,10 +9,11 @@ import pytest
 
 from qrt.assets import model_path
 from qrt.errors import ConfigError
-from qrt_eval import pareto, sweep
+from qrt_eval import sweep
 from qrt_eval.cli import main, parser
 from qrt_eval.quality import kld
 from qrt_eval.quality.forward import CHUNK_TOKENS
+from qrt_eval.reports import pareto
 from result_schema import checked
 
 pytest.importorskip("matplotlib", reason="pip install qrt[plot]")

@@ -6,7 +6,7 @@ import torch
 from qrt.model.decoder import Decoder
 from qrt_eval.cli import main
 from qrt_eval.inputs import shapes
-from qrt_eval.report import latencies
+from qrt_eval.reports.tables import latencies
 from qrt_eval.speed import latency, transformers_latency
 from result_schema import checked
 

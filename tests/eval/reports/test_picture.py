@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from qrt_eval import picture
+from qrt_eval.reports import picture
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "benchmarks.md"
 
 
@@ -16,7 +16,7 @@ def test_a_page_shows_a_picture_of_the_recorded_results():
     result = ROOT / picture.RESULT
     shown = result.with_name("kernels.svg")
     assert str(shown.relative_to(ROOT)) in PAGE.read_text()
-    assert picture.fingerprint(result) in shown.read_text(), "run python -m qrt_eval.picture"
+    assert picture.fingerprint(result) in shown.read_text(), "run python -m qrt_eval.reports.picture"
 
 
 def test_a_page_shows_the_recorded_sweeps():
@@ -24,7 +24,7 @@ def test_a_page_shows_the_recorded_sweeps():
     for result in (ROOT / "eval" / "results").rglob("sweep_*.json"):
         shown = result.with_suffix(".svg")
         assert str(shown.relative_to(ROOT)) in page
-        assert picture.fingerprint(result) in shown.read_text(), f"run python -m qrt_eval.pareto {result}"
+        assert picture.fingerprint(result) in shown.read_text(), f"run qrt_eval.reports.pareto {result}"
         found += 1
     assert found
 

@@ -1,7 +1,7 @@
-"""Tables of the files in eval/results: `python -m qrt_eval.report [FOLDER]` prints them.
+"""Tables of the files in eval/results: `python -m qrt_eval.reports.tables [FOLDER]` prints them.
 
-They stand in eval/results/README.md, some in docs/benchmarks.md and README too; tests/eval/test_report.py
-holds all three to them.
+They stand in eval/results/README.md, some in docs/benchmarks.md and README too; the test
+tests/eval/reports/test_tables.py holds all three to them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from qrt.cli import run_main
 from qrt.errors import ConfigError
-from qrt_eval.compare import text_of
-from qrt_eval.published import TENSORRT_LLM, TENSORRT_LLM_8B
 from qrt_eval.quality.answers import place
+from qrt_eval.reports.compare import text_of
+from qrt_eval.reports.published import TENSORRT_LLM, TENSORRT_LLM_8B
 
 Result = dict[str, Any]
 NAMES = ("model", "weights", "KV")

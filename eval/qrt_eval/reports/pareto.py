@@ -1,8 +1,8 @@
 """The picture of a sweep: what each pair of weights and KV costs in divergence, and what it buys.
 
 A colour a weight scheme, a marker a KV format; a line joins the pairs that no other beats in both.
-`python -m qrt_eval.pareto RESULT.json` draws RESULT.svg beside it, for README and docs/. Needs
-matplotlib: `pip install qrt[plot]`.
+`python -m qrt_eval.reports.pareto RESULT.json` draws RESULT.svg beside it, for README and docs/. It
+needs matplotlib: `pip install qrt[plot]`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qrt.errors import UnsupportedError
-from qrt_eval.picture import STYLE, fingerprint
+from qrt_eval.reports.picture import STYLE, fingerprint
 
 COLORS = {"fp16": "#000000", "w8a16": "#0072b2", "w8a8": "#009e73", "w4a16": "#d55e00"}
 MARKERS = {"fp16": "o", "int8": "s", "int4": "^"}

@@ -1,8 +1,8 @@
-"""Draw the kernels' picture of docs/benchmarks.md: `python -m qrt_eval.picture [RESULT.json]`.
+"""Draw the kernels' picture of docs/benchmarks.md: `python -m qrt_eval.reports.picture [RESULT.json]`.
 
-RESULT.json is what `qrt-eval kernels --compare --json` wrote; the picture, kernels.svg beside it, carries its
-hash, by which tests/eval/test_picture.py knows that it shows these results. Needs matplotlib:
-`pip install qrt[plot]`.
+RESULT.json is a file that `qrt-eval kernels --compare --json` wrote. The picture, kernels.svg beside it,
+carries the file's hash, so that tests/eval/reports/test_picture.py can check that it shows these results.
+It needs matplotlib: `pip install qrt[plot]`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _mark_times(axes: Any, axis: str) -> None:
 
 
 def main(words: Iterable[str]) -> None:
-    """`python -m qrt_eval.picture [RESULT.json]`."""
+    """`python -m qrt_eval.reports.picture [RESULT.json]`."""
     result = Path(next(iter(words), RESULT))
     draw(result, result.with_name("kernels.svg"))
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from qrt_eval.cli import main
-from qrt_eval.compare import METRICS, compare, kind, load, settings
+from qrt_eval.reports.compare import METRICS, compare, kind, load, settings
 
 # Every figure of a kind of file, and whether more of it is better.
 BETTER = {
@@ -165,7 +165,7 @@ def test_recorded_results_compare_with_themselves(capsys):
     """The files of eval/results, with and without the name of their command."""
     from pathlib import Path
 
-    recorded = sorted((Path(__file__).parents[2] / "eval/results").rglob("*.json"))
+    recorded = sorted((Path(__file__).parents[3] / "eval/results").rglob("*.json"))
     others = ("calibration_", "storm")  # not qrt-eval's
     files = [file for file in recorded if not file.name.startswith(others)]
     for file in files:

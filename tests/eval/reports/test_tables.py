@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from qrt_eval import report
+from qrt_eval.reports import tables
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PREFIXES = (
     "| model | KV | lengths", "| in/out", "| steps of sharegpt", "| model | KV | batch x prompt",
     "| linear, us", "| decode, us", "| llama-3-8b, weights",
@@ -14,18 +14,15 @@ PREFIXES = (
 
 def test_pages_show_the_recorded_results():
     """All tables stand beside the results, some in docs/benchmarks.md: of the H200 six, of the H100 two."""
-    tables = report.report(ROOT / "eval" / "results")
-    assert tables in (ROOT / "eval" / "results" / "README.md").read_text()
-    page, shown = (ROOT / "docs" / "benchmarks.md").read_text(), 0
-    for table in tables.split("\n\n"):
-        if table.startswith(PREFIXES):
-            shown += table in page
-    assert shown == 8
+    recorded = tables.report(ROOT / "eval" / "results")
+    assert recorded in (ROOT / "eval" / "results" / "README.md").read_text()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert sum(table in page for table in recorded.split("\n\n") if table.startswith(PREFIXES)) == 8
 
 
 def test_readme_shows_six_rows_of_a_recorded_table():
-    tables = report.report(ROOT / "eval" / "results").split("\n\n")
-    recorded = next(table for table in tables if table.startswith("| in/out")).splitlines()
+    found = tables.report(ROOT / "eval" / "results").split("\n\n")
+    recorded = next(table for table in found if table.startswith("| in/out")).splitlines()
     readme = (ROOT / "README.md").read_text().split("\n\n")
     shown = next(part for part in readme if part.startswith("| in/out")).splitlines()
     assert shown[:2] == recorded[:2] and len(shown) == 2 + 6
@@ -44,7 +41,7 @@ def test_changes_are_against_the_unquantized_model_on_the_same_text():
     runs = [run("a", "w4a16", "int8", 11.0, "dir/m-w4"), *plain, *sliding]
     runs += [run("a", "w8a8", "fp16", 44.0, "n-w8a8")]
     runs += [run("a", weights, "fp16", 9.0, **facts) for weights, facts in others]
-    lines = report.perplexities(runs).splitlines()[2:]
+    lines = tables.perplexities(runs).splitlines()[2:]
     same = ["+0.00 % |"] * 4
     assert [line.split("| ")[-1] for line in lines] == [
         "+10.00 % |", *same, "+10.00 % |", " |", "+10.00 % |", " |", " |"
@@ -53,7 +50,7 @@ def test_changes_are_against_the_unquantized_model_on_the_same_text():
 
 def test_a_folder_without_results_is_named(tmp_path, capsys):
     for folder in (tmp_path, tmp_path / "none"):
-        assert report.main([str(folder)]) == 1
+        assert tables.main([str(folder)]) == 1
         shown = capsys.readouterr()
         assert shown.out == "" and shown.err.startswith(f"error: {folder}: no result files")
 
@@ -66,12 +63,12 @@ def test_loads_show_the_steady_rate_and_the_kinds_of_steps():
     whole = {**steady, "lengths": {"name": "sharegpt"}, "window": None}
     on_cpu = {**whole, "steps": None, "host_gap": None}
     results = [{"model": "m", "weights": "w8a8", "kv": "int4", "loads": [steady, whole, on_cpu]}]
-    assert report.throughputs(results).splitlines()[2:] == [
+    assert tables.throughputs(results).splitlines()[2:] == [
         "| m w8a8 | int4 | 9/6 | 2,048 | 20,100 | 100 | 1.00 % |",
         "| m w8a8 | int4 | sharegpt | 2,048 | 100 |  | 1.00 % |",
         "| m w8a8 | int4 | sharegpt | 2,048 | 100 |  |  |",
     ]
-    (table,) = report.step_kinds(results)
+    (table,) = tables.step_kinds(results)
     assert table.startswith("| steps of sharegpt, m w8a8, KV int4 | count |")
     assert table.splitlines()[2] == (
         "| decodes alone, recorded | 1,061 | 40.0 % | 4.60 | 0.10 | 0.50 | 88 | 0 |"
@@ -85,13 +82,13 @@ def test_loads_stand_beside_what_tensorrt_llm_publishes():
     where = {"device": "NVIDIA H200"}
     ours = {"model": "llama-3-8b", "weights": "w8a8", "kv": "int4", "environment": where}
     recorded = {**ours, "loads": [load("128/128", 2 * 27_911), load("1000/1000", 17_744), load("9/9", 5)]}
-    lines = report.beside_published([recorded, {**recorded, "model": "other", "kv": "int8"}]).splitlines()
+    lines = tables.beside_published([recorded, {**recorded, "model": "other", "kv": "int8"}]).splitlines()
     assert lines[0] == "| in/out, output tokens/s | TensorRT-LLM 1.0, fp8 | w8a8, KV int4 |"
     assert lines[2] == "| 128/128 | 27,911 | 55,822 (2.00) |"
     assert lines[3] == "| 128/2048 | 26,221 |  |"
     assert [line for line in lines if "(1.00)" in line] == ["| 1000/1000 | 17,744 | 17,744 (1.00) |"]
-    assert report.beside_published([{**ours, "loads": []}]) == ""
-    assert report.beside_published([{**recorded, "environment": {"device": "A100"}}]) == ""
+    assert tables.beside_published([{**ours, "loads": []}]) == ""
+    assert tables.beside_published([{**recorded, "environment": {"device": "A100"}}]) == ""
 
 
 def test_divergences_and_answers_name_their_baseline():
@@ -101,10 +98,10 @@ def test_divergences_and_answers_name_their_baseline():
     counts = {"answers": 20, "same": 9, "near_ties": 1, "changed": 10, "same_tokens": 0.5, "first": 3}
     made = [{"command": "kld", **about, "runs": [run | kld]}]
     made += [{"command": "answers", **about, "runs": [run | counts | {"median": 40.5}]}]
-    assert report.divergences(made).splitlines()[2:] == [
+    assert tables.divergences(made).splitlines()[2:] == [
         "| t | m-w4 | w4a16 | int4 | m fp16, KV fp16 | 10.100 | +1.00 % | 1.23e-02 | 98.70 % |"
     ]
-    assert report.answers(made).splitlines()[2:] == [
+    assert tables.answers(made).splitlines()[2:] == [
         "| m-w4 | w4a16 | int4 | m fp16, KV fp16 | 20 | 9 | 1 | 10 | 40.5 (from 3) | 50 % |"
     ]
 
@@ -116,7 +113,7 @@ def test_kernels_show_the_sum_of_a_layers_products_and_every_other_operator():
     rows = [cell("linear", "w4a16 qkv", "M=1", 5), cell("linear", "w4a16 sum", "M=1", 20),
             cell("linear", "bf16 sum", "M=16", 80), cell("decode", "int4", "1 x 4096", 12),
             cell("linear", "w8a8 head", "M=64", 140)]  # fmt: skip
-    first, second, head = report.kernels([{"kernels": rows}])
+    first, second, head = tables.kernels([{"kernels": rows}])
     assert head.splitlines()[0] == "| head, us (floor) | M=64 |"
     assert head.splitlines()[-1] == "| w8a8 | 140.0 (25 %) |"
     assert first.splitlines() == [
@@ -131,7 +128,7 @@ def test_a_sweep_is_a_table():
             "max_concurrent_requests": 1234, "ppl": 10.0, "ppl_change": 0.0123, "kl_mean": 0.00123,
             "top1_agreement": 0.987, "tokens_per_second": 1500.4}  # fmt: skip
     sweep = {"model": "m", "dataset": "t", "context_tokens": 512, "memory_bytes": 1 << 30, "batch": 8}
-    (shown,) = report.sweeps([{**sweep, "cells": [cell]}, {"cells": [cell]}])
+    (shown,) = tables.sweeps([{**sweep, "cells": [cell]}, {"cells": [cell]}])
     assert shown.splitlines()[0].startswith(
         "| m, weights | KV | weights MB | KV bytes/token | requests of 512 tok"
     )
@@ -156,7 +153,7 @@ def test_devices_have_tables_of_their_own_and_what_is_compared_with_names_itself
     gpu = {"kernels": [], "environment": where("B", "13")}
     for name, result in (("cpu", cpu), ("gpu", gpu)):
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    assert report.report(tmp_path).splitlines() == [
+    assert tables.report(tmp_path).splitlines() == [
         "Measured on B, torch 2, Triton 3.", "",
         "Measured on A, torch 2, Triton 3.", "",
         "| model | KV | batch x prompt | prefill tokens/s | decode ms/step | floor ms | GPU waits |",
