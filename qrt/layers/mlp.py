@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qrt.kernels.silu_mul import silu_mul, silu_mul_int8
+from qrt.kernels.silu_mul import silu_mul
 from qrt.layers.linear import Linear
-from qrt.quant.tokens import QuantizedTokens
 
 
 class MLP:
@@ -16,12 +15,6 @@ class MLP:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor | QuantizedTokens) -> Tensor:
-        """x [T, H] -> [T, H], or `Linear.shares` of it."""
-        if not self.down.int8_tokens:
-            return self.down(self.gate_up.silu_mul(x) if isinstance(x, Tensor) else silu_mul(self.gate_up(x)))
-        if isinstance(x, QuantizedTokens):
-            return self.down.shares(self.gate_up.silu_mul_int8(x))
-        y = self.gate_up(x)
-        codes, scale = silu_mul_int8(y)
-        return self.down.shares(QuantizedTokens(codes, scale, y.dtype))
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return self.down(silu_mul(self.gate_up(x)))

@@ -16,6 +16,7 @@ from qrt.layers.mlp import MLP
 from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import rope_tables
 from qrt.model.decoder import Decoder, DecoderLayer
+from qrt.model.fused import FusedDecoder
 from qrt.quant.weight import WeightData
 
 
@@ -60,7 +61,10 @@ def layer_norms(config: ModelConfig) -> dict[str, int]:
 
 
 def build(config: ModelConfig, arch: Arch, weights: WeightSource, *, progress: str) -> Decoder:
-    """The decoder, layer by layer, with a progress bar on stderr called `progress`."""
+    """Build the decoder layer by layer, with a progress bar on stderr called `progress`.
+
+    Its steps run fused where `qrt.model.fused` can run its layers, else plainly.
+    """
     hidden, vocab = config.hidden_size, config.vocab_size
     embed = Embedding(weights.tensor(f"{arch.embed}.weight", (vocab, hidden)))
     layers = [
@@ -72,7 +76,8 @@ def build(config: ModelConfig, arch: Arch, weights: WeightSource, *, progress: s
     else:
         head = weights.linear((arch.head,), LinearShape((vocab,), hidden, False))
     rope = rope_tables(config.rope, config.head_dim, config.max_position, weights.device)
-    return Decoder(config, embed, layers, norm, head, rope)
+    decoder = Decoder(config, embed, layers, norm, head, rope)
+    return FusedDecoder.of(decoder) or decoder
 
 
 def _layer(config: ModelConfig, arch: Arch, weights: WeightSource, index: int) -> DecoderLayer:

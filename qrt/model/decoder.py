@@ -1,4 +1,7 @@
-"""The one decoder of every architecture: layers of y = x + attention(norm(x)); z = y + mlp(norm(y))."""
+"""The one decoder of every architecture, layer by layer from its definition.
+
+This is what the tests trust. `qrt.model.fused` runs the same layers in fewer launches.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import torch
 from torch import Tensor
 
 from qrt.arch import ModelConfig
-from qrt.kernels.chain import chain, fits
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.prefill_attention.tiles import Queries
 from qrt.kernels.step import StepMeta
@@ -20,64 +22,30 @@ from qrt.layers.mlp import MLP
 from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVLayer, KVStorage
-from qrt.quant.digits import MOST_TOKENS, Digits, room_for
 
 
 class DecoderLayer:
-    """Attention and MLP with the norm before each; the residual stream is kept by the caller."""
+    """Attention and MLP, each behind a norm and added to what it read."""
 
-    def __init__(self, norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP) -> None:
-        self.norm = norm
+    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP) -> None:
+        self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def __call__(
-        self, norm: RMSNorm, reader: Linear | None, qkv: Tensor, residual: Tensor, step: StepMeta,
-        kv: KVLayer, rope: RopeTables,
-    ) -> Tensor:  # fmt: skip
-        """qkv is `attention.qkv` of the layer's norm of `residual` [T, H], which attention and MLP are added
-        to in place.
-
-        Returns `norm`, the one that follows, of it [T, H], or what `reader`, the one Linear that reads that,
-        makes of it.
-        """
-        chained, tokens = self.chained(norm, reader, residual), len(residual)
-        y = self.attention(qkv, step, kv, rope, room_for(tokens) if chained and tokens > 1 else 0)
-        return self.after_attention(y, norm, reader, residual, chained)
-
-    def after_attention(
-        self, y: Tensor | Digits, norm: RMSNorm, reader: Linear | None, residual: Tensor, chained: bool
-    ) -> Tensor:
-        """The rest of a call, from what the heads attended, y [T, Hq*D], by `chain` if `chained`, which takes
-        Digits too."""
-        if chained:
-            tensors: list[list[Tensor]] = [x.tensors for x in self._linears(reader)]
-            tensors += [] if reader else [[]]
-            x = [y] if isinstance(y, Tensor) else [y.codes, y.facts]
-            norms = self.mlp_norm.weight, norm.weight, norm.eps
-            return chain(x, residual, *tensors, reader.bias if reader else None, *norms, self.mlp.down.scheme)
-        assert isinstance(y, Tensor)
-        y = self.mlp(self.mlp_norm.add_for(self.mlp.gate_up, residual, self.attention.o.shares(y)))
-        return reader(norm.add_for(reader, residual, y)) if reader else norm.add(residual, y)
-
-    def _linears(self, reader: Linear | None) -> list[Linear]:
-        """Those behind attention, up to the one that reads the next norm."""
-        return [self.attention.o, self.mlp.gate_up, self.mlp.down] + ([reader] if reader else [])
+    def __call__(self, x: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
+        """x [T, H] -> [T, H]; K and V of the step's tokens go into `kv`."""
+        x = x + self.attention(self.attention_norm(x), step, kv, rope)
+        return x + self.mlp(self.mlp_norm(x))
 
     def linears(self) -> tuple[Linear, ...]:
         """Every Linear of it."""
         return self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
 
-    def chained(self, norm: RMSNorm, reader: Linear | None, residual: Tensor) -> bool:
-        """Whether `chain` takes what is between the attention of two layers."""
-        linears = self._linears(reader)
-        if len(residual) > MOST_TOKENS or self.mlp_norm.eps != norm.eps:
-            return False
-        if len({own.scheme for own in linears}) > 1:
-            return False
-        tensors, biases = [own.tensors for own in linears], [own.bias for own in linears]
-        return fits(self.attention.width, residual, tensors, biases, linears[0].scheme)
+    def norms(self) -> tuple[RMSNorm, ...]:
+        """Every norm of it."""
+        norms = (self.attention_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm)
+        return tuple(norm for norm in norms if norm is not None)
 
 
 class Decoder:
@@ -104,22 +72,15 @@ class Decoder:
 
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step; the hidden states [T, H] after the final norm. K and V go into `kv`."""
-        first, readers = self.layers[0], [layer.attention.qkv for layer in self.layers]
-        blocks = zip(self.blocks(), [*readers[1:], None], strict=True)
         with launches_on(self.device):
-            residual, x = self.embed(step.tokens, first.norm)
-            x = readers[0](x)
-            for i, ((layer, norm), reader) in enumerate(blocks):
-                x = layer(norm, reader, x, residual, step, kv.layer(i), self.rope)
-        return x
+            x = self.embed(step.tokens)
+            for i, layer in enumerate(self.layers):
+                x = layer(x, step, kv.layer(i), self.rope)
+            return self.norm(x)
 
     def of_layers(self, count: int) -> Decoder:
         """Return a decoder of the first `count` layers, between the same embedding and head."""
-        return Decoder(self.config, self.embed, self.layers[:count], self.norm, self.head, self.rope)
-
-    def blocks(self) -> Iterator[tuple[DecoderLayer, RMSNorm]]:
-        """Each layer with the norm that follows it, the final one last."""
-        return zip(self.layers, [layer.norm for layer in self.layers[1:]] + [self.norm], strict=True)
+        return type(self)(self.config, self.embed, self.layers[:count], self.norm, self.head, self.rope)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [L, H] -> [L, V] in their dtype; pass only the rows that are needed."""
@@ -154,8 +115,7 @@ class Decoder:
         for linear in self.linears():
             yield from linear.parameters()
         for layer in self.layers:
-            norms = (layer.norm, layer.mlp_norm, layer.attention.q_norm, layer.attention.k_norm)
-            yield from (norm.weight for norm in norms if norm is not None)
+            yield from (norm.weight for norm in layer.norms())
         yield self.norm.weight
 
     @property

@@ -34,18 +34,17 @@ def fit_smoothing(model: Decoder, formats: Sequence[KVFormat]) -> list[Tensor]:
     kv = KVStorage(exact, count, config.num_kv_heads, config.head_dim, model.dtype, model.device).layer(0)
     step = _prefill(model, count)
     tables = []
-    residual, x = model.embed(step.tokens, model.layers[0].norm)
+    x = model.embed(step.tokens)
     stretch = float(model.rope.cos[0, 0])  # at position 0 RoPE does nothing else
-    for i, (layer, norm) in enumerate(model.blocks()):
-        qkv = layer.attention.qkv(x)
-        q, k, _ = layer.attention.heads(qkv)
+    for i, layer in enumerate(model.layers):
+        q, k, _ = layer.attention.heads(layer.attention.qkv(layer.attention_norm(x)))
         tables.append(settle(fit(q, k, *model.rope), k[0].float() * stretch, formats[i]))
         if not tables[-1].isfinite().all():
             raise QrtError(
                 f"layer {i}: q or k of random tokens is not finite in {model.dtype}; "
                 "try --dtype bfloat16, or --kv fp16, which needs no smoothing"
             )
-        x = layer(norm, None, qkv, residual, step, kv, model.rope)
+        x = layer(x, step, kv, model.rope)
     return tables
 
 

@@ -22,6 +22,7 @@ from qrt.kernels.prefill_attention.tiles import NONE
 from qrt.mem.manager import KVManager
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
+from qrt.model.fused import FusedDecoder
 from qrt.quant.kv import KV_FORMATS
 from tiny_models import random_checkpoint
 
@@ -243,13 +244,13 @@ def test_kernels_of_every_size_compile_before_the_first_graph(folder, monkeypatc
     recording.install(monkeypatch)
     monkeypatch.setattr("qrt.kernels.launch.compiling", compiling)
     runner = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20)).runner
-    hidden = Decoder.hidden
+    hidden = FusedDecoder.hidden
 
     def noted(model, step, kv):
         sizes.append(len(step.tokens))
         return hidden(model, step, kv)
 
-    monkeypatch.setattr(Decoder, "hidden", noted)
+    monkeypatch.setattr(FusedDecoder, "hidden", noted)
     TokenSteps(runner.model, runner.kv, runner.table, [1, 2], [16]).record()
     assert compiled == [16, 16, 2, 1, 2, 1] and len(recording) == 8  # two draw from hidden states
 
@@ -286,7 +287,7 @@ def test_an_engine_that_is_gone_leaves_no_garbage(folder, monkeypatch):
 
 
 LAUNCHERS = (
-    "layers.linear.linear", "layers.embedding.embed_rmsnorm", "layers.attention.kv_write",
+    "layers.linear.linear", "model.fused.embed_rmsnorm", "layers.attention.kv_write",
     "engine.sampler.draw", "engine.graphs.draw", "engine.graphs.token_inputs", "engine.table.advance",
 )  # fmt: skip
 
@@ -315,7 +316,7 @@ def test_all_is_launched_on_the_device_of_the_model(folder, monkeypatch):
         launch = getattr(import_module(module), function)
         monkeypatch.setattr(f"qrt.{name}", checked(name, launch))
     model = Engine(EngineConfig(str(folder), device="cpu", kv="int8", kv_cache_memory_bytes=8 << 20)).model
-    assert called == {"layers.linear.linear", "layers.embedding.embed_rmsnorm", "layers.attention.kv_write"}
+    assert called == {"layers.linear.linear", "layers.attention.kv_write"}
     assert tokens(folder, "int8", [1, 2, 4, 8], [40]) and called == set(LAUNCHERS)
     model.logits(torch.zeros(1, model.config.hidden_size))
     assert not inside

@@ -11,18 +11,20 @@ from hand_steps import Requests
 from truth import prompt, relative
 
 from qrt.kernels.chain import ref
-from qrt.model import decoder
+from qrt.model import fused
 from qrt.model.loader import load_model
 from qrt.quant.spec import Granularity, QuantSpec
 from tiny_models import quantize_checkpoint, random_checkpoint
 
 CALLED = {
-    "qrt.layers.attention": ("kv_write", "decode_attention", "append_attention", "prefill_attention"),
-    "qrt.layers.linear": ("linear", "linear_int8", "linear_silu_int8"),
-    "qrt.layers.mlp": ("silu_mul", "silu_mul_int8"),
-    "qrt.layers.norm": ("rmsnorm", "add_rmsnorm", "add_rmsnorm_int8"),
-    "qrt.model.decoder": ("chain",),
-}
+    "qrt.layers.attention": ("kv_write", "decode_attention", "prefill_attention"),
+    "qrt.layers.linear": ("linear",),
+    "qrt.layers.norm": ("rmsnorm",),
+    "qrt.model.fused": (
+        "append_attention", "linear_int8", "linear_silu_int8", "silu_mul", "silu_mul_int8", "add_rmsnorm",
+        "add_rmsnorm_int8", "chain",
+    ),
+}  # fmt: skip
 GRIDS = {
     "w4a16": QuantSpec(4, False, Granularity.GROUP, 128),
     "w8a16": QuantSpec(8, True, Granularity.CHANNEL),
@@ -93,8 +95,8 @@ def test_layers_by_chain_are_the_same(architecture, biased, tmp_path, monkeypatc
         asked.append(any(bias is not None for bias in biases))
         return True
 
-    monkeypatch.setattr(decoder, "fits", fits)
-    monkeypatch.setattr(decoder, "chain", ref.chain)
+    monkeypatch.setattr(fused, "fits", fits)
+    monkeypatch.setattr(fused, "chain", ref.chain)
     assert relative(run(model, "fp16"), want) < 1e-5
     assert asked == [biased, False] * 3
 
@@ -126,8 +128,8 @@ def test_decodes_by_chain(kv, decodes, heads, tmp_path, device, monkeypatch, req
     want = steps(load_model(folder, device=torch.device("cpu"), dtype=torch.float32))
     if device.type == "cpu":
         request.getfixturevalue("triton_in_layers")
-    called, launch = [], decoder.chain
-    monkeypatch.setattr(decoder, "chain", lambda *args: called.append(len(args[1])) or launch(*args))
+    called, launch = [], fused.chain
+    monkeypatch.setattr(fused, "chain", lambda *args: called.append(len(args[1])) or launch(*args))
     got = steps(load_model(folder, device=device, dtype=torch.bfloat16))
     assert relative(got, want) < (0.2 if "4" in kv else 0.05)
     assert called[-4:] == [decodes] * 4

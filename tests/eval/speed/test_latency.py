@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qrt.model.decoder import Decoder
+from qrt.model.fused import FusedDecoder
 from qrt_eval.cli import main
 from qrt_eval.inputs import shapes
 from qrt_eval.reports.tables import latencies
@@ -58,7 +58,7 @@ def test_a_step_that_fails_is_said_so(command, monkeypatch, capsys):
     def fail(self, step, kv):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(Decoder, "hidden", fail)
+    monkeypatch.setattr(FusedDecoder, "hidden", fail)
     assert main([command, "--shape", "small", "--batch", "2", "--input-len", "7", "--output-len", "4"]) == 1
     assert "a step failed: RuntimeError: no such kernel" in capsys.readouterr().err
 

@@ -15,7 +15,8 @@ from qrt.arch import ModelConfig
 from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.step import DecodeMeta, StepMeta
 from qrt.mem.storage import KVStorage
-from qrt.model.decoder import Decoder, DecoderLayer
+from qrt.model.decoder import Decoder
+from qrt.model.fused import FusedLayer
 from qrt.model.random import random_model
 from qrt.quant.kv import KV_FORMATS
 from qrt_eval.speed.kernels.attention import randomize
@@ -56,21 +57,14 @@ def chain_rows(
     for scheme in dict.fromkeys(scheme for scheme, _ in PAIRS):
         model = layers(config, scheme, device)
         blocks = [
-            (layer, norm, following.attention.qkv)
-            for (layer, norm), following in zip(
-                model.blocks(), model.layers[1:] + model.layers[:1], strict=True
-            )
+            FusedLayer(layer, following.attention_norm, following.attention.qkv)
+            for layer, following in zip(model.layers, model.layers[1:] + model.layers[:1], strict=True)
         ]
         for m in tokens:
             widths = config.num_heads * config.head_dim, config.hidden_size
             y, residual = (torch.randn(m, width, device=device, dtype=model.dtype) for width in widths)
-            us = microseconds(
-                DecoderLayer.after_attention,
-                [
-                    (layer, y, norm, reader, residual, layer.chained(norm, reader, residual))
-                    for layer, norm, reader in blocks
-                ],
-            )
+            calls = [(layer, [y], residual, layer.chains(residual)) for layer in blocks]
+            us = microseconds(FusedLayer.after_attention, calls)
             flops, num_bytes = m * _flops_per_token(model, 0), _weight_bytes(model)
             what = _plain(device) if scheme == "fp16" else scheme
             floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)

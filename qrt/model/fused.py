@@ -1,0 +1,279 @@
+"""The layers of a decoder run as chains of kernels: the equation of `qrt.model.decoder` in fewer launches.
+
+Every fusion stands here, and the plain layers know of none:
+
+    embed and norm    the first norm is taken as the rows of the embedding are copied
+    append            RoPE, the store of K and V, and the attention of few decodes are one launch
+    split sums        an int8 product of few tokens hands the sums of its splits to the norm that adds them
+    add and norm      the residual addition goes with the norm that reads the sum
+    norm to int8      a norm whose reader quantizes its input hands it codes
+    silu * up         goes with the product of gate_up, and hands codes to a `down` that quantizes its input
+    chain             one operator for all between two attentions, for few tokens on a Hopper GPU
+
+The residual x [T, H] is one tensor that every addition changes in place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from qrt.arch import ModelConfig
+from qrt.kernels.chain import chain, fits
+from qrt.kernels.decode_attention import append_attention
+from qrt.kernels.decode_attention.blocks import block_of
+from qrt.kernels.gpu import launches_on
+from qrt.kernels.linear import (
+    linear_int8,
+    linear_int8_shares,
+    linear_shares,
+    linear_silu,
+    linear_silu_int8,
+)
+from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, embed_rmsnorm
+from qrt.kernels.silu_mul import silu_mul, silu_mul_int8
+from qrt.kernels.step import DecodeMeta, StepMeta
+from qrt.layers.attention import Attention
+from qrt.layers.embedding import Embedding
+from qrt.layers.linear import Linear
+from qrt.layers.mlp import MLP
+from qrt.layers.norm import RMSNorm
+from qrt.layers.rope import RopeTables
+from qrt.mem.storage import KVLayer, KVStorage
+from qrt.model.decoder import Decoder, DecoderLayer
+from qrt.quant.digits import GROUP, MOST_TOKENS, Digits, room_for
+from qrt.quant.kv import KV_FORMATS
+from qrt.quant.tokens import QuantizedTokens
+from qrt.quant.weight import WEIGHT_SCHEMES
+
+logger = logging.getLogger(__name__)
+
+SPLIT_TOKENS = 64  # most tokens whose int8 product is left in split sums: more are not split along K
+
+# the parts of a layer that the kernels compute, by their exact classes: a subclass computes something else
+KNOWN_PARTS: dict[str, type] = {
+    "attention_norm": RMSNorm,
+    "attention": Attention,
+    "attention.qkv": Linear,
+    "attention.o": Linear,
+    "mlp_norm": RMSNorm,
+    "mlp": MLP,
+    "mlp.gate_up": Linear,
+    "mlp.down": Linear,
+}
+
+
+class FusedDecoder(Decoder):
+    """A decoder whose steps run as chains of kernels; all else is as in Decoder."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embed: Embedding,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        head: Linear,
+        rope: RopeTables,
+    ) -> None:
+        super().__init__(config, embed, layers, norm, head, rope)
+        following = [(layer.attention_norm, layer.attention.qkv) for layer in layers[1:]]
+        readers = [*following, (norm, None)]
+        self.fused = [FusedLayer(layer, *reader) for layer, reader in zip(layers, readers, strict=True)]
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> FusedDecoder | None:
+        """Return a decoder that runs the layers of `decoder` fused.
+
+        Returns None, and logs why, where a part of a layer is one that the kernels do not compute.
+        """
+        if unknown := _unknown_part(decoder):
+            logger.warning(
+                "layers run one operator at a time, which is slower: no fused kernel for %s", unknown
+            )
+            return None
+        return cls(decoder.config, decoder.embed, decoder.layers, decoder.norm, decoder.head, decoder.rope)
+
+    def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
+        """Run one step, as `Decoder.hidden`."""
+        first = self.layers[0]
+        norm = first.attention_norm
+        with launches_on(self.device):
+            residual, x = embed_rmsnorm(step.tokens, self.embed.weight, norm.weight, norm.eps)
+            x = first.attention.qkv(x)
+            for i, layer in enumerate(self.fused):
+                x = layer(x, residual, step, kv.layer(i), self.rope)
+        return x
+
+
+class FusedLayer:
+    """A layer from its attention on, and what reads it: the norm that follows, and the next q, k and v.
+
+    layer       the plain layer, whose weights it runs
+    norm        the next layer's attention_norm, or the final norm
+    next_qkv    the next layer's attention.qkv, or None behind the last layer
+    """
+
+    def __init__(self, layer: DecoderLayer, norm: RMSNorm, next_qkv: Linear | None) -> None:
+        self.layer = layer
+        self.norm = norm
+        self.next_qkv = next_qkv
+        linears = [layer.attention.o, layer.mlp.gate_up, layer.mlp.down, *([next_qkv] if next_qkv else [])]
+        self._weights = [linear.tensors for linear in linears]
+        self._biases = [linear.bias for linear in linears]
+        self._alike = len({linear.scheme for linear in linears}) == 1 and layer.mlp_norm.eps == norm.eps
+
+    def __call__(
+        self, qkv: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
+    ) -> Tensor:
+        """Add the layer to `residual` [T, H] in place; `qkv` is `attention.qkv` of its attention_norm.
+
+        Returns `next_qkv` of `norm` of the new residual; behind the last layer, that norm [T, H].
+        """
+        chained = self.chains(residual)
+        attended = self._attend(qkv, step, kv, rope, chained)
+        return self.after_attention(attended, residual, chained)
+
+    def chains(self, residual: Tensor) -> bool:
+        """Return whether `chain` computes what follows the attention of this step."""
+        if len(residual) > MOST_TOKENS or not self._alike:
+            return False
+        heads, head_dim = self.layer.attention.qkv_heads[0], self.layer.attention.head_dim
+        return fits(heads * head_dim, residual, self._weights, self._biases, self.layer.mlp.down.scheme)
+
+    def after_attention(self, attended: Sequence[Tensor], residual: Tensor, chained: bool) -> Tensor:
+        """Run the rest of a call, by `chain` if `chained`.
+
+        attended: [what the heads attended, [T, Hq*D]], or for `chain` also [codes, facts] of it as Digits.
+        """
+        if chained:
+            return self._chain(attended, residual)
+        (y,) = attended
+        y = self._mlp(_for_norm(self.layer.attention.o, y), residual)
+        if self.next_qkv is None:
+            return _add_norm(self.norm, residual, y)
+        return _linear_of_norm(self.next_qkv, self.norm, residual, y)
+
+    def _attend(
+        self, qkv: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables, chained: bool
+    ) -> list[Tensor]:
+        """Store K and V, and return what the heads attended as `after_attention` takes it."""
+        attention = self.layer.attention
+        q, k, v = attention.heads(qkv)
+        decode = _appended(attention, q, step, kv)
+        if decode is None:
+            return [attention.attend(q, k, v, step, kv, rope)]
+        tokens, heads, head_dim = q.shape
+        if chained and tokens > 1 and head_dim == GROUP:
+            digits = Digits.empty(tokens, heads * head_dim, room_for(tokens), q.device)
+            out = [digits.codes, digits.facts]
+        else:
+            out = [torch.empty(q.shape, dtype=q.dtype, device=q.device)]
+        append_attention(
+            q,
+            k,
+            v,
+            *rope,
+            kv.buffers,
+            kv.smoothing,
+            step.slot_table,
+            decode.rows,
+            decode.kv_lens,
+            decode.parts,
+            out,
+            kv.format,
+            attention.scale,
+        )
+        return out if len(out) == 2 else [out[0].flatten(1)]
+
+    def _chain(self, attended: Sequence[Tensor], residual: Tensor) -> Tensor:
+        mlp_norm, norm, qkv = self.layer.mlp_norm, self.norm, self.next_qkv
+        weights: list[list[Tensor]] = [*self._weights, *([] if qkv else [[]])]
+        bias, scheme = qkv.bias if qkv else None, self.layer.mlp.down.scheme
+        return chain(attended, residual, *weights, bias, mlp_norm.weight, norm.weight, norm.eps, scheme)
+
+    def _mlp(self, y: Tensor, residual: Tensor) -> Tensor:
+        """Add y, which may be split sums, to `residual` in place; return the MLP of it, as `_for_norm`."""
+        norm, gate_up, down = self.layer.mlp_norm, self.layer.mlp.gate_up, self.layer.mlp.down
+        if not _takes_int8(gate_up) and not _takes_int8(down):
+            x = _add_norm(norm, residual, y)
+            return down(linear_silu(x, gate_up.tensors, gate_up.bias, gate_up.scheme))
+        if _takes_int8(gate_up) and _takes_int8(down):
+            tokens = _add_norm_int8(norm, residual, y)
+            weight = gate_up.tensors, gate_up.bias, gate_up.scheme
+            codes, scale = linear_silu_int8(tokens.codes, tokens.scale, *weight, tokens.dtype)
+            return _int8_for_norm(down, QuantizedTokens(codes, scale, tokens.dtype))
+        both = _linear_of_norm(gate_up, norm, residual, y)
+        if not _takes_int8(down):
+            return down(silu_mul(both))
+        codes, scale = silu_mul_int8(both)
+        return _int8_for_norm(down, QuantizedTokens(codes, scale, both.dtype))
+
+
+def _unknown_part(decoder: Decoder) -> str | None:
+    """Name the first part of a layer that the fused kernels do not compute."""
+    for i, layer in enumerate(decoder.layers):
+        if type(layer) is not DecoderLayer:
+            return f"layer {i}, a {type(layer).__name__}"
+        for name, known in KNOWN_PARTS.items():
+            part = attrgetter(name)(layer)
+            if type(part) is not known:
+                return f"{name} of layer {i}, a {type(part).__name__}"
+    return None
+
+
+def _appended(attention: Attention, q: Tensor, step: StepMeta, kv: KVLayer) -> DecodeMeta | None:
+    """Return the decodes, if there is nothing else and `append_attention` is the fastest for them."""
+    if step.prefill is not None or step.decode is None or not step.decode.newest:
+        return None
+    block = KV_FORMATS[kv.format].block(len(q), *attention.qkv_heads[:2])
+    return step.decode if block_of(block, attention.head_dim, q.dtype).appends else None
+
+
+def _takes_int8(linear: Linear) -> bool:
+    """Return whether the Linear quantizes its input token by token, so that it may come as codes."""
+    return WEIGHT_SCHEMES[linear.scheme].int8_tokens
+
+
+def _add_norm(norm: RMSNorm, residual: Tensor, y: Tensor) -> Tensor:
+    """Add y [T, H], or split sums of it, to `residual` in place; return the norm of the sum."""
+    return add_rmsnorm(residual, y, norm.weight, norm.eps)
+
+
+def _add_norm_int8(norm: RMSNorm, residual: Tensor, y: Tensor) -> QuantizedTokens:
+    """Do as `_add_norm`, and return codes."""
+    codes, scale = add_rmsnorm_int8(residual, y, norm.weight, norm.eps)
+    return QuantizedTokens(codes, scale, residual.dtype)
+
+
+def _linear_of_norm(linear: Linear, norm: RMSNorm, residual: Tensor, y: Tensor) -> Tensor:
+    """Add y to `residual` in place; return `linear` of the norm of the sum [T, N]."""
+    if _takes_int8(linear):
+        return _int8_product(linear, _add_norm_int8(norm, residual, y))
+    return linear(_add_norm(norm, residual, y))
+
+
+def _int8_product(linear: Linear, x: QuantizedTokens) -> Tensor:
+    """Return `linear` of tokens that are quantized already, [T, N]."""
+    return linear_int8(x.codes, x.scale, linear.tensors, linear.bias, linear.scheme, x.dtype)
+
+
+def _for_norm(linear: Linear, x: Tensor) -> Tensor:
+    """Return `linear` of x [T, K] for a norm that adds it: [T, N], or split sums fp32 [S, T, N]."""
+    return linear_shares(x, linear.tensors, linear.scheme) if _splits(linear, x) else linear(x)
+
+
+def _int8_for_norm(linear: Linear, x: QuantizedTokens) -> Tensor:
+    """Do as `_for_norm` with tokens that are quantized already."""
+    if _splits(linear, x.codes):
+        return linear_int8_shares(x.codes, x.scale, linear.tensors, linear.scheme)
+    return _int8_product(linear, x)
+
+
+def _splits(linear: Linear, x: Tensor) -> bool:
+    """Return whether the product with x is left in split sums."""
+    few = x.is_cuda and len(x) <= SPLIT_TOKENS
+    return few and linear.bias is None and _takes_int8(linear)

@@ -1,0 +1,182 @@
+"""Layers run fused against the plain ones: every weight scheme, KV format and mix of schemes.
+
+Where there is no GPU the references of the kernels that only a Hopper GPU is given run too.
+"""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from hand_steps import Requests
+from truth import prompt, relative
+
+from qrt.arch import ARCHS, ModelConfig
+from qrt.kernels import chain
+from qrt.layers.mlp import MLP
+from qrt.model import fused
+from qrt.model.build import build
+from qrt.model.decoder import Decoder
+from qrt.model.fused import FusedDecoder
+from qrt.model.random import RandomWeights
+from qrt.quant.kv import KV_FORMATS
+from qrt.quant.weight import WEIGHT_SCHEMES
+
+CPU = torch.device("cpu")
+CONFIG = ModelConfig.from_hf(
+    {
+        "vocab_size": 500,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "max_position_embeddings": 128,
+    },
+    ARCHS["Qwen2ForCausalLM"],
+)
+LAST = 17  # requests that decode in the last step: one more than `chain` takes
+
+
+def make(scheme, mix=(), config=CONFIG, device=CPU, dtype=torch.float32):
+    """A fused decoder in `scheme`; `mix` are (part of a name, the scheme of such Linears)."""
+
+    def grid(module):
+        name = "fp16" if module == "lm_head" else scheme
+        name = next((other for part, other in mix if part in module), name)
+        return name, WEIGHT_SCHEMES[name].spec
+
+    weights = RandomWeights(grid, device, dtype)
+    return build(config, ARCHS[config.architecture], weights, progress="Making weights")
+
+
+def plain(model):
+    return Decoder(model.config, model.embed, model.layers, model.norm, model.head, model.rope)
+
+
+def logits(model, kv="fp16"):
+    """Of prompts, of decodes beside prompts, and of one to LAST decodes alone, after each step."""
+    lengths = {0: 70, 1: 9} | dict.fromkeys(range(4, LAST), 3)
+    requests = Requests(model, kv, num=LAST, max_len=80)
+    steps = [[(i, n) for i, n in lengths.items()], [(0, 1), (1, 1), (2, 6), (3, 2)]]
+    steps += [[(i, 1) for i in range(count)] for count in (1, 2, 5, LAST)]
+    ran = []
+    for step in steps:
+        ran.append(torch.cat(requests.run([(i, prompt(n, seed=i, vocab=500)) for i, n in step])).cpu())
+    return ran
+
+
+def distance(model, kv="fp16"):
+    """The largest of all steps between fused and plain."""
+    return max(map(relative, logits(model, kv), logits(plain(model), kv)))
+
+
+@pytest.fixture
+def as_on_a_hopper_gpu(monkeypatch):
+    """All that is chosen by what the GPU is and where tensors are: the operators' references run."""
+    monkeypatch.setattr("qrt.kernels.linear._PACKED_ON_CPU", False)
+    monkeypatch.setattr(chain, "is_hopper", lambda device: True)
+    monkeypatch.setattr(chain, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(
+        fused,
+        "_splits",
+        lambda linear, x: fused._takes_int8(linear) and linear.bias is None and len(x) <= fused.SPLIT_TOKENS,
+    )
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Names of the fused operators that run."""
+    names = set()
+
+    def note(name, operator):
+        return lambda *args: names.add(name) or operator(*args)
+
+    for name in ("chain", "append_attention", "linear_shares", "linear_int8_shares", "linear_silu_int8"):
+        monkeypatch.setattr(fused, name, note(name, getattr(fused, name)))
+    return names
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_fused_is_plain(scheme, kv):
+    """Bit for bit: on a CPU the references of both round alike."""
+    assert distance(make(scheme), kv) == 0
+
+
+MIXES = {
+    "down": [("down_proj", "fp16")],
+    "gate and up": [("gate_proj", "fp16")],
+    "o": [("o_proj", "w4a16")],
+    "q, k and v": [("q_proj", "w4a16")],
+    "a layer": [("layers.1.", "w8a16")],
+}
+BIASED = replace(CONFIG, architecture="LlamaForCausalLM", o_bias=True, mlp_bias=True)
+
+
+@pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["", "biased"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_layers_of_several_schemes(mix, config):
+    """Whichever of the products read codes: those of w8a8, and others beside them."""
+    assert distance(make("w8a8", MIXES[mix], config), "int8") == 0
+
+
+@pytest.mark.usefixtures("as_on_a_hopper_gpu")
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+def test_biases_are_added_once(scheme, called):
+    """By a product that is neither split nor chained."""
+    assert distance(make(scheme, config=BIASED, dtype=torch.bfloat16)) < 0.02
+    assert not called & {"chain", "linear_shares", "linear_int8_shares"}
+
+
+@pytest.mark.usefixtures("as_on_a_hopper_gpu")
+def test_a_layer_of_several_schemes_is_not_chained(called):
+    assert distance(make("w4a16", MIXES["a layer"], dtype=torch.bfloat16)) < 0.02
+    assert "chain" in called, "the last layer's parts are all alike"
+    called.clear()
+    assert distance(make("w4a16", MIXES["down"], dtype=torch.bfloat16)) < 0.02
+    assert "chain" not in called
+
+
+class Doubled(MLP):
+    """Stands in for a block that the fused kernels do not compute, such as experts or an adapter."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def test_a_part_without_a_fused_kernel_is_named_and_runs_plainly(caplog):
+    model = make("w4a16")
+    last = model.layers[2]
+    last.mlp = Doubled(last.mlp.gate_up, last.mlp.down)
+    with caplog.at_level(logging.WARNING):
+        assert FusedDecoder.of(plain(model)) is None
+    assert "mlp of layer 2, a Doubled" in caplog.text
+    assert max(map(relative, logits(plain(model)), logits(model))) > 0.01, "the fused one is not to be used"
+
+
+def test_what_build_returns_runs_fused():
+    model = make("w8a8")
+    assert isinstance(model, FusedDecoder) and FusedDecoder.of(plain(model)) is not None
+    assert isinstance(model.of_layers(2), FusedDecoder) and len(model.of_layers(2).fused) == 2
+
+
+@pytest.mark.usefixtures("as_on_a_hopper_gpu")
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_fused_for_a_gpu_is_plain(scheme, kv, called):
+    assert distance(make(scheme, dtype=torch.bfloat16), kv) < 0.02
+    chained = {"chain"} if scheme in ("w4a16", "w8a16") else set()
+    int8 = {"linear_shares", "linear_int8_shares", "linear_silu_int8"} if scheme == "w8a8" else set()
+    appended = {"append_attention"} if KV_FORMATS[kv].appends else set()
+    assert called == chained | int8 | appended
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_fused_on_a_gpu_is_plain(scheme, kv, device):
+    """In bf16; a K or V on the edge of a code may be stored as either neighbour."""
+    model = make(scheme, device=device, dtype=torch.bfloat16)
+    assert distance(model, kv) < (0.2 if "4" in kv else 0.05)
