@@ -29,8 +29,8 @@ from qrt.text.prompt import Prompt, split_prompts
 from qrt.text.tokenizer import Tokenizer
 
 try:
-    from qrt.serve.engine_client import ThreadClient
-    from qrt.serve.router import Router
+    from qrt.serve.link.engine_client import ThreadClient
+    from qrt.serve.link.router import Router
 except ImportError as error:
     raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
 

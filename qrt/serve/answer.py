@@ -13,8 +13,8 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from qrt.errors import QrtError
-from qrt.serve.engine_client import RequestStream, ShutdownError
 from qrt.serve.http_errors import error_body, unexpected_error
+from qrt.serve.link.engine_client import RequestStream, ShutdownError
 from qrt.serve.replies import encode, event
 from qrt.serve.service import Service
 from qrt.text.output import CompletionDelta

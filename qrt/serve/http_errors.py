@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from qrt.errors import ConfigError, QrtError, QueueFullError, UnsupportedError
-from qrt.serve.engine_client import ShutdownError
+from qrt.serve.link.engine_client import ShutdownError
 from qrt.serve.settings import MAX_ECHO_CHARS
 from qrt.serve.wrong_fields import wrong_field
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from qrt.config import SamplingParams
 from qrt.errors import ConfigError
-from qrt.serve.engine_client import EngineClient, RequestStream
+from qrt.serve.link.engine_client import EngineClient, RequestStream
 from qrt.serve.settings import MAX_LISTED, MAX_SCORES, ServerConfig
 from qrt.text.collector import RequestCollector, encode_bad_words
 from qrt.text.tokenizer import Tokenizer

@@ -14,9 +14,9 @@ import httpx
 from qrt import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.serve.app import create_app
-from qrt.serve.engine_client import ThreadClient
 from qrt.serve.httpserver import HttpServer
-from qrt.serve.router import Router
+from qrt.serve.link.engine_client import ThreadClient
+from qrt.serve.link.router import Router
 from qrt.serve.service import Service
 from qrt.serve.settings import ServerConfig
 from qrt.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qrt import LLM, AsyncLLM, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.serve.engine_client import EngineError
+from qrt.serve.link.engine_client import EngineError
 
 pytestmark = pytest.mark.model
 PROMPTS = ["The president of the", "In this chapter", {"prompt_token_ids": [5, 6, 7]}]

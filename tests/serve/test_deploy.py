@@ -14,7 +14,7 @@ import qrt.serve
 from qrt.engine.engine import Engine
 from qrt.serve.cli import server_config
 from qrt.serve.flags import parse
-from qrt.serve.metrics import HISTOGRAMS
+from qrt.serve.link.metrics import HISTOGRAMS
 
 DEPLOY = Path(qrt.serve.__file__).parent / "deploy"
 ROOT = DEPLOY.parents[2]
@@ -68,7 +68,7 @@ def test_compose_and_prometheus(tmp_path):
 @pytest.mark.model
 def test_the_dashboard_asks_for_metrics_that_are_there():
     from qrt import EngineConfig
-    from qrt.serve.router import Router
+    from qrt.serve.link.router import Router
 
     router = Router(Engine(EngineConfig("tiny", kv_cache_memory_bytes=2**25)))
     exported = set(re.findall(r"^# TYPE (qrt:\w+)", router.metrics.exposition().decode(), re.MULTILINE))

@@ -10,9 +10,9 @@ from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta, merge
 from qrt.engine.request import FinishReason
 from qrt.errors import ConfigError, QueueFullError
-from qrt.serve.engine_client import EngineClient, EngineError
-from qrt.serve.messages import Add, Refusal
-from qrt.serve.step_output import Output
+from qrt.serve.link.engine_client import EngineClient, EngineError
+from qrt.serve.link.messages import Add, Refusal
+from qrt.serve.link.step_output import Output
 from qrt.text.collector import TOKENS_AT_ONCE, RequestCollector
 from qrt.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from qrt.engine.output import RequestDelta
-from qrt.serve.messages import Answer, Message, Ready, Refusal
+from qrt.serve.link.messages import Answer, Message, Ready, Refusal
 
 
 class Output(Message):

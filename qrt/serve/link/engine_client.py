@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from qrt.engine.output import RequestDelta, merge
 from qrt.engine.request import FinishReason
 from qrt.errors import ConfigError, QrtError, QueueFullError
-from qrt.serve.messages import (
+from qrt.serve.link.messages import (
     Abort,
     Add,
     Answer,
@@ -32,13 +32,13 @@ from qrt.serve.messages import (
     ToEngine,
     fields_of,
 )
-from qrt.serve.sockets import ClientSocket
-from qrt.serve.step_output import FromEngine, Output, decode_from_engine
+from qrt.serve.link.sockets import ClientSocket
+from qrt.serve.link.step_output import FromEngine, Output, decode_from_engine
 from qrt.text.collector import RequestCollector
 from qrt.text.output import CompletionDelta
 
 if TYPE_CHECKING:  # the engine, which the API processes do without
-    from qrt.serve.router import Router
+    from qrt.serve.link.router import Router
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,7 @@
 Torch-free, so that the supervisor need not load it.
 
 An API process tells the engine Hello once, then Add, Abort, Ask and Failed; the engine answers with Ready,
-one Output (`qrt.serve.step_output`) a step, and Answer. The supervisor says Gone of an API process that has
-died.
+one Output (`step_output.Output`) a step, and Answer. The supervisor says Gone when an API process dies.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Abort(Message):
 
 
 class Ask(Message):
-    """A question by name (`qrt.serve.router.QUESTIONS`); answered with Answer under the same id."""
+    """A question by name (`qrt.serve.link.router.QUESTIONS`); answered with Answer under the same id."""
 
     id: str
     question: str
@@ -125,7 +124,7 @@ def params_of(fields: dict[str, Any]) -> SamplingParams:
 
 
 def _encode_tensor(value: Any) -> Any:
-    """A tensor as dtype, shape and bytes; see `qrt.serve.step_output`."""
+    """A tensor as dtype, shape and bytes; see `qrt.serve.link.step_output`."""
     array = value.cpu().contiguous().numpy()
     return str(array.dtype), array.shape, array.tobytes()
 

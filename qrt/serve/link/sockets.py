@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import zmq
 import zmq.asyncio
 
-from qrt.serve.messages import Message, ToEngine, decode_to_engine, encode
+from qrt.serve.link.messages import Message, ToEngine, decode_to_engine, encode
 
 IDLE_MS = 1000  # how long the engine sleeps at most when there is nothing to do
 

@@ -6,8 +6,8 @@ import pytest
 
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
-from qrt.serve.messages import Add
-from qrt.serve.metrics import EngineMetrics
+from qrt.serve.link.messages import Add
+from qrt.serve.link.metrics import EngineMetrics
 
 
 class Queue:

@@ -8,8 +8,8 @@ from qrt import SamplingParams
 from qrt.engine.logprobs import score
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
-from qrt.serve.messages import Abort, Add, Failed, Hello, Refusal, decode_to_engine, encode, fields_of
-from qrt.serve.step_output import Output, decode_from_engine
+from qrt.serve.link.messages import Abort, Add, Failed, Hello, Refusal, decode_to_engine, encode, fields_of
+from qrt.serve.link.step_output import Output, decode_from_engine
 
 
 def test_to_the_engine():

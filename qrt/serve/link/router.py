@@ -1,18 +1,15 @@
-"""Router: the engine's loop, and the engine process around it.
+"""Router: the loop that joins all clients to one engine.
 
 Takes requests and aborts of all API processes between two steps, runs the step, and sends each API process
 one Output with all that the step brought it. One whose requests get nothing hears once a second, by an empty
-Output, that the engine works. `python -m qrt.serve.router` is the engine process; AsyncLLM runs the same
-Router in a thread.
+Output, that the engine works. The engine process runs it; AsyncLLM runs it in a thread.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import logging
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -20,14 +17,13 @@ from typing import Protocol
 
 import msgspec
 
-from qrt.cli import run_main
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
 from qrt.errors import QrtError, QueueFullError
 from qrt.location import api_name
-from qrt.serve.messages import (
+from qrt.serve.link.messages import (
     Abort,
     Add,
     Answer,
@@ -42,13 +38,10 @@ from qrt.serve.messages import (
     fields_of,
     params_of,
 )
-from qrt.serve.metrics import EngineMetrics
-from qrt.serve.process import child_spec, leave_sigterm_to_supervisor
-from qrt.serve.sockets import EnginePort
-from qrt.serve.step_output import FromEngine, Output
-from qrt.text.tokenizer import Tokenizer
+from qrt.serve.link.metrics import EngineMetrics
+from qrt.serve.link.step_output import FromEngine, Output
 
-logger = logging.getLogger("qrt.serve.router")  # also when it runs as __main__
+logger = logging.getLogger(__name__)
 
 FAILED_STEPS = 3  # so many failed steps in a row are a broken device, not a bad request
 WATCHDOG_RENEWAL_SECONDS = 1.0
@@ -243,29 +236,3 @@ QUESTIONS: dict[str, Callable[[Router], bytes]] = {
     "load": lambda router: msgspec.json.encode(router.metrics.load()),
     "reset_prefix_cache": Router.reset_prefix_cache,
 }
-
-
-def main() -> None:
-    """The engine process: its Spec on stdin, requests over the socket the Spec names."""
-    spec = child_spec("engine")
-    leave_sigterm_to_supervisor()
-
-    def work() -> None:
-        eos = Tokenizer(spec.engine.tokenizer or spec.engine.model).eos_token_ids
-        engine = Engine(spec.engine, eos_token_ids=eos)
-        router = Router(
-            engine,
-            model_name=spec.server.model_names[0],
-            watchdog_seconds=spec.server.watchdog_timeout,
-            log_stats=not spec.server.disable_log_stats,
-        )
-        gc.collect()
-        gc.freeze()  # the model's objects live as long as the process
-        with EnginePort(spec.socket) as port:
-            router.run(port)
-
-    sys.exit(run_main(work))
-
-
-if __name__ == "__main__":
-    main()

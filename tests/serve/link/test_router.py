@@ -4,10 +4,10 @@ import pytest
 
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
-from qrt.serve import router as router_module
-from qrt.serve.messages import Add, Gone, Hello, fields_of
-from qrt.serve.router import Router
-from qrt.serve.step_output import Output
+from qrt.serve.link import router as router_module
+from qrt.serve.link.messages import Add, Gone, Hello, fields_of
+from qrt.serve.link.router import Router
+from qrt.serve.link.step_output import Output
 
 pytestmark = pytest.mark.model
 

@@ -1,0 +1,43 @@
+"""The engine process: a loaded engine and the Router's loop around it.
+
+The supervisor starts it as `python -m qrt.serve.processes.engine`.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from qrt.cli import run_main
+from qrt.engine.engine import Engine
+from qrt.serve.link.router import Router
+from qrt.serve.link.sockets import EnginePort
+from qrt.serve.process import Spec, child_spec, leave_sigterm_to_supervisor
+from qrt.text.tokenizer import Tokenizer
+
+
+def serve(spec: Spec) -> None:
+    """Load the model, then run requests that come over the Spec's socket until SIGTERM."""
+    eos = Tokenizer(spec.engine.tokenizer or spec.engine.model).eos_token_ids
+    engine = Engine(spec.engine, eos_token_ids=eos)
+    router = Router(
+        engine,
+        model_name=spec.server.model_names[0],
+        watchdog_seconds=spec.server.watchdog_timeout,
+        log_stats=not spec.server.disable_log_stats,
+    )
+    gc.collect()
+    gc.freeze()  # the model's objects live as long as the process
+    with EnginePort(spec.socket) as port:
+        router.run(port)
+
+
+def main() -> None:
+    """Read the Spec from stdin and serve."""
+    spec = child_spec("engine")
+    leave_sigterm_to_supervisor()
+    sys.exit(run_main(lambda: serve(spec)))
+
+
+if __name__ == "__main__":
+    main()
