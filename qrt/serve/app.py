@@ -19,13 +19,13 @@ from starlette.routing import BaseRoute, Match
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qrt.serve.http_errors import add_error_handlers, error_response, unexpected_error
+from qrt.serve.http.http_errors import add_error_handlers, error_response, unexpected_error
+from qrt.serve.http.service import Service, new_id
 from qrt.serve.lightllm import lightllm_routes
 from qrt.serve.link.engine_client import EngineClient
 from qrt.serve.link.messages import Failed
 from qrt.serve.openai import openai_routes
 from qrt.serve.operations import operation_routes
-from qrt.serve.service import Service, new_id
 from qrt.version import __version__
 
 PAGE = Path(__file__).parent / "page"

@@ -13,13 +13,14 @@ from pydantic import AliasChoices, ConfigDict, Field
 from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.peer_fields import FIELDS
-from qrt.serve.answer import Deadline, answer_events, answer_whole
-from qrt.serve.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
-from qrt.serve.openapi import EVENTS, errors
-from qrt.serve.replies import LEAST_LOGPROB, event
-from qrt.serve.service import Service
+from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
+from qrt.serve.http.events import event
+from qrt.serve.http.openapi import EVENTS, errors
+from qrt.serve.http.responses import Deadline, answer_events, answer_whole
+from qrt.serve.http.service import Service
+from qrt.serve.http.strict_json import StrictJsonRoute
+from qrt.serve.replies import LEAST_LOGPROB
 from qrt.serve.settings import MAX_N, MAX_STOPS
-from qrt.serve.strict_json import StrictJsonRoute
 from qrt.text.collector import RequestCollector
 from qrt.text.output import CompletionDelta, CompletionOutput, TokenLogprobs
 

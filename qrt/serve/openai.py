@@ -15,18 +15,19 @@ from pydantic import Field
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.location import model_commit, model_name
 from qrt.peer_fields import FIELDS, PROMPT_FIELDS
-from qrt.serve.answer import Deadline, answer_events, answer_whole
-from qrt.serve.body import Body, Tokens
-from qrt.serve.openapi import MODEL, MODELS, errors, events_or
+from qrt.serve.http.body import Body, Tokens
+from qrt.serve.http.events import encode
+from qrt.serve.http.openapi import MODEL, MODELS, errors, events_or
+from qrt.serve.http.responses import Deadline, answer_events, answer_whole
+from qrt.serve.http.service import Service, new_id
+from qrt.serve.http.strict_json import StrictJsonRoute
 from qrt.serve.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     Conversation,
     Sampling,
 )
-from qrt.serve.replies import ChatReply, CompletionReply, Reply, encode
-from qrt.serve.service import Service, new_id
-from qrt.serve.strict_json import StrictJsonRoute
+from qrt.serve.replies import ChatReply, CompletionReply, Reply
 from qrt.text.collector import RequestCollector
 
 MAX_TOKENS_DECODED = 2**20

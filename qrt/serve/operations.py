@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse, Response
 
 from qrt.config import SamplingParams
 from qrt.location import model_commit
-from qrt.serve.http_errors import error_response
-from qrt.serve.openapi import Responses, errors
-from qrt.serve.service import Service
+from qrt.serve.http.http_errors import error_response
+from qrt.serve.http.openapi import Responses, errors
+from qrt.serve.http.service import Service
 from qrt.version import __version__
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"

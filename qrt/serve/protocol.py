@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, mo
 
 from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.serve.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenList, Tokens, by_token_id
+from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenList, Tokens, by_token_id
 from qrt.serve.settings import (
     MAX_DOCUMENTS,
     MAX_MESSAGES,

@@ -21,7 +21,7 @@ from qrt.llm import engine_config
 from qrt.location import EXPECTED, api_name
 from qrt.registry import nearest
 from qrt.serve.app import create_app
-from qrt.serve.service import Service
+from qrt.serve.http.service import Service
 from qrt.serve.settings import ServerConfig
 
 try:

@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
+from qrt.serve.http.events import event
 from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest, Sampling
 from qrt.text.collector import RequestCollector
 from qrt.text.detokenizer import INCOMPLETE, TokenPlaces
@@ -16,20 +15,6 @@ from qrt.text.output import CompletionDelta, CompletionOutput, Logprob, TokenLog
 from qrt.text.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
 
 LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
-
-encode = msgspec.json.Encoder().encode
-
-
-# Unicode's line ends, which JSON does not escape; some clients split events there.
-LINE_ENDS = {character.encode(): b"\\u%04x" % ord(character) for character in "\u0085\u2028\u2029"}
-
-
-def event(data: Any) -> bytes:
-    """Write one server-sent event in one line, also for clients that split at Unicode's line ends."""
-    line = encode(data)
-    for end, escaped in LINE_ENDS.items():
-        line = line.replace(end, escaped)
-    return b"data: %b\n\n" % line
 
 
 class Reply(ABC):

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import ThreadServer, bearer, refused, wait_idle, wait_until
 
-import qrt.serve.http_errors as http_errors
-import qrt.serve.service as service
+import qrt.serve.http.http_errors as http_errors
+import qrt.serve.http.service as service
 from qrt.peer_fields import FIELDS as PEER_FIELDS
 from qrt.serve.lightllm import GenerateRequest
 from qrt.serve.openai import Detokenize, TokenizeChat

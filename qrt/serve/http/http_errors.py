@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from qrt.errors import ConfigError, QrtError, QueueFullError, UnsupportedError
+from qrt.serve.http.validation_errors import wrong_field
 from qrt.serve.link.engine_client import ShutdownError
 from qrt.serve.settings import MAX_ECHO_CHARS
-from qrt.serve.wrong_fields import wrong_field
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from servers import KEY, bearer, refused, wait_idle
 
-import qrt.serve.connection as connection
+import qrt.serve.http.connection as connection
 
 pytestmark = pytest.mark.model
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from qrt.serve.http_errors import error_body
+from qrt.serve.http.http_errors import error_body
 from qrt.serve.settings import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_HEADERS
 
 REQUEST_SECONDS = 20.0  # for a request's header and body to arrive, once its first byte has

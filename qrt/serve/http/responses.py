@@ -1,4 +1,4 @@
-"""A running request's answer over HTTP: one body at the end, or server-sent events as tokens come."""
+"""The HTTP response of a running request: one body at the end, or server-sent events as tokens come."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from qrt.errors import QrtError
-from qrt.serve.http_errors import error_body, unexpected_error
+from qrt.serve.http.events import encode, event
+from qrt.serve.http.http_errors import error_body, unexpected_error
+from qrt.serve.http.service import Service
 from qrt.serve.link.engine_client import RequestStream, ShutdownError
-from qrt.serve.replies import encode, event
-from qrt.serve.service import Service
 from qrt.text.output import CompletionDelta
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody reads the reply

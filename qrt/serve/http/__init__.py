@@ -1,0 +1,1 @@
+"""HTTP for every dialect: connections, request bodies, errors, events, and responses of requests."""
