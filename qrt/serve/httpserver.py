@@ -21,11 +21,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from qrt.cli import run_main
-from qrt.serve.app import create_app
 from qrt.serve.http.connection import Connection
 from qrt.serve.http.service import Service
 from qrt.serve.link.engine_client import ProcessClient, ShutdownError
 from qrt.serve.process import Spec, child_spec
+from qrt.serve.routes.app import create_app
 from qrt.serve.settings import ServerConfig
 from qrt.serve.supervisor import address_of
 from qrt.text.tokenizer import Tokenizer

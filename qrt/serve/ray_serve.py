@@ -20,8 +20,8 @@ from qrt.errors import ConfigError, UnsupportedError
 from qrt.llm import engine_config
 from qrt.location import EXPECTED, api_name
 from qrt.registry import nearest
-from qrt.serve.app import create_app
 from qrt.serve.http.service import Service
+from qrt.serve.routes.app import create_app
 from qrt.serve.settings import ServerConfig
 
 try:

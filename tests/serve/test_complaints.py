@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from servers import KEY, ThreadServer, bearer, wait_idle
 
 from qrt import LLM, SamplingParams
-from qrt.serve.app import PAGE
+from qrt.serve.routes.app import PAGE
 
 pytestmark = pytest.mark.model
 PROMPT = "When a function is called, the"

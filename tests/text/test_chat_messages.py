@@ -8,7 +8,7 @@ from templates import DEEPSEEK, GEMMA, ITEMS, LLAMA31, MISTRAL, PARTS, QWEN3, QW
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from qrt.errors import ConfigError
-from qrt.serve.protocol import ChatMessage, Tool
+from qrt.serve.routes.protocol import ChatMessage, Tool
 from qrt.text.chat_template import ChatTemplate
 from qrt.text.messages import read_messages, read_tools
 

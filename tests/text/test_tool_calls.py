@@ -7,7 +7,7 @@ import random
 import pytest
 
 from qrt.errors import ConfigError
-from qrt.serve.protocol import ChatMessage
+from qrt.serve.routes.protocol import ChatMessage
 from qrt.text.chat_template import ChatTemplate
 from qrt.text.tool_calls import FORMATS, ToolCallStream, parse, tool_format
 

@@ -6,7 +6,7 @@ import random
 import pytest
 from templates import TEMPLATES
 
-from qrt.serve.protocol import ChatMessage
+from qrt.serve.routes.protocol import ChatMessage
 from qrt.text.chat_template import ChatTemplate
 from qrt.text.tool_calls import FORMATS, MAX_CALLS, ToolCallStream, parse
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qrt.serve.http.events import event
-from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest, Sampling
+from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, Sampling
 from qrt.text.collector import RequestCollector
 from qrt.text.detokenizer import INCOMPLETE, TokenPlaces
 from qrt.text.output import CompletionDelta, CompletionOutput, Logprob, TokenLogprobs

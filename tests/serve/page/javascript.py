@@ -8,7 +8,7 @@ from typing import Any
 
 from py_mini_racer import MiniRacer
 
-PAGE = Path(__file__).parents[2] / "qrt/serve/page"
+PAGE = Path(__file__).parents[3] / "qrt/serve/page"
 SECONDS = 20.0  # time limit of a call
 
 

@@ -12,7 +12,7 @@ from qrt.assets import model_path
 from qrt.config import SamplingParams
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
-from qrt.serve.lightllm import GenerateRequest, LightllmShape, Parameters
+from qrt.serve.routes.lightllm import GenerateRequest, LightllmShape, Parameters
 from qrt.text.collector import RequestCollector
 from qrt.text.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ TEXT: Responses = {
 }
 
 
-def operation_routes(service: Service) -> APIRouter:
+def monitoring_routes(service: Service) -> APIRouter:
     """The routes. Health is cheap: nothing is generated for it."""
     routes = APIRouter()
 

@@ -10,8 +10,8 @@ from qrt.config import SamplingParams
 from qrt.engine.logprobs import Scores
 from qrt.engine.output import RequestDelta
 from qrt.engine.request import FinishReason
-from qrt.serve.protocol import ChatCompletionRequest, CompletionRequest
-from qrt.serve.replies import ChatReply, CompletionReply
+from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest
+from qrt.serve.routes.replies import ChatReply, CompletionReply
 from qrt.text.collector import RequestCollector
 from qrt.text.tokenizer import Tokenizer
 

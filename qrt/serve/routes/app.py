@@ -21,14 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qrt.serve.http.http_errors import add_error_handlers, error_response, unexpected_error
 from qrt.serve.http.service import Service, new_id
-from qrt.serve.lightllm import lightllm_routes
 from qrt.serve.link.engine_client import EngineClient
 from qrt.serve.link.messages import Failed
-from qrt.serve.openai import openai_routes
-from qrt.serve.operations import operation_routes
+from qrt.serve.routes.lightllm import lightllm_routes
+from qrt.serve.routes.monitoring import monitoring_routes
+from qrt.serve.routes.openai import openai_routes
 from qrt.version import __version__
 
-PAGE = Path(__file__).parent / "page"
+PAGE = Path(__file__).parents[1] / "page"
 OPEN_ROUTES = ("/", "/health", "/healthz", "/liveness", "/readiness")  # to be read without a key
 OPEN_FOLDER = "/page/"
 # The page loads from and asks only this server, runs no inline script, and no other page may frame it.
@@ -68,7 +68,7 @@ def create_app(service: Service) -> FastAPI:
     add_error_handlers(app)
     app.include_router(openai_routes(service))
     app.include_router(lightllm_routes(service))
-    app.include_router(operation_routes(service))
+    app.include_router(monitoring_routes(service))
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:

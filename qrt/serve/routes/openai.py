@@ -21,13 +21,13 @@ from qrt.serve.http.openapi import MODEL, MODELS, errors, events_or
 from qrt.serve.http.responses import Deadline, answer_events, answer_whole
 from qrt.serve.http.service import Service, new_id
 from qrt.serve.http.strict_json import StrictJsonRoute
-from qrt.serve.protocol import (
+from qrt.serve.routes.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     Conversation,
     Sampling,
 )
-from qrt.serve.replies import ChatReply, CompletionReply, Reply
+from qrt.serve.routes.replies import ChatReply, CompletionReply, Reply
 from qrt.text.collector import RequestCollector
 
 MAX_TOKENS_DECODED = 2**20
