@@ -40,5 +40,5 @@ def test_imports_neither_triton_nor_cuda():
 
 
 def test_an_api_process_does_without_the_engine():
-    code = "import sys, qrt.serve.httpserver; print('qrt.engine.engine' in sys.modules)"
+    code = "import sys, qrt.serve.processes.httpserver; print('qrt.engine.engine' in sys.modules)"
     assert run(code).strip() == "False"

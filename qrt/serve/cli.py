@@ -36,8 +36,8 @@ def serve(arguments: Namespace) -> int:
         import fastapi  # noqa: F401 -- what the API processes need is missed here, not there
         import httptools  # noqa: F401
 
-        from qrt.serve.process import set_up_logging
-        from qrt.serve.supervisor import supervise
+        from qrt.serve.processes.process import set_up_logging
+        from qrt.serve.processes.supervisor import supervise
     except ImportError as error:
         raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
     set_up_logging(arguments.log_level, f"qrt-serve pid={os.getpid()}")

@@ -14,9 +14,9 @@ import httpx
 from qrt import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.serve.http.service import Service
-from qrt.serve.httpserver import HttpServer
 from qrt.serve.link.engine_client import ThreadClient
 from qrt.serve.link.router import Router
+from qrt.serve.processes.httpserver import HttpServer
 from qrt.serve.routes.app import create_app
 from qrt.serve.settings import ServerConfig
 from qrt.text.tokenizer import Tokenizer

@@ -192,7 +192,7 @@ def test_help_by_group(capsys):
 
 
 def test_who_is_reachable_from_outside_without_a_key_is_warned(monkeypatch, capsys):
-    monkeypatch.setattr("qrt.serve.supervisor.supervise", lambda *_: 0)
+    monkeypatch.setattr("qrt.serve.processes.supervisor.supervise", lambda *_: 0)
     for words, warned in (("", 0), ("--host 0.0.0.0", 1), ("--host 0.0.0.0 --api-key k", 0), ("--uds x", 0)):
         assert main(["tiny", *words.split()]) == 0
         assert capsys.readouterr().err.count("reachable from outside without a key") == warned

@@ -12,7 +12,7 @@ from qrt.cli import run_main
 from qrt.engine.engine import Engine
 from qrt.serve.link.router import Router
 from qrt.serve.link.sockets import EnginePort
-from qrt.serve.process import Spec, child_spec, leave_sigterm_to_supervisor
+from qrt.serve.processes.process import Spec, child_spec, leave_sigterm_to_supervisor
 from qrt.text.tokenizer import Tokenizer
 
 

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from qrt.serve.process import MOST_OPEN_FILES, allow_open_files
+from qrt.serve.processes.process import MOST_OPEN_FILES, allow_open_files
 
 
 @pytest.fixture

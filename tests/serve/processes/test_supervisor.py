@@ -10,8 +10,8 @@ import pytest
 
 from qrt import EngineConfig
 from qrt.errors import ConfigError
+from qrt.serve.processes.supervisor import MAX_RESTARTS, Supervisor, listen
 from qrt.serve.settings import ServerConfig
-from qrt.serve.supervisor import MAX_RESTARTS, Supervisor, listen
 
 
 def served(path) -> ServerConfig:

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from qrt import EngineConfig
-from qrt.serve.process import Spec
+from qrt.serve.processes.process import Spec
 from qrt.serve.settings import ServerConfig
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -77,7 +77,7 @@ class Processes:
         return [
             int(line.split()[0])
             for line in found.stdout.decode().splitlines()
-            if f"qrt.serve.{module}" in line
+            if f"qrt.serve.processes.{module}" in line
         ]
 
     def load(self) -> dict:
@@ -155,7 +155,7 @@ def test_deaths(pair, tmp_path):
     server dies: a JSON error for who waits, red health, exit code 1, nothing left behind."""
     server = pair
     server.wait(lambda: server.log.read_text().count("ready: serving") == 2)
-    (engine,), apis = server.children("processes.engine"), server.children("httpserver")
+    (engine,), apis = server.children("engine"), server.children("httpserver")
     assert len(apis) == 2
     assert 'qrt:num_requests_running{model_name="mine"} 0.0' in server.get("/metrics").text
     (folder,) = tmp_path.glob("qrt-*")
@@ -208,7 +208,7 @@ def test_sigterm_drains_though_the_disk_of_the_log_is_full(tmp_path):
         running = Request(server, stream=False, max_tokens=400)
         running.start()
         server.wait(lambda: server.load()["running"] == 1)
-        for pid in (*server.children("processes.engine"), *server.children("httpserver"), server.process.pid):
+        for pid in (*server.children("engine"), *server.children("httpserver"), server.process.pid):
             os.kill(pid, signal.SIGTERM)
         server.wait(lambda: server.get("/readiness").status_code == 503)
         refused = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE)
@@ -226,8 +226,8 @@ def test_ctrl_c_while_it_starts_is_no_traceback(tmp_path):
     """A terminal sends it to all processes at once; the children import for seconds."""
     server = Processes(tmp_path)
     try:
-        server.wait(lambda: server.children("processes.engine") and server.children("httpserver"))
-        for pid in (*server.children("processes.engine"), *server.children("httpserver"), server.process.pid):
+        server.wait(lambda: server.children("engine") and server.children("httpserver"))
+        for pid in (*server.children("engine"), *server.children("httpserver"), server.process.pid):
             os.kill(pid, signal.SIGINT)
         assert server.process.wait(PATIENCE) == 130
         assert "Traceback" not in server.log.read_text()
@@ -258,14 +258,14 @@ def test_keys_stand_on_no_command_line(server):
     allowed = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
     assert allowed.status_code == 200
     lines = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True).stdout.decode().splitlines()
-    processes = [server.process.pid, *server.children("processes.engine"), *server.children("httpserver")]
+    processes = [server.process.pid, *server.children("engine"), *server.children("httpserver")]
     seen = [line for line in lines if int(line.split()[0]) in processes]
     assert len(seen) == 3 and not any(KEY in line for line in seen)
     assert KEY not in server.log.read_text()
 
 
 def test_a_killed_supervisor_leaves_no_process(server):
-    children = server.children("processes.engine") + server.children("httpserver")
+    children = server.children("engine") + server.children("httpserver")
     assert len(children) == 2
     server.process.kill()
     server.process.wait()
@@ -275,6 +275,6 @@ def test_a_killed_supervisor_leaves_no_process(server):
 def test_a_child_whose_supervisor_is_gone_does_not_begin():
     """It was killed before the child could ask to die with it."""
     spec = Spec("engine", EngineConfig("tiny"), ServerConfig(("tiny",)), "", 1, -1, -1)
-    code = "from qrt.serve.process import child_spec; child_spec('engine')"
+    code = "from qrt.serve.processes.process import child_spec; child_spec('engine')"
     ended = subprocess.run([sys.executable, "-c", code], input=msgspec.json.encode(spec), capture_output=True)
     assert ended.returncode == 1 and ended.stderr == b"engine: the supervisor has died\n"

@@ -25,7 +25,7 @@ import msgspec
 from qrt.config import EngineConfig
 from qrt.serve.link.messages import EngineInfo, Gone, Hello, decode_ready
 from qrt.serve.link.sockets import ClientSocket
-from qrt.serve.process import END_ENGINE, Spec
+from qrt.serve.processes.process import END_ENGINE, Spec
 from qrt.serve.settings import ServerConfig, check_socket_path
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ RED_SECONDS = 3.0  # how long the API processes answer after the engine's death:
 END_SECONDS = 10.0  # for a process to end after SIGTERM, beyond the time its requests have
 MAX_RESTARTS, RESTART_SECONDS = 3, 60.0  # of API processes, in so many seconds
 GIB = 1 << 30
-ENGINE, API = "qrt.serve.processes.engine", "qrt.serve.httpserver"
+ENGINE, API = "qrt.serve.processes.engine", "qrt.serve.processes.httpserver"
 
 
 class Supervisor:

@@ -1,6 +1,6 @@
 """The API process: HTTP, tokenizing, chat templates, detokenizing, server-sent events.
 
-`python -m qrt.serve.httpserver` is started by the supervisor; several of them share one listening socket.
+The supervisor starts it as `python -m qrt.serve.processes.httpserver`; several share one listening socket.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from qrt.cli import run_main
 from qrt.serve.http.connection import Connection
 from qrt.serve.http.service import Service
 from qrt.serve.link.engine_client import ProcessClient, ShutdownError
-from qrt.serve.process import Spec, child_spec
+from qrt.serve.processes.process import Spec, child_spec
+from qrt.serve.processes.supervisor import address_of
 from qrt.serve.routes.app import create_app
 from qrt.serve.settings import ServerConfig
-from qrt.serve.supervisor import address_of
 from qrt.text.tokenizer import Tokenizer
 
-logger = logging.getLogger("qrt.serve.httpserver")  # also when it runs as __main__
+logger = logging.getLogger("qrt.serve.processes.httpserver")  # also when it runs as __main__
 
 KEEP_ALIVE_SECONDS = 30
 
