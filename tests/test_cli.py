@@ -83,7 +83,7 @@ def test_success_is_zero_and_defects_keep_their_traceback():
 
 
 def parsers() -> list[argparse.ArgumentParser]:
-    from qrt.serve import flags
+    from qrt.serve.command import flags
     from qrt_calibrate import cli as calibrate
     from qrt_eval import cli as evaluate
 

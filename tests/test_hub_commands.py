@@ -17,7 +17,7 @@ from qrt.assets import model_path
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 MAINS = {
-    "serve": "qrt.serve.cli",
+    "serve": "qrt.serve.command.cli",
     "calibrate": "qrt_calibrate.cli",
     "eval": "qrt_eval.cli",
 }

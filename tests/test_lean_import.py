@@ -14,7 +14,11 @@ def run(code: str) -> str:
     "module",
     [
         *("qrt", "qrt.arch.qwen3", "qrt.mem.manager", "qrt.quant.kv"),
-        *("qrt.serve.cli", "qrt_eval.cli", "qrt_calibrate.cli"),  # and Ctrl-C meanwhile is a traceback
+        *(
+            "qrt.serve.command.cli",
+            "qrt_eval.cli",
+            "qrt_calibrate.cli",
+        ),  # and Ctrl-C meanwhile is a traceback
     ],
 )
 def test_imports_no_torch(module):
@@ -22,7 +26,7 @@ def test_imports_no_torch(module):
 
 
 def test_command_lines_and_places_need_no_client_of_the_hub():
-    code = "import sys, qrt.location, qrt.serve.cli, qrt_eval.cli, qrt_calibrate.cli;"
+    code = "import sys, qrt.location, qrt.serve.command.cli, qrt_eval.cli, qrt_calibrate.cli;"
     assert run(f"{code} print({{'huggingface_hub', 'datasets'}} & set(sys.modules))").strip() == "set()"
 
 

@@ -12,8 +12,8 @@ from packaging.utils import canonicalize_name
 
 import qrt.serve
 from qrt.engine.engine import Engine
-from qrt.serve.cli import server_config
-from qrt.serve.flags import parse
+from qrt.serve.command.cli import server_config
+from qrt.serve.command.flags import parse
 from qrt.serve.link.metrics import HISTOGRAMS
 
 DEPLOY = Path(qrt.serve.__file__).parent / "deploy"

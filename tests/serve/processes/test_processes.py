@@ -42,7 +42,11 @@ class Processes:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = tmp_path / "log"
-        command = [sys.executable, "-c", "import sys; from qrt.serve.cli import main; sys.exit(main())"]
+        command = [
+            sys.executable,
+            "-c",
+            "import sys; from qrt.serve.command.cli import main; sys.exit(main())",
+        ]
         flags = ("tiny", "--port", str(self.port), "--kv-cache-memory-bytes", "64M", *flags)
         environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as file:

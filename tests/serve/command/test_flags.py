@@ -10,8 +10,8 @@ import pytest
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
-from qrt.serve.cli import engine_config, main, server_config
-from qrt.serve.flags import parse, parser
+from qrt.serve.command.cli import engine_config, main, server_config
+from qrt.serve.command.flags import parse, parser
 from qrt.serve.settings import ServerConfig
 
 QUEUE = {"max_num_queued_reqs": 1024, "max_num_queued_tokens": 2**22}  # the server's own defaults

@@ -17,7 +17,7 @@ from qrt.location import EXPECTED
 from qrt.peers import SWITCHES, is_so_anyway, setting
 from qrt.quant.kv import KV_FORMATS
 from qrt.registry import nearest
-from qrt.serve.flags_file import file_words
+from qrt.serve.command.flags_file import file_words
 from qrt.serve.settings import ServerConfig
 from qrt.text.tool_calls import FORMATS
 
