@@ -1,10 +1,10 @@
-"""The server. LightLLM's roles by module, and the way of a request through them:
+"""The server: a room for each step of a request's way from the command line to the engine.
 
-    httpserver       the API process: openai or lightllm (JSON to SamplingParams), tokenizer, chat_template
-    engine_client    -> sockets -> router, by messages
-    router           the engine process: requests of all clients into one engine, step by step
-    (model backend)  qrt.engine.runner
-    detokenizer      back in the API process: qrt.text.collector, replies, answer
+    command/     `qrt-serve`: flags to settings
+    processes/   the supervisor, and the engine process and API processes that it starts
+    routes/      the application: a route checks a body, makes SamplingParams of it, and writes the reply
+    http/        what all routes share: connections, bodies, errors, events, the service
+    link/        messages to the engine and back; the router, which runs all clients' requests on one engine
 
-`supervisor` starts and watches the processes, `app` puts the routes together.
+A room imports those below it, never those above. `ray_serve` stands above all; `settings` below all.
 """
