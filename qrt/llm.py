@@ -17,9 +17,9 @@ from tqdm import tqdm
 from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
-from qrt.engine.logprobs import Scores, concat
-from qrt.engine.output import RequestDelta
 from qrt.engine.preflight import preflight
+from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.scores import Scores, concat
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.peer_fields import refuse_arguments
 from qrt.peers import is_so_anyway, refuse_method, setting

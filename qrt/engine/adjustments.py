@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qrt.config import LARGE
-from qrt.engine.plan import Adjustment, Admission
+from qrt.engine.schedule.plan import Adjustment, Admission
 from qrt.engine.transfer import to_device
 
 _INF = float("inf")

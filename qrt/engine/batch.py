@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from qrt.engine.adjustments import Adjustments
-from qrt.engine.plan import Plan
 from qrt.engine.sampler import SampleMeta
+from qrt.engine.schedule.plan import Plan
 from qrt.engine.table import RequestTable
 from qrt.engine.transfer import to_device
 from qrt.kernels.decode_attention.plan import plan_parts

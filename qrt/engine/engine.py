@@ -17,12 +17,12 @@ from qrt.config import EngineConfig, SamplingParams
 from qrt.engine.adjustments import Adjustments
 from qrt.engine.generation import GenerationConfig
 from qrt.engine.graphs import TokenSteps, default_rows, default_tokens
-from qrt.engine.output import RequestDelta
-from qrt.engine.plan import Plan
 from qrt.engine.preflight import check_fit, check_settings, preflight
 from qrt.engine.profile import peak_step_bytes
 from qrt.engine.runner import Launched, Runner
-from qrt.engine.scheduler import Limits, Scheduler
+from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.plan import Plan
+from qrt.engine.schedule.scheduler import Limits, Scheduler
 from qrt.engine.table import RequestTable
 from qrt.engine.timeline import Timeline
 from qrt.errors import ConfigError

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qrt.engine.plan import Plan
+from qrt.engine.schedule.plan import Plan
 from qrt.engine.step_inputs import StepInputs
 from qrt.engine.table import RequestTable
 from qrt.kernels.sample import sample as draw

@@ -2,52 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-probabilities at n places, natural logarithm.
-
-    logprobs       fp32 [n]      of the token that came
-    ranks          int64 [n]     its rank by probability, 1 = likeliest (ties share the better rank)
-    top_ids        int64 [n, k]  the k likeliest tokens, likeliest first
-    top_logprobs   fp32 [n, k]
-    """
-
-    logprobs: Tensor
-    ranks: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
-
-    @classmethod
-    def empty(cls) -> Scores:
-        """No places."""
-        none, ids = torch.empty(0), torch.empty(0, dtype=torch.int64)
-        return cls(none, ids, ids.view(0, 0), none.view(0, 0))
-
-    def __len__(self) -> int:
-        return len(self.logprobs)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Scores:
-        """Each tensor changed."""
-        return Scores(
-            change(self.logprobs), change(self.ranks), change(self.top_ids), change(self.top_logprobs)
-        )
-
-    def part(self, start: int, stop: int, num_top: int) -> Scores:
-        """Places [start, stop), the `num_top` likeliest tokens of each."""
-        rows = slice(start, stop)
-        return Scores(
-            self.logprobs[rows],
-            self.ranks[rows],
-            self.top_ids[rows, :num_top],
-            self.top_logprobs[rows, :num_top],
-        )
+from qrt.engine.schedule.scores import Scores
 
 
 def score(logits: Tensor, targets: Tensor, num_top: int) -> Scores:
@@ -57,13 +14,3 @@ def score(logits: Tensor, targets: Tensor, num_top: int) -> Scores:
     ranks = (logits > chosen).sum(-1) + 1
     top = logits.topk(num_top, dim=-1)
     return Scores(chosen[:, 0] - total, ranks, top.indices, top.values - total[:, None])
-
-
-def concat(parts: Sequence[Scores]) -> Scores:
-    """The places of all parts, in order."""
-    return Scores(
-        torch.cat([part.logprobs for part in parts]),
-        torch.cat([part.ranks for part in parts]),
-        torch.cat([part.top_ids for part in parts]),
-        torch.cat([part.top_logprobs for part in parts]),
-    )

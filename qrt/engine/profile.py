@@ -10,9 +10,9 @@ from torch import Tensor
 
 from qrt.engine.adjustments import Adjustments
 from qrt.engine.graphs import TokenSteps
-from qrt.engine.plan import Admission, Chunk, Placement, Plan, Sampling, Scoring
 from qrt.engine.runner import SCORED_ROWS, Runner
-from qrt.engine.scheduler import Limits
+from qrt.engine.schedule.plan import Admission, Chunk, Placement, Plan, Sampling, Scoring
+from qrt.engine.schedule.scheduler import Limits
 from qrt.engine.table import RequestTable
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder

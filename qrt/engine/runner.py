@@ -12,9 +12,10 @@ from torch import Tensor
 from qrt.engine.adjustments import Adjustments
 from qrt.engine.batch import Batch, Draws, build, drawn_plainly, draws
 from qrt.engine.graphs import TokenSteps
-from qrt.engine.logprobs import Scores, concat, score
-from qrt.engine.plan import Plan, StepResult
+from qrt.engine.logprobs import score
 from qrt.engine.sampler import sample
+from qrt.engine.schedule.plan import Plan, StepResult
+from qrt.engine.schedule.scores import Scores, concat
 from qrt.engine.table import RequestTable
 from qrt.engine.timeline import Kind, Timeline
 from qrt.engine.transfer import Fetch

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qrt.engine.adjustments import Adjustments
-from qrt.engine.plan import ANY
+from qrt.engine.schedule.plan import ANY
 from qrt.engine.table import RequestTable
 from qrt.kernels.sample import sample as draw
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qrt.engine.batch import chunks_of
-from qrt.engine.plan import Plan
+from qrt.engine.schedule.plan import Plan
 from qrt.engine.table import RequestTable
 from qrt.kernels.prefill_attention.tiles import FIELDS
 from qrt.model.decoder import Decoder

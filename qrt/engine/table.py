@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qrt.engine.plan import Admission, Placement
+from qrt.engine.schedule.plan import Admission, Placement
 from qrt.engine.transfer import to_device
 from qrt.kernels.token_inputs import advance
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qrt.config import MAX_TOKENS_LISTED, SamplingParams
-from qrt.engine.logprobs import Scores
-from qrt.engine.output import RequestDelta, merge
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule.output import RequestDelta, merge
+from qrt.engine.schedule.request import FinishReason
+from qrt.engine.schedule.scores import Scores
 from qrt.errors import ConfigError
 from qrt.text.detokenizer import Detokenizer, TokenPlaces
 from qrt.text.output import (

@@ -6,7 +6,7 @@ import torch
 
 from qrt.config import SamplingParams
 from qrt.engine.adjustments import Adjustments
-from qrt.engine.plan import Adjustment, Admission, Sampling
+from qrt.engine.schedule.plan import Adjustment, Admission, Sampling
 from qrt.errors import ConfigError
 
 VOCAB, EOS = 29, 5

@@ -7,7 +7,17 @@ import torch
 
 from qrt.engine.adjustments import Adjustments
 from qrt.engine.batch import build, drawn_plainly
-from qrt.engine.plan import Adjustment, Admission, Ban, Chunk, Decode, Placement, Plan, Sampling, Scoring
+from qrt.engine.schedule.plan import (
+    Adjustment,
+    Admission,
+    Ban,
+    Chunk,
+    Decode,
+    Placement,
+    Plan,
+    Sampling,
+    Scoring,
+)
 from qrt.engine.table import RequestTable
 from qrt.engine.transfer import Fetch, to_device
 from qrt.kernels.prefill_attention.tiles import Queries

@@ -13,8 +13,8 @@ import torch
 from fake_decoder import EOS, VOCAB, FakeDecoder, fake_engine, greedy, next_logits, run, tokens
 
 from qrt.config import SamplingParams
-from qrt.engine import admission, growth, sharing
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule import admission, lookahead, sharing
+from qrt.engine.schedule.request import FinishReason
 from qrt.errors import ConfigError, QueueFullError
 
 _alone = fake_engine(max_num_seqs=1, enable_prefix_caching=False, overlap=False)
@@ -111,8 +111,8 @@ def random_engine(rng, monkeypatch):
     monkeypatch.setattr(
         admission, "expected_output", lambda done, most, conservative: np.minimum(most, done + slack)
     )
-    monkeypatch.setattr(growth, "GROW_TOKENS", rng.choice([1, 5]))
-    monkeypatch.setattr(growth, "GROWN_AT_ONCE", rng.choice([1, 3, 64]))
+    monkeypatch.setattr(lookahead, "GROW_TOKENS", rng.choice([1, 5]))
+    monkeypatch.setattr(lookahead, "GROWN_AT_ONCE", rng.choice([1, 3, 64]))
     monkeypatch.setattr(sharing, "SHARED_TOKENS", rng.choice([1, 8, 1000]))
     return fake_engine(
         pool=rng.choice([48, 64, 80, 256]),

@@ -14,8 +14,8 @@ from qrt import EngineConfig, SamplingParams
 from qrt.engine import graphs
 from qrt.engine.engine import Engine, _capture_sizes
 from qrt.engine.graphs import TokenSteps, default_rows, default_tokens
-from qrt.engine.plan import Chunk, Decode, Plan, Sampling, StepResult
-from qrt.engine.scheduler import Limits, Scheduler
+from qrt.engine.schedule.plan import Chunk, Decode, Plan, Sampling, StepResult
+from qrt.engine.schedule.scheduler import Limits, Scheduler
 from qrt.engine.table import RequestTable
 from qrt.errors import ConfigError
 from qrt.kernels.prefill_attention.tiles import NONE

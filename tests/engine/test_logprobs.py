@@ -2,7 +2,8 @@
 
 import torch
 
-from qrt.engine.logprobs import concat, score
+from qrt.engine.logprobs import score
+from qrt.engine.schedule.scores import concat
 
 
 def test_scores_are_log_softmax_with_ranks():

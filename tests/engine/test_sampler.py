@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from qrt.engine.adjustments import Adjustments
-from qrt.engine.plan import ANY, Admission, Sampling
 from qrt.engine.sampler import SampleMeta, least_kept
 from qrt.engine.sampler import sample as draw
+from qrt.engine.schedule.plan import ANY, Admission, Sampling
 from qrt.engine.table import RequestTable
 from qrt.kernels.sample.ref import gumbel, uniform
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from qrt.engine.engine import Engine
-from qrt.engine.output import RequestDelta
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.request import FinishReason
 from qrt.text.tokenizer import Tokenizer
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import small_tokenizers
 from qrt.config import SamplingParams
-from qrt.engine.logprobs import Scores
-from qrt.engine.output import RequestDelta
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.request import FinishReason
+from qrt.engine.schedule.scores import Scores
 from qrt.text.collector import TOKENS_AT_ONCE, RequestCollector
 from qrt.text.output import RequestOutput
 from qrt.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
-from qrt.engine.output import RequestDelta
+from qrt.engine.schedule.output import RequestDelta
 from qrt.errors import QrtError
 from qrt_eval.inputs.lengths import Request
 

@@ -17,8 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qrt.engine.output import RequestDelta, merge
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule.output import RequestDelta, merge
+from qrt.engine.schedule.request import FinishReason
 from qrt.errors import ConfigError, QrtError, QueueFullError
 from qrt.serve.link.messages import (
     Abort,

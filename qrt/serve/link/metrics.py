@@ -25,8 +25,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from qrt.engine.engine import Engine
-from qrt.engine.output import RequestDelta
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.request import FinishReason
 from qrt.serve.link.messages import Add, EngineInfo
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)

@@ -19,8 +19,8 @@ import msgspec
 
 from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
-from qrt.engine.output import RequestDelta
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.request import FinishReason
 from qrt.errors import QrtError, QueueFullError
 from qrt.location import api_name
 from qrt.serve.link.messages import (

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
-from qrt.engine.output import RequestDelta
+from qrt.engine.schedule.output import RequestDelta
 from qrt.serve.link.messages import Answer, Message, Ready, Refusal
 
 

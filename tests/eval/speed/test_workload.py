@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qrt.engine.plan import StepResult
-from qrt.engine.scheduler import Limits, Scheduler
+from qrt.engine.schedule.plan import StepResult
+from qrt.engine.schedule.scheduler import Limits, Scheduler
 from qrt.mem.manager import KVManager
 from qrt_eval.inputs.lengths import Fixed
 from qrt_eval.speed import feed

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from qrt.config import SamplingParams
-from qrt.engine.logprobs import Scores
-from qrt.engine.output import RequestDelta, merge
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule.output import RequestDelta, merge
+from qrt.engine.schedule.request import FinishReason
+from qrt.engine.schedule.scores import Scores
 from qrt.errors import ConfigError, QueueFullError
 from qrt.serve.link.engine_client import EngineClient, EngineError
 from qrt.serve.link.messages import Add, Refusal

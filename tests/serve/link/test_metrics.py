@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qrt.engine.output import RequestDelta
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.request import FinishReason
 from qrt.serve.link.messages import Add
 from qrt.serve.link.metrics import EngineMetrics
 

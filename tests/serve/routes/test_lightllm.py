@@ -10,8 +10,8 @@ from servers import ThreadServer, bearer, refused
 
 from qrt.assets import model_path
 from qrt.config import SamplingParams
-from qrt.engine.output import RequestDelta
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.request import FinishReason
 from qrt.serve.routes.lightllm import GenerateRequest, LightllmShape, Parameters
 from qrt.text.collector import RequestCollector
 from qrt.text.tokenizer import Tokenizer

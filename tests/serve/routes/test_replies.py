@@ -7,9 +7,9 @@ import torch
 
 import small_tokenizers
 from qrt.config import SamplingParams
-from qrt.engine.logprobs import Scores
-from qrt.engine.output import RequestDelta
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.request import FinishReason
+from qrt.engine.schedule.scores import Scores
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest
 from qrt.serve.routes.replies import ChatReply, CompletionReply
 from qrt.text.collector import RequestCollector

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from qrt.config import SamplingParams
-from qrt.engine import admission, growth
-from qrt.engine import scheduler as scheduling
-from qrt.engine.plan import StepResult
 from qrt.engine.profile import largest_plan
-from qrt.engine.scheduler import Limits, Scheduler
+from qrt.engine.schedule import admission, lookahead
+from qrt.engine.schedule import scheduler as scheduling
+from qrt.engine.schedule.plan import StepResult
+from qrt.engine.schedule.scheduler import Limits, Scheduler
 from qrt.errors import ConfigError
 from qrt.mem.manager import KVManager
 
@@ -136,13 +136,13 @@ def test_most_steps_of_decodes_place_no_slots(requests):
     for _ in range(32):
         plan, _ = step(scheduler)
         assert len(plan.decodes) == requests and not plan.chunks
-        assert len(plan.placed) <= growth.GROWN_AT_ONCE
+        assert len(plan.placed) <= lookahead.GROWN_AT_ONCE
         for row, start, slots in plan.placed:
             assert start == held[row]
             held[row] += len(slots)
         placing += bool(plan.placed)
         assert all(held[r.row] == len(r.seq) >= r.num_computed for r in scheduler.running)
-    assert placing <= 32 * -(-requests // growth.GROWN_AT_ONCE) / (growth.GROW_TOKENS // 2)
+    assert placing <= 32 * -(-requests // lookahead.GROWN_AT_ONCE) / (lookahead.GROW_TOKENS // 2)
 
 
 def test_chunks_behind_a_long_prefix_share_the_room_for_it(monkeypatch):
@@ -203,7 +203,7 @@ def test_only_who_can_share_soon_waits():
 
 def test_the_last_to_come_is_paused_and_goes_on_where_it_was(monkeypatch):
     monkeypatch.setattr(admission, "EXPECTED_TOKENS", 0)
-    monkeypatch.setattr(growth, "GROW_TOKENS", 1)
+    monkeypatch.setattr(lookahead, "GROW_TOKENS", 1)
     scheduler = make(slots=64, max_model_len=64, max_num_seqs=2, budget=64)
     scheduler.add("a", np.arange(10, dtype=np.int32), SamplingParams(max_tokens=20))
     scheduler.add("b", np.arange(100, 134, dtype=np.int32), SamplingParams(max_tokens=20))

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from qrt.config import SamplingParams
-from qrt.engine import growth
-from qrt.engine.plan import Chunk, StepResult
-from qrt.engine.scheduler import Limits, Scheduler
+from qrt.engine.schedule import lookahead
+from qrt.engine.schedule.plan import Chunk, StepResult
+from qrt.engine.schedule.scheduler import Limits, Scheduler
 from qrt.errors import QueueFullError
 from qrt.mem.manager import KVManager
 
@@ -82,8 +82,8 @@ def random_request(rng, shared):
 @pytest.mark.parametrize("seed", range(4))
 def test_ten_thousand_steps(seed, monkeypatch):
     rng = random.Random(seed)
-    monkeypatch.setattr(growth, "GROW_TOKENS", rng.choice([1, 4, 16]))
-    monkeypatch.setattr(growth, "GROWN_AT_ONCE", rng.choice([1, 3, 64]))
+    monkeypatch.setattr(lookahead, "GROW_TOKENS", rng.choice([1, 4, 16]))
+    monkeypatch.setattr(lookahead, "GROWN_AT_ONCE", rng.choice([1, 3, 64]))
     pool, rows = rng.choice([300, 600, 1500]), rng.choice([4, 16, 40])
     kv = KVManager(pool, prefix_caching=seed != 1, run=rng.choice([1, 16]))
     limits = Limits(200, rows, rng.choice([8, 64, 300]), max_num_queued_reqs=30)

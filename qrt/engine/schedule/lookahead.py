@@ -1,11 +1,11 @@
-"""Growth: slots for tokens that requests are about to have, and what the request table is told of them."""
+"""Growth: give slots ahead of the tokens that need them, and note what the request table is told."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qrt.engine.plan import Chunk, Decode, Placement
-from qrt.engine.request import ALL, Request
+from qrt.engine.schedule.plan import Chunk, Decode, Placement
+from qrt.engine.schedule.request import ALL, Request
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
 

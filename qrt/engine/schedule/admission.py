@@ -13,7 +13,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qrt.engine.request import Request
+from qrt.engine.schedule.request import Request
 
 Counts = NDArray[np.int64]
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from qrt.config import SamplingParams
-from qrt.engine.logprobs import Scores
+from qrt.engine.schedule.scores import Scores
 from qrt.mem.slots import Ints
 
 ANY = -1  # of `Ban.after`: whatever came before

@@ -23,14 +23,14 @@ from operator import attrgetter
 import numpy as np
 
 from qrt.config import SamplingParams
-from qrt.engine import growth
-from qrt.engine.admission import Growing
-from qrt.engine.growth import Growth, short
-from qrt.engine.logprobs import Scores
-from qrt.engine.output import RequestDelta
-from qrt.engine.plan import Adjustment, Admission, Chunk, Plan, Sampling, StepResult
-from qrt.engine.request import FinishReason, Request
-from qrt.engine.sharing import Unpublished
+from qrt.engine.schedule import lookahead
+from qrt.engine.schedule.admission import Growing
+from qrt.engine.schedule.lookahead import Growth, short
+from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.plan import Adjustment, Admission, Chunk, Plan, Sampling, StepResult
+from qrt.engine.schedule.request import FinishReason, Request
+from qrt.engine.schedule.scores import Scores
+from qrt.engine.schedule.sharing import Unpublished
 from qrt.errors import ConfigError, QueueFullError
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
@@ -377,7 +377,7 @@ class Scheduler:
             self._growing = Growing(self.running, conservative=self._conservative)
         self._growing.add(request, num_tokens - cached)
         budget = max(1, self.limits.max_num_batched_tokens - len(self.running))
-        slack = growth.GROW_TOKENS + self._growing.prefill // budget
+        slack = lookahead.GROW_TOKENS + self._growing.prefill // budget
         return self._growing.spare(slack, self.kv.available - num_tokens)
 
     def _fit(self, decodes: int, prefilling: list[tuple[Request, Chunk]]) -> None:

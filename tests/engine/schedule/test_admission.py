@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from qrt.config import SamplingParams
-from qrt.engine.admission import Growing, expected_output, peak_slots
-from qrt.engine.request import Request
+from qrt.engine.schedule.admission import Growing, expected_output, peak_slots
+from qrt.engine.schedule.request import Request
 from qrt.mem.manager import SequenceKV
 
 

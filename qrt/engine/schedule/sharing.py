@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qrt.engine.request import Request
+from qrt.engine.schedule.request import Request
 from qrt.mem.slots import Ints
 
 # A request waits for a running prefill that computes at least so many tokens that it can then share.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from qrt.engine.logprobs import Scores, concat
-from qrt.engine.request import FinishReason
+from qrt.engine.schedule.request import FinishReason
+from qrt.engine.schedule.scores import Scores, concat
 
 
 class RequestDelta(NamedTuple):

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from qrt.config import SamplingParams
-from qrt.engine.plan import Ban, Decode, Sampling, Scoring
+from qrt.engine.schedule.plan import Ban, Decode, Sampling, Scoring
 from qrt.mem.manager import SequenceKV
 from qrt.mem.slots import Ints
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from qrt.config import SamplingParams
-from qrt.engine.plan import Ban
-from qrt.engine.request import Request
+from qrt.engine.schedule.plan import Ban
+from qrt.engine.schedule.request import Request
 
 
 def request(words, output, pending=0):
