@@ -17,7 +17,8 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
     "qrt.mem": 3,
     "qrt.layers": 4,
     "qrt.model": 5,
-    "qrt.engine": 6, "qrt.text.collector": 6,  # of the engine's deltas
+    "qrt.engine.schedule": 6, "qrt.engine.step": 6.1, "qrt.engine": 6.2,
+    "qrt.text.collector": 6.1,  # of the engine's deltas
     "qrt.llm": 7, "qrt.serve.settings": 7, "qrt.serve.link": 7.1, "qrt.async_llm": 7.2,
     "qrt.serve.http": 7.2, "qrt.serve.routes": 7.3, "qrt.serve.processes": 7.4, "qrt.serve.command": 7.5,
     "qrt.serve": 7.6,
@@ -29,6 +30,9 @@ TORCH_FREE = (
     "qrt.version", "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.cli",
     "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager", "qrt.folder", "qrt.peers",
     "qrt.peer_fields", "qrt.hub", "qrt.hub_errors", "qrt.location", "qrt.engine.preflight",
+    "qrt.engine.schedule.request", "qrt.engine.schedule.plan", "qrt.engine.schedule.scheduler",
+    "qrt.engine.schedule.lookahead", "qrt.engine.schedule.admission", "qrt.engine.schedule.output",
+    "qrt.engine.schedule.sharing",
 )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ import transformers
 import qrt
 import small_tokenizers
 from qrt import LLM, SamplingParams
-from qrt.engine.graphs import TokenSteps
 from qrt.engine.schedule import admission
+from qrt.engine.step.graphs import TokenSteps
 from qrt.errors import CheckpointError, ConfigError, QrtError, UnsupportedError
 from tiny_models import random_checkpoint
 

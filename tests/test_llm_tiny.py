@@ -12,9 +12,9 @@ import transformers
 import qrt
 from qrt import LLM, SamplingParams
 from qrt.assets import model_path
-from qrt.engine.graphs import TokenSteps
 from qrt.engine.schedule import admission
 from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.step.graphs import TokenSteps
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.llm import engine_config
 

@@ -1,1 +1,1 @@
-"""Requests in, tokens out: request, scheduler, batch, runner, sampler and the loop that joins them."""
+"""The engine: token ids in, token ids out. `schedule/` plans steps on the host, `step/` runs them."""

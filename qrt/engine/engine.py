@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 
 from qrt.config import EngineConfig, SamplingParams
-from qrt.engine.adjustments import Adjustments
 from qrt.engine.generation import GenerationConfig
-from qrt.engine.graphs import TokenSteps, default_rows, default_tokens
 from qrt.engine.preflight import check_fit, check_settings, preflight
-from qrt.engine.profile import peak_step_bytes
-from qrt.engine.runner import Launched, Runner
 from qrt.engine.schedule.output import RequestDelta
 from qrt.engine.schedule.plan import Plan
 from qrt.engine.schedule.scheduler import Limits, Scheduler
-from qrt.engine.table import RequestTable
-from qrt.engine.timeline import Timeline
+from qrt.engine.step.adjustments import Adjustments
+from qrt.engine.step.graphs import TokenSteps, default_rows, default_tokens
+from qrt.engine.step.profile import peak_step_bytes
+from qrt.engine.step.runner import Launched, Runner
+from qrt.engine.step.table import RequestTable
+from qrt.engine.step.timeline import Timeline
 from qrt.errors import ConfigError
 from qrt.kernels.gpu import launches_on
 from qrt.mem.manager import KVManager

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from qrt import LLM, SamplingParams
-from qrt.engine.graphs import TokenSteps
 from qrt.engine.schedule import admission
+from qrt.engine.step.graphs import TokenSteps
 from qrt.mem.sizing import PAD_SLOTS
 from qrt.quant.kv import KV_FORMATS
 

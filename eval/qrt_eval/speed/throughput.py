@@ -10,7 +10,7 @@ of the run in which as many run as can (see workload.py); the other rates are of
 
     achieved_GBps   weights of every step and K/V of every decoded token, over the whole time
     host_gap        share of the time from the first step to the last in which the GPU waits between two
-    steps           the steps by kind (see qrt/engine/timeline.py); this and host_gap are null on a CPU
+    steps           the steps by kind (see qrt/engine/step/timeline.py); this and host_gap are null on a CPU
 """
 
 from __future__ import annotations

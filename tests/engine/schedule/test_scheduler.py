@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from qrt.config import SamplingParams
-from qrt.engine.profile import largest_plan
 from qrt.engine.schedule import admission, lookahead
 from qrt.engine.schedule import scheduler as scheduling
 from qrt.engine.schedule.plan import StepResult
 from qrt.engine.schedule.scheduler import Limits, Scheduler
+from qrt.engine.step.profile import largest_plan
 from qrt.errors import ConfigError
 from qrt.mem.manager import KVManager
 

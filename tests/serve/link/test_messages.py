@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from qrt import SamplingParams
-from qrt.engine.logprobs import score
 from qrt.engine.schedule.output import RequestDelta
 from qrt.engine.schedule.request import FinishReason
+from qrt.engine.step.logprobs import score
 from qrt.serve.link.messages import Abort, Add, Failed, Hello, Refusal, decode_to_engine, encode, fields_of
 from qrt.serve.link.step_output import Output, decode_from_engine
 

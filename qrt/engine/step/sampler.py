@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qrt.engine.adjustments import Adjustments
 from qrt.engine.schedule.plan import ANY
-from qrt.engine.table import RequestTable
+from qrt.engine.step.adjustments import Adjustments
+from qrt.engine.step.table import RequestTable
 from qrt.kernels.sample import sample as draw
 
 _INF = float("inf")

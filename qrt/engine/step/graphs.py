@@ -27,8 +27,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qrt.engine.schedule.plan import Plan
-from qrt.engine.step_inputs import StepInputs
-from qrt.engine.table import RequestTable
+from qrt.engine.step.step_inputs import StepInputs
+from qrt.engine.step.table import RequestTable
 from qrt.kernels.sample import sample as draw
 from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
 from qrt.kernels.token_inputs import token_inputs

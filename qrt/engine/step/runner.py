@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qrt.engine.adjustments import Adjustments
-from qrt.engine.batch import Batch, Draws, build, drawn_plainly, draws
-from qrt.engine.graphs import TokenSteps
-from qrt.engine.logprobs import score
-from qrt.engine.sampler import sample
 from qrt.engine.schedule.plan import Plan, StepResult
 from qrt.engine.schedule.scores import Scores, concat
-from qrt.engine.table import RequestTable
-from qrt.engine.timeline import Kind, Timeline
-from qrt.engine.transfer import Fetch
+from qrt.engine.step.adjustments import Adjustments
+from qrt.engine.step.batch import Batch, Draws, build, drawn_plainly, draws
+from qrt.engine.step.graphs import TokenSteps
+from qrt.engine.step.logprobs import score
+from qrt.engine.step.sampler import sample
+from qrt.engine.step.table import RequestTable
+from qrt.engine.step.timeline import Kind, Timeline
+from qrt.engine.step.transfer import Fetch
 from qrt.kernels.gpu import launches_on
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder

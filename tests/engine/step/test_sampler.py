@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from qrt.engine.adjustments import Adjustments
-from qrt.engine.sampler import SampleMeta, least_kept
-from qrt.engine.sampler import sample as draw
 from qrt.engine.schedule.plan import ANY, Admission, Sampling
-from qrt.engine.table import RequestTable
+from qrt.engine.step.adjustments import Adjustments
+from qrt.engine.step.sampler import SampleMeta, least_kept
+from qrt.engine.step.sampler import sample as draw
+from qrt.engine.step.table import RequestTable
 from qrt.kernels.sample.ref import gumbel, uniform
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qrt.engine.schedule.plan import Admission, Placement
-from qrt.engine.transfer import to_device
+from qrt.engine.step.transfer import to_device
 from qrt.kernels.token_inputs import advance
 
 ROW_MULTIPLE = 64  # rows of the slot table start on 256 bytes: wide loads, one Triton specialization

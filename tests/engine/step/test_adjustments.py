@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from qrt.config import SamplingParams
-from qrt.engine.adjustments import Adjustments
 from qrt.engine.schedule.plan import Adjustment, Admission, Sampling
+from qrt.engine.step.adjustments import Adjustments
 from qrt.errors import ConfigError
 
 VOCAB, EOS = 29, 5

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qrt.engine.batch import chunks_of
 from qrt.engine.schedule.plan import Plan
-from qrt.engine.table import RequestTable
+from qrt.engine.step.batch import chunks_of
+from qrt.engine.step.table import RequestTable
 from qrt.kernels.prefill_attention.tiles import FIELDS
 from qrt.model.decoder import Decoder
 

@@ -11,12 +11,12 @@ import torch
 from fake_decoder import FakeDecoder
 
 from qrt import EngineConfig, SamplingParams
-from qrt.engine import graphs
 from qrt.engine.engine import Engine, _capture_sizes
-from qrt.engine.graphs import TokenSteps, default_rows, default_tokens
 from qrt.engine.schedule.plan import Chunk, Decode, Plan, Sampling, StepResult
 from qrt.engine.schedule.scheduler import Limits, Scheduler
-from qrt.engine.table import RequestTable
+from qrt.engine.step import graphs
+from qrt.engine.step.graphs import TokenSteps, default_rows, default_tokens
+from qrt.engine.step.table import RequestTable
 from qrt.errors import ConfigError
 from qrt.kernels.prefill_attention.tiles import NONE
 from qrt.mem.manager import KVManager
@@ -288,7 +288,8 @@ def test_an_engine_that_is_gone_leaves_no_garbage(folder, monkeypatch):
 
 LAUNCHERS = (
     "layers.linear.linear", "model.fused.embed_rmsnorm", "layers.attention.kv_write",
-    "engine.sampler.draw", "engine.graphs.draw", "engine.graphs.token_inputs", "engine.table.advance",
+    "engine.step.sampler.draw", "engine.step.graphs.draw", "engine.step.graphs.token_inputs",
+    "engine.step.table.advance",
 )  # fmt: skip
 
 

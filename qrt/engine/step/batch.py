@@ -10,11 +10,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from qrt.engine.adjustments import Adjustments
-from qrt.engine.sampler import SampleMeta
 from qrt.engine.schedule.plan import Plan
-from qrt.engine.table import RequestTable
-from qrt.engine.transfer import to_device
+from qrt.engine.step.adjustments import Adjustments
+from qrt.engine.step.sampler import SampleMeta
+from qrt.engine.step.table import RequestTable
+from qrt.engine.step.transfer import to_device
 from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.prefill_attention.tiles import Queries
 from qrt.kernels.step import Chunks, DecodeMeta, PrefillMeta, StepMeta

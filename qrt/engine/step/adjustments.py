@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qrt.config import LARGE
 from qrt.engine.schedule.plan import Adjustment, Admission
-from qrt.engine.transfer import to_device
+from qrt.engine.step.transfer import to_device
 
 _INF = float("inf")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qrt.config import SamplingParams
-from qrt.engine import timeline as module
-from qrt.engine.timeline import Kind, Timeline
+from qrt.engine.step import timeline as module
+from qrt.engine.step.timeline import Kind, Timeline
 from qrt.llm import LLM
 
 DECODES, PROMPTS, LAUNCHED = Kind(False, True), Kind(True, True), Kind(True, False)

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qrt.engine.adjustments import Adjustments
-from qrt.engine.graphs import TokenSteps
-from qrt.engine.runner import SCORED_ROWS, Runner
 from qrt.engine.schedule.plan import Admission, Chunk, Placement, Plan, Sampling, Scoring
 from qrt.engine.schedule.scheduler import Limits
-from qrt.engine.table import RequestTable
+from qrt.engine.step.adjustments import Adjustments
+from qrt.engine.step.graphs import TokenSteps
+from qrt.engine.step.runner import SCORED_ROWS, Runner
+from qrt.engine.step.table import RequestTable
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.quant.kv.base import KVFormat

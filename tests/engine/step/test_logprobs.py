@@ -2,8 +2,8 @@
 
 import torch
 
-from qrt.engine.logprobs import score
 from qrt.engine.schedule.scores import concat
+from qrt.engine.step.logprobs import score
 
 
 def test_scores_are_log_softmax_with_ranks():

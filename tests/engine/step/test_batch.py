@@ -5,8 +5,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from qrt.engine.adjustments import Adjustments
-from qrt.engine.batch import build, drawn_plainly
 from qrt.engine.schedule.plan import (
     Adjustment,
     Admission,
@@ -18,8 +16,10 @@ from qrt.engine.schedule.plan import (
     Sampling,
     Scoring,
 )
-from qrt.engine.table import RequestTable
-from qrt.engine.transfer import Fetch, to_device
+from qrt.engine.step.adjustments import Adjustments
+from qrt.engine.step.batch import build, drawn_plainly
+from qrt.engine.step.table import RequestTable
+from qrt.engine.step.transfer import Fetch, to_device
 from qrt.kernels.prefill_attention.tiles import Queries
 
 CPU = torch.device("cpu")
