@@ -1,4 +1,4 @@
-"""A module imports its own floor and lower ones, never higher (design section 3)."""
+"""A module imports its own floor and lower ones, never higher (docs/architecture.md#floors)."""
 
 import ast
 from collections.abc import Mapping

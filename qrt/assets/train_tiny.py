@@ -1,6 +1,6 @@
 """Makes `qrt/assets/tiny`, the bundled checkpoint, from the project's text; one command, one GPU.
 
-    python -m qrt.assets.train_tiny --corpus ../shared/corpus --out qrt/assets/tiny
+    python -m qrt.assets.train_tiny --corpus CORPUS --out qrt/assets/tiny
 
 Corpus folder: `prose.txt.xz` and `technical.txt.xz` (documents parted by a line `<|doc|>`), of which
 one document in fifty is held out and never trained on, and `wiki.test.raw` (here or under

@@ -2,7 +2,7 @@
 
 Device functions (`*/device.py`) repeat the arithmetic in Triton and are tested against this file.
 Scales are rounded to their stored dtype first and codes are chosen with the *rounded* scale, in fp32:
-rounding in bf16 misplaces 9-12 % of int8 codes (research/weights.md section 1.5).
+rounding in bf16 misplaces 9-12 % of int8 codes (docs/checkpoint-formats.md#rounding).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ MIDRISE_STEPS = (8.0, 7.75, 7.5, 7.25, 7.0)  # absmax in steps; none clips
 def quantize_midrise4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """KV int4: x [..., D] -> codes uint8 0..15 and scale fp16 [..., D/group]; x ~ (code - 7.5) * scale.
 
-    Sixteen levels around zero without a zero point (research/kv.md section 4.2). scale = absmax / m, with
+    Sixteen levels around zero without a zero point (docs/kv-layout.md#grids). scale = absmax / m, with
     the m of MIDRISE_STEPS that errs least: where the largest values fall between levels decides a fifth of
     the squared error of a group of 32.
     """

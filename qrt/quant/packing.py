@@ -2,7 +2,7 @@
 
 Element i of the packed axis occupies bits [i*b, (i+1)*b) of the stream; word w holds bits
 [32w, 32w+32), least significant first. compressed-tensors, GPTQ and AWQ differ only in the axis,
-the offset and (AWQ) a column order (research/weights.md section 1.0).
+the offset and (AWQ) a column order (docs/checkpoint-formats.md#one-packer).
 
     4-bit codes 0..7  ->  0x76543210        8-bit codes 1,2,3,4  ->  0x04030201
 """

@@ -5,7 +5,7 @@ largest power of two that divides D/2 where D/2 is none). In a head narrower tha
 crossed, (lo + hi, lo - hi) / sqrt(2): 32 channels alone do not even out an outlier (int4 costs the bundled
 model, D = 64, 1.9 % of perplexity instead of 2.5). Applied to q, k (after RoPE) and v; scores do not change,
 the attention output is rotated back: crossed, times M^T. At the same bytes int4 attention error falls 2.4x
-at D = 128 (research/kv.md 4.2).
+at D = 128 (docs/kv-layout.md#rotation).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def test_plan_covers_k(blocks, tiles, tokens):
 
 
 def test_plan_is_the_measured_one():
-    """Splits of qkv, o, gate_up, down of Llama-3-8B in int4 (shared/prototypes/gemm/README.md)."""
+    """Splits of qkv, o, gate_up, down of Llama-3-8B in int4."""
     shapes = [(96, 16), (64, 16), (448, 16), (64, 56)]
     assert [tile_plans.fused_plan(8, *shape).splits for shape in shapes] == [4, 4, 1, 8]
     assert [tile_plans.fused_plan(64, *shape).splits for shape in shapes] == [2, 4, 1, 4]

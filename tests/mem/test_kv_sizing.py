@@ -16,7 +16,7 @@ LLAMA_8B = (8, 128, torch.bfloat16)
 
 
 def test_bytes_per_token_of_an_8b_model():
-    """kv.md decision 1: K and V of one token-head at D = 128 take 512, 264 and 136 bytes."""
+    """K and V of one token-head at D = 128 take 512, 264 and 136 bytes."""
     for kv_format, per_head in ((FP16, 512), (INT8, 264), (INT4, 136)):
         assert pool_bytes([kv_format] * 32, 1000, *LLAMA_8B) == (1000 + PAD_SLOTS) * 32 * 8 * per_head
 

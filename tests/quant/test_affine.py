@@ -79,8 +79,10 @@ def test_asymmetric_range_holds_zero(bits):
 
 
 def definition(w: torch.Tensor, bits: int, symmetric: bool, group: int):
-    """compressed-tensors (research/weights.md 1.3): scale, signed zero and the number that is rounded to the
-    signed code, element by element in Python."""
+    """Scale, signed zero and the number that is rounded to the signed code, one by one in Python.
+
+    As compressed-tensors defines them: docs/checkpoint-formats.md#rounding.
+    """
     low_code, high_code = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     for row in w.tolist():
         for start in range(0, len(row), group):

@@ -191,7 +191,7 @@ def test_features_that_do_not_fill_a_word(case, tmp_path):
 
 
 def test_golden_layout(tmp_path):
-    """Names, dtypes and shapes of research/weights.md Appendix A, and the config of its section 1.7."""
+    """Names, dtypes, shapes and config as in docs/checkpoint-formats.md#what-is-written."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
     source = random_checkpoint(tmp_path / "plain", "LlamaForCausalLM", dtype=torch.bfloat16, **sizes)
     shapes = {

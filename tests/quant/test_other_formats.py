@@ -80,7 +80,7 @@ def test_gptq(weight, tmp_path, bits, version, symmetric, ordered):
 
 
 def test_gptq_zero_points_borrow_from_field_to_field(weight, tmp_path):
-    """The true zeros 8, 0, 7, 3, 15, 1, 0, 9 are stored as 0x7f0e25f7 (research/weights.md 1.2)."""
+    """The true zeros 8, 0, 7, 3, 15, 1, 0, 9 are stored as 0x7f0e25f7 (docs/checkpoint-formats.md#gptq)."""
     codes, zeros, scales, index, _ = weight(4)
     zeros[:] = np.tile([8, 0, 7, 3, 15, 1, 0, 9], N // 8)
     tensors = gptq_tensors(codes, zeros, scales, index, 4, version=1)
@@ -140,7 +140,7 @@ def test_awq(weight, tmp_path, symmetric):
 
 
 def test_awq_golden_word():
-    """Columns 0 to 7 holding codes 0 to 7 (research/weights.md 1.0)."""
+    """Columns 0 to 7 holding codes 0 to 7 (docs/checkpoint-formats.md#one-packer)."""
     word = pack_columns(torch.arange(8, dtype=torch.uint8)[None])
     assert word.tolist() == [[0x75316420]] and unpack_columns(word).tolist() == [list(range(8))]
 

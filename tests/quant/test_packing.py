@@ -1,4 +1,4 @@
-"""The packer against its golden words (research/weights.md 1.0) and against Python's own big integers."""
+"""The packer against Python's own big integers, and the words of docs/checkpoint-formats.md#one-packer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What users of other servers have complained about (research/engine.md section 5), and what operators rely
+"""What users of other servers have complained about, and what operators rely
 on: logprobs of the prompt, streams, limits, health and metrics."""
 
 import json

@@ -1,4 +1,4 @@
-"""The security checklist (research/engine.md 7.4), line by line: what is refused, how, and before what work.
+"""The promises of docs/security.md, line by line: what is refused, how, and before what work.
 
 Elsewhere: keys in test_keys.py, connections in test_connection.py, fields that are not run in test_fields.py,
 sockets and processes in test_processes.py, templates in test_chat_template.py, safetensors and shard names in

@@ -3,7 +3,7 @@
 A program attends one part (`plan`) of one request's tokens for the query heads of one KV head, or of two that
 are read side by side. The last of up to `FAN_IN` parts to arrive merges them by their base-2 log-sum-exp, the
 last of the groups so merged merges those, and whoever holds the whole leaves the basis of the cache
-(research/kv.md section 2.5). Parts are added in their order, so results do not depend on timing.
+(docs/kv-layout.md#decode-attention). Parts are added in their order, so results do not depend on timing.
 
 Where requests are few, programs load what they attend first, slots, K and V, while the kernel before works;
 only then they wait for it, for its query (`DecodeBlock.ahead`). `append_attention` saves a launch: each

@@ -282,7 +282,7 @@ def _scaled(
 
 class _Plan(NamedTuple):
     """How `_digits_product` is launched; found at Llama-3-8B's sizes on an H200, in layers of 4, 8 and 16
-    tokens (qrt/kernels/NOTES.md)."""
+    tokens (docs/kernels-journal.md)."""
 
     blocks: int  # row blocks a program
     stages: int  # tiles on their way or waiting; even unless gated, so that a place is one warp group's

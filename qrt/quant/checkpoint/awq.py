@@ -1,4 +1,4 @@
-"""AWQ's "gemm" layout, as AutoAWQ writes it (research/weights.md 1.1). Weights lie transposed, [K, N]:
+"""AWQ's "gemm" layout, as AutoAWQ writes it (docs/checkpoint-formats.md#awq). Weights lie transposed, [K, N]:
 
 P.qweight  int32   [K, N/8]    u, a bit stream along N; slot i of each 8 holds column (0,2,4,6,1,3,5,7)[i]
 P.qzeros   int32   [K/G, N/8]  zeros, in the same order; all 8 in a symmetric checkpoint

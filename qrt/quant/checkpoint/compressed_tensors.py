@@ -4,7 +4,7 @@ Read: groups of int4, int8 and fp8 weights in any of three layouts, chosen per g
 exactly, by regular expression or by class. fp8 weights run as 16-bit weights, with activations that are not
 rounded: closer to the original than what the file asks for, and said once. Whatever else the config asks for
 would change what the model computes and is refused by name. Written: the minimal config that every
-compressed-tensors version loads (weights.md 1.7).
+compressed-tensors version loads (docs/checkpoint-formats.md#what-is-written).
 """
 
 from __future__ import annotations

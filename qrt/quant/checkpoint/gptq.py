@@ -1,4 +1,6 @@
-"""GPTQ's layout, as AutoGPTQ and GPTQModel write it (research/weights.md 1.2); weights lie transposed:
+"""GPTQ's layout, as AutoGPTQ and GPTQModel write it (docs/checkpoint-formats.md#gptq).
+
+Weights lie transposed:
 
     P.qweight  int32   [K*b/32, N]    u, a bit stream along K
     P.qzeros   int32   [K/G, N*b/32]  zeros, a bit stream along N; v1 stores them minus one

@@ -1,4 +1,6 @@
-"""The tensor layouts of compressed-tensors that qrt reads, and writes but for fp8 (research/weights.md 1.3).
+"""The tensor layouts of compressed-tensors that qrt reads, and writes but for fp8.
+
+See docs/checkpoint-formats.md#compressed-tensors.
 
 The integer ones store signed codes q = u - 2^(b-1), where u is WeightData's unsigned code; zeros likewise.
 

@@ -21,7 +21,7 @@ class DecodeBlock(NamedTuple):
     """How decode attention goes through a format: tokens of a tile, tiles in flight, warps, registers of a
     thread, KV heads of a program, whether it loads the first tiles before the query is there, and whether it
     stores the newest tokens (`append_attention`). The fastest of some on an H200 at 32 query and 8 KV heads
-    of 128 (qrt/kernels/NOTES.md)."""
+    of 128 (docs/kernels-journal.md)."""
 
     tokens: int
     stages: int

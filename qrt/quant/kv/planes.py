@@ -7,7 +7,7 @@ int4, D = 128     bits  15..12    11..8     7..4     3..0
 word j (0..31)          j + 96    j + 64    j + 32   j       two planes per half head
 
 16-bit words keep Triton on wide loads, and one shift-and-mask unpacks the same plane of two words at once
-(research/kv.md sections 2.3 and 2.4). Heads lie side by side, so that K of two int4 heads fills a line of
+(docs/kv-layout.md#planes). Heads lie side by side, so that K of two int4 heads fills a line of
 memory.
 """
 

@@ -54,7 +54,7 @@ def test_aliases(theirs, ours):
     assert configs(*theirs.split()) == configs(*ours.split()) != configs()
 
 
-# research/engine.md 3.1: vLLM's, LightLLM's and qrt's names, row by row
+# vLLM's, LightLLM's and qrt's names, row by row
 NAMES = """
 --model --model_dir --tokenizer --tokenizer-mode --served-model-name --model_name --host --port
 --uds --api-key --api-key-file --dtype --data_type --quantization --quant_type --quant_cfg --kv

@@ -3,7 +3,7 @@
 A word's four nibbles become fp16 by setting the exponent bits above them: 1024 + n in the low nibble of a
 byte, 1024 + 16n in the high one, whose factor 16 is taken from q and from the accumulator. K stays biased
 and is corrected per query row; V is made n - 8, exactly, and the missing half step of the mid-rise grid
-(n - 7.5) is added from the sum of the scaled probabilities, in fp32 (research/kv.md section 2.4).
+(n - 7.5) is added from the sum of the scaled probabilities, in fp32 (docs/kv-layout.md#on-the-device).
 """
 
 import triton

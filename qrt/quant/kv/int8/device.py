@@ -1,7 +1,7 @@
 """int8 KV on the device: one shuffle of bytes per two values, fp16 dots on the codes.
 
 K stays biased (1024 + u, an fp16 whose low byte is u) and is corrected per query row; V is made exact
-(u - 128), because a bias would drown the signal of long contexts (research/kv.md section 2.4).
+(u - 128), because a bias would drown the signal of long contexts (docs/kv-layout.md#on-the-device).
 """
 
 import triton
