@@ -8,7 +8,7 @@ LM_EVAL := lm-eval accelerate colorama lxml portalocker psutil sacrebleu tabulat
 # Modules are compiled when first imported, and kept: not all that is installed, nor the same at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test ptx real lint audit
+.PHONY: demo test ptx real lint docs audit
 
 demo: .venv/installed
 	$(BIN)/python -m qrt_eval.demo
@@ -31,6 +31,10 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The documentation as a site, in build/docs; a broken link or reference fails it.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # A CycloneDX bill of what is installed (build/sbom.cdx.json), then every pinned version among the known
 # vulnerabilities: fails on one, and where the index has no advisories to ask (a mirror may not).
 audit: .venv/installed
@@ -47,4 +51,8 @@ audit: .venv/installed
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[serve,plot,test]"
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-deps $(LM_EVAL)
+	touch $@
+
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[docs]"
 	touch $@
