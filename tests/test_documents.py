@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 OTHERS = {"build", "demo-out", "node_modules"}  # folders of what is made, not written; dotted ones too
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:calibrate|docs|eval|examples|qrt|tests|tools)/[\w./-]+)`")
+MODULE = re.compile(r"python -m (qrt(?:_calibrate|_eval)?[\w.]*\w)")
 PLACEHOLDER = re.compile(r"\b(?:NAME|DEVICE)\b")
 CITED = re.compile(r"(?<![\w/])(?:docs|research)/[\w./#-]*[\w/]")
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
@@ -42,6 +43,9 @@ def test_links_and_paths_of_a_page_exist(page):
         assert not anchor or anchor in anchors(target), f"{page.name}: link to {link}"
     for path in PATH.findall(text):
         assert PLACEHOLDER.search(path) or (ROOT / path).exists(), f"{page.name}: `{path}`"
+    for module in MODULE.findall(page.read_text()):
+        places = [ROOT / base / f"{module.replace('.', '/')}.py" for base in (".", "calibrate", "eval")]
+        assert any(place.exists() for place in places), f"{page.name}: python -m {module}"
 
 
 def test_what_code_cites_exists():
@@ -57,7 +61,7 @@ def test_a_broken_link_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A head: with `code`\n\n```\n[no](none.md)\n```\n[here](#a-head-with-code)\n")
     test_links_and_paths_of_a_page_exist(page)
-    for bad in ("[x](none.md)", "[x](#none)", "`qrt/none.py`"):
+    for bad in ("[x](none.md)", "[x](#none)", "`qrt/none.py`", "python -m qrt.none"):
         page.write_text(f"# Head\n\n{bad}\n")
         with pytest.raises(AssertionError, match="none"):
             test_links_and_paths_of_a_page_exist(page)
