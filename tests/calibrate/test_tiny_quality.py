@@ -94,5 +94,5 @@ def test_w8a8(cost):
 def test_w8a8_undoes_the_outliers_that_break_rounding(cost, hard):
     model = hard("w8a8-hard")
     assert cost(model, "--scheme", "w8a8", "--method", "rtn") > 0.15
-    # 8 to 64 windows leave 0.0013, give or take 0.0006 by the order of sums; README's table has 64
+    # 8 to 64 windows leave 0.0013, give or take 0.0006 by the order of sums; docs/quality.md has 64
     assert abs(cost(model, "--scheme", "w8a8", samples=8)) < 0.002
