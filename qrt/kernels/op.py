@@ -1,45 +1,73 @@
-"""`define`: one call registers an operator `qrt::name` with its reference and its Triton launcher."""
+"""`define`: one call registers an operator `qrt::name` from its reference, with its Triton launcher."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import import_module
-from typing import Any
+from inspect import Signature, signature
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from qrt.config import ENV, KernelBackend
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _LIBRARY = torch.library.Library("qrt", "FRAGMENT")
 
 
-def define(
-    schema: str, *, ref: Callable[..., Any], triton: str, fake: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Register `qrt::<schema>` and return a function that calls it.
+class Operator(NamedTuple):
+    """What an operator is made of; both functions take the same parameters."""
 
-    `ref` runs CPU tensors, `triton` ("module:attribute", imported on first use) CUDA tensors; both take the
-    schema's arguments. QRT_KERNEL_BACKEND overrides (config.KernelBackend). `fake` gives output shapes
-    without data. An error in a kernel propagates: nothing falls back silently.
+    ref: Callable[..., Any]
+    launcher: Lazy
+
+
+OPERATORS: dict[str, Operator] = {}  # by name
+
+
+def define(
+    ref: Callable[P, R], *, triton: str, fake: Callable[..., Any] | None = None, mutates: Sequence[str] = ()
+) -> Callable[P, R]:
+    """Register the operator `qrt::<name of ref>`, and return a function that calls it.
+
+    The schema is that of `ref`'s annotations, and the tensors that `mutates` names are written to. `ref` runs
+    CPU tensors, `triton` ("module:attribute", imported on first use) runs CUDA tensors with the same
+    parameters. QRT_KERNEL_BACKEND overrides (config.KernelBackend). `fake` makes the outputs without data; it
+    names the parameters that it needs, and is left out where nothing is returned. An error in a kernel
+    propagates: nothing falls back silently.
 
     The function calls the launcher itself where torch's dispatcher, `torch.ops.qrt.<name>`, would do no more
     than that: it takes 10 us of the host's time.
     """
-    name = schema.partition("(")[0]
-    launcher = _Lazy(triton)
+    name, launcher = ref.__name__, Lazy(triton)
+    OPERATORS[name] = Operator(ref, launcher)
     on_cuda = ref if ENV.kernel_backend is KernelBackend.REF else launcher
-    _LIBRARY.define(schema)
+    _LIBRARY.define(torch.library.infer_schema(ref, op_name=name, mutates_args=mutates))
     _LIBRARY.impl(name, launcher if ENV.kernel_backend is KernelBackend.TRITON else ref, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
-    torch.library.register_fake(f"qrt::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"qrt::{name}", _by_name(fake, signature(ref)), lib=_LIBRARY)
     operator = getattr(torch.ops.qrt, name).default
 
     def call(first: Any, *others: Any, **named: Any) -> Any:
         if _is_plain(first[0] if type(first) is list else first):
             return (launcher.function if on_cuda is launcher else ref)(first, *others, **named)
         return operator(first, *others, **named)
+
+    return cast(Callable[P, R], call)
+
+
+def _by_name(fake: Callable[..., Any] | None, operator: Signature) -> Callable[..., Any]:
+    """Return a function of all of the operator's parameters that gives `fake` those it names."""
+    wanted = () if fake is None else signature(fake).parameters
+
+    def call(*args: Any, **named: Any) -> Any:
+        bound = operator.bind(*args, **named)
+        bound.apply_defaults()
+        return fake and fake(**{name: bound.arguments[name] for name in wanted})
 
     return call
 
@@ -57,7 +85,7 @@ def _is_plain(x: Any) -> bool:
     )
 
 
-class _Lazy:
+class Lazy:
     """A function, "module:attribute", whose module is imported when it is first called."""
 
     def __init__(self, target: str) -> None:

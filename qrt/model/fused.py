@@ -190,10 +190,20 @@ class FusedLayer:
         return out if len(out) == 2 else [out[0].flatten(1)]
 
     def _chain(self, attended: Sequence[Tensor], residual: Tensor) -> Tensor:
-        mlp_norm, norm, qkv = self.layer.mlp_norm, self.norm, self.next_qkv
-        weights: list[list[Tensor]] = [*self._weights, *([] if qkv else [[]])]
-        bias, scheme = qkv.bias if qkv else None, self.layer.mlp.down.scheme
-        return chain(attended, residual, *weights, bias, mlp_norm.weight, norm.weight, norm.eps, scheme)
+        o, gate_up, down, *next_qkv = self._weights
+        return chain(
+            attended,
+            residual,
+            o,
+            gate_up,
+            down,
+            next_qkv[0] if next_qkv else [],
+            self.next_qkv.bias if self.next_qkv else None,
+            self.layer.mlp_norm.weight,
+            self.norm.weight,
+            self.norm.eps,
+            self.layer.mlp.down.scheme,
+        )
 
     def _mlp(self, y: Tensor, residual: Tensor) -> Tensor:
         """Add y, which may be split sums, to `residual` in place; return the MLP of it, as `_for_norm`."""

@@ -1,36 +1,58 @@
 """`define`: its function launches at once on a GPU, and goes through torch's dispatcher where that counts."""
 
+from collections.abc import Sequence
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qrt.kernels.op import define
+from qrt import kernels
+from qrt.kernels.op import OPERATORS, define
 
+for folder in Path(kernels.__file__).parent.glob("*/ref.py"):
+    import_module(f"qrt.kernels.{folder.parent.name}")
 ran = []
 
 
-def launched(x, times=1):
+def launched(x: Tensor, times: int = 1) -> Tensor:
     """Called without the dispatcher, or by it for tensors on a GPU."""
     ran.append("launched")
-    return (x[0] if isinstance(x, list) else x) * times
+    return x * times
 
 
-def dispatched(x, times=1):
+def launched_list(x: Sequence[Tensor], times: int = 1) -> Tensor:
+    return launched(x[0], times)
+
+
+def probe(x: Tensor, times: int = 1) -> Tensor:
     """Called by the dispatcher for the tensors of these tests, which are on a CPU."""
     ran.append("dispatched")
-    return (x[0] if isinstance(x, list) else x) * times
+    return x * times
 
 
-def fake(x, times=1):
+def probe_list(x: Sequence[Tensor], times: int = 1) -> Tensor:
+    ran.append("dispatched")
+    return x[0] * times
+
+
+def probe_into(x: Tensor, out: Sequence[Tensor], scale: float | None = None, name: str = "a") -> None:
+    out[0].copy_(x)
+
+
+def fake(x: Tensor | list[Tensor]) -> Tensor:
     ran.append("fake")
     return torch.empty_like(x[0] if isinstance(x, list) else x)
 
 
-probe = define("probe(Tensor x, int times=1) -> Tensor", ref=dispatched, triton="test_op:launched", fake=fake)
-probe_list = define(
-    "probe_list(Tensor[] x, int times=1) -> Tensor", ref=dispatched, triton="test_op:launched", fake=fake
-)
+probe = define(probe, triton="test_op:launched", fake=fake)
+probe_list = define(probe_list, triton="test_op:launched_list", fake=fake)
+probe_into = define(probe_into, triton="test_op:probe_into", mutates=["out"])
+NAMES = [name for name in OPERATORS if not name.startswith("probe")]
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +126,23 @@ def test_compiled_code_has_the_operator():
     assert compiled(torch.ones(2)).tolist() == [3, 3]
     targets = [node.target for graph in graphs for node in graph.graph.nodes]
     assert torch.ops.qrt.probe.default in targets and "launched" not in ran
+
+
+def test_the_schema_is_that_of_the_reference():
+    def said(name):
+        return str(getattr(torch.ops.qrt, name).default._schema)
+
+    assert said("probe_list") == "qrt::probe_list(Tensor[] x, SymInt times=1) -> Tensor"
+    into = '(Tensor x, Tensor(a1!)[] out, float? scale=None, str name="a") -> ()'
+    assert said("probe_into") == f"qrt::probe_into{into}"
+
+
+def test_all_operators_are_known():
+    assert len(NAMES) == 20 and {"linear", "kv_write", "chain", "token_inputs"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_launcher_takes_what_its_reference_takes(name):
+    """By names and annotations, in order, with the same defaults."""
+    ref, launcher = OPERATORS[name]
+    assert signature(launcher.function, eval_str=True) == signature(ref, eval_str=True)

@@ -74,27 +74,14 @@ def _takes(weight: TiledWeight, first: TiledWeight) -> bool:
     )
 
 
-def _fake(
-    x: Sequence[Tensor],
-    residual: Tensor,
-    o: Sequence[Tensor],
-    gate_up: Sequence[Tensor],
-    down: Sequence[Tensor],
-    qkv: Sequence[Tensor],
-    bias: Tensor | None,
-    mlp_norm: Tensor,
-    norm: Tensor,
-    eps: float,
-    scheme: str,
-) -> Tensor:
+def _fake(residual: Tensor, qkv: Sequence[Tensor], scheme: str) -> Tensor:
     width = WEIGHT_SCHEMES[scheme].out_features(qkv) if qkv else residual.shape[1]
     return residual.new_empty(residual.shape[0], width)
 
 
 chain = define(
-    "chain(Tensor[] x, Tensor(a!) residual, Tensor[] o, Tensor[] gate_up, Tensor[] down, Tensor[] qkv, "
-    "Tensor? bias, Tensor mlp_norm, Tensor norm, float eps, str scheme) -> Tensor",
-    ref=ref.chain,
+    ref.chain,
     triton="qrt.kernels.chain.kernel:chain",
     fake=_fake,
+    mutates=["residual"],
 )

@@ -26,29 +26,17 @@ every context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashd
 
 from __future__ import annotations
 
-from typing import Any
-
 from qrt.kernels.decode_attention import ref
 from qrt.kernels.op import define
 
-
-def _fake(*args: Any) -> None:
-    return None
-
-
 decode_attention = define(
-    "decode_attention(Tensor q, Tensor[] kv, Tensor slot_table, Tensor rows, Tensor kv_lens, "
-    "Tensor parts, Tensor(a!) out, str format, float scale, bool newest=False) -> ()",
-    ref=ref.decode_attention,
+    ref.decode_attention,
     triton="qrt.kernels.decode_attention.kernel:decode_attention",
-    fake=_fake,
+    mutates=["out"],
 )
 
 append_attention = define(
-    "append_attention(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!)[] kv, "
-    "Tensor? smoothing, Tensor slot_table, Tensor rows, Tensor kv_lens, Tensor parts, Tensor(b!)[] out, "
-    "str format, float scale) -> ()",
-    ref=ref.append_attention,
+    ref.append_attention,
     triton="qrt.kernels.decode_attention.kernel:append_attention",
-    fake=_fake,
+    mutates=["kv", "out"],
 )

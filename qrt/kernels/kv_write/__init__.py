@@ -12,20 +12,11 @@ The bytes of a token do not depend on the batch it came in or on its slot. Rows 
 rows on the pad slot) leave one of their values there.
 """
 
-from typing import Any
-
 from qrt.kernels.kv_write import ref
 from qrt.kernels.op import define
 
-
-def _fake(*args: Any) -> None:
-    return None
-
-
 kv_write = define(
-    "kv_write(Tensor(a!) q, Tensor(b!) k, Tensor(c!) v, Tensor cos, Tensor sin, Tensor positions, "
-    "Tensor slots, Tensor(d!)[] kv, Tensor? smoothing, str format) -> ()",
-    ref=ref.kv_write,
+    ref.kv_write,
     triton="qrt.kernels.kv_write.kernel:kv_write",
-    fake=_fake,
+    mutates=["q", "k", "v", "kv"],
 )

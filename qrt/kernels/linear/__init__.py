@@ -21,7 +21,6 @@ roundings are those of the scheme's layout (`packed.py`). QRT_KERNEL_BACKEND=ref
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,84 +40,70 @@ def prepare(scheme: str, weight: WeightData, device: torch.device, dtype: torch.
     return WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
 
 
-def _fake(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+def _fake(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
     return x.new_empty(x.shape[0], WEIGHT_SCHEMES[scheme].out_features(weight))
 
 
 linear = define(
-    "linear(Tensor x, Tensor[] weight, Tensor? bias, str scheme) -> Tensor",
-    ref=cpu.linear if _PACKED_ON_CPU else ref.linear,
+    cpu.linear if _PACKED_ON_CPU else ref.linear,
     triton="qrt.kernels.linear.kernel:linear",
     fake=_fake,
 )
 
 
-def _fake_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+def _fake_silu(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
     return x.new_empty(x.shape[0], WEIGHT_SCHEMES[scheme].out_features(weight) // 2)
 
 
 linear_silu = define(
-    "linear_silu(Tensor x, Tensor[] weight, Tensor? bias, str scheme) -> Tensor",
-    ref=cpu.linear_silu if _PACKED_ON_CPU else ref.linear_silu,
+    cpu.linear_silu if _PACKED_ON_CPU else ref.linear_silu,
     triton="qrt.kernels.linear.kernel:linear_silu",
     fake=_fake_silu,
 )
 
 
-def _fake_int8(
-    codes: Tensor,
-    token_scale: Tensor,
-    weight: Sequence[Tensor],
-    bias: Tensor | None,
-    scheme: str,
-    dtype: torch.dtype,
-) -> Tensor:
+def _fake_int8(codes: Tensor, weight: Sequence[Tensor], scheme: str, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape[0], WEIGHT_SCHEMES[scheme].out_features(weight), dtype=dtype)
 
 
 linear_int8 = define(
-    "linear_int8(Tensor codes, Tensor token_scale, Tensor[] weight, Tensor? bias, str scheme, "
-    "ScalarType dtype) -> Tensor",
-    ref=ref.linear_int8,
+    ref.linear_int8,
     triton="qrt.kernels.linear.kernel:linear_int8",
     fake=_fake_int8,
 )
 
 
-def _shares_of(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+def _fake_shares(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
     splits = torch.library.get_ctx().new_dynamic_size()
     return x.new_empty(splits, x.shape[0], WEIGHT_SCHEMES[scheme].out_features(weight), dtype=torch.float32)
 
 
 linear_shares = define(
-    "linear_shares(Tensor x, Tensor[] weight, str scheme) -> Tensor",
-    ref=ref.linear_shares,
+    ref.linear_shares,
     triton="qrt.kernels.linear.kernel:linear_shares",
-    fake=_shares_of,
+    fake=_fake_shares,
 )
 
 
-def _fake_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
-    return _shares_of(codes, weight, scheme)
+def _fake_int8_shares(codes: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+    return _fake_shares(codes, weight, scheme)
 
 
 linear_int8_shares = define(
-    "linear_int8_shares(Tensor codes, Tensor token_scale, Tensor[] weight, str scheme) -> Tensor",
-    ref=ref.linear_int8_shares,
+    ref.linear_int8_shares,
     triton="qrt.kernels.linear.kernel:linear_int8_shares",
     fake=_fake_int8_shares,
 )
 
 
-def _fake_silu_int8(codes: Tensor, token_scale: Tensor, *product: Any) -> tuple[Tensor, Tensor]:
-    y = _fake_int8(codes, token_scale, *product)
-    return codes.new_empty(len(y), y.shape[1] // 2), torch.empty_like(token_scale)
+def _fake_silu_int8(
+    codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str
+) -> tuple[Tensor, Tensor]:
+    return _fake_silu(codes, weight, scheme), torch.empty_like(token_scale)
 
 
 linear_silu_int8 = define(
-    "linear_silu_int8(Tensor codes, Tensor token_scale, Tensor[] weight, Tensor? bias, str scheme, "
-    "ScalarType dtype) -> (Tensor codes, Tensor scale)",
-    ref=ref.linear_silu_int8,
+    ref.linear_silu_int8,
     triton="qrt.kernels.linear.kernel:linear_silu_int8",
     fake=_fake_silu_int8,
 )

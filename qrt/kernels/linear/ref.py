@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +46,13 @@ def linear_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme
     return silu_mul(linear(x, weight, bias, scheme))
 
 
-def linear_silu_int8(*product: Any) -> tuple[Tensor, Tensor]:
-    """Arguments of `linear_int8` -> codes int8 [T, N / 2], scale fp32 [T]."""
-    return silu_mul_int8(linear_int8(*product))
+def linear_silu_int8(
+    codes: Tensor,
+    token_scale: Tensor,
+    weight: Sequence[Tensor],
+    bias: Tensor | None,
+    scheme: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """codes int8 [T, K], token_scale fp32 [T] -> codes int8 [T, N / 2], scale fp32 [T]."""
+    return silu_mul_int8(linear_int8(codes, token_scale, weight, bias, scheme, dtype))

@@ -23,21 +23,11 @@ are.
 
 from __future__ import annotations
 
-from typing import Any
-
 from qrt.kernels.op import define
 from qrt.kernels.prefill_attention import ref
 
-
-def _fake(*args: Any) -> None:
-    return None
-
-
 prefill_attention = define(
-    "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor[] kv, Tensor slot_table, Tensor rows, "
-    "Tensor query_start, Tensor cached_start, Tensor tiles, Tensor(a!) out, int num_cached, "
-    "bool attend_cache, str format, float scale) -> ()",
-    ref=ref.prefill_attention,
+    ref.prefill_attention,
     triton="qrt.kernels.prefill_attention.kernel:prefill_attention",
-    fake=_fake,
+    mutates=["out"],
 )

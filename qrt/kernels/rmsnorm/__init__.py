@@ -19,50 +19,47 @@ from qrt.kernels.op import define
 from qrt.kernels.rmsnorm import ref
 
 
-def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _fake(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _fake_embed(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _fake_embed(ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     rows = table.new_empty(len(ids), table.shape[1])
     return rows, torch.empty_like(rows)
 
 
-def _fake_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _fake(residual, weight, eps)
+def _fake_add(residual: Tensor) -> Tensor:
+    return _fake(residual)
 
 
 rmsnorm = define(
-    "rmsnorm(Tensor x, Tensor weight, float eps) -> Tensor",
-    ref=ref.rmsnorm,
+    ref.rmsnorm,
     triton="qrt.kernels.rmsnorm.kernel:rmsnorm",
     fake=_fake,
 )
 
 embed_rmsnorm = define(
-    "embed_rmsnorm(Tensor ids, Tensor table, Tensor weight, float eps) -> (Tensor, Tensor)",
-    ref=ref.embed_rmsnorm,
+    ref.embed_rmsnorm,
     triton="qrt.kernels.rmsnorm.kernel:embed_rmsnorm",
     fake=_fake_embed,
 )
 
 add_rmsnorm = define(
-    "add_rmsnorm(Tensor(a!) residual, Tensor x, Tensor weight, float eps) -> Tensor",
-    ref=ref.add_rmsnorm,
+    ref.add_rmsnorm,
     triton="qrt.kernels.rmsnorm.kernel:add_rmsnorm",
     fake=_fake_add,
+    mutates=["residual"],
 )
 
 
-def _fake_int8(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(residual.shape, dtype=torch.int8, device=x.device)
-    return codes, torch.empty(residual.shape[0], dtype=torch.float32, device=x.device)
+def _fake_int8(residual: Tensor) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(residual.shape, dtype=torch.int8, device=residual.device)
+    return codes, residual.new_empty(residual.shape[0], dtype=torch.float32)
 
 
 add_rmsnorm_int8 = define(
-    "add_rmsnorm_int8(Tensor(a!) residual, Tensor x, Tensor weight, float eps) "
-    "-> (Tensor codes, Tensor scale)",
-    ref=ref.add_rmsnorm_int8,
+    ref.add_rmsnorm_int8,
     triton="qrt.kernels.rmsnorm.kernel:add_rmsnorm_int8",
     fake=_fake_int8,
+    mutates=["residual"],
 )

@@ -31,16 +31,12 @@ SCORE_ERROR = 1e-6
 SHARE_ERROR = 1e-6
 
 
-def _fake(
-    logits: Tensor, rows: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, least: Tensor | None
-) -> Tensor:
+def _fake(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
 sample = define(
-    "sample(Tensor logits, Tensor rows, Tensor temperature, Tensor seed, Tensor position, Tensor? least) "
-    "-> Tensor",
-    ref=ref.sample,
+    ref.sample,
     triton="qrt.kernels.sample.kernel:sample",
     fake=_fake,
 )

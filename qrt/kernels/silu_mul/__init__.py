@@ -20,8 +20,7 @@ def _fake(gate_up: Tensor) -> Tensor:
 
 
 silu_mul = define(
-    "silu_mul(Tensor gate_up) -> Tensor",
-    ref=ref.silu_mul,
+    ref.silu_mul,
     triton="qrt.kernels.silu_mul.kernel:silu_mul",
     fake=_fake,
 )
@@ -33,8 +32,7 @@ def _fake_int8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 silu_mul_int8 = define(
-    "silu_mul_int8(Tensor gate_up) -> (Tensor codes, Tensor scale)",
-    ref=ref.silu_mul_int8,
+    ref.silu_mul_int8,
     triton="qrt.kernels.silu_mul.kernel:silu_mul_int8",
     fake=_fake_int8,
 )

@@ -26,39 +26,18 @@ from qrt.kernels.token_inputs import ref
 from qrt.kernels.token_inputs.ref import empty_inputs
 
 
-def _fake(
-    rows: Tensor,
-    given: Tensor,
-    tokens: Tensor,
-    length: Tensor,
-    last_token: Tensor,
-    slot_table: Tensor,
-    decodes: int,
-    num_kv_heads: int,
-    heads_per_sm: int,
-) -> tuple[Tensor, ...]:
+def _fake(rows: Tensor, decodes: int, num_kv_heads: int, heads_per_sm: int) -> tuple[Tensor, ...]:
     return empty_inputs(rows, decodes, num_kv_heads, heads_per_sm)
 
 
 token_inputs = define(
-    "token_inputs(Tensor rows, Tensor given, Tensor tokens, Tensor length, Tensor last_token, "
-    "Tensor slot_table, int decodes, int num_kv_heads, int heads_per_sm) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    ref=ref.token_inputs,
+    ref.token_inputs,
     triton="qrt.kernels.token_inputs.kernel:token_inputs",
     fake=_fake,
 )
 
-
-def _fake_advance(
-    rows: Tensor, tokens: Tensor, drawn: Tensor | None, last_token: Tensor, length: Tensor
-) -> None:
-    return None
-
-
 advance = define(
-    "advance(Tensor rows, Tensor tokens, Tensor? drawn, Tensor(a!) last_token, Tensor(b!) length) -> ()",
-    ref=ref.advance,
+    ref.advance,
     triton="qrt.kernels.token_inputs.kernel:advance",
-    fake=_fake_advance,
+    mutates=["last_token", "length"],
 )
