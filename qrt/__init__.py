@@ -14,8 +14,9 @@ from qrt.version import __version__
 
 if TYPE_CHECKING:
     from qrt.async_llm import AsyncLLM
-    from qrt.config import EngineConfig, SamplingParams
+    from qrt.config import EngineConfig
     from qrt.llm import LLM
+    from qrt.sampling_params import SamplingParams
     from qrt.text.output import CompletionOutput, RequestOutput
     from qrt_calibrate.api import calibrate, quantize
 
@@ -38,7 +39,7 @@ _LAZY = {
     "CompletionOutput": "qrt.text.output",
     "EngineConfig": "qrt.config",
     "RequestOutput": "qrt.text.output",
-    "SamplingParams": "qrt.config",
+    "SamplingParams": "qrt.sampling_params",
     "calibrate": "qrt_calibrate.api",
     "quantize": "qrt_calibrate.api",
 }

@@ -15,7 +15,6 @@ from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
 from qrt.engine.preflight import preflight
@@ -23,6 +22,7 @@ from qrt.errors import ConfigError, UnsupportedError
 from qrt.llm import engine_config
 from qrt.peer_fields import refuse_arguments
 from qrt.peers import refuse_method
+from qrt.sampling_params import SamplingParams
 from qrt.text.collector import RequestCollector
 from qrt.text.output import RequestOutput
 from qrt.text.prompt import Prompt, split_prompts

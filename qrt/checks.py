@@ -1,12 +1,15 @@
-"""`expect`: one call that checks a tensor against the shape string its docstring gives; and how errors name
-many things. Torch-free."""
+"""Checks of tensors against shapes (`expect`) and of settings against their ranges (the rest). Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
+
+from qrt.errors import ConfigError
+
+LARGEST = 2**63 - 1  # integer that messages between processes and tensors hold
 
 
 class TensorLike(Protocol):
@@ -51,3 +54,62 @@ def _bind(shape: str, got: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) 
 def first_few(names: Sequence[str], most: int = 4) -> str:
     """Names for a message: the first ones, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether `value` is an int; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether `value` is an int or a float; True and False are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def at_least(name: str, value: object, low: int) -> None:
+    """Raise ConfigError unless `value` is an integer from `low` to LARGEST."""
+    if not is_integer(value) or value < low:
+        raise ConfigError(f"{name}: got {value!r}, wanted an integer of at least {low}")
+    at_most(name, value, LARGEST)
+
+
+def check_seed(value: object) -> None:
+    """Raise ConfigError unless `value` is an integer of 64 bits."""
+    if not is_integer(value) or not -LARGEST - 1 <= value <= LARGEST:
+        raise ConfigError(f"seed: got {value!r}, wanted an integer of 64 bits")
+
+
+def at_most(name: str, value: int, high: int) -> None:
+    """Raise ConfigError for a `value` above `high`."""
+    if value > high:
+        raise ConfigError(f"{name}: got {value}, wanted at most {high}")
+
+
+def between(name: str, value: object, low: float, high: float) -> None:
+    """Raise ConfigError unless `value` is a number from `low` to `high`."""
+    if not is_number(value) or not low <= value <= high:
+        raise ConfigError(f"{name}: got {value!r}, wanted {low} to {high}")
+
+
+def yes_or_no(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is True, False, 1 or 0; a text such as "false" is none of them."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ConfigError(f"{name}: got {value!r}, wanted True or False")
+
+
+def listed(name: str, value: object) -> tuple[Any, ...]:
+    """Return a list as a tuple of plain values; ConfigError for what is no list (a text is none)."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name}: got {value!r}, wanted a list")
+    return tuple(map(plain, value))
+
+
+def plain(value: Any) -> Any:
+    """Return a number or an array of numpy or torch as Python's own."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `known`."""
+    if value not in known:
+        raise ConfigError(f"{name}: got {value!r}, wanted one of {', '.join(known)}")

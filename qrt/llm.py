@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from tqdm import tqdm
 
-from qrt.config import EngineConfig, SamplingParams
+from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
 from qrt.engine.preflight import preflight
@@ -24,6 +24,7 @@ from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.peer_fields import refuse_arguments
 from qrt.peers import is_so_anyway, refuse_method, setting
 from qrt.registry import nearest
+from qrt.sampling_params import SamplingParams
 from qrt.text.collector import RequestCollector
 from qrt.text.output import RequestOutput
 from qrt.text.prompt import Prompt, split_prompts

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from qrt.config import EngineConfig, Environment, KernelBackend, SamplingParams
+from qrt.config import EngineConfig, Environment, KernelBackend
 from qrt.errors import ConfigError
+from qrt.sampling_params import SamplingParams
 
 BAD_SAMPLING = {
     "n": [0, -1, 1.5, True, "2"],

@@ -6,10 +6,10 @@ import pickle
 import numpy as np
 import pytest
 
-from qrt.config import SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.peer_fields import FIELDS, refuse_arguments
 from qrt.peers import SETTINGS, is_so_anyway
+from qrt.sampling_params import SamplingParams
 
 # vLLM's SamplingParams with the defaults of vLLM 0.8 to 0.11, those left out that qrt has too
 VLLM_DEFAULTS = {

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import real_model
-from qrt.config import ENV, SamplingParams
+from qrt.config import ENV
 from qrt.errors import ConfigError
 from qrt.llm import LLM
+from qrt.sampling_params import SamplingParams
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.cli import main as calibrate
 from qrt_eval.cli import main as evaluate

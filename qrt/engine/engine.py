@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qrt.config import EngineConfig, SamplingParams
+from qrt.config import EngineConfig
 from qrt.engine.generation import GenerationConfig
 from qrt.engine.preflight import check_fit, check_settings, preflight
 from qrt.engine.schedule.output import RequestDelta
@@ -43,6 +43,7 @@ from qrt.model.loader import dummy_model, load_model
 from qrt.model.smoothing import fit_smoothing
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV, KVFormat
+from qrt.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

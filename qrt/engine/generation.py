@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qrt.config import SamplingParams
 from qrt.errors import CheckpointError, ConfigError
 from qrt.folder import is_file, read_json
+from qrt.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

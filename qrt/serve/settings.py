@@ -6,11 +6,11 @@ import os
 import re
 from dataclasses import dataclass
 
-from qrt.config import MAX_LOGPROBS
 from qrt.errors import ConfigError
+from qrt.sampling_params import MAX_LOGPROBS
 
 # Caps on every amplifier. Those with a flag are in ServerConfig and EngineConfig, those of SamplingParams in
-# qrt.config.
+# qrt.sampling_params.
 MAX_BODY_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_HEADERS = 128

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qrt.config import MAX_TOKENS_LISTED, SamplingParams
 from qrt.engine.schedule.output import RequestDelta, merge
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
 from qrt.errors import ConfigError
+from qrt.sampling_params import MAX_TOKENS_LISTED, SamplingParams
 from qrt.text.detokenizer import Detokenizer, TokenPlaces
 from qrt.text.output import (
     CompletionDelta,

@@ -11,7 +11,7 @@ from copy import copy
 from functools import cached_property
 from itertools import islice
 
-from qrt.config import SamplingParams
+from qrt.sampling_params import SamplingParams
 from qrt.text.tokenizer import Tokenizer
 
 INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not a character, or not yet

@@ -12,10 +12,10 @@ import pytest
 import torch
 from fake_decoder import EOS, VOCAB, FakeDecoder, fake_engine, greedy, next_logits, run, tokens
 
-from qrt.config import SamplingParams
 from qrt.engine.schedule import admission, lookahead, sharing
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import ConfigError, QueueFullError
+from qrt.sampling_params import SamplingParams
 
 _alone = fake_engine(max_num_seqs=1, enable_prefix_caching=False, overlap=False)
 

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
-from qrt.config import SamplingParams
 from qrt.engine.generation import GenerationConfig
 from qrt.errors import CheckpointError
+from qrt.sampling_params import SamplingParams
 
 
 def read(folder, **entries):

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import small_tokenizers
-from qrt.config import SamplingParams
 from qrt.engine.schedule.output import RequestDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
+from qrt.sampling_params import SamplingParams
 from qrt.text.collector import TOKENS_AT_ONCE, RequestCollector
 from qrt.text.output import RequestOutput
 from qrt.text.tokenizer import Tokenizer

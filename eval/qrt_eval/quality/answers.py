@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from qrt.config import SamplingParams
 from qrt.errors import ConfigError
 from qrt.llm import LLM
+from qrt.sampling_params import SamplingParams
 from qrt.text.output import CompletionOutput
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.inputs.preflight import shared_context

@@ -15,9 +15,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from tqdm import tqdm
 
-from qrt.config import SamplingParams
 from qrt.errors import ConfigError
 from qrt.llm import LLM
+from qrt.sampling_params import SamplingParams
 from qrt_eval.quality.ppl import check_finite
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
 from qrt.engine.schedule.output import RequestDelta
 from qrt.errors import QrtError
+from qrt.sampling_params import SamplingParams
 from qrt_eval.inputs.lengths import Request
 
 

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from qrt.config import EngineConfig, SamplingParams
+from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
 from qrt.errors import ConfigError
 from qrt.location import model_name
 from qrt.model.decoder import Decoder
+from qrt.sampling_params import SamplingParams
 from qrt_eval.inputs.shapes import shape
 from qrt_eval.results.console import show
 from qrt_eval.results.record import engine_facts, save

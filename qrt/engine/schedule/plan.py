@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from qrt.config import SamplingParams
 from qrt.engine.schedule.scores import Scores
 from qrt.mem.slots import Ints
+from qrt.sampling_params import SamplingParams
 
 ANY = -1  # of `Ban.after`: whatever came before
 

@@ -9,10 +9,10 @@ from typing import cast
 
 import numpy as np
 
-from qrt.config import SamplingParams
 from qrt.engine.schedule.plan import Ban, Decode, Sampling, Scoring
 from qrt.mem.manager import SequenceKV
 from qrt.mem.slots import Ints
+from qrt.sampling_params import SamplingParams
 
 ALL = 1 << 62  # more tokens than any request has
 

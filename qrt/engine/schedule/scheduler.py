@@ -22,7 +22,6 @@ from operator import attrgetter
 
 import numpy as np
 
-from qrt.config import SamplingParams
 from qrt.engine.schedule import lookahead
 from qrt.engine.schedule.admission import Growing
 from qrt.engine.schedule.lookahead import Growth, short
@@ -34,6 +33,7 @@ from qrt.engine.schedule.sharing import Unpublished
 from qrt.errors import ConfigError, QueueFullError
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
+from qrt.sampling_params import SamplingParams
 
 # Steps of more tokens that are padded take longer by that; below, the weights' bytes are what counts.
 PADDED_TOKENS = 512

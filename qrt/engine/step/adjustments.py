@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qrt.config import LARGE
 from qrt.engine.schedule.plan import Adjustment, Admission
 from qrt.engine.step.transfer import to_device
+from qrt.sampling_params import LARGE
 
 _INF = float("inf")
 

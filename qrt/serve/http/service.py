@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from qrt.config import SamplingParams
 from qrt.errors import ConfigError
+from qrt.sampling_params import SamplingParams
 from qrt.serve.link.engine_client import EngineClient, RequestStream
 from qrt.serve.settings import MAX_LISTED, MAX_SCORES, ServerConfig
 from qrt.text.collector import RequestCollector, encode_bad_words

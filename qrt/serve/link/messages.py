@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from qrt.config import SamplingParams
+from qrt.sampling_params import SamplingParams
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):

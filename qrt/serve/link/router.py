@@ -17,12 +17,12 @@ from typing import Protocol
 
 import msgspec
 
-from qrt.config import SamplingParams
 from qrt.engine.engine import Engine
 from qrt.engine.schedule.output import RequestDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import QrtError, QueueFullError
 from qrt.location import api_name
+from qrt.sampling_params import SamplingParams
 from qrt.serve.link.messages import (
     Abort,
     Add,

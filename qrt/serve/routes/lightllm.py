@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import AliasChoices, ConfigDict, Field
 
-from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.peer_fields import FIELDS
+from qrt.sampling_params import MAX_BAD_WORDS, SamplingParams
 from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
 from qrt.serve.http.events import event
 from qrt.serve.http.openapi import EVENTS, errors

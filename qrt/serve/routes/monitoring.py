@@ -8,8 +8,8 @@ import msgspec
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from qrt.config import SamplingParams
 from qrt.location import model_commit
+from qrt.sampling_params import SamplingParams
 from qrt.serve.http.http_errors import error_response
 from qrt.serve.http.openapi import Responses, errors
 from qrt.serve.http.service import Service

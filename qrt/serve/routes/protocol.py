@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from qrt.config import MAX_BAD_WORDS, SamplingParams
 from qrt.errors import ConfigError, UnsupportedError
+from qrt.sampling_params import MAX_BAD_WORDS, SamplingParams
 from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenList, Tokens, by_token_id
 from qrt.serve.settings import (
     MAX_DOCUMENTS,

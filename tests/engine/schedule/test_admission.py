@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from qrt.config import SamplingParams
 from qrt.engine.schedule.admission import Growing, expected_output, peak_slots
 from qrt.engine.schedule.request import Request
 from qrt.mem.manager import SequenceKV
+from qrt.sampling_params import SamplingParams
 
 
 def simulated(held, left):

@@ -6,9 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from qrt.config import SamplingParams
 from qrt.engine.schedule.plan import Ban
 from qrt.engine.schedule.request import Request
+from qrt.sampling_params import SamplingParams
 
 
 def request(words, output, pending=0):

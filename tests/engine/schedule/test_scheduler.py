@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from qrt.config import SamplingParams
 from qrt.engine.schedule import admission, lookahead
 from qrt.engine.schedule import scheduler as scheduling
 from qrt.engine.schedule.plan import StepResult
@@ -11,6 +10,7 @@ from qrt.engine.schedule.scheduler import Limits, Scheduler
 from qrt.engine.step.profile import largest_plan
 from qrt.errors import ConfigError
 from qrt.mem.manager import KVManager
+from qrt.sampling_params import SamplingParams
 
 LONG = SamplingParams(max_tokens=50)
 

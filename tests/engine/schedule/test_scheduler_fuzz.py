@@ -11,12 +11,12 @@ from collections import deque
 import numpy as np
 import pytest
 
-from qrt.config import SamplingParams
 from qrt.engine.schedule import lookahead
 from qrt.engine.schedule.plan import Chunk, StepResult
 from qrt.engine.schedule.scheduler import Limits, Scheduler
 from qrt.errors import QueueFullError
 from qrt.mem.manager import KVManager
+from qrt.sampling_params import SamplingParams
 
 EOS = 3
 VOCAB = 11

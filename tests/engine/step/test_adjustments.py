@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from qrt.config import SamplingParams
 from qrt.engine.schedule.plan import Adjustment, Admission, Sampling
 from qrt.engine.step.adjustments import Adjustments
 from qrt.errors import ConfigError
+from qrt.sampling_params import SamplingParams
 
 VOCAB, EOS = 29, 5
 

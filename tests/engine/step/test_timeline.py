@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from qrt.config import SamplingParams
 from qrt.engine.step import timeline as module
 from qrt.engine.step.timeline import Kind, Timeline
 from qrt.llm import LLM
+from qrt.sampling_params import SamplingParams
 
 DECODES, PROMPTS, LAUNCHED = Kind(False, True), Kind(True, True), Kind(True, False)
 

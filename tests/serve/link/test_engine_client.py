@@ -5,11 +5,11 @@ import asyncio
 import pytest
 import torch
 
-from qrt.config import SamplingParams
 from qrt.engine.schedule.output import RequestDelta, merge
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
 from qrt.errors import ConfigError, QueueFullError
+from qrt.sampling_params import SamplingParams
 from qrt.serve.link.engine_client import EngineClient, EngineError
 from qrt.serve.link.messages import Add, Refusal
 from qrt.serve.link.step_output import Output

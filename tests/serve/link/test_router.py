@@ -2,8 +2,9 @@
 
 import pytest
 
-from qrt.config import EngineConfig, SamplingParams
+from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
+from qrt.sampling_params import SamplingParams
 from qrt.serve.link import router as router_module
 from qrt.serve.link.messages import Add, Gone, Hello, fields_of
 from qrt.serve.link.router import Router

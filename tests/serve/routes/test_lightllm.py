@@ -9,9 +9,9 @@ import pytest
 from servers import ThreadServer, bearer, refused
 
 from qrt.assets import model_path
-from qrt.config import SamplingParams
 from qrt.engine.schedule.output import RequestDelta
 from qrt.engine.schedule.request import FinishReason
+from qrt.sampling_params import SamplingParams
 from qrt.serve.routes.lightllm import GenerateRequest, LightllmShape, Parameters
 from qrt.text.collector import RequestCollector
 from qrt.text.tokenizer import Tokenizer

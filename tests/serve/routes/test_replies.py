@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import small_tokenizers
-from qrt.config import SamplingParams
 from qrt.engine.schedule.output import RequestDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
+from qrt.sampling_params import SamplingParams
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest
 from qrt.serve.routes.replies import ChatReply, CompletionReply
 from qrt.text.collector import RequestCollector
