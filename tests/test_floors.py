@@ -34,7 +34,8 @@ TORCH_FREE = (
     "qrt.peer_fields", "qrt.hub", "qrt.hub_errors", "qrt.location", "qrt.engine.preflight",
     "qrt.engine.schedule.request", "qrt.engine.schedule.plan", "qrt.engine.schedule.scheduler",
     "qrt.engine.schedule.lookahead", "qrt.engine.schedule.admission", "qrt.engine.schedule.output",
-    "qrt.engine.schedule.sharing",
+    "qrt.engine.schedule.sharing", "qrt.engine.schedule.limits", "qrt.engine.schedule.queue",
+    "qrt.engine.schedule.rows",
 )  # fmt: skip
 
 

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from qrt.config import EngineConfig
 from qrt.engine.generation import GenerationConfig
 from qrt.engine.preflight import check_fit, check_settings, preflight
+from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.output import RequestDelta
 from qrt.engine.schedule.plan import Plan
-from qrt.engine.schedule.scheduler import Limits, Scheduler
+from qrt.engine.schedule.scheduler import Scheduler
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.graphs import TokenSteps, default_rows, default_tokens
 from qrt.engine.step.profile import peak_step_bytes
@@ -175,7 +176,7 @@ class Engine:
                     f"{name}: token id {wrong[0]}, wanted 0 to {vocab - 1}, the model's vocabulary"
                 )
         self._check_allowed(params)
-        self.scheduler.max_len(ids.size, params.max_tokens if generate else 0)
+        self._limits.end(ids.size, params.max_tokens if generate else 0, self.pool.num_slots)
         return ids.astype(np.int32)
 
     def _check_allowed(self, params: SamplingParams) -> None:

@@ -73,6 +73,19 @@ class Sampling:
     adjustment: Adjustment | None = None
     plain: bool = field(init=False, compare=False)
 
+    @classmethod
+    def of(cls, params: SamplingParams, prompt_len: int, seed: int) -> Sampling:
+        """Settle a request's parameters."""
+        return cls(
+            0.0 if params.greedy else params.temperature,
+            max(params.top_k, 0),
+            params.top_p,
+            seed,
+            params.logprobs,
+            params.min_p,
+            Adjustment.of(params, prompt_len),
+        )
+
     def __post_init__(self) -> None:
         plain = not self.filtered and self.adjustment is None and self.num_logprobs is None
         object.__setattr__(self, "plain", plain)

@@ -14,55 +14,32 @@ gets them writes behind that step, on the same stream.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
 
 from qrt.engine.schedule import lookahead
 from qrt.engine.schedule.admission import Growing
+from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.lookahead import Growth, short
 from qrt.engine.schedule.output import RequestDelta
-from qrt.engine.schedule.plan import Adjustment, Admission, Chunk, Plan, Sampling, StepResult
+from qrt.engine.schedule.plan import Admission, Chunk, Plan, Sampling, StepResult
+from qrt.engine.schedule.queue import Queue, insert, remove
 from qrt.engine.schedule.request import FinishReason, Request
+from qrt.engine.schedule.rows import Rows
 from qrt.engine.schedule.scores import Scores
 from qrt.engine.schedule.sharing import Unpublished
-from qrt.errors import ConfigError, QueueFullError
+from qrt.errors import ConfigError
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
 from qrt.sampling_params import SamplingParams
 
 # Steps of more tokens that are padded take longer by that; below, the weights' bytes are what counts.
 PADDED_TOKENS = 512
-# One of so many rows may stay empty while requests wait, so that several get rows in one step.
-ROWS_PER_ADMISSION = 64
-# Before the chunks of a step together, unless one context is longer: K and V of them are laid out for it.
-CACHED_TOKENS = 1 << 16
 # Plans for which a request without room is not looked at: until then the expected peak has hardly fallen.
-# And plans for which a free row waits for others.
 PATIENCE = 16
-
-_order = attrgetter("order")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The caps of `EngineConfig`, settled; and the sizes to which steps with prompts are padded, in order."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    step_sizes: tuple[int, ...] = ()
-
-    @property
-    def max_cached_tokens(self) -> int:
-        """Most tokens of the cache before the chunks of one step."""
-        return max(self.max_model_len, CACHED_TOKENS)
 
 
 class Scheduler:
@@ -83,46 +60,26 @@ class Scheduler:
     ) -> None:
         self.kv = kv
         self.limits = limits
-        self.waiting: list[Request] = []
+        self.waiting = Queue(limits)
         self.running: list[Request] = []
         self.num_pauses = 0
         self._requests: dict[str, Request] = {}
         self._planned: deque[list[Request]] = deque()  # of launched steps, in the order of `Plan.works`
-        # each running request needs a token of the budget for its decode
-        self._rows = list(range(min(limits.max_num_seqs, limits.max_num_batched_tokens)))[::-1]
-        self._admitted_at_once = len(self._rows) // ROWS_PER_ADMISSION
-        self._plans_waited = 0  # for a second row, while one was free
+        self._rows = Rows(limits)
         self._growth = Growth(kv)
         self._unpublished = Unpublished()
         self._growing: Growing | None = None  # of the plan in the making
         self._refused: Request | None = None  # had no room, and none has been given back since
         self._patience = 0  # plans until it is looked at again
-        self._max_len = min(limits.max_model_len, kv.num_slots)
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
         self._conservative = conservative
-        self._num_added = self._queued = 0  # requests so far; tokens that wait
+        self._num_added = 0  # requests so far
 
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._requests)
-
-    def max_len(self, prompt_len: int, max_tokens: int | None) -> int:
-        """Tokens at which the request ends. Raises ConfigError when even one output would not fit, or, of a
-        prompt that is only scored, when what predicts its last token would not."""
-        if not prompt_len:
-            raise ConfigError("prompt: got no tokens, wanted at least one")
-        first = -1 if max_tokens == 0 else 1
-        for name, limit in (("max_model_len", self.limits.max_model_len), ("KV pool", self.kv.num_slots)):
-            if prompt_len + first > limit:
-                raise ConfigError(
-                    f"prompt: got {prompt_len} tokens, wanted at most {limit - first} ({name} {limit}"
-                    f"{', one for the output' if first > 0 else ''}); shorten the prompt or raise the {name}"
-                )
-        if max_tokens == 0:
-            return prompt_len
-        return self._max_len if max_tokens is None else min(prompt_len + max_tokens, self._max_len)
 
     def add(
         self,
@@ -142,15 +99,15 @@ class Scheduler:
         """
         if request_id in self._requests:
             raise ConfigError(f"request id {request_id!r}: already in use; ids of live requests must differ")
-        max_len = self.max_len(len(prompt), params.max_tokens if generate else 0)
-        self._check_queue(len(prompt))
+        max_len = self.limits.end(len(prompt), params.max_tokens if generate else 0, self.kv.num_slots)
+        self.waiting.check_room(len(prompt))
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        sampling = self._sampling(params, len(prompt))
+        sampling = Sampling.of(params, len(prompt), self._seed_of(params))
         order = (priority, self._num_added)
         request = Request(request_id, prompt, params, sampling, stop_ids, max_len, order, cache_salt)
         self._num_added += 1
         self._requests[request_id] = request
-        self._wait(request)
+        self.waiting.add(request)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its slots; nothing happens when it is not, or no longer, there."""
@@ -158,8 +115,7 @@ class Scheduler:
         if request is not None and request.seq is not None:
             self._stop(request, keep=True)
         elif request is not None:
-            _remove(self.waiting, request)
-            self._queued -= request.length
+            self.waiting.remove(request)
 
     def plan(self) -> Plan | None:
         """The next step; None when nothing can run, or nothing before the launched step is committed."""
@@ -176,7 +132,7 @@ class Scheduler:
                 cached -= prefilling[-1][1].start
         admitted = []
         self._growing = None
-        if not prefilling and self._waits_for_rows():
+        if not prefilling and self._rows.wait_for_more(self.waiting):
             budget = 0
         while budget > 0 and (new := self._admit(cached)):
             admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output)))
@@ -231,38 +187,12 @@ class Scheduler:
                 deltas.append(RequestDelta(request.id, finish_reason=FinishReason.ABORT, error=error))
         return deltas
 
-    def _check_queue(self, num_tokens: int) -> None:
-        """QueueFullError when as many requests, or tokens with so many more, wait as may."""
-        requests, tokens = self.limits.max_num_queued_reqs, self.limits.max_num_queued_tokens
-        if requests is not None and len(self.waiting) >= requests:
-            raise QueueFullError(
-                f"{len(self.waiting)} requests wait already, the most that may; try again later"
-            )
-        if tokens is not None and self._queued and self._queued + num_tokens > tokens:
-            raise QueueFullError(
-                f"{self._queued} tokens wait already, and {tokens} are the most that may; try again later"
-            )
-
-    def _wait(self, request: Request) -> None:
-        """Queue a request that does not run."""
-        insort(self.waiting, request, key=_order)
-        self._queued += request.length
-
-    def _sampling(self, params: SamplingParams, prompt_len: int) -> Sampling:
-        """The parameters settled; without a seed the request draws from the engine's, by order of arrival."""
-        seed = params.seed
-        if seed is None:
-            sequence = np.random.SeedSequence([self._seed % 2**64, self._num_added])
-            seed = int(sequence.generate_state(1, np.uint64).view(np.int64)[0])
-        return Sampling(
-            0.0 if params.greedy else params.temperature,
-            max(params.top_k, 0),
-            params.top_p,
-            seed,
-            params.logprobs,
-            params.min_p,
-            Adjustment.of(params, prompt_len),
-        )
+    def _seed_of(self, params: SamplingParams) -> int:
+        """Return the request's seed; without one it draws from the engine's, by order of arrival."""
+        if params.seed is not None:
+            return params.seed
+        sequence = np.random.SeedSequence([self._seed % 2**64, self._num_added])
+        return int(sequence.generate_state(1, np.uint64).view(np.int64)[0])
 
     def _grow(self) -> list[Request] | None:
         """The requests that decode, each with a slot for its next token; others are paused for that from the
@@ -305,7 +235,7 @@ class Scheduler:
     def _pause(self, request: Request) -> None:
         """Take back the slots of a running request; it waits with what it has."""
         self._stop(request, keep=True)
-        self._wait(request)
+        self.waiting.add(request)
         self.num_pauses += 1
 
     def _stop(self, request: Request, keep: bool) -> None:
@@ -317,31 +247,17 @@ class Scheduler:
         ids = request.ids
         self.kv.release(request.seq, ids[: min(request.num_computed, len(ids) - 1)], keep)
         request.seq = None
-        self._rows.append(request.row)
-        _remove(self.running, request)
+        self._rows.give_back(request.row)
+        remove(self.running, request)
         self._unpublished.remove(request)
         self._refused = None
-
-    def _waits_for_rows(self) -> bool:
-        """Whether it is better to let more requests end before others take their rows.
-
-        Where more wait than rows are free, the prompts of several in one step take less time than one after
-        the other. A free row waits for PATIENCE plans at most, and not at all for a request of higher
-        priority than others.
-        """
-        free = len(self._rows)
-        waits = free < min(self._admitted_at_once, len(self.waiting))
-        waits = waits and self.waiting[0].order[0] == self.waiting[-1].order[0]
-        waits = waits and self._plans_waited < PATIENCE
-        self._plans_waited = self._plans_waited + 1 if waits and free else 0
-        return waits
 
     def _admit(self, room: int) -> Request | None:
         """Start the first waiting request, whose prefix in the cache has at most `room` tokens; None when
         there is none or it must wait on."""
         if not self.waiting or not self._rows:
             return None
-        request = self.waiting[0]
+        request = self.waiting.first
         if request is self._refused and self._patience:
             self._patience -= 1
             return None
@@ -356,11 +272,10 @@ class Scheduler:
         if seq is None:
             self._refused, self._patience = request, PATIENCE
             return None
-        del self.waiting[0]
-        self._queued -= request.length
-        insort(self.running, request, key=_order)
+        self.waiting.remove(request)
+        insert(self.running, request)
         request.seq = seq
-        request.row = self._rows.pop()
+        request.row = self._rows.take()
         request.prefill_len = len(ids)
         request.num_computed = seq.num_cached
         if request.num_cached is None:
@@ -435,8 +350,3 @@ class Scheduler:
             stop_reason = token_ids[-1]
         cached = request.num_cached or 0
         return RequestDelta(request.id, token_ids, reason, stop_reason, logprobs, prompt_scores, cached)
-
-
-def _remove(requests: list[Request], request: Request) -> None:
-    """Take a request out of a list in the order of the requests."""
-    del requests[bisect_left(requests, request.order, key=_order)]

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.plan import Admission, Chunk, Placement, Plan, Sampling, Scoring
-from qrt.engine.schedule.scheduler import Limits
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.graphs import TokenSteps
 from qrt.engine.step.runner import SCORED_ROWS, Runner

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from qrt.engine.schedule import admission, lookahead
-from qrt.engine.schedule import scheduler as scheduling
+from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.plan import StepResult
-from qrt.engine.schedule.scheduler import Limits, Scheduler
+from qrt.engine.schedule.rows import PATIENCE
+from qrt.engine.schedule.scheduler import Scheduler
 from qrt.engine.step.profile import largest_plan
 from qrt.errors import ConfigError
 from qrt.mem.manager import KVManager
@@ -148,7 +149,7 @@ def test_most_steps_of_decodes_place_no_slots(requests):
 def test_chunks_behind_a_long_prefix_share_the_room_for_it(monkeypatch):
     """K and V before a step's chunks are bounded, however many requests have a prefix in the cache; the first
     always advances, and all get there."""
-    monkeypatch.setattr(scheduling, "CACHED_TOKENS", 100)
+    monkeypatch.setattr("qrt.engine.schedule.limits.CACHED_TOKENS", 100)
     scheduler = make(slots=4096, max_model_len=90, max_num_seqs=16, budget=64)
     prefix = np.arange(40, dtype=np.int32)
     scheduler.add("first", prefix, SamplingParams(max_tokens=1))
@@ -363,4 +364,4 @@ def test_a_free_row_does_not_wait_for_ever():
     while not sizes or sizes[-1][1] == 0 or len(sizes) == 1:
         plan, _ = step(scheduler)
         sizes.append((len(plan.decodes), len(plan.chunks)))
-    assert sizes == [(0, 256), (256, 0), *[(255, 0)] * scheduling.PATIENCE, (255, 1)]
+    assert sizes == [(0, 256), (256, 0), *[(255, 0)] * PATIENCE, (255, 1)]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from qrt.engine.schedule import lookahead
+from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.plan import Chunk, StepResult
-from qrt.engine.schedule.scheduler import Limits, Scheduler
+from qrt.engine.schedule.scheduler import Scheduler
 from qrt.errors import QueueFullError
 from qrt.mem.manager import KVManager
 from qrt.sampling_params import SamplingParams
@@ -132,7 +133,7 @@ def test_ten_thousand_steps(seed, monkeypatch):
                 ended += 1
         if step % 50 == 0:
             kv.check()
-            assert scheduler._queued == sum(request.length for request in scheduler.waiting)
+            assert scheduler.waiting.num_tokens == sum(request.length for request in scheduler.waiting)
             for request in scheduler.running:
                 done = min(request.num_computed, len(request.ids))
                 device.check(request.row, request.ids[:done])

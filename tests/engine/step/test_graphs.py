@@ -12,8 +12,9 @@ from fake_decoder import FakeDecoder
 
 from qrt import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine, _capture_sizes
+from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.plan import Chunk, Decode, Plan, Sampling, StepResult
-from qrt.engine.schedule.scheduler import Limits, Scheduler
+from qrt.engine.schedule.scheduler import Scheduler
 from qrt.engine.step import graphs
 from qrt.engine.step.graphs import TokenSteps, default_rows, default_tokens
 from qrt.engine.step.table import RequestTable

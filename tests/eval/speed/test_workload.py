@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.plan import StepResult
-from qrt.engine.schedule.scheduler import Limits, Scheduler
+from qrt.engine.schedule.scheduler import Scheduler
 from qrt.mem.manager import KVManager
 from qrt_eval.inputs.lengths import Fixed
 from qrt_eval.speed import feed

@@ -81,4 +81,4 @@ def test_nothing_is_generated_for_who_is_gone(router):
     router.run(port)
     accepted = [id for _, who, message in port.sent if who == "api-1" for id in message.accepted]
     scheduler = router.engine.scheduler
-    assert accepted == ["b", "d"] == [request.id for request in scheduler.running + scheduler.waiting]
+    assert accepted == ["b", "d"] == [request.id for request in [*scheduler.running, *scheduler.waiting]]

@@ -1,0 +1,47 @@
+"""Limits: the caps on requests and steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qrt.errors import ConfigError
+
+# Before the chunks of a step together, unless one context is longer: K and V of them are laid out for it.
+CACHED_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The caps of `EngineConfig`, settled; and the sizes to which steps with prompts are padded, in order."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    step_sizes: tuple[int, ...] = ()
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Most tokens of the cache before the chunks of one step."""
+        return max(self.max_model_len, CACHED_TOKENS)
+
+    def end(self, prompt_len: int, max_tokens: int | None, pool: int) -> int:
+        """Return the tokens at which a request ends, in a KV pool of `pool` slots.
+
+        Raises ConfigError when even one output would not fit, or, of a prompt that is only scored
+        (`max_tokens` 0), when what predicts its last token would not.
+        """
+        if not prompt_len:
+            raise ConfigError("prompt: got no tokens, wanted at least one")
+        first = -1 if max_tokens == 0 else 1
+        for name, limit in (("max_model_len", self.max_model_len), ("KV pool", pool)):
+            if prompt_len + first > limit:
+                raise ConfigError(
+                    f"prompt: got {prompt_len} tokens, wanted at most {limit - first} ({name} {limit}"
+                    f"{', one for the output' if first > 0 else ''}); shorten the prompt or raise the {name}"
+                )
+        most = min(self.max_model_len, pool)
+        if max_tokens == 0:
+            return prompt_len
+        return most if max_tokens is None else min(prompt_len + max_tokens, most)
