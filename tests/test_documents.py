@@ -1,5 +1,6 @@
 """What documents and comments point to is there."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,3 +66,69 @@ def test_a_broken_link_is_found(tmp_path):
         page.write_text(f"# Head\n\n{bad}\n")
         with pytest.raises(AssertionError, match="none"):
             test_links_and_paths_of_a_page_exist(page)
+
+
+def recorded(name):
+    """A result file."""
+    return json.loads((ROOT / "eval/results" / f"{name}.json").read_text())
+
+
+def rows_of(page, head):
+    """The cells of a page's table that begins with `head`."""
+    table = next(part for part in (ROOT / page).read_text().split("\n\n") if part.startswith(head))
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+
+def test_readme_numbers_are_those_of_the_result_files():
+    fits = {
+        (cell["weights"], cell["kv"]): cell["max_concurrent_requests"]
+        for cell in recorded("h200/sweep_llama-3-8b")["cells"]
+    }
+    (load,) = recorded("h200/throughput_8b_w8a8_int8_head8_sharegpt")["loads"]
+    plain, int4 = (
+        next(row for row in recorded(f"h200/latency_8b_{name}")["rows"] if row["batch"] == 64)
+        for name in ("bf16", "w4a16_int8")
+    )
+    agreement = {run["kv"]: run["top1_agreement"] for run in recorded("cpu/kld_wikitext_smollm2")["runs"]}
+    tools = {
+        row["by"].partition(", ")[2]: row
+        for row in recorded("cpu/calibration_real_peers")["calibration_real_peers"]
+    }
+    own, best, other = tools["awq-yaqa"], tools["AWQ + GPTQ"], tools["IQ4_XS, importance matrix"]
+    text = " ".join((ROOT / "README.md").read_text().replace(" %", "%").split())
+    for said in (
+        f"hold {fits['fp16', 'fp16']} requests of 8,192 tokens in 16 bits",
+        f"{fits['w4a16', 'int8']} with int4 weights and int8 KV",
+        f"{fits['w4a16', 'int4']} with int4 weights and int4 KV",
+        f"at {load['output_tokens_per_second']:,.0f} output tokens/s",
+        f"idle for {load['host_gap']:.2%}",
+        f"takes {int4['decode_ms_per_step']:.2f} ms with int4",
+        f"{plain['decode_ms_per_step']:.2f} ms in 16 bits",
+        f"keeps {agreement['int8']:.2%}",
+        f"by {own['kl']:.3f} nats at {own['bits_per_weight']:.2f} bits",
+        f"has {best['kl']:.3f} at the same bits",
+        f"IQ4_XS {other['kl']:.3f} at {other['bits_per_weight']:.2f}",
+    ):
+        assert said in text, said
+
+
+def test_quality_of_int4_on_the_real_model_is_as_recorded():
+    shown = {tuple(row[2:]) for row in rows_of("docs/quality.md", "| windows | by | bits")}
+    assert shown == {
+        (
+            f"{r['bits_per_weight']:.2f}",
+            f"{r['kl']:.3f}",
+            f"{r['ppl']:.2f}",
+            f"{r['same_top1']:.1%}".replace("%", " %"),
+        )
+        for r in recorded("cpu/calibration_real_peers")["calibration_real_peers"]
+    }
+
+
+def test_quality_of_the_bundled_model_is_as_recorded():
+    made = recorded("cpu/calibration_quality")["calibration_quality"]
+    made += recorded("h200/calibration_tune")["tune"]["product"]
+    for model, *_, kl, perplexity, _ in rows_of("docs/quality.md", "| model | grid | windows"):
+        kl, perplexity = float(kl), float(perplexity.replace(",", ""))
+        near = [r for r in made if abs(r["kl"] - kl) < 6e-5 and abs(r["ppl"] - perplexity) < 6e-4]
+        assert model in {r["model"] for r in near}, f"{model}, KL {kl}"

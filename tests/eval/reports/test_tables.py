@@ -20,6 +20,12 @@ def test_pages_show_the_recorded_results():
     assert sum(table in page for table in recorded.split("\n\n") if table.startswith(PREFIXES)) == 8
 
 
+def test_quality_page_shows_the_tables_of_the_real_model():
+    found = tables.report(ROOT / "eval" / "results").split("\n\n")
+    page = (ROOT / "docs" / "quality.md").read_text()
+    assert [table in page for table in found if "SmolLM2" in table] == [True, True]
+
+
 def test_readme_shows_six_rows_of_a_recorded_table():
     found = tables.report(ROOT / "eval" / "results").split("\n\n")
     recorded = next(table for table in found if table.startswith("| in/out")).splitlines()
