@@ -16,14 +16,13 @@ The residual x [T, H] is one tensor that every addition changes in place.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from qrt.arch import ModelConfig
-from qrt.kernels.chain import chain, fits
+from qrt.kernels.chain import Link, chain, fits
 from qrt.kernels.decode_attention import append_attention
 from qrt.kernels.decode_attention.blocks import block_of
 from qrt.kernels.gpu import launches_on
@@ -45,7 +44,7 @@ from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVLayer, KVStorage
 from qrt.model.decoder import Decoder, DecoderLayer
-from qrt.quant.digits import GROUP, MOST_TOKENS, Digits, room_for
+from qrt.quant.digits import GROUP, Digits, room_for
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -121,10 +120,7 @@ class FusedLayer:
         self.layer = layer
         self.norm = norm
         self.next_qkv = next_qkv
-        linears = [layer.attention.o, layer.mlp.gate_up, layer.mlp.down, *([next_qkv] if next_qkv else [])]
-        self._weights = [linear.tensors for linear in linears]
-        self._biases = [linear.bias for linear in linears]
-        self._alike = len({linear.scheme for linear in linears}) == 1 and layer.mlp_norm.eps == norm.eps
+        self.link = _link(layer, norm, next_qkv)
 
     def __call__(
         self, qkv: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
@@ -139,18 +135,16 @@ class FusedLayer:
 
     def chains(self, residual: Tensor) -> bool:
         """Return whether `chain` computes what follows the attention of this step."""
-        if len(residual) > MOST_TOKENS or not self._alike:
-            return False
         heads, head_dim = self.layer.attention.qkv_heads[0], self.layer.attention.head_dim
-        return fits(heads * head_dim, residual, self._weights, self._biases, self.layer.mlp.down.scheme)
+        return self.link is not None and fits(heads * head_dim, residual, self.link)
 
-    def after_attention(self, attended: Sequence[Tensor], residual: Tensor, chained: bool) -> Tensor:
+    def after_attention(self, attended: list[Tensor], residual: Tensor, chained: bool) -> Tensor:
         """Run the rest of a call, by `chain` if `chained`.
 
         attended: [what the heads attended, [T, Hq*D]], or for `chain` also [codes, facts] of it as Digits.
         """
-        if chained:
-            return self._chain(attended, residual)
+        if chained and self.link is not None:
+            return chain(attended, residual, self.link)
         (y,) = attended
         y = self._mlp(_for_norm(self.layer.attention.o, y), residual)
         if self.next_qkv is None:
@@ -189,22 +183,6 @@ class FusedLayer:
         )
         return out if len(out) == 2 else [out[0].flatten(1)]
 
-    def _chain(self, attended: Sequence[Tensor], residual: Tensor) -> Tensor:
-        o, gate_up, down, *next_qkv = self._weights
-        return chain(
-            attended,
-            residual,
-            o,
-            gate_up,
-            down,
-            next_qkv[0] if next_qkv else [],
-            self.next_qkv.bias if self.next_qkv else None,
-            self.layer.mlp_norm.weight,
-            self.norm.weight,
-            self.norm.eps,
-            self.layer.mlp.down.scheme,
-        )
-
     def _mlp(self, y: Tensor, residual: Tensor) -> Tensor:
         """Add y, which may be split sums, to `residual` in place; return the MLP of it, as `_for_norm`."""
         norm, gate_up, down = self.layer.mlp_norm, self.layer.mlp.gate_up, self.layer.mlp.down
@@ -233,6 +211,26 @@ def _unknown_part(decoder: Decoder) -> str | None:
             if type(part) is not known:
                 return f"{name} of layer {i}, a {type(part).__name__}"
     return None
+
+
+def _link(layer: DecoderLayer, norm: RMSNorm, next_qkv: Linear | None) -> Link | None:
+    """Return what `chain` takes; None where the products differ in scheme, the norms in eps, or one but
+    `next_qkv` has a bias."""
+    own = [layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
+    schemes = {linear.scheme for linear in own} | ({next_qkv.scheme} if next_qkv else set())
+    if len(schemes) > 1 or layer.mlp_norm.eps != norm.eps or any(linear.bias is not None for linear in own):
+        return None
+    return Link(
+        o=layer.attention.o.tensors,
+        gate_up=layer.mlp.gate_up.tensors,
+        down=layer.mlp.down.tensors,
+        qkv=next_qkv.tensors if next_qkv else [],
+        bias=next_qkv.bias if next_qkv else None,
+        mlp_norm=layer.mlp_norm.weight,
+        norm=norm.weight,
+        eps=norm.eps,
+        scheme=layer.mlp.down.scheme,
+    )
 
 
 def _appended(attention: Attention, q: Tensor, step: StepMeta, kv: KVLayer) -> DecodeMeta | None:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from backends import GPU
 from qrt.kernels import chain as package
-from qrt.kernels.chain import chain, fits, kernel, ref
+from qrt.kernels.chain import Link, chain, fits, kernel, ref
 from qrt.kernels.linear import digits_kernel
 from qrt.kernels.linear import kernel as linear_kernel
 from qrt.kernels.linear.make_digits_kernel import make_digits
@@ -85,15 +85,16 @@ def _errors(sizes, weights, bits, device, tokens, draw, spread, biased):
     if spread is not None:
         x *= spread
     bias = torch.randn(sizes[3], device=device).to(x.dtype) if biased else None
-    assert fits(x.shape[1], residual, prepared, [None, None, None, bias], scheme)
+    link = Link(*prepared, bias, *norms, EPS, scheme)
+    assert fits(x.shape[1], residual, link)
     want_residual, want = exact(x, residual, weights, norms)
     want += 0 if bias is None else bias.double()
     ours, theirs = residual.clone(), residual.clone()
-    got = kernel.chain([x], ours, *prepared, bias, *norms, EPS, scheme)
+    got = kernel.chain([x], ours, *link)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digits_kernel, "fits", lambda x, weight, bits: False)  # operators in 16 bits
         patch.setattr(linear_kernel, "configs", lambda device: {})  # that do not round the weights
-        plain = ref.chain([x], theirs, *prepared, bias, *norms, EPS, scheme)
+        plain = ref.chain([x], theirs, *link)
     assert got.shape == want.shape and got.dtype == x.dtype
     return [
         [float(relative(y, want)), float(relative(residual, want_residual))]
@@ -164,9 +165,10 @@ def test_inputs_far_apart(device, inputs, times):
 def test_what_is_not_finite_stays_so_and_with_its_token(device, value):
     sizes = SIZES["0.6b"]
     x, residual, prepared, norms = operands(sizes, four(sizes, 4, False, device), "w4a16", device, tokens=9)
-    want = chain([x], residual.clone(), *prepared, None, *norms, EPS, "w4a16")
+    link = Link(*prepared, None, *norms, EPS, "w4a16")
+    want = chain([x], residual.clone(), link)
     x[3, 200] = value
-    got = chain([x], residual, *prepared, None, *norms, EPS, "w4a16")
+    got = chain([x], residual, link)
     assert not got[3].isfinite().any()
     others = [t for t in range(9) if t != 3]
     assert torch.equal(got[others], want[others])
@@ -180,10 +182,11 @@ def test_behind_the_last_layer(device, name, tokens):
     """Without qkv: the norm, and the residual is the same bit for bit."""
     weights = four(SIZES[name], 4, False, device)
     x, residual, (*prepared, qkv), norms = operands(SIZES[name], weights, "w4a16", device, tokens=tokens)
-    assert fits(x.shape[1], residual, prepared, [None] * 3, "w4a16")
+    last = Link(*prepared, [], None, *norms, EPS, "w4a16")
+    assert fits(x.shape[1], residual, last)
     ours, theirs = residual.clone(), residual.clone()
-    got = chain([x], ours, *prepared, [], None, *norms, EPS, "w4a16")
-    chain([x], theirs, *prepared, qkv, None, *norms, EPS, "w4a16")
+    got = chain([x], ours, last)
+    chain([x], theirs, last._replace(qkv=qkv))
     assert torch.equal(ours, theirs)
     want = ours.double()
     want = want / (want.square().mean(-1, keepdim=True) + EPS).sqrt() * norms[1].double()
@@ -199,10 +202,12 @@ def test_layers_in_a_graph_give_the_same_bits_every_time(device, tokens):
         sizes, four(sizes, 4, False, device), scheme, device, tokens=tokens
     )
 
+    link = Link(*prepared, None, *norms, EPS, scheme)
+
     def layers(stream, count):
         y = x
         for _ in range(count):
-            y = chain([y[:, : x.shape[1]]], stream, *prepared, None, *norms, EPS, scheme)
+            y = chain([y[:, : x.shape[1]]], stream, link)
         return y
 
     alone = residual.clone()
@@ -220,13 +225,12 @@ def test_what_fits(device, monkeypatch):
     monkeypatch.setattr(package, "is_hopper", lambda device: True)
     monkeypatch.setattr(package, "multiprocessors", lambda device: 2)
     weights = four(SIZES["odd"], 4, False, device)
-    x, residual, prepared, _ = operands(SIZES["odd"], weights, "w4a16", device)
-    none = [None] * 4
-    assert fits(x.shape[1], residual, prepared, none, "w4a16")
-    assert not fits(x.shape[1], residual.repeat(2, 1), prepared, none, "w4a16")
-    assert not fits(x.shape[1], residual.half(), prepared, none, "w4a16")
-    assert fits(x.shape[1], residual, prepared, [None, None, None, residual[0]], "w4a16")
-    assert not fits(x.shape[1], residual, prepared, [residual[0], None, None, None], "w4a16")
+    x, residual, prepared, norms = operands(SIZES["odd"], weights, "w4a16", device)
+    link = Link(*prepared, None, *norms, EPS, "w4a16")
+    assert fits(x.shape[1], residual, link)
+    assert not fits(x.shape[1], residual.repeat(2, 1), link)
+    assert not fits(x.shape[1], residual.half(), link)
+    assert fits(x.shape[1], residual, link._replace(bias=residual[0]))
     for bits, group, perm, dtype in (
         (4, 32, False, torch.bfloat16),
         (4, 128, True, torch.bfloat16),
@@ -236,7 +240,7 @@ def test_what_fits(device, monkeypatch):
         scheme = WEIGHT_SCHEMES[f"w{bits}a16"]
         other = random_weight(592, 1024, bits, group, symmetric=False, dtype=dtype, perm=perm, device=device)
         tensors = scheme.prepare(other, torch.device(device), torch.bfloat16)
-        assert not fits(x.shape[1], residual, [*prepared[:3], tensors], none, scheme.name)
+        assert not fits(x.shape[1], residual, link._replace(qkv=tensors, scheme=scheme.name))
     whole, most = SIZES["halves"], MOST_TOKENS
     for bits, tokens, sizes, want in (
         (4, 2, whole, True),
@@ -250,13 +254,14 @@ def test_what_fits(device, monkeypatch):
         (4, 2, (1152, 384, 1664, 1232), False),  # a quarter of a row block of q and k and v
     ):
         weights, scheme = four(sizes, bits, False, device), f"w{bits}a16"
-        few, stream, tensors, _ = operands(sizes, weights, scheme, device, tokens=tokens)
-        assert fits(few.shape[1], stream, tensors, none, scheme) == want, (bits, tokens, sizes)
+        few, stream, tensors, own = operands(sizes, weights, scheme, device, tokens=tokens)
+        found = fits(few.shape[1], stream, Link(*tensors, None, *own, EPS, scheme))
+        assert found == want, (bits, tokens, sizes)
     monkeypatch.setattr(package, "multiprocessors", lambda device: 1)  # 73 units of down's inputs
-    assert not fits(x.shape[1], residual, prepared, none, "w4a16")
+    assert not fits(x.shape[1], residual, link)
     monkeypatch.setattr(package, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(package, "is_hopper", lambda device: False)
-    assert not fits(x.shape[1], residual, prepared, none, "w4a16")
+    assert not fits(x.shape[1], residual, link)
 
 
 def test_operator():

@@ -3,14 +3,13 @@
 Without a GPU the launchers run in Triton's interpreter, put in place of the operators that the layers call.
 """
 
-import importlib
-
 import pytest
 import torch
 from hand_steps import Requests
 from truth import prompt, relative
 
 from qrt.kernels.chain import ref
+from qrt.kernels.op import OPERATORS
 from qrt.model import fused
 from qrt.model.loader import load_model
 from qrt.quant.spec import Granularity, QuantSpec
@@ -22,8 +21,9 @@ CALLED = {
     "qrt.layers.norm": ("rmsnorm",),
     "qrt.model.fused": (
         "append_attention", "linear_int8", "linear_silu_int8", "silu_mul", "silu_mul_int8", "add_rmsnorm",
-        "add_rmsnorm_int8", "chain",
+        "add_rmsnorm_int8",
     ),
+    "qrt.kernels.chain": ("chain_op",),
 }  # fmt: skip
 GRIDS = {
     "w4a16": QuantSpec(4, False, Granularity.GROUP, 128),
@@ -38,9 +38,7 @@ def triton_in_layers(monkeypatch):
     monkeypatch.setattr("qrt.kernels.linear._PACKED_ON_CPU", False)
     for layer, operators in CALLED.items():
         for name in operators:
-            folder = name.removeprefix("add_").removesuffix("_int8").removesuffix("_silu")
-            folder = folder.replace("append", "decode")
-            launcher = getattr(importlib.import_module(f"qrt.kernels.{folder}.kernel"), name)
+            launcher = OPERATORS[name.removesuffix("_op")].launcher.function
             monkeypatch.setattr(f"{layer}.{name}", launcher)
 
 
@@ -91,12 +89,12 @@ def test_layers_by_chain_are_the_same(architecture, biased, tmp_path, monkeypatc
     model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     want, asked = run(model, "fp16"), []
 
-    def fits(attended, residual, weights, biases, scheme):
-        asked.append(any(bias is not None for bias in biases))
+    def fits(attended, residual, link):
+        asked.append(link.bias is not None)
         return True
 
     monkeypatch.setattr(fused, "fits", fits)
-    monkeypatch.setattr(fused, "chain", ref.chain)
+    monkeypatch.setattr("qrt.kernels.chain.chain_op", ref.chain)
     assert relative(run(model, "fp16"), want) < 1e-5
     assert asked == [biased, False] * 3
 

@@ -1,8 +1,6 @@
 """chain: what lies between one layer's attention and the next one's, for a few tokens.
 
-chain(x, residual [T, H], o, gate_up, down, qkv: run-time tensors of weight-only schemes,
-      bias [(Hq + 2*Hkv)*D] or None, mlp_norm [H], norm [H], eps, scheme) -> the next layer's q, k and v,
-      [T, (Hq + 2*Hkv)*D]
+chain(x, residual [T, H], link) -> the next layer's q, k and v, [T, (Hq + 2*Hkv)*D]
 
 x is [what was attended, [T, Hq*D]], or of several tokens [codes, facts] of it as `Digits`.
 
@@ -10,7 +8,7 @@ x is [what was attended, [T, Hq*D]], or of several tokens [codes, facts] of it a
     residual += down(silu(gate) * up) of gate_up(RMSNorm(residual, mlp_norm))
     return qkv(RMSNorm(residual, norm)) + bias
 
-Behind the last layer there is no qkv (an empty list): the norm [T, H] is returned.
+Behind the last layer there is no qkv: the norm [T, H] is returned.
 residual is added to in place; everything is rounded to its dtype where the operators one by one would, so
 that only the products differ: one token's in the order of their sums, for which one launch does where they
 take seven; those of more in reading their input as `Digits`. `fits` says where it may be called.
@@ -19,6 +17,7 @@ take seven; those of more in reading their input as `Digits`. `fits` says where 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,22 +34,41 @@ UNIT = 16  # rows of a product that one program multiplies at a time for one tok
 MOST_UNITS = 64  # of a product that one program has: their sums lie there too
 
 
-def fits(
-    attended: int,
-    residual: Tensor,
-    weights: Sequence[Sequence[Tensor]],
-    biases: Sequence[Tensor | None],
-    scheme: str,
-) -> bool:
-    """Whether the kernels take these products, those of o, which reads `attended` inputs, gate_up and down
-    first: bf16 on a Hopper GPU, weight-only integers with 16-bit scales of 128 inputs or more, not reordered,
-    none biased but qkv; more tokens than one with whole groups of 128 inputs only, one where a program's
-    inputs and sums have room."""
-    kind, tokens = WEIGHT_SCHEMES[scheme], residual.shape[0]
+class Link(NamedTuple):
+    """What `chain` multiplies by, in the order of the operator's parameters.
+
+    o, gate_up, down    run-time tensors of a layer's products, none of which has a bias
+    qkv                 run-time tensors of the next layer's product; empty behind the last layer
+    bias                of qkv, or None
+    mlp_norm, norm      [H]: the norms that gate_up and qkv read
+    eps                 of both norms
+    scheme              of all products
+    """
+
+    o: Sequence[Tensor]
+    gate_up: Sequence[Tensor]
+    down: Sequence[Tensor]
+    qkv: Sequence[Tensor]
+    bias: Tensor | None
+    mlp_norm: Tensor
+    norm: Tensor
+    eps: float
+    scheme: str
+
+
+def fits(attended: int, residual: Tensor, link: Link) -> bool:
+    """Return whether the kernels take these products, of which o reads `attended` inputs.
+
+    They take bf16 on a Hopper GPU and weight-only integers with 16-bit scales of 128 inputs or more, not
+    reordered. Of more tokens than one, all inputs come in whole groups of 128; of one, a program has room
+    for the inputs and for its sums.
+    """
+    kind, tokens = WEIGHT_SCHEMES[link.scheme], residual.shape[0]
     if not 1 <= tokens <= MOST_TOKENS or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):
         return False
-    if not isinstance(kind, TiledScheme) or any(bias is not None for bias in biases[:3]):
+    if not isinstance(kind, TiledScheme):
         return False
+    weights = [link.o, link.gate_up, link.down, *([link.qkv] if link.qkv else [])]
     tiled = [TiledWeight(*tensors) for tensors in weights]
     if not all(_takes(weight, tiled[0]) for weight in tiled):
         return False
@@ -79,9 +97,14 @@ def _fake(residual: Tensor, qkv: Sequence[Tensor], scheme: str) -> Tensor:
     return residual.new_empty(residual.shape[0], width)
 
 
-chain = define(
+chain_op = define(
     ref.chain,
     triton="qrt.kernels.chain.kernel:chain",
     fake=_fake,
     mutates=["residual"],
 )
+
+
+def chain(x: list[Tensor], residual: Tensor, link: Link) -> Tensor:
+    """See the package's docstring."""
+    return chain_op(x, residual, *link)
