@@ -45,9 +45,9 @@ class AsyncLLM:
 
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
         """`settings` as LLM's."""
-        config, _ = preflight(engine_config(model, {"kv": kv, **settings}))
-        self.tokenizer = Tokenizer(config.tokenizer or config.model)
-        engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
+        checked = preflight(engine_config(model, {"kv": kv, **settings}))
+        self.tokenizer = Tokenizer(checked.config.tokenizer or checked.config.model)
+        engine = Engine(checked, eos_token_ids=self.tokenizer.eos_token_ids)
         self.client = ThreadClient(Router(engine))
         weakref.finalize(self, self.client.end)  # the thread holds the engine, its memory with it
         self._defaults = engine.generation.sampling

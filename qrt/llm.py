@@ -50,9 +50,9 @@ class LLM:
 
         `settings` are the other fields of EngineConfig; ConfigError for an unknown one.
         """
-        config, _ = preflight(engine_config(model, {"kv": kv, **settings}))
-        self.tokenizer = Tokenizer(config.tokenizer or config.model)
-        self.engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
+        checked = preflight(engine_config(model, {"kv": kv, **settings}))
+        self.tokenizer = Tokenizer(checked.config.tokenizer or checked.config.model)
+        self.engine = Engine(checked, eos_token_ids=self.tokenizer.eos_token_ids)
         self._ids = count()
         self._lock = Lock()
         self._pid = os.getpid()
@@ -240,7 +240,6 @@ class LLM:
     def _collector(
         self, text: str | None, ids: list[int], salt: str | None, params: SamplingParams, priority: int
     ) -> RequestCollector:
-        self.engine.validate(ids, params)
         name = str(next(self._ids))
         return RequestCollector(name, text, ids, params, self.tokenizer, priority=priority, cache_salt=salt)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qrt.arch import ModelConfig
 from qrt.arch.runnable import runnable
@@ -19,8 +19,15 @@ from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV
 DEVICE = re.compile(r"(cuda|cpu)(:\d{1,2})?|\d{1,2}")  # an index alone is a GPU's, as in torch
 
 
-def preflight(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
-    """Check `config` as far as config.json allows; return it with folders for names, and the model's sizes.
+class Preflight(NamedTuple):
+    """Settings that are checked, with folders for names of the Hub, and the model's sizes."""
+
+    config: EngineConfig
+    sizes: ModelConfig
+
+
+def preflight(config: EngineConfig) -> Preflight:
+    """Check `config` as far as config.json allows.
 
     A model of the Hub is downloaded: config.json first, and the rest after it is checked.
     ConfigError for a setting that the model does not allow, CheckpointError for a folder that holds no
@@ -45,7 +52,7 @@ def preflight(config: EngineConfig) -> tuple[EngineConfig, ModelConfig]:
         tokenizer = _place(tokenizer, folder)
     names: dict[str, Any] = {"model": _place(config.model, model), "tokenizer": tokenizer}
     settled: dict[str, Any] = dict.fromkeys(("revision", "tokenizer_revision", "download_dir"))
-    return replace(config, **names, **settled), found[0]
+    return Preflight(replace(config, **names, **settled), found[0])
 
 
 def _place(given: str, folder: Path) -> str:

@@ -70,3 +70,10 @@ def test_a_folder_that_holds_no_model(tmp_path):
     file = shutil.copy(model_path("tiny") / "config.json", tmp_path)
     with pytest.raises(CheckpointError, match="config.json: not a folder"):
         preflight(EngineConfig(file))
+
+
+def test_what_preflight_returned_is_not_checked_again(monkeypatch):
+    checked = preflight(EngineConfig("tiny", kv="int8", kv_cache_memory_bytes=1 << 22))
+    monkeypatch.setattr("qrt.engine.build.preflight", None)
+    engine = Engine(checked)
+    assert engine.config == checked.config and engine.model.config == checked.sizes

@@ -11,7 +11,8 @@ import torch
 from fake_decoder import FakeDecoder
 
 from qrt import EngineConfig, SamplingParams
-from qrt.engine.engine import Engine, _capture_sizes
+from qrt.engine.build import _capture_sizes
+from qrt.engine.engine import Engine
 from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.plan import Chunk, Decode, Plan, Sampling, StepResult
 from qrt.engine.schedule.scheduler import Scheduler

@@ -1,0 +1,231 @@
+"""Build what an engine runs on: the model, the KV pool beside it, and the runner of both."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from qrt.config import EngineConfig
+from qrt.engine.generation import GenerationConfig
+from qrt.engine.preflight import Preflight, check_fit, check_settings, preflight
+from qrt.engine.schedule.limits import Limits
+from qrt.engine.step.adjustments import Adjustments
+from qrt.engine.step.graphs import TokenSteps, default_rows, default_tokens
+from qrt.engine.step.profile import peak_step_bytes
+from qrt.engine.step.runner import Runner
+from qrt.engine.step.table import RequestTable
+from qrt.errors import ConfigError
+from qrt.kernels.gpu import launches_on
+from qrt.mem.sizing import (
+    GIB,
+    LEAST_SEQS,
+    PoolSize,
+    default_num_seqs,
+    kv_budget_bytes,
+    pool_size,
+    slot_bytes,
+)
+from qrt.mem.storage import KVStorage
+from qrt.model.decoder import Decoder
+from qrt.model.loader import dummy_model, load_model
+from qrt.model.smoothing import fit_smoothing
+from qrt.quant.checkpoint import Checkpoint, open_checkpoint
+from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV, KVFormat
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine runs on.
+
+    config       the settings, with folders for names of the Hub
+    generation   the checkpoint's defaults
+    eos          tokens that end the text
+    limits       the caps on requests and steps
+    formats      KV format of each layer
+    pool         size of the KV pool
+    runner       runs steps on the model and the pool
+    """
+
+    config: EngineConfig
+    generation: GenerationConfig
+    eos: Sequence[int]
+    limits: Limits
+    formats: Sequence[KVFormat]
+    pool: PoolSize
+    runner: Runner
+
+
+def build(
+    config: EngineConfig | Preflight, model: Decoder | None = None, eos_token_ids: Iterable[int] = ()
+) -> Parts:
+    """Load the checkpoint that `config` names, or take `model`, and build the rest around it.
+
+    `eos_token_ids` end the text beside those that the checkpoint names.
+    """
+    config, model, generation = _checked(config, model)
+    named = {*model.config.eos_token_ids, *generation.eos_token_ids, *eos_token_ids}
+    eos = [token for token in named if 0 <= token < model.config.vocab_size]
+    formats = _layer_formats(config, model.config.num_layers)
+    limits, sizes = _limits(config, model, formats), None
+    if model.device.type == "cuda":  # a CPU gains nothing by padding
+        sizes = _capture_sizes(config, limits)
+        limits = replace(limits, step_sizes=tuple(sizes[1]))
+    with launches_on(model.device):
+        quantized = any(format.rotated for format in formats)
+        smoothing = fit_smoothing(model, formats) if quantized else None
+        pool = _pool(config, model, formats, limits, sizes, smoothing)
+        heads, dim = model.config.num_kv_heads, model.config.head_dim
+        kv = KVStorage(formats, pool.num_slots, heads, dim, model.dtype, model.device, smoothing)
+        adjustments = Adjustments(model.config.vocab_size, eos, model.device)
+        runner = _runner(config, model, kv, limits, sizes, adjustments)
+    logger.info("model: %s, on %s", model, model.device)
+    logger.info("%s; at most %d run at once", pool, limits.max_num_seqs)
+    return Parts(config, generation, eos, limits, formats, pool, runner)
+
+
+def _checked(
+    config: EngineConfig | Preflight, model: Decoder | None
+) -> tuple[EngineConfig, Decoder, GenerationConfig]:
+    """Return the settings, checked, with the model that they name and its defaults; or with `model`."""
+    if model is None:
+        found = config if isinstance(config, Preflight) else preflight(config)
+        return found.config, *_load(found.config)
+    own = config.config if isinstance(config, Preflight) else config
+    check_settings(own)
+    check_fit(own, model.config)
+    return own, model, GenerationConfig()
+
+
+def _load(config: EngineConfig) -> tuple[Decoder, GenerationConfig]:
+    """The checkpoint's model and defaults."""
+    device = _device(config)
+    dummy = config.load_format == "dummy"
+    checkpoint = open_checkpoint(config.model, weights=not dummy)
+    neutral = config.generation_config == "vllm"
+    generation = GenerationConfig.read(Path(checkpoint.path), sampling=not neutral)
+    load = dummy_model if dummy else load_model
+    return load(checkpoint, device=device, dtype=_dtype(config, checkpoint, device)), generation
+
+
+def _device(config: EngineConfig) -> torch.device:
+    """ConfigError for one that this machine has not."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = ("cuda" if count else "cpu") if config.device is None else config.device
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found = f"cuda:0 to cuda:{count - 1}, or cpu" if count else "cpu: torch finds no GPU here"
+        raise ConfigError(f"device: got {name!r}, wanted {found}")
+    return device
+
+
+def _dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16"
+    if device.type == "cpu":  # torch's packed integer products want bf16; else the reference multiplies
+        packed = bool(checkpoint.quantization) and stored == "bfloat16"
+        return torch.bfloat16 if packed and _is_bf16_fast() else torch.float32
+    if stored not in DTYPES:
+        raise ConfigError(f"dtype: the checkpoint's is {stored!r}; choose {' or '.join(DTYPES)} with --dtype")
+    return DTYPES[stored]
+
+
+def _is_bf16_fast() -> bool:
+    """Whether this CPU's matrix products in bf16 are not emulated."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _layer_formats(config: EngineConfig, num_layers: int) -> list[KVFormat]:
+    """The format of each layer."""
+    skipped = KV_FORMATS["fp16"]
+    format = skipped if config.kv in UNQUANTIZED_KV else KV_FORMATS[config.kv]
+    return [skipped if layer in config.kv_skip_layers else format for layer in range(num_layers)]
+
+
+def _limits(config: EngineConfig, model: Decoder, formats: Sequence[KVFormat]) -> Limits:
+    """Return the caps that the config names, or those that the model and the machine allow."""
+    max_model_len = config.max_model_len or model.config.max_position
+    return Limits(
+        max_model_len,
+        config.max_num_seqs or _num_seqs(config, model, formats, max_model_len),
+        config.max_num_batched_tokens,
+        config.max_num_queued_reqs,
+        config.max_num_queued_tokens,
+    )
+
+
+def _num_seqs(config: EngineConfig, model: Decoder, formats: Sequence[KVFormat], max_model_len: int) -> int:
+    """Requests that run at once, unless told."""
+    if model.device.type != "cuda":
+        return LEAST_SEQS
+    shape = model.config
+    budget = _budget_bytes(config, model, 0)
+    per_slot = slot_bytes(formats, shape.num_kv_heads, shape.head_dim, model.dtype)
+    return default_num_seqs(budget, per_slot, max_model_len)
+
+
+def _capture_sizes(config: EngineConfig, limits: Limits) -> tuple[Sequence[int], Sequence[int]]:
+    """Sizes of recorded steps: rows that decode, and tokens of steps with prompts."""
+    rows = config.cudagraph_capture_sizes or default_rows(limits.max_num_seqs)
+    return rows, default_tokens(limits.max_num_batched_tokens)
+
+
+def _pool(
+    config: EngineConfig,
+    model: Decoder,
+    formats: Sequence[KVFormat],
+    limits: Limits,
+    sizes: tuple[Sequence[int], Sequence[int]] | None,
+    smoothing: Sequence[torch.Tensor] | None,
+) -> PoolSize:
+    """Return the size of the pool that fits beside the weights and the largest step."""
+    reserve = 0
+    if sizes is not None and config.kv_cache_memory_bytes is None:
+        reserve = peak_step_bytes(model, formats, limits, smoothing, *sizes)
+        tokens = limits.max_num_batched_tokens
+        logger.info("activations and graphs: %.2f GiB for steps of %d tokens", reserve / GIB, tokens)
+    return pool_size(
+        formats,
+        model.config.num_kv_heads,
+        model.config.head_dim,
+        model.dtype,
+        budget_bytes=_budget_bytes(config, model, reserve),
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+    )
+
+
+def _budget_bytes(config: EngineConfig, model: Decoder, reserve: int) -> int:
+    """Return the memory that the pool may take where steps need `reserve` bytes."""
+    return kv_budget_bytes(
+        model.device,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        reserve_bytes=reserve,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+    )
+
+
+def _runner(
+    config: EngineConfig,
+    model: Decoder,
+    kv: KVStorage,
+    limits: Limits,
+    sizes: tuple[Sequence[int], Sequence[int]] | None,
+    adjustments: Adjustments,
+) -> Runner:
+    """Return the runner; it records the steps of `sizes`, unless that is off."""
+    table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
+    steps = None
+    if sizes is not None:
+        steps = TokenSteps(model, kv, table, *sizes, attend_cache=config.attend_cache)
+        if not config.enforce_eager:
+            steps.record()
+    return Runner(model, kv, table, adjustments, attend_cache=config.attend_cache, token_steps=steps)

@@ -1,0 +1,83 @@
+"""Check a request before the engine takes it: token ids, parameters, priority, salt."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qrt.errors import ConfigError
+from qrt.sampling_params import SamplingParams
+
+
+class RequestCheck:
+    """The checks of one engine. Each raises ConfigError; any thread may ask.
+
+    vocab_size    of the model
+    eos           tokens that end the text
+    priorities    whether requests may name one
+    """
+
+    def __init__(self, vocab_size: int, eos: Collection[int], *, priorities: bool) -> None:
+        self._vocab_size = vocab_size
+        self._eos = eos
+        self._priorities = priorities
+
+    def tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> NDArray[np.int32]:
+        """Return the prompt as an array, its and the parameters' token ids checked."""
+        ids, vocab = _array(prompt_ids), self._vocab_size
+        for name, given in (
+            ("prompt", ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", tuple(params.logit_bias)),
+            ("bad_words", [t for word in params.bad_words if not isinstance(word, str) for t in word]),
+        ):
+            values = given if given is ids else np.array(given, object)
+            wrong = values[(values < 0) | (values >= vocab)]
+            if wrong.size:
+                raise ConfigError(
+                    f"{name}: token id {wrong[0]}, wanted 0 to {vocab - 1}, the model's vocabulary"
+                )
+        if any(isinstance(word, str) for word in params.bad_words):
+            raise ConfigError("bad_words: got text, wanted token ids; LLM and the server encode them")
+        self._check_allowed(params)
+        return ids.astype(np.int32)
+
+    def _check_allowed(self, params: SamplingParams) -> None:
+        """Raise ConfigError where no token may be drawn, at first or ever."""
+        allowed = params.allowed_token_ids
+        banned = {word[-1] for word in params.bad_words if isinstance(word, tuple)}
+        if params.min_tokens:
+            banned |= {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+        if banned.issuperset(range(self._vocab_size) if allowed is None else allowed):
+            left = "no token" if allowed is None else f"none of {list(allowed)[:8]}"
+            raise ConfigError(
+                "allowed_token_ids: the ends of bad_words, or min_tokens and what ends the text, may leave "
+                f"{left}; wanted one that may always be drawn"
+            )
+
+    def order(self, priority: object, cache_salt: object) -> None:
+        """Check the priority and the salt of cached prefixes."""
+        if not isinstance(priority, int):
+            raise ConfigError(f"priority: got {priority!r}, wanted an integer")
+        if priority and not self._priorities:
+            raise ConfigError(
+                f"priority: got {priority}, but requests run in the order they come; set scheduling_policy "
+                "to 'priority' (--scheduling-policy priority), or leave it out"
+            )
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise ConfigError(f"cache_salt: got {cache_salt!r}, wanted text, not empty")
+
+
+def _array(prompt_ids: Sequence[int]) -> NDArray[Any]:
+    """ConfigError for what is no list of integers."""
+    try:
+        ids = np.asarray(prompt_ids)
+    except ValueError:  # lists of different lengths
+        ids = np.empty((0, 0), object)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ConfigError(f"prompt: got {str(prompt_ids)[:50]}, wanted a list of token ids")
+    return ids
