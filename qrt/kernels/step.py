@@ -1,4 +1,4 @@
-"""StepMeta: the tensors that describe one ragged step. Built by `qrt.engine`, read by attention.
+"""StepMeta, the tensors of one ragged step, and KVLayer, those of one layer's cache: what attention reads.
 
 A step holds B requests and T tokens. Requests with one token to compute (decodes) come first, so tokens
 [0, num_decodes) are theirs and the rest belong to prefill chunks, packed one after the other.
@@ -134,3 +134,17 @@ class StepMeta:
     def num_decodes(self) -> int:
         """Tokens (and requests) that decode; the first of the T."""
         return 0 if self.decode is None else self.decode.rows.shape[0]
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """The cache of one layer.
+
+    format      the format's name in KV_FORMATS
+    buffers     its tensors, in the order of `KVFormat.buffers`
+    smoothing   fp32 [3, Hkv, D] from `qrt.quant.kv.smoothing`, or None: K is stored as it is
+    """
+
+    format: str
+    buffers: list[Tensor]
+    smoothing: Tensor | None = None

@@ -9,15 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qrt.kernels.decode_attention import decode_attention
+from qrt.kernels.attention import attend_chunks, attend_decodes, store
 from qrt.kernels.gpu import aside, together
-from qrt.kernels.kv_write import kv_write
-from qrt.kernels.prefill_attention import prefill_attention
-from qrt.kernels.step import StepMeta
+from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.linear import Linear
 from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import RopeTables
-from qrt.mem.storage import KVLayer
 
 
 class Attention:
@@ -67,55 +64,16 @@ class Attention:
         The first `num_decodes` tokens attend the cache, those of chunks prefix and chunk. Where there are
         both, they run side by side: the former wait for memory, the latter for products.
         """
-        cos, sin = rope
-        kv_write(q, k, v, cos, sin, step.positions, step.slots, kv.buffers, kv.smoothing, kv.format)
+        store(q, k, v, rope, step, kv)
         out = step.attended
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if step.decode is None or step.prefill is None:
-            self._attend_chunks(q, k, v, step, kv, out)
-            self._attend_decodes(q, step, kv, out)
+            attend_chunks(q, k, v, step, kv, out, self.scale)
+            attend_decodes(q, step, kv, out, self.scale)
         else:
             with aside(q.device):
-                self._attend_chunks(q, k, v, step, kv, out)
-            self._attend_decodes(q, step, kv, out)
+                attend_chunks(q, k, v, step, kv, out, self.scale)
+            attend_decodes(q, step, kv, out, self.scale)
             together(q.device)
         return out.flatten(1)
-
-    def _attend_decodes(self, q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor) -> None:
-        """Write what the tokens that decode, if there are any, attend to out [T, Hq, D]."""
-        if decode := step.decode:
-            decode_attention(
-                q[: step.num_decodes],
-                kv.buffers,
-                step.slot_table,
-                decode.rows,
-                decode.kv_lens,
-                decode.parts,
-                out[: step.num_decodes],
-                kv.format,
-                self.scale,
-                decode.newest,
-            )
-
-    def _attend_chunks(
-        self, q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer, out: Tensor
-    ) -> None:
-        """Write what the tokens of chunks, if there are any, attend to out [T, Hq, D]."""
-        if chunks := step.prefill:
-            prefill_attention(
-                q,
-                k,
-                v,
-                kv.buffers,
-                step.slot_table,
-                chunks.rows,
-                chunks.query_start,
-                chunks.cached_start,
-                chunks.tiles,
-                out,
-                chunks.num_cached,
-                chunks.attend_cache,
-                kv.format,
-                self.scale,
-            )

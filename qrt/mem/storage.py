@@ -4,30 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qrt.errors import QrtError
+from qrt.kernels.step import KVLayer
 from qrt.mem.sizing import GIB, PAD_SLOTS, pool_bytes
 from qrt.quant.kv.base import KVFormat
 from qrt.quant.spec import TensorSpec
-
-
-@dataclass(frozen=True)
-class KVLayer:
-    """What attention needs of one layer.
-
-    format      the format's name in KV_FORMATS
-    buffers     its tensors, in the order of `KVFormat.buffers`
-    smoothing   fp32 [3, Hkv, D] from `qrt.quant.kv.smoothing`, or None: K is stored as it is
-    """
-
-    format: str
-    buffers: list[Tensor]
-    smoothing: Tensor | None = None
 
 
 class KVStorage:

@@ -14,14 +14,14 @@ from torch import Tensor
 from qrt.arch import ModelConfig
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.prefill_attention.tiles import Queries
-from qrt.kernels.step import StepMeta
+from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import RopeTables
-from qrt.mem.storage import KVLayer, KVStorage
+from qrt.mem.storage import KVStorage
 
 
 class DecoderLayer:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from qrt.arch import ModelConfig
+from qrt.kernels.attention import append
 from qrt.kernels.chain import Link, chain, fits
-from qrt.kernels.decode_attention import append_attention
 from qrt.kernels.decode_attention.blocks import block_of
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.linear import (
@@ -35,14 +35,14 @@ from qrt.kernels.linear import (
 )
 from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, embed_rmsnorm
 from qrt.kernels.silu_mul import silu_mul, silu_mul_int8
-from qrt.kernels.step import DecodeMeta, StepMeta
+from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import RMSNorm
 from qrt.layers.rope import RopeTables
-from qrt.mem.storage import KVLayer, KVStorage
+from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder, DecoderLayer
 from qrt.quant.digits import GROUP, Digits, room_for
 from qrt.quant.kv import KV_FORMATS
@@ -157,8 +157,7 @@ class FusedLayer:
         """Store K and V, and return what the heads attended as `after_attention` takes it."""
         attention = self.layer.attention
         q, k, v = attention.heads(qkv)
-        decode = _appended(attention, q, step, kv)
-        if decode is None:
+        if not _appends(attention, q, step, kv):
             return [attention.attend(q, k, v, step, kv, rope)]
         tokens, heads, head_dim = q.shape
         if chained and tokens > 1 and head_dim == GROUP:
@@ -166,21 +165,7 @@ class FusedLayer:
             out = [digits.codes, digits.facts]
         else:
             out = [torch.empty(q.shape, dtype=q.dtype, device=q.device)]
-        append_attention(
-            q,
-            k,
-            v,
-            *rope,
-            kv.buffers,
-            kv.smoothing,
-            step.slot_table,
-            decode.rows,
-            decode.kv_lens,
-            decode.parts,
-            out,
-            kv.format,
-            attention.scale,
-        )
+        append(q, k, v, rope, step, kv, out, attention.scale)
         return out if len(out) == 2 else [out[0].flatten(1)]
 
     def _mlp(self, y: Tensor, residual: Tensor) -> Tensor:
@@ -233,12 +218,12 @@ def _link(layer: DecoderLayer, norm: RMSNorm, next_qkv: Linear | None) -> Link |
     )
 
 
-def _appended(attention: Attention, q: Tensor, step: StepMeta, kv: KVLayer) -> DecodeMeta | None:
-    """Return the decodes, if there is nothing else and `append_attention` is the fastest for them."""
+def _appends(attention: Attention, q: Tensor, step: StepMeta, kv: KVLayer) -> bool:
+    """Return whether there are decodes alone, and `append` is the fastest for them."""
     if step.prefill is not None or step.decode is None or not step.decode.newest:
-        return None
+        return False
     block = KV_FORMATS[kv.format].block(len(q), *attention.qkv_heads[:2])
-    return step.decode if block_of(block, attention.head_dim, q.dtype).appends else None
+    return block_of(block, attention.head_dim, q.dtype).appends
 
 
 def _takes_int8(linear: Linear) -> bool:

@@ -16,11 +16,11 @@ from qrt.quant.spec import Granularity, QuantSpec
 from tiny_models import quantize_checkpoint, random_checkpoint
 
 CALLED = {
-    "qrt.layers.attention": ("kv_write", "decode_attention", "prefill_attention"),
+    "qrt.kernels.attention": ("kv_write", "decode_attention", "append_attention", "prefill_attention"),
     "qrt.layers.linear": ("linear",),
     "qrt.layers.norm": ("rmsnorm",),
     "qrt.model.fused": (
-        "append_attention", "linear_int8", "linear_silu_int8", "silu_mul", "silu_mul_int8", "add_rmsnorm",
+        "linear_int8", "linear_silu_int8", "silu_mul", "silu_mul_int8", "add_rmsnorm",
         "add_rmsnorm_int8",
     ),
     "qrt.kernels.chain": ("chain_op",),

@@ -289,7 +289,7 @@ def test_an_engine_that_is_gone_leaves_no_garbage(folder, monkeypatch):
 
 
 LAUNCHERS = (
-    "layers.linear.linear", "model.fused.embed_rmsnorm", "layers.attention.kv_write",
+    "layers.linear.linear", "model.fused.embed_rmsnorm", "kernels.attention.kv_write",
     "engine.step.sampler.draw", "engine.step.graphs.draw", "engine.step.graphs.token_inputs",
     "engine.step.table.advance",
 )  # fmt: skip
@@ -319,7 +319,7 @@ def test_all_is_launched_on_the_device_of_the_model(folder, monkeypatch):
         launch = getattr(import_module(module), function)
         monkeypatch.setattr(f"qrt.{name}", checked(name, launch))
     model = Engine(EngineConfig(str(folder), device="cpu", kv="int8", kv_cache_memory_bytes=8 << 20)).model
-    assert called == {"layers.linear.linear", "layers.attention.kv_write"}
+    assert called == {"layers.linear.linear", "kernels.attention.kv_write"}
     assert tokens(folder, "int8", [1, 2, 4, 8], [40]) and called == set(LAUNCHERS)
     model.logits(torch.zeros(1, model.config.hidden_size))
     assert not inside

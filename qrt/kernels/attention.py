@@ -1,0 +1,94 @@
+"""Attention of a step over the cache of one layer: the operators, called with what a layer holds.
+
+q [T, Hq, D], k and v [T, Hkv, D] and out [T, Hq, D] are of all tokens of the step; rope is cos and sin, fp32
+[P, D/2] each, by position. What each operator does is said where it is defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from qrt.kernels.decode_attention import append_attention, decode_attention
+from qrt.kernels.kv_write import kv_write
+from qrt.kernels.prefill_attention import prefill_attention
+from qrt.kernels.step import KVLayer, StepMeta
+
+
+def store(q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], step: StepMeta, kv: KVLayer) -> None:
+    """Turn q, k and v by RoPE and into the basis of the cache, in place, and store k and v (`kv_write`)."""
+    kv_write(q, k, v, *rope, step.positions, step.slots, kv.buffers, kv.smoothing, kv.format)
+
+
+def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scale: float) -> None:
+    """Write what the tokens that decode attend, if there are any, to `out` (`decode_attention`)."""
+    if decode := step.decode:
+        decode_attention(
+            q[: step.num_decodes],
+            kv.buffers,
+            step.slot_table,
+            decode.rows,
+            decode.kv_lens,
+            decode.parts,
+            out[: step.num_decodes],
+            kv.format,
+            scale,
+            decode.newest,
+        )
+
+
+def attend_chunks(
+    q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scale: float
+) -> None:
+    """Write what the tokens of chunks attend, if there are any, to `out` (`prefill_attention`)."""
+    if chunks := step.prefill:
+        prefill_attention(
+            q,
+            k,
+            v,
+            kv.buffers,
+            step.slot_table,
+            chunks.rows,
+            chunks.query_start,
+            chunks.cached_start,
+            chunks.tiles,
+            out,
+            chunks.num_cached,
+            chunks.attend_cache,
+            kv.format,
+            scale,
+        )
+
+
+def append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: tuple[Tensor, Tensor],
+    step: StepMeta,
+    kv: KVLayer,
+    out: Sequence[Tensor],
+    scale: float,
+) -> None:
+    """`store` and `attend_decodes` of a step of decodes alone, in one launch (`append_attention`).
+
+    out: [out], or [codes, facts] of it as Digits. q, k and v stay as they are.
+    """
+    decode = step.decode
+    assert decode is not None, "a step without decodes"
+    append_attention(
+        q,
+        k,
+        v,
+        *rope,
+        kv.buffers,
+        kv.smoothing,
+        step.slot_table,
+        decode.rows,
+        decode.kv_lens,
+        decode.parts,
+        out,
+        kv.format,
+        scale,
+    )
