@@ -35,7 +35,7 @@ for name, dtype, Hq, Hkv, D, attend_cache in (
         prefill_attention(q, k, v, kv, table, *chunk, name, 0.1)
 for n in (1, 48):
     for decodes in (n, 0):
-        token_inputs(index[:n], index[:n], index[:n], index, index.long(), table, decodes, 8, 12)
+        token_inputs(index[:n].repeat(3, 1), index, index.long(), table, decodes, 8, 12)
 """
 
 

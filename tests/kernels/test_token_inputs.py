@@ -26,7 +26,7 @@ def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
     rows, position, ids = draw(9, tokens), draw(longest, tokens), draw(1000, tokens)
     given = torch.rand(tokens, generator=gen) < 0.5
     position, ids = torch.where(given, position, -1), torch.where(given, ids, -1)
-    each = tuple(x.to(device) for x in (rows, position, ids, length, last, table))
+    each = tuple(x.to(device) for x in (torch.stack((rows, position, ids)), length, last, table))
     got = inputs(*each, decodes, 8, 8)
     lens = [int(p) + 1 if p >= 0 else int(length[r]) for r, p in zip(rows, position, strict=True)]
     places = [max(n - 1, 0) for n in lens]
@@ -38,7 +38,7 @@ def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
     if not decodes:
         assert not len(got[4])
         return
-    parts = plan_parts(each[0][:decodes], got[3], 8, 8)
+    parts = plan_parts(each[0][0, :decodes], got[3], 8, 8)
     assert got[4].shape == parts.shape
     live = parts[:, 0] >= 0
     assert torch.equal(got[4][:, 0], parts[:, 0]) and torch.equal(got[4][live, :6], parts[live, :6])
@@ -64,7 +64,7 @@ def test_tables_are_advanced(device, advance, count):
 
 
 def test_the_operator_is_registered_as_it_behaves(device):
-    args = [torch.zeros(3, dtype=torch.int32, device=device)] * 3
+    args = [torch.zeros(3, 3, dtype=torch.int32, device=device)]
     args += [torch.ones(2, dtype=torch.int32, device=device), torch.ones(2, dtype=torch.int64, device=device)]
     args += [torch.zeros(2, 64, dtype=torch.int32, device=device), 2, 2, 4]
     check_operator("token_inputs", args)

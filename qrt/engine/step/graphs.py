@@ -281,11 +281,8 @@ class TokenSteps:
     def _tokens(self, size: int, decodes: int) -> tuple[Tensor, Tensor, Tensor, DecodeMeta | None]:
         """Ids, positions and slots of the tokens, and the first `decodes` of them as decodes."""
         table, inputs, config = self._table, self._inputs.tokens(size), self._model.config
-        rows, given, tokens = inputs
         ids, positions, slots, kv_lens, parts = token_inputs(
-            rows,
-            given,
-            tokens,
+            inputs,
             table.length,
             table.last_token,
             table.slot_table,

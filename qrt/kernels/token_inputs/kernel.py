@@ -92,9 +92,7 @@ def _store_parts(
 
 
 def token_inputs(
-    rows: Tensor,
-    given: Tensor,
-    tokens: Tensor,
+    inputs: Tensor,
     length: Tensor,
     last_token: Tensor,
     slot_table: Tensor,
@@ -103,9 +101,8 @@ def token_inputs(
     heads_per_sm: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the package's docstring."""
-    T = expect(rows, "T", torch.int32, "rows")["T"]
-    for name, each in {"given": given, "tokens": tokens}.items():
-        expect(each, "T", torch.int32, name, T=T)
+    T = expect(inputs, "3 T", torch.int32, "inputs")["T"]
+    rows, given, tokens = inputs
     if decodes > T:
         raise ValueError(f"decodes: expected at most {T}, the step's tokens; got {decodes}")
     filled = empty_inputs(rows, decodes, num_kv_heads, heads_per_sm)

@@ -23,9 +23,7 @@ def empty_inputs(
 
 
 def token_inputs(
-    rows: Tensor,
-    given: Tensor,
-    tokens: Tensor,
+    inputs: Tensor,
     length: Tensor,
     last_token: Tensor,
     slot_table: Tensor,
@@ -34,6 +32,7 @@ def token_inputs(
     heads_per_sm: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the package's docstring."""
+    rows, given, tokens = inputs
     kv_lens = torch.where(given < 0, length[rows], given + 1)
     positions = (kv_lens - 1).clamp(min=0)
     ids = torch.where(tokens < 0, last_token[rows], tokens.long())
