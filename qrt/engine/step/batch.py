@@ -1,4 +1,4 @@
-"""Batch: a plan as tensors on the device. Only new slots, prompt tokens and row numbers travel."""
+"""Batch: a plan as tensors of its own sizes. Only new slots, prompt tokens and row numbers travel."""
 
 from __future__ import annotations
 
@@ -7,33 +7,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qrt.engine.schedule.plan import Plan
 from qrt.engine.step.adjustments import Adjustments
-from qrt.engine.step.sampler import SampleMeta
+from qrt.engine.step.draws import Draws, sample_arrays
 from qrt.engine.step.table import RequestTable
 from qrt.engine.step.transfer import to_device
 from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.prefill_attention.tiles import Queries
 from qrt.kernels.step import Chunks, DecodeMeta, PrefillMeta, StepMeta
 
-
-@dataclass(frozen=True)
-class Draws:
-    """What is sampled in a step, and how.
-
-    tokens       int64 [S]: which of the step's tokens each of the S is drawn after
-    meta         how
-    logprobs     int64 [l]: which of the S want log-probabilities; None: none
-    num_top      likeliest tokens to name at each of them, the most that any of them asks for
-    """
-
-    tokens: Tensor
-    meta: SampleMeta
-    logprobs: Tensor | None
-    num_top: int
+FROM_TABLE = -1  # instead of a position or a token: what the request table says
 
 
 @dataclass(frozen=True)
@@ -64,10 +50,12 @@ def build(
     `heads_per_sm` as in `plan_parts`.
     """
     chunks = chunks_of(plan, queries, attend_cache=attend_cache)
-    arrays = {**_token_arrays(plan), **_sample_arrays(plan, adjustments)}
+    arrays = {**_token_arrays(plan), **sample_arrays(plan, adjustments)}
     if plan.chunks:
         arrays |= {f"chunk {name}": array for name, array in chunks.arrays().items()}
-    arrays |= {f"targets {c.request_id}": _int64(c.scoring.targets) for c in plan.chunks if c.scoring}
+    arrays |= {
+        f"targets {c.request_id}": c.scoring.targets.astype(np.int64) for c in plan.chunks if c.scoring
+    }
     sent = to_device({name: array for name, array in arrays.items() if array.size}, table.device)
     decode, prefill = None, None
     tokens, positions, rows = [], [], []
@@ -90,7 +78,20 @@ def build(
     slots = table.slots(_join(rows), at)
     step = StepMeta(_join(tokens), at, slots, table.slot_table, decode, prefill)
     targets = {c.request_id: sent[f"targets {c.request_id}"] for c in plan.chunks if c.scoring}
-    return Batch(step, _draws(plan, sent), targets)
+    return Batch(step, Draws.of(plan, sent), targets)
+
+
+def tokens_of(plan: Plan) -> NDArray[np.int32]:
+    """Return the row, the position and the id of each token of a step, [3, T]; FROM_TABLE of decodes."""
+    at = len(plan.decodes)
+    sizes = [len(chunk.tokens) for chunk in plan.chunks]
+    described = np.full((3, at + sum(sizes)), FROM_TABLE, np.int32)
+    rows, positions, tokens = described
+    rows[:at] = [decode.row for decode in plan.decodes]
+    for chunk, size in zip(plan.chunks, sizes, strict=True):
+        own = slice(at, at := at + size)
+        rows[own], positions[own], tokens[own] = chunk.row, np.arange(chunk.start, chunk.end), chunk.tokens
+    return described
 
 
 def chunks_of(plan: Plan, queries: Queries, *, attend_cache: bool) -> Chunks:
@@ -105,81 +106,16 @@ def chunks_of(plan: Plan, queries: Queries, *, attend_cache: bool) -> Chunks:
     )
 
 
-def drawn_plainly(plan: Plan) -> bool:
-    """Whether all that is sampled is greedy, or drawn by temperature and seed alone, and no more is asked."""
-    return all(work.sampling.plain and not work.banned for work in plan.sampled)
-
-
-def draws(plan: Plan, adjustments: Adjustments, device: torch.device) -> Draws | None:
-    """`Batch.draws` of a plan, by itself."""
-    arrays = _sample_arrays(plan, adjustments)
-    sent = to_device({name: a for name, a in arrays.items() if a.size}, device)
-    return _draws(plan, sent)
-
-
 def _token_arrays(plan: Plan) -> dict[str, NDArray[Any]]:
-    """The rows of its tokens, and the tokens of its chunks."""
-    chunks = plan.chunks
-    lengths = [len(chunk.tokens) for chunk in chunks]
+    """Return the rows of its tokens, and the tokens of its chunks."""
+    (rows, positions, tokens), decodes = tokens_of(plan), len(plan.decodes)
     return {
-        "decode_rows": _int32([decode.row for decode in plan.decodes]),
-        "token_rows": np.repeat(_int32([chunk.row for chunk in chunks]), lengths),
-        "chunk_ends": _int32([chunk.end for chunk in chunks]),
-        "chunk_tokens": _int64(*[chunk.tokens for chunk in chunks]),
-        "chunk_positions": _int32(*[np.arange(chunk.start, chunk.end) for chunk in chunks]),
+        "decode_rows": rows[:decodes],
+        "token_rows": rows[decodes:],
+        "chunk_ends": np.array([chunk.end for chunk in plan.chunks], np.int32),
+        "chunk_tokens": tokens[decodes:].astype(np.int64),
+        "chunk_positions": positions[decodes:],
     }
-
-
-def _sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[Any]]:
-    """Which hidden states are sampled, for which rows, and how."""
-    careful: list[int] = []
-    filtered: list[int] = []
-    adjusted: list[tuple[int, int]] = []
-    banned: list[tuple[int, int, int]] = []
-    for index, work in enumerate(plan.sampled):
-        sampling = work.sampling
-        if not (sampling.filtered or sampling.adjustment or work.banned):
-            continue
-        if sampling.filtered:
-            filtered.append(len(careful))
-        if sampling.adjustment:
-            adjusted.append((len(careful), work.row))
-        banned += [(len(careful), *ban) for ban in work.banned]
-        careful.append(index)
-    places = adjustments.places([row for _, row in adjusted])
-    return {
-        "sampled_at": _int64(plan.sampled_at),
-        "sample_rows": _int64([work.row for work in plan.sampled]),
-        "careful": _int64(careful),
-        "filtered": _int64(filtered),
-        "adjusted": np.array([[index for index, _ in adjusted], places], np.int64),
-        "banned": np.array(banned, np.int64).reshape(-1, 3).T,
-        "logprobs": _int64([i for i, w in enumerate(plan.sampled) if w.sampling.num_logprobs is not None]),
-    }
-
-
-def _draws(plan: Plan, sent: dict[str, Tensor]) -> Draws | None:
-    if not plan.sampled:
-        return None
-    ks = [work.sampling.top_k for work in plan.sampled if work.sampling.filtered]
-    meta = SampleMeta(
-        sent["sample_rows"],
-        sent.get("careful"),
-        sent.get("adjusted"),
-        sent.get("banned"),
-        sent.get("filtered"),
-        max(ks) if ks and min(ks) > 0 else 0,
-    )
-    num_top = max(work.sampling.num_logprobs or 0 for work in plan.sampled)
-    return Draws(sent["sampled_at"], meta, sent.get("logprobs"), num_top)
-
-
-def _int32(*parts: ArrayLike) -> NDArray[np.int32]:
-    return np.concatenate([np.empty(0, np.int32), *parts], dtype=np.int32, casting="unsafe")
-
-
-def _int64(*parts: ArrayLike) -> NDArray[np.int64]:
-    return np.concatenate([np.empty(0, np.int64), *parts], dtype=np.int64, casting="unsafe")
 
 
 def _join(tensors: list[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ There are two kinds. A step of decodes alone is one graph, from the request tabl
 step with chunks of prompts, whatever else is in it, is two: one from tokens to hidden states, and one that
 makes the logits of the rows that sample, draws and advances the request table. A graph depends on its size
 alone. Which tokens, rows, chunks and tiles of attention there are lies in one tensor of inputs
-(`StepInputs`), which travels in one copy, and for decodes alone only when the rows change.
+(`PaddedInputs`), which travels in one copy, and for decodes alone only when the rows change.
 
 Rows that ask for more than greedy, temperature and seed are drawn outside, from the hidden states. Padding
 tokens are of the table's last row: they attend nothing and write the pad slot. Where nothing is recorded
@@ -27,11 +27,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qrt.engine.schedule.plan import Plan
-from qrt.engine.step.step_inputs import StepInputs
+from qrt.engine.step.padded import PaddedInputs
 from qrt.engine.step.table import RequestTable
 from qrt.kernels.sample import sample as draw
-from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
-from qrt.kernels.token_inputs import token_inputs
 from qrt.mem.sizing import GIB
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
@@ -107,7 +105,9 @@ class TokenSteps:
         self._num_cached = num_cached
         self._attend_cache = attend_cache
         config, most = model.config, max([*self.rows, *self.tokens])
-        self._inputs = StepInputs(self.rows[-1], most, table, model)
+        self._inputs = PaddedInputs(
+            self.rows[-1], most, model, kv, table, num_cached=num_cached, attend_cache=attend_cache
+        )
         self._sent: list[int] | None = None  # the rows of a step of decodes alone that the device knows
         self._hidden = torch.zeros(most, config.hidden_size, dtype=model.dtype, device=table.device)
         heads = most if self.tokens else 0, config.num_heads, config.head_dim
@@ -190,7 +190,7 @@ class TokenSteps:
         self._sent = None  # should an interrupt come between these
         size, draws = self._size(plan), _holds(self.rows, len(plan.sampled))
         assert size is not None and draws is not None, "a plan that is not handled"
-        self._inputs.send(plan, size, draws, attend_cache=self._attend_cache)
+        self._inputs.send(plan, size, draws)
         self._sent = None if plan.chunks else rows
 
     def forward(self, plan: Plan) -> Tensor:
@@ -257,9 +257,7 @@ class TokenSteps:
 
     def _decode(self, size: int) -> Tensor:
         """Hidden states [size, H] of decodes alone."""
-        ids, positions, slots, decode = self._tokens(size, size)
-        step = StepMeta(ids, positions, slots, self._table.slot_table, decode, None)
-        return self._model.hidden(step, self._kv)
+        return self._model.hidden(self._inputs.decodes(size), self._kv)
 
     def _mixed(self, size: int) -> Tensor:
         """Hidden states [size, H] of decodes, as many as may be, and chunks."""
@@ -270,28 +268,8 @@ class TokenSteps:
         return self._with_chunks(size, 0)
 
     def _with_chunks(self, size: int, decodes: int) -> Tensor:
-        table, chunks = self._table, self._inputs.chunks(size)
-        table.length.index_copy_(0, chunks["rows"].long(), chunks.pop("ends"))
-        ids, positions, slots, decode = self._tokens(size, decodes)
-        prefill = PrefillMeta(**chunks, num_cached=self._num_cached, attend_cache=self._attend_cache)
-        attended = self._attended[:size]
-        step = StepMeta(ids, positions, slots, table.slot_table, decode, prefill, attended)
+        step = self._inputs.chunks(size, decodes, self._attended[:size])
         return self._hidden[:size].copy_(self._model.hidden(step, self._kv))
-
-    def _tokens(self, size: int, decodes: int) -> tuple[Tensor, Tensor, Tensor, DecodeMeta | None]:
-        """Ids, positions and slots of the tokens, and the first `decodes` of them as decodes."""
-        table, inputs, config = self._table, self._inputs.tokens(size), self._model.config
-        ids, positions, slots, kv_lens, parts = token_inputs(
-            inputs,
-            table.length,
-            table.last_token,
-            table.slot_table,
-            decodes,
-            config.num_kv_heads,
-            self._kv.heads_per_sm(decodes, config.num_heads) if decodes else 1,
-        )
-        decode = DecodeMeta(inputs[0, :decodes], kv_lens, parts, newest=True) if decodes else None
-        return ids, positions, slots, decode
 
     def _sample(self, hidden: Tensor, size: int) -> Tensor:
         table, (_, rows, drawn) = self._table, self._inputs.draws(size)

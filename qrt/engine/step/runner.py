@@ -12,7 +12,8 @@ from torch import Tensor
 from qrt.engine.schedule.plan import Plan, StepResult
 from qrt.engine.schedule.scores import Scores, concat
 from qrt.engine.step.adjustments import Adjustments
-from qrt.engine.step.batch import Batch, Draws, build, drawn_plainly, draws
+from qrt.engine.step.batch import Batch, build
+from qrt.engine.step.draws import Draws, drawn_plainly, draws
 from qrt.engine.step.graphs import TokenSteps
 from qrt.engine.step.logprobs import score
 from qrt.engine.step.sampler import sample

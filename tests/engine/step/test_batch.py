@@ -1,9 +1,10 @@
-"""A plan as tensors: every array against a plain loop over the plan."""
+"""A plan as tensors, of its own size or padded: every array against numbers written by hand."""
 
 from dataclasses import replace
 
 import numpy as np
 import torch
+from fake_decoder import FakeDecoder
 
 from qrt.engine.schedule.plan import (
     Adjustment,
@@ -17,10 +18,14 @@ from qrt.engine.schedule.plan import (
     Scoring,
 )
 from qrt.engine.step.adjustments import Adjustments
-from qrt.engine.step.batch import build, drawn_plainly
+from qrt.engine.step.batch import build
+from qrt.engine.step.draws import drawn_plainly
+from qrt.engine.step.padded import PaddedInputs
 from qrt.engine.step.table import RequestTable
 from qrt.engine.step.transfer import Fetch, to_device
 from qrt.kernels.prefill_attention.tiles import Queries
+from qrt.mem.storage import KVStorage
+from qrt.quant.kv import KV_FORMATS
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(0.0, 0, 1.0, 0, None)
@@ -99,6 +104,24 @@ def test_without_attend_cache_the_cached_tokens_are_the_prefixes():
     prefill = batch_of(mixed_plan()).step.prefill
     assert prefill.cached_start.dtype == torch.int32 and prefill.cached_start.tolist() == [0, 10, 15, 17]
     assert prefill.num_cached == 17
+
+
+def test_a_padded_step_is_the_same_step_with_padding_behind_it():
+    plan, t = replace(mixed_plan(), admitted=()), table()
+    t.place(plan.placed)
+    kv = KVStorage([KV_FORMATS["fp16"]], 999, 1, 16, torch.float32, "cpu")
+    inputs = PaddedInputs(4, 16, FakeDecoder(), kv, t, num_cached=50, attend_cache=True)
+    inputs.send(plan, 16, 4)
+    padded, own = inputs.chunks(16, 4, torch.zeros(16, 1, 16)), batch_of(mixed_plan(), attend_cache=True).step
+    for name, pad in (("tokens", 0), ("positions", 0), ("slots", 999)):
+        values = getattr(padded, name)
+        assert torch.equal(values[:9], getattr(own, name)) and values[9:].tolist() == [pad] * 7
+    assert padded.decode.kv_lens[:2].tolist() == [23, 21] and (padded.decode.kv_lens[2:] == -1).all()
+    chunks, pad_row = padded.prefill, t.pad_row
+    assert chunks.rows.tolist() == [0, 2, 5] + [pad_row] * 3
+    assert chunks.query_start.tolist() == [2, 5, 6, 9, 9, 9, 9]
+    assert chunks.cached_start.tolist() == [0, 13, 19, 24, 24, 24, 24] and chunks.num_cached == 50
+    assert t.length[[0, 2, 5]].tolist() == [13, 6, 5], "the table knows the ends of the chunks"
 
 
 def test_sampling_of_a_mixed_step():

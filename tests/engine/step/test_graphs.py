@@ -290,7 +290,7 @@ def test_an_engine_that_is_gone_leaves_no_garbage(folder, monkeypatch):
 
 LAUNCHERS = (
     "layers.linear.linear", "model.fused.embed_rmsnorm", "kernels.attention.kv_write",
-    "engine.step.sampler.draw", "engine.step.graphs.draw", "engine.step.graphs.token_inputs",
+    "engine.step.sampler.draw", "engine.step.graphs.draw", "engine.step.padded.token_inputs",
     "engine.step.table.advance",
 )  # fmt: skip
 

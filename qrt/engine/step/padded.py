@@ -1,4 +1,4 @@
-"""StepInputs: what a padded step is made of, in one tensor on the device, sent there in one copy."""
+"""PaddedInputs: a plan as tensors of a fixed size, so that one recorded graph serves many plans."""
 
 from __future__ import annotations
 
@@ -10,26 +10,41 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qrt.engine.schedule.plan import Plan
-from qrt.engine.step.batch import chunks_of
+from qrt.engine.step.batch import FROM_TABLE, chunks_of, tokens_of
 from qrt.engine.step.table import RequestTable
 from qrt.kernels.prefill_attention.tiles import FIELDS
+from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
+from qrt.kernels.token_inputs import token_inputs
+from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 
 LEAST_CHUNKS = 16  # of a step, and
 TOKENS_PER_CHUNK = 16  # one more for so many tokens
-TABLE = -1  # of an input: what the request table says
 
 
-class StepInputs:
-    """The inputs of padded steps in one int32 tensor: what is drawn first, then the rest.
+class PaddedInputs:
+    """The inputs of padded steps, in one int32 tensor on the device that a plan fills in one copy.
 
-    Of what is drawn (`draws`): the token behind which, its row, and 1, or 0 of padding; [3, size]. Of each
-    token (`tokens`): its row, its position and itself (TABLE: what the table says); [3, size]. Of chunks
-    (`chunks`): their ends, and what PrefillMeta has, for `num_chunks` of them.
+    What is drawn comes first (`draws`, [3, size]): the token behind which, its row, and 1, or 0 of padding.
+    Then each token (`_tokens`, [3, size]): its row, its position and its id, or FROM_TABLE. Then the chunks
+    (`_chunks`): their ends, and what PrefillMeta has, for `num_chunks` of them.
     """
 
-    def __init__(self, rows: int, tokens: int, table: RequestTable, model: Decoder) -> None:
-        self._rows, self._table, self._queries = rows, table, model.queries
+    def __init__(
+        self,
+        rows: int,
+        tokens: int,
+        model: Decoder,
+        kv: KVStorage,
+        table: RequestTable,
+        *,
+        num_cached: int,
+        attend_cache: bool,
+    ) -> None:
+        """Make room for `rows` drawn and `tokens`, whose chunks attend `num_cached` tokens of the cache."""
+        self._rows, self._kv, self._table, self._queries = rows, kv, table, model.queries
+        self._num_cached, self._attend_cache = num_cached, attend_cache
+        self._num_heads, self._num_kv_heads = model.config.num_heads, model.config.num_kv_heads
         chunks, tiles = self.num_chunks(tokens), self.num_tiles(tokens)
         length = 3 * rows + 3 * tokens + 4 * chunks + 2 + FIELDS * tiles
         self._all = torch.zeros(length, dtype=torch.int32, device=table.device)
@@ -46,11 +61,11 @@ class StepInputs:
         """Return the inputs [3, size] of what is drawn."""
         return self._all[: 3 * size].view(3, size)
 
-    def tokens(self, size: int) -> Tensor:
+    def _tokens(self, size: int) -> Tensor:
         """Return the inputs [3, size] of tokens."""
         return self._rest(3 * size).view(3, size)
 
-    def chunks(self, size: int) -> dict[str, Tensor]:
+    def _chunks(self, size: int) -> dict[str, Tensor]:
         """Return the inputs of a step's chunks by name."""
         count, tiles = self.num_chunks(size), self.num_tiles(size)
         lengths = {
@@ -61,48 +76,70 @@ class StepInputs:
         named = dict(zip(lengths, parts, strict=True))
         return named | {"tiles": named["tiles"].view(tiles, FIELDS)}
 
+    def decodes(self, size: int) -> StepMeta:
+        """Return a step of `size` decodes."""
+        ids, positions, slots, decode = self._described(size, size)
+        return StepMeta(ids, positions, slots, self._table.slot_table, decode, None)
+
+    def chunks(self, size: int, decodes: int, attended: Tensor) -> StepMeta:
+        """Return a step of `size` tokens, of which the first `decodes` may decode; the rest are of chunks.
+
+        The request table learns the chunks' ends. `attended` is StepMeta's.
+        """
+        chunks = self._chunks(size)
+        self._table.length.index_copy_(0, chunks["rows"].long(), chunks.pop("ends"))
+        ids, positions, slots, decode = self._described(size, decodes)
+        prefill = PrefillMeta(**chunks, num_cached=self._num_cached, attend_cache=self._attend_cache)
+        return StepMeta(ids, positions, slots, self._table.slot_table, decode, prefill, attended)
+
+    def _described(self, size: int, decodes: int) -> tuple[Tensor, Tensor, Tensor, DecodeMeta | None]:
+        """Return ids, positions and slots of the tokens, and the first `decodes` of them as decodes."""
+        table, inputs = self._table, self._tokens(size)
+        ids, positions, slots, kv_lens, parts = token_inputs(
+            inputs,
+            table.length,
+            table.last_token,
+            table.slot_table,
+            decodes,
+            self._num_kv_heads,
+            self._kv.heads_per_sm(decodes, self._num_heads) if decodes else 1,
+        )
+        decode = DecodeMeta(inputs[0, :decodes], kv_lens, parts, newest=True) if decodes else None
+        return ids, positions, slots, decode
+
     def pad(self, size: int, *, chunks: bool) -> None:
         """Make them those of padding alone."""
         if size <= self._rows:
             self.draws(size).copy_(torch.tensor([[0], [self._table.pad_row], [0]]))
-        none: list[NDArray[np.int32]] = [np.full((3, size), TABLE, np.int32)]
+        none: list[NDArray[np.int32]] = [np.full((3, size), FROM_TABLE, np.int32)]
         none[0][0] = self._table.pad_row
         if chunks:
             empty = Plan((), (), (), ())
-            none += self.of_chunks(empty, size, attend_cache=False)
+            none += self._of_chunks(empty, size)
         self._send(none, 3 * self._rows)
 
-    def send(self, plan: Plan, size: int, draws: int, *, attend_cache: bool) -> None:
+    def send(self, plan: Plan, size: int, draws: int) -> None:
         """Send those of a plan, which is padded to `size` tokens and `draws` rows drawn."""
         self._send([self._of_draws(plan, draws)], 0)
         arrays = [self._of_tokens(plan, size)]
         if plan.chunks:
-            arrays += self.of_chunks(plan, size, attend_cache=attend_cache)
+            arrays += self._of_chunks(plan, size)
         self._send(arrays, 3 * self._rows)
 
-    def of_chunks(self, plan: Plan, size: int, *, attend_cache: bool) -> list[NDArray[np.int32]]:
-        """Return the values of `chunks`, in its order."""
+    def _of_chunks(self, plan: Plan, size: int) -> list[NDArray[np.int32]]:
+        """Return the values of `_chunks`, in its order."""
         count, pad_row = self.num_chunks(size), self._table.pad_row
         ends = np.zeros(count, np.int32)
         ends[: len(plan.chunks)] = [chunk.end for chunk in plan.chunks]
-        arrays = chunks_of(plan, self._queries, attend_cache=attend_cache).arrays(
+        arrays = chunks_of(plan, self._queries, attend_cache=self._attend_cache).arrays(
             count, self.num_tiles(size), pad_row
         )
         return [ends, *(arrays[name] for name in ("rows", "query_start", "cached_start", "tiles"))]
 
     def _of_tokens(self, plan: Plan, size: int) -> NDArray[np.int32]:
-        inputs = np.full((3, size), TABLE, np.int32)
-        rows, positions, tokens = inputs
-        at = len(plan.decodes)
-        rows[:at] = [decode.row for decode in plan.decodes]
-        for chunk in plan.chunks:
-            own = slice(at, at := at + len(chunk.tokens))
-            rows[own], positions[own], tokens[own] = (
-                chunk.row,
-                np.arange(chunk.start, chunk.end),
-                chunk.tokens,
-            )
-        rows[at:] = self._table.pad_row
+        inputs, given = np.full((3, size), FROM_TABLE, np.int32), tokens_of(plan)
+        inputs[:, : given.shape[1]] = given
+        inputs[0, given.shape[1] :] = self._table.pad_row
         return inputs
 
     def _of_draws(self, plan: Plan, size: int) -> NDArray[np.int32]:

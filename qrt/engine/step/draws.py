@@ -1,0 +1,90 @@
+"""Draws: which tokens a step samples, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qrt.engine.schedule.plan import Plan
+from qrt.engine.step.adjustments import Adjustments
+from qrt.engine.step.sampler import SampleMeta
+from qrt.engine.step.transfer import to_device
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What is sampled in a step, and how.
+
+    tokens       int64 [S]: which of the step's tokens each of the S is drawn after
+    meta         how
+    logprobs     int64 [l]: which of the S want log-probabilities; None: none
+    num_top      likeliest tokens to name at each of them, the most that any of them asks for
+    """
+
+    tokens: Tensor
+    meta: SampleMeta
+    logprobs: Tensor | None
+    num_top: int
+
+    @classmethod
+    def of(cls, plan: Plan, sent: Mapping[str, Tensor]) -> Draws | None:
+        """Make them of a plan whose `sample_arrays` are on the device; None when nothing is sampled."""
+        if not plan.sampled:
+            return None
+        ks = [work.sampling.top_k for work in plan.sampled if work.sampling.filtered]
+        meta = SampleMeta(
+            sent["sample_rows"],
+            sent.get("careful"),
+            sent.get("adjusted"),
+            sent.get("banned"),
+            sent.get("filtered"),
+            max(ks) if ks and min(ks) > 0 else 0,
+        )
+        num_top = max(work.sampling.num_logprobs or 0 for work in plan.sampled)
+        return cls(sent["sampled_at"], meta, sent.get("logprobs"), num_top)
+
+
+def draws(plan: Plan, adjustments: Adjustments, device: torch.device) -> Draws | None:
+    """Send what a plan samples to the device, by itself."""
+    given = sample_arrays(plan, adjustments)
+    return Draws.of(plan, to_device({name: a for name, a in given.items() if a.size}, device))
+
+
+def drawn_plainly(plan: Plan) -> bool:
+    """Whether all that is sampled is greedy, or drawn by temperature and seed alone, and no more is asked."""
+    return all(work.sampling.plain and not work.banned for work in plan.sampled)
+
+
+def sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[Any]]:
+    """Which hidden states are sampled, for which rows, and how."""
+    careful: list[int] = []
+    filtered: list[int] = []
+    adjusted: list[tuple[int, int]] = []
+    banned: list[tuple[int, int, int]] = []
+    for index, work in enumerate(plan.sampled):
+        sampling = work.sampling
+        if not (sampling.filtered or sampling.adjustment or work.banned):
+            continue
+        if sampling.filtered:
+            filtered.append(len(careful))
+        if sampling.adjustment:
+            adjusted.append((len(careful), work.row))
+        banned += [(len(careful), *ban) for ban in work.banned]
+        careful.append(index)
+    scored = [i for i, work in enumerate(plan.sampled) if work.sampling.num_logprobs is not None]
+    places = adjustments.places([row for _, row in adjusted])
+    return {
+        "sampled_at": np.array(plan.sampled_at, np.int64),
+        "sample_rows": np.array([work.row for work in plan.sampled], np.int64),
+        "careful": np.array(careful, np.int64),
+        "filtered": np.array(filtered, np.int64),
+        "adjusted": np.array([[index for index, _ in adjusted], places], np.int64),
+        "banned": np.array(banned, np.int64).reshape(-1, 3).T,
+        "logprobs": np.array(scored, np.int64),
+    }
