@@ -30,7 +30,7 @@ def flags() -> dict[str, dict[str, argparse.Action]]:
     return found
 
 
-def test_a_flag_takes_the_same_in_every_command():
+def test_shared_flags_are_alike_in_every_command():
     for flag, actions in flags().items():
         same = {(a.metavar, getattr(a.type, "__name__", a.type)) for c, a in actions.items() if c != "serve"}
         assert len(same) <= 1, f"{flag}: {same}"
@@ -151,12 +151,12 @@ def told() -> dict[str, tuple[int, str, bool]]:
 
 
 @pytest.mark.parametrize(("words", "code", "message"), WRONG)
-def test_what_is_wrong_is_told_before_torch_is_imported(words, code, message, told):
+def test_errors_come_before_torch_is_imported(words, code, message, told):
     got, error, torch = told[words]
     assert got == code and message in error and error.count("\n") == 1 and not torch
 
 
-def test_a_model_that_is_no_causal_lm(tmp_path, capsys):
+def test_unsupported_architecture_gives_an_error(tmp_path, capsys):
     folder = shutil.copytree(model_path("tiny"), tmp_path / "bert")
     entries = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(entries | {"architectures": ["BertModel"]}))

@@ -104,7 +104,7 @@ def test_a_shape_has_bytes_and_speed_only(tmp_path, monkeypatch, capsys):
     assert "tokens/s" in shown and "ppl" not in shown and "KL" not in shown, "no empty columns"
 
 
-def test_checkpoints_that_are_not_given_are_made(tmp_path, monkeypatch, capsys):
+def test_missing_checkpoints_are_made(tmp_path, monkeypatch, capsys):
     made = []
     monkeypatch.setattr("qrt_calibrate.cli.main", lambda words: made.append(words) or 1)
     words = f"sweep --model tiny --weights 4 --kv int8 {FLAGS} --out {tmp_path}"
@@ -114,7 +114,7 @@ def test_checkpoints_that_are_not_given_are_made(tmp_path, monkeypatch, capsys):
     assert "qrt-calibrate failed; give a checkpoint with --checkpoint" in capsys.readouterr().err
 
 
-def test_a_made_checkpoint_serves_the_model_it_was_made_of_only(tmp_path, monkeypatch):
+def test_made_checkpoint_is_reused_for_its_model_only(tmp_path, monkeypatch):
     """Whatever is called the same: one model, then another in its place."""
     made = []
 
@@ -142,7 +142,7 @@ def test_a_made_checkpoint_serves_the_model_it_was_made_of_only(tmp_path, monkey
             sweep.checkpoint_of(read, "w4a16")
 
 
-def test_what_none_beats_in_both():
+def test_pareto_front():
     points = [(1, 0.1), (2, 0.3), (3, 0.2), (3, 0.5), (0.5, 0.1)]
     assert pareto.frontier(points, less_y=True) == [(3, 0.2), (1, 0.1)]
     assert pareto.frontier([(1, 9), (2, 5), (3, 7)], less_y=False) == [(3, 7), (1, 9)]
@@ -170,7 +170,7 @@ def test_bad_input(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_result_of_a_sweep_can_be_drawn_without_some_formats(tmp_path):
+def test_sweep_picture_without_some_formats(tmp_path):
     """Unknown schemes get a colour and a marker of their own."""
     cell = {"max_concurrent_requests": 3, "tokens_per_second": 5.0, "kl_mean": 0.1}
     cells = [
@@ -183,6 +183,6 @@ def test_a_result_of_a_sweep_can_be_drawn_without_some_formats(tmp_path):
     assert "k8v4 KV" in (tmp_path / "r.svg").read_text()
 
 
-def test_defaults_of_the_quality_are_those_of_kld():
+def test_quality_defaults_equal_those_of_kld():
     arguments = parser().parse_args(["kld", "pydoc", "--model", "tiny"])
     assert (arguments.top_p, arguments.chunk) == (kld.TOP_P, CHUNK_TOKENS)

@@ -64,7 +64,7 @@ def wait_for_somebody_in_the_queue(folder):
                 return
 
 
-def test_nobody_is_beside_one_that_is_alone(tmp_path):
+def test_alone_excludes_all_others(tmp_path):
     with visitors(tmp_path, *[(f"{name}", name in "ab", 100) for name in "abcd"]):
         pass
     inside = set()
@@ -74,7 +74,7 @@ def test_nobody_is_beside_one_that_is_alone(tmp_path):
     assert len(lines(tmp_path)) == 800
 
 
-def test_others_are_beside_each_other(tmp_path):
+def test_shared_turns_run_side_by_side(tmp_path):
     """Both turns begin before either ends."""
     leave, ins = SPAWN.Event(), [SPAWN.Event() for _ in range(2)]
     with visitors(tmp_path, ("a", False, 1, ins[0], leave), ("b", False, 1, ins[1], leave)):
@@ -82,7 +82,7 @@ def test_others_are_beside_each_other(tmp_path):
         leave.set()
 
 
-def test_who_waits_to_be_alone_is_not_overtaken(tmp_path):
+def test_waiting_to_be_alone_is_not_overtaken(tmp_path):
     inside, leave = SPAWN.Event(), SPAWN.Event()
     with visitors(tmp_path, ("first", False, 1, inside, leave)):
         assert inside.wait(LONG)
@@ -94,7 +94,7 @@ def test_who_waits_to_be_alone_is_not_overtaken(tmp_path):
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_process_that_is_killed_gives_up_its_turn(tmp_path, alone):
+def test_killed_process_gives_up_its_turn(tmp_path, alone):
     inside, never = SPAWN.Event(), SPAWN.Event()
     process = SPAWN.Process(target=visit, args=(tmp_path, "killed", alone, 1, inside, never))
     process.start()

@@ -147,7 +147,7 @@ def test_boxes_come_swizzled_and_zero_beyond_the_tensor(options):
     assert sorted(place) == [*range(0, 512, 2)] and (place[32 * 2 : 32 * 3] != np.arange(128, 192, 2)).any()
 
 
-def test_what_is_not_waited_for_is_not_there():
+def test_copy_has_not_arrived_before_its_wait():
     got, _ = fetched(fetching(parity=1))  # of the phase before
     assert (got == -1).all()  # how shared memory begins
 
@@ -229,7 +229,7 @@ def test_kernels_that_start_early(body, why):
             run(body, out, overlaps=True, **settings)
 
 
-def test_what_the_kernel_before_does_not_write_may_be_read_early():
+def test_unwritten_bytes_may_be_read_early():
     body = FIRST_WARP + "@%p1 ld.global.b32 %r9, [%rd3];" + WAITS + STORE
     out = torch.zeros(64, dtype=torch.int32)
     run(body, out, threads=64, written=(out[32:],), overlaps=True)
@@ -261,7 +261,7 @@ SECOND = "setp.eq.s32 %p1, %r2, 1;"  # of two programs
     (FIRST_WARP + "@%p1 griddepcontrol.wait;" + LETS + WAITS, False),  # a thread of a program is enough
     (FIRST_WARP + "@%p1 griddepcontrol.wait; bar.sync 0;" + LETS, True),
 ])  # fmt: skip
-def test_kernels_before_the_one_before_may_still_run(between, fence):
+def test_older_kernels_may_still_run(between, fence):
     """Unless that one has waited for them before it lets the next one start."""
     out, other = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     for times in 1, 2:
@@ -275,14 +275,14 @@ def test_kernels_before_the_one_before_may_still_run(between, fence):
                 launched(READ, out)
 
 
-def test_behind_what_does_not_start_early_nothing_older_runs():
+def test_kernel_that_starts_late_is_a_fence():
     out, other = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     launched(WRITE, out)
     launched(LETS + WRITE, other, overlaps=False)
     launched(READ, out)
 
 
-def test_what_two_kernels_write_to_one_tensor_may_all_still_be_written():
+def test_writes_of_two_kernels_both_stay_pending():
     out = torch.zeros(128, dtype=torch.int32)
     for changes in False, True:
         launched("mov.b32 %r9, 7;" + WRITE, out)
@@ -299,7 +299,7 @@ def test_what_two_kernels_write_to_one_tensor_may_all_still_be_written():
 @pytest.mark.ptx
 @pytest.mark.skipif(not PTX or PTX_SM != 90, reason="executes kernels compiled for Hopper")
 @pytest.mark.parametrize("between", [False, True])
-def test_tokens_that_a_kernel_before_still_writes_are_not_loaded_ahead(monkeypatch, between):
+def test_pending_tokens_are_not_loaded_ahead(monkeypatch, between):
     """decode_attention of a chunk all of whose tokens kv_write has just written, told that only the newest
     are so, with or without a kernel between the two."""
     monkeypatch.setattr(kv_write, "multiprocessors", lambda device: 132)
@@ -325,7 +325,7 @@ def test_tokens_that_a_kernel_before_still_writes_are_not_loaded_ahead(monkeypat
         attend(newest=True)
 
 
-def test_which_bytes_a_kernel_writes_is_known():
+def test_written_bytes_are_known():
     out = torch.zeros(8, dtype=torch.int32)
     tensors = Tensors()
     tensors.add(out.data_ptr(), out.nbytes, "out")

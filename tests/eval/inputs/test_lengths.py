@@ -45,7 +45,7 @@ def test_long_prompts_are_uniform():
 @pytest.mark.parametrize(
     "word, count, longest", [("sharegpt", 1000, 2048), ("long", 64, 24256), ("7/3", None, 10)]
 )
-def test_what_the_words_say(word, count, longest):
+def test_parse_named_lengths(word, count, longest):
     lengths = parse(word)
     assert (lengths.name, lengths.count, lengths.longest) == (word, count, longest)
     assert lengths.draw(50, np.random.default_rng(0)).sum(1).max() <= longest
@@ -63,7 +63,7 @@ def test_a_seed_gives_every_model_the_same_lengths():
     assert len(first.ids) == len(second.ids) == 5 and first.ids != second.ids
 
 
-def test_rows_of_files_come_in_their_order_and_again(tmp_path):
+def test_file_rows_come_in_order_and_repeat(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         '{"input_len": 3, "output_len": 9}\n{"input_len": 5, "output_len": 1}\n'
     )
@@ -98,7 +98,7 @@ def test_a_row_without_lengths_is_named(row, message, tmp_path):
     "word", ["sharegtp", "0/5", "5/0", "5x5", "5/", "", "-1/5", "1e3/5", "no/such.jsonl"]
 )
 @pytest.mark.parametrize("command", ["throughput --shape llama-3-8b", "serve"])
-def test_other_words_are_refused(command, word, capsys):
+def test_unknown_lengths_are_refused(command, word, capsys):
     assert main([*command.split(), f"--lengths={word}"]) == 1
     error = capsys.readouterr().err
     assert f"--lengths: expected sharegpt, long, IN/OUT such as 1000/1000, or a file, got {word!r}" in error
@@ -106,6 +106,6 @@ def test_other_words_are_refused(command, word, capsys):
 
 @pytest.mark.parametrize("command", ["throughput --shape llama-3-8b", "serve"])
 @pytest.mark.parametrize("flag", ["--input-len", "--prompts"])
-def test_flags_that_say_otherwise_are_refused(command, flag, capsys):
+def test_conflicting_flags_are_refused(command, flag, capsys):
     assert main([*command.split(), "--lengths", "sharegpt", flag, "5"]) == 1
     assert f"{flag}: expected --lengths or {flag}, got both; leave one out" in capsys.readouterr().err

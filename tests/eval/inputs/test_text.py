@@ -20,14 +20,14 @@ def test_wikitext_is_the_text_of_the_papers():
     assert text.sha256 == wikitext.SHA256 and len(text.documents) == 62
 
 
-def test_rows_join_as_the_dataset_has_them(tmp_path, caplog):
+def test_wikitext_rows_join_like_the_dataset(tmp_path, caplog):
     (tmp_path / "w").write_text(" \n = A = \n \n b c \n")
     text = texts.load_text("wikitext", str(tmp_path / "w"))
     assert "not the canonical" in caplog.text
     assert text.text == "\n\n = A = \n\n\n\n\n b c \n" and text.raw == " \n = A = \n \n b c \n"
 
 
-def test_a_row_ends_where_its_line_does(tmp_path):
+def test_only_newlines_end_a_row(tmp_path):
     """As the dataset's are cut; not at U+2028, U+0085 and others of the kind."""
     raw = " a\u2028b \x85 c \x1c d \n \n e\x0b\x0c f \n"
     (tmp_path / "w").write_text(raw, newline="")
@@ -36,7 +36,7 @@ def test_a_row_ends_where_its_line_does(tmp_path):
     assert text.text == " a\u2028b \x85 c \x1c d \n\n\n\n\n e\x0b\x0c f \n"
 
 
-def test_the_dataset_gives_the_file_back(monkeypatch):
+def test_dataset_rows_restore_the_raw_file(monkeypatch):
     import datasets
 
     rows = {"text": ["", " = A = \n", "", " b c \n"]}
@@ -46,7 +46,7 @@ def test_the_dataset_gives_the_file_back(monkeypatch):
     assert text.raw == " \n = A = \n \n b c \n" and text.documents[0].text == " = A =\n\nb c\n"
 
 
-def test_a_folder_is_its_text_files_in_order(tmp_path):
+def test_folder_joins_its_text_files_in_order(tmp_path):
     for name, content in (("b.md", "second"), ("a.txt", "first"), ("c.bin", "\x00"), ("d.txt", " \n")):
         (tmp_path / name).write_text(content)
     (tmp_path / "folder.md").mkdir()
@@ -54,7 +54,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
     assert text.text == "first\n\nsecond" and [d.original for d in text.documents] == ["first", "second"]
 
 
-def test_no_text_is_refused(tmp_path):
+def test_empty_text_is_refused(tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     for arguments, message in (
@@ -66,7 +66,7 @@ def test_no_text_is_refused(tmp_path):
             texts.load_text(*arguments)
 
 
-def test_pydoc_needs_nothing():
+def test_pydoc_needs_no_download():
     text = texts.load_text("pydoc")
     assert len(text.text) > 300_000 and "assignment" in text.text
     assert text.sha256 == texts.load_text("pydoc").sha256
@@ -89,7 +89,7 @@ def test_a_file_and_a_folder_named_by_the_environment(tmp_path, monkeypatch):
         ("pydoc", "/some/file", "--data-file"),
     ],
 )
-def test_what_is_not_there_is_named(dataset, data_file, message):
+def test_missing_files_are_named(dataset, data_file, message):
     with pytest.raises(ConfigError, match=message):
         texts.load_text(dataset, data_file)
 
@@ -100,7 +100,7 @@ def test_binary_is_refused(tmp_path):
         texts.load_text(str(tmp_path / "b"))
 
 
-def test_no_network_says_how(monkeypatch):
+def test_failed_download_suggests_a_local_file(monkeypatch):
     import datasets
 
     def offline(*args, **options):
@@ -112,7 +112,7 @@ def test_no_network_says_how(monkeypatch):
         texts.load_text("wikitext")
 
 
-def test_the_rows_of_a_file_are_documents(tmp_path, caplog):
+def test_file_rows_are_documents(tmp_path, caplog):
     rows = tmp_path / "rows.CSV"
     rows.write_text('text,label\n"One, with a comma",1\n,2\nTwo,3\n')
     text = texts.load_text(str(rows))
@@ -121,7 +121,7 @@ def test_the_rows_of_a_file_are_documents(tmp_path, caplog):
     assert "1 of the 3 rows read are left out: 1: an empty text (row 2 of rows.CSV)" in caplog.text
 
 
-def test_chats_are_no_text_to_evaluate_on(tmp_path):
+def test_chats_are_refused_as_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     with pytest.raises(
         ConfigError, match="holds no text that can be read .1: chat messages, without a chat temp"
@@ -130,7 +130,7 @@ def test_chats_are_no_text_to_evaluate_on(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_byte_order_mark_is_none_of_the_text(encoding, tmp_path):
+def test_byte_order_mark_is_removed(encoding, tmp_path):
     """Of a wikitext either, whose lines stay as they end otherwise."""
     (tmp_path / "a.txt").write_bytes("one\r\ntwo\r\n".encode(encoding))
     assert texts.load_text(str(tmp_path / "a.txt")).raw == "one\ntwo\n"
@@ -138,7 +138,7 @@ def test_a_byte_order_mark_is_none_of_the_text(encoding, tmp_path):
     assert texts.load_text("wikitext", str(tmp_path / "wiki")).raw == " = A = \r\n b \n"
 
 
-def test_wikitext_compressed_and_as_the_dataset_has_it(tmp_path):
+def test_wikitext_from_gzip_and_parquet(tmp_path):
     import gzip
 
     import datasets

@@ -20,7 +20,7 @@ from result_schema import checked
 TINY = model_path("tiny")
 
 
-def test_the_first_token_that_differs():
+def test_first_difference_of_two_answers():
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
     assert first_difference([1, 2], [1, 4, 5, 6]) == 1
@@ -32,7 +32,7 @@ def output(ids, gaps):
     return CompletionOutput(0, "", ids, -1.0, logprobs, "length", None)
 
 
-def test_near_ties_are_counted_apart_and_the_rest_is_by_their_tokens():
+def test_near_ties_are_counted_apart_from_changes():
     base = [output([10, 11, 12, 13], [1.0, 0.05, 2.0, 3.0]) for _ in range(4)]
     written = [[10, 11, 12, 13], [10, 50, 12, 13], [10, 11, 51, 13], [52, 11, 12, 13]]
     other = [output(ids, [0.0] * 4) for ids in written]
@@ -50,7 +50,7 @@ def test_near_ties_are_counted_apart_and_the_rest_is_by_their_tokens():
     assert (equal["same"], equal["same_tokens"], equal["first"], equal["median"]) == (4, 1.0, None, None)
 
 
-def test_the_bundled_conversations_are_20_different_ones():
+def test_bundled_conversations_are_20_different_ones():
     found = read_conversations("--prompts", str(CONVERSATIONS))
     assert len(found) == 20 == len({json.dumps(messages) for messages in found})
     assert all(messages[-1]["role"] == "user" for messages in found)
@@ -58,7 +58,7 @@ def test_the_bundled_conversations_are_20_different_ones():
 
 
 @pytest.mark.model
-def test_differences_are_where_transformers_would_answer_otherwise(tmp_path, capsys):
+def test_differences_match_transformers(tmp_path, capsys):
     """The baseline's likeliest token there is transformers', and so is the gap to the next one."""
     out = tmp_path / "a.json"
     words = f"answers --model tiny --kv fp16 int4 --limit 6 --max-tokens 32 --json {out}"
@@ -89,7 +89,7 @@ def test_differences_are_where_transformers_would_answer_otherwise(tmp_path, cap
 
 
 @pytest.mark.model
-def test_answers_of_other_weights(tmp_path):
+def test_quantized_weights_change_answers(tmp_path):
     asked, out = tmp_path / "asked.txt", tmp_path / "a.json"
     asked.write_text("The government said that\nIn this chapter we will\n")
     words = f"answers --baseline tiny --model {noisy(tmp_path / 'noisy')} --prompts {asked} --max-tokens 64"
@@ -101,7 +101,7 @@ def test_answers_of_other_weights(tmp_path):
 
 
 @pytest.mark.model
-def test_what_cannot_be_compared_is_refused(tmp_path, capsys, monkeypatch):
+def test_incomparable_models_and_prompts_are_refused(tmp_path, capsys, monkeypatch):
     other = copy_with_fewer_merges(tmp_path / "other")
     assert main(f"answers --baseline tiny --model {other} --limit 1 --max-tokens 1".split()) == 1
     assert "have different tokenizers" in capsys.readouterr().err

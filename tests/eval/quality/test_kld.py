@@ -22,7 +22,7 @@ from tiny_models import altered
 TINY = model_path("tiny")
 
 
-def test_figures_from_their_definition():
+def test_figures_match_their_definition():
     """By hand, in numpy's way, on distributions that differ much."""
     torch.manual_seed(0)
     base, model = torch.randn(40, 11), torch.randn(40, 11)
@@ -63,7 +63,7 @@ def nucleus(p: torch.Tensor) -> set[int]:
     return found
 
 
-def test_a_model_against_itself_is_zero():
+def test_model_against_itself_is_zero():
     logits = torch.randn(7, 50) * 5
     figures = divergence.figures(divergence.compare(logits, logits, torch.arange(7), 0.9))
     assert figures["kl_max"] == 0 == figures["top_p_flips"] == figures["ln_ppl_ratio"]
@@ -123,7 +123,7 @@ def tokenizer():
 
 @pytest.mark.model
 @pytest.mark.parametrize("chunk", [2048, 64])
-def test_equals_transformers(changed, by_transformers, tmp_path, chunk):
+def test_kl_equals_transformers(changed, by_transformers, tmp_path, chunk):
     out = tmp_path / "k.json"
     words = f"kld pydoc --model {changed} --baseline tiny --seqlen 200 --limit 3 --chunk {chunk} --json {out}"
     assert main(words.split()) == 0
@@ -140,14 +140,14 @@ def test_equals_transformers(changed, by_transformers, tmp_path, chunk):
 
 
 @pytest.mark.model
-def test_windows_fit_the_model_of_the_shortest_context(tmp_path):
+def test_windows_fit_the_shortest_context(tmp_path):
     short, out = shorter_context(tmp_path / "short"), tmp_path / "r.json"
     assert main(f"kld pydoc --model tiny {short} --limit 1 --json {out}".split()) == 0
     assert json.loads(out.read_text())["seqlen"] == 64
 
 
 @pytest.mark.model
-def test_a_saved_baseline_gives_the_same(changed, tmp_path, capsys):
+def test_saved_baseline_gives_the_same_figures(changed, tmp_path, capsys):
     saved, live, read = tmp_path / "base.safetensors", tmp_path / "live.json", tmp_path / "read.json"
     words = f"kld pydoc --model tiny --kv int8 int4 --seqlen 128 --limit 2 --save-base {saved} --json {live}"
     assert main(words.split()) == 0
@@ -159,7 +159,7 @@ def test_a_saved_baseline_gives_the_same(changed, tmp_path, capsys):
     assert "int4" in capsys.readouterr().out
 
 
-def test_a_baseline_that_the_disk_refuses(tmp_path, monkeypatch):
+def test_full_disk_fails_save_base(tmp_path, monkeypatch):
     """One line, and no part of a file; one that was there stays."""
 
     def full(tensors, path, metadata):
@@ -177,7 +177,7 @@ def test_a_baseline_that_the_disk_refuses(tmp_path, monkeypatch):
 
 
 @pytest.mark.model
-def test_an_interrupted_run_is_taken_up(tmp_path, capsys, monkeypatch):
+def test_interrupted_run_resumes(tmp_path, capsys, monkeypatch):
     """In the second format: of the first nothing is computed again, and the baseline only where needed."""
     out = tmp_path / "k.json"
     words = f"kld pydoc --model tiny --kv int8 int4 --seqlen 64 --limit 4 --json {out}".split()
@@ -218,7 +218,7 @@ def test_an_interrupted_run_is_taken_up(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.model
-def test_the_baseline_itself_has_no_worst_positions(tmp_path, capsys):
+def test_baseline_has_no_worst_positions(tmp_path, capsys):
     out = tmp_path / "k.json"
     words = f"kld pydoc --model tiny --kv fp16 int4 --seqlen 64 --limit 1 --worst 2 --json {out}"
     assert main(words.split()) == 0
@@ -229,7 +229,7 @@ def test_the_baseline_itself_has_no_worst_positions(tmp_path, capsys):
 
 
 @pytest.mark.model
-def test_logits_are_bounded(monkeypatch):
+def test_rows_of_logits_are_bounded(monkeypatch):
     """However long the window, no more rows than LOGITS_BYTES allows are compared at once."""
     rows, compare = [], divergence.compare
     monkeypatch.setattr(kld, "LOGITS_BYTES", 8 * 4096 * 10)
@@ -239,7 +239,7 @@ def test_logits_are_bounded(monkeypatch):
 
 
 @pytest.mark.model
-def test_documents_in_whole_windows(tmp_path):
+def test_lmeval_documents_fill_whole_windows(tmp_path):
     """lmeval's windows have one token more than --seqlen, all of them scored but the first."""
     (tmp_path / "a.txt").write_text("Some words of a short document. " * 9)
     out = tmp_path / "k.json"
@@ -250,14 +250,14 @@ def test_documents_in_whole_windows(tmp_path):
 
 
 @pytest.mark.model
-def test_other_tokens_are_refused(tmp_path, capsys):
+def test_other_tokenizer_is_refused(tmp_path, capsys):
     other = copy_with_fewer_merges(tmp_path / "other")
     assert main(f"kld pydoc --model {other} --baseline tiny --seqlen 64 --limit 1".split()) == 1
     error = capsys.readouterr().err
     assert "different tokenizers" in error and "qrt-eval ppl --baseline" in error
 
 
-def test_a_file_of_something_else_is_refused(tmp_path):
+def test_base_file_of_another_kind_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"not a file of tensors")
     with pytest.raises(ConfigError, match="not a file of --save-base"):

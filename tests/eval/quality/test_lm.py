@@ -79,7 +79,7 @@ def test_local_tasks_from_the_command_line(tasks, tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.model
-def test_equals_lm_evals_class_for_transformers():
+def test_scores_equal_lm_eval_with_transformers():
     pytest.importorskip("accelerate", reason="pip install accelerate")
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -110,7 +110,7 @@ def test_equals_lm_evals_class_for_transformers():
 
 
 @pytest.mark.model
-def test_a_continuation_longer_than_the_context_is_refused():
+def test_continuation_beyond_the_context_is_refused():
     """All of 16 tokens are scored in a context of 16; a 17th would take the score of none."""
     from qrt_eval.quality.lm_model import QRTLM
 

@@ -53,7 +53,7 @@ class Knowing:
 
 @pytest.mark.model
 @pytest.mark.parametrize("knows", [True, False])
-def test_finding_the_key_is_what_counts(knows):
+def test_only_a_found_key_counts(knows):
     model = Knowing(scorer("tiny", "fp16"), knows)
     cell = passkey.measure(model, 300, 0.5, 3, seed=1)
     assert cell["retrieved"] == cell["chosen"] == float(knows)
@@ -89,7 +89,7 @@ def test_kv_error_command(tmp_path, capsys):
     assert "--head-dim 7: wanted an even number" in capsys.readouterr().err
 
 
-def test_the_error_is_that_of_torch_on_what_is_stored():
+def test_kv_error_equals_torch_on_restored_kv():
     """Attention over decode_ref's K and V, in the cache's basis, by torch's own operator."""
     generator = torch.Generator().manual_seed(3)
     heads = kv_error.Heads.make("peaked", 4, 2, 64, generator)

@@ -60,7 +60,7 @@ def overflowing(folder):
         "passkey --kv fp16 --context 256 --depth 0.5 --trials 1",
     ],
 )
-def test_a_model_that_predicts_no_numbers_has_no_result(command, tmp_path, capsys):
+def test_nan_logits_give_an_error_and_no_result(command, tmp_path, capsys):
     """A result file would hold NaN, which JSON has not, and figures that mean nothing."""
     wide, result = overflowing(tmp_path / "wide"), tmp_path / "result.json"
     words = f"--model {wide} --json {result} --dtype".split()
@@ -92,7 +92,7 @@ def test_quantized_kv_equals_torch_quantizing_every_k_and_v(kv, bound):
 
 
 @pytest.mark.model
-def test_quantized_kv_costs_what_is_promised():
+def test_quantized_kv_keeps_the_promised_perplexity():
     values = {}
     for kv in ("fp16", "int8", "int4"):
         # 16,000 tokens: int4's cost is 1.2 % of any such sample, and anything up to 1.8 of an eighth of it
@@ -108,7 +108,7 @@ def test_quantized_kv_costs_what_is_promised():
     ("kv", "bound"),
     [("fp16", 1e-6), ("int8", 1e-4)],
 )
-def test_chunked_prefill_and_batching_do_not_change_it(kv, bound):
+def test_chunking_and_batching_do_not_change_perplexity(kv, bound):
     whole = LLM("tiny", kv=kv, **SETTINGS)
     chunked = LLM("tiny", kv=kv, **SETTINGS, max_num_seqs=1, max_num_batched_tokens=100)
     first, second = (quick_perplexity(llm, load_text("pydoc"), 256, 3).ppl for llm in (whole, chunked))
@@ -131,7 +131,7 @@ def test_command_writes_json(tmp_path, capsys):
 
 
 @pytest.mark.model
-def test_models_of_different_contexts_are_compared_on_the_same_windows(tmp_path):
+def test_models_with_different_contexts_share_their_windows(tmp_path):
     short, out = shorter_context(tmp_path / "short"), tmp_path / "r.json"
     for pair in ("--model tiny --baseline {}", "--model {} --baseline tiny"):
         assert main(f"ppl pydoc {pair.format(short)} --limit 1 --json {out}".split()) == 0
@@ -140,7 +140,7 @@ def test_models_of_different_contexts_are_compared_on_the_same_windows(tmp_path)
 
 
 @pytest.mark.model
-def test_an_interrupted_run_is_taken_up(tmp_path, capsys, monkeypatch):
+def test_interrupted_run_resumes(tmp_path, capsys, monkeypatch):
     out = tmp_path / "r.json"
     words = f"ppl pydoc --model tiny --seqlen 64 --limit 6 --batch 2 --json {out}".split()
     calls, score = [], module.score
@@ -166,7 +166,7 @@ def test_an_interrupted_run_is_taken_up(tmp_path, capsys, monkeypatch):
     assert resumed["ppl"] == json.loads((tmp_path / "whole.json").read_text())["ppl"]
 
 
-def test_a_run_takes_up_only_its_own(tmp_path):
+def test_resume_ignores_other_runs(tmp_path):
     partial = PartialResult(tmp_path / "r.json")
     partial.add({"kv": "int8"}, {0: {"nll": 1.0}})
     partial.add({"kv": "int4"}, {0: {"nll": 2.0}, 3: {"nll": 3.0}})
@@ -176,7 +176,7 @@ def test_a_run_takes_up_only_its_own(tmp_path):
     assert partial.load({"kv": "int4"}) == {}
 
 
-def test_other_windows_are_another_run(tmp_path):
+def test_resume_ignores_other_windows(tmp_path):
     """Two short documents are cut alike by any --seqlen, and only what comes behind them differs."""
     for name, words in (("a", 5), ("b", 7), ("c", 90)):
         (tmp_path / f"{name}.txt").write_text("some words " * words)
@@ -190,7 +190,7 @@ def test_other_windows_are_another_run(tmp_path):
 
 
 @pytest.mark.model
-def test_a_loss_per_word_beyond_all_floats_is_infinite(tmp_path, capsys):
+def test_overflowing_word_perplexity_is_infinite(tmp_path, capsys):
     """A text without spaces is one word, whose loss is that of all its tokens."""
     (tmp_path / "a.txt").write_text("".join(str(number) for number in range(400)))
     words = (
@@ -204,7 +204,7 @@ def test_a_loss_per_word_beyond_all_floats_is_infinite(tmp_path, capsys):
 
 
 @pytest.mark.model
-def test_another_tokenizer_gets_bits_per_byte(tmp_path, capsys):
+def test_different_tokenizers_show_bits_per_byte(tmp_path, capsys):
     """A model that reads the same text in other tokens: no change of perplexity is claimed."""
     other = copy_with_fewer_merges(tmp_path / "other")
     words = f"ppl pydoc --model {other} --baseline tiny --seqlen 64 --limit 3".split()
@@ -225,7 +225,7 @@ def copy_with_fewer_merges(folder):
     return folder
 
 
-def test_the_module_is_the_command(monkeypatch, capsys):
+def test_module_runs_as_a_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cli.py", "ppl", "pydoc", "--model", "tiny", "--seqlen", "9999"])
     monkeypatch.delitem(sys.modules, "qrt_eval.cli")
     with pytest.raises(SystemExit, match="1"):
@@ -271,7 +271,7 @@ def test_the_module_is_the_command(monkeypatch, capsys):
         ("latency --shape llama-9", 2, "llama-3-8b"),
     ],
 )
-def test_bad_input_is_one_line(words, code, message, capsys):
+def test_bad_input_gives_one_line(words, code, message, capsys):
     try:
         got = main(words.split())
     except SystemExit as exit:

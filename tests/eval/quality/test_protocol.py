@@ -107,7 +107,7 @@ def test_sliding_scores_every_token_once_with_context(hf, tokenizer, llm, text):
 
 
 @pytest.mark.model
-def test_lmeval_from_its_definition(hf, tokenizer, text):
+def test_lmeval_matches_its_definition(hf, tokenizer, text):
     """Every token of every document once; the last window of a document looks back a whole length. The window
     is the model's whole context, as lm-eval's is unless told otherwise."""
     seqlen, total, words, size = 128, 0.0, 0, 0
@@ -127,7 +127,7 @@ def test_lmeval_from_its_definition(hf, tokenizer, text):
 
 
 @pytest.mark.model
-def test_lmeval_equals_lm_evals_own_run(text, llm, monkeypatch):
+def test_lmeval_equals_lm_eval(text, llm, monkeypatch):
     """lm-eval's class for transformers, its windows and its metrics, on the same documents."""
     reason = "pip install qrt[lm] accelerate"
     pytest.importorskip("accelerate", reason=reason)
@@ -152,12 +152,12 @@ def test_lmeval_equals_lm_evals_own_run(text, llm, monkeypatch):
 
 @pytest.mark.model
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_the_batch_does_not_change_it(name, llm, text):
+def test_batch_size_does_not_change_losses(name, llm, text):
     one, eight = (measure(llm, name, text, 100, batch_size=size) for size in (1, 8))
     assert one.ppl == pytest.approx(eight.ppl, rel=1e-6)
 
 
-def test_detokenized_pages_are_lm_evals():
+def test_detokenized_pages_equal_lm_eval():
     preprocess = pytest.importorskip(
         "lm_eval.tasks.wikitext.preprocess_wikitext", reason="pip install qrt[lm]"
     )
@@ -188,7 +188,7 @@ def test_rolling_spans_score_every_token_once(count, seqlen):
 
 @pytest.mark.parametrize("seqlen", [4, 2048])
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 11, 2047, 2048, 2049, 5000])
-def test_windows_are_lm_evals_token_for_token(count, seqlen):
+def test_windows_equal_lm_eval_token_for_token(count, seqlen):
     utils = pytest.importorskip("lm_eval.utils", reason="pip install qrt[lm]")
     ids = list(range(100, 100 + count))
     theirs = map(utils.make_disjoint_window, utils.get_rolling_token_windows(ids, 7, seqlen, 1))
@@ -199,7 +199,7 @@ def test_windows_are_lm_evals_token_for_token(count, seqlen):
     assert ours == [(list(context), list(scored)) for context, scored in theirs]
 
 
-def test_tokens_are_the_tokenizers_and_know_their_bytes():
+def test_tokens_match_the_tokenizer_and_count_bytes():
     tokenizer = Tokenizer("tiny")
     text = "naïve – 数 \N{GRINNING FACE} plain words, more of them\n\nand a tail"
     tokens = Tokens(tokenizer, text)
@@ -217,7 +217,7 @@ def test_tokens_are_the_tokenizers_and_know_their_bytes():
         ("sliding", 16, 16, "--stride 16"),
     ],
 )
-def test_what_does_not_fit_is_refused(name, seqlen, stride, message, tmp_path):
+def test_windows_that_do_not_fit_are_refused(name, seqlen, stride, message, tmp_path):
     (tmp_path / "a.txt").write_text("word " * 300)
     with pytest.raises(ConfigError, match=message):
         PROTOCOLS[name].windows(load_text(str(tmp_path)), Tokenizer("tiny"), seqlen, stride, None)

@@ -34,7 +34,7 @@ def throughput(*repeats):
     return {"command": "throughput", "batches": rows, "environment": WHERE}
 
 
-def test_perplexities_of_the_same_windows_are_compared_window_by_window():
+def test_perplexities_compare_window_by_window():
     """The windows differ by 1.0, the models by 0.01 each time: far below the text's noise, above theirs."""
     before, after = ppl(10.0, [2.0, 3.0, 1.0]), ppl(10.1, [2.010, 3.011, 1.009])
     (change,) = compare(before, after, 2)
@@ -48,7 +48,7 @@ def test_perplexities_of_the_same_windows_are_compared_window_by_window():
     assert change.noise == pytest.approx(2**0.5)
 
 
-def test_perplexities_of_different_tokens_are_compared_by_bits_per_byte(tmp_path, capsys):
+def test_different_tokenizers_compare_by_bits_per_byte(tmp_path, capsys):
     """Fewer, longer tokens: a higher perplexity of a better model. Windows are of different text."""
     before = ppl(10.0, [2.0, 3.0, 1.0], bits_per_byte=1.0, stderr=0.1, tokenizer_sha256="a")
     after = ppl(20.0, [2.9, 3.9, 1.9], bits_per_byte=0.9, stderr=0.2, tokenizer_sha256="b")
@@ -68,7 +68,7 @@ def test_perplexities_of_different_tokens_are_compared_by_bits_per_byte(tmp_path
     assert change.name == "ppl"
 
 
-def test_timings_are_compared_by_their_repeats():
+def test_timings_compare_by_their_repeats():
     (change,) = compare(throughput(100, 101, 99), throughput(110, 111, 109), 2)
     assert change.verdict == "better" and change.noise == pytest.approx((2 / 3) ** 0.5)
     (change,) = compare(throughput(100, 130, 70), throughput(110, 140, 80), 2)
@@ -79,7 +79,7 @@ def test_timings_are_compared_by_their_repeats():
     assert change.verdict == "worse"
 
 
-def test_rates_of_lengths_are_those_of_the_window_where_there_is_one():
+def test_steady_window_rate_comes_first():
     def loads(whole, steady):
         window = {"output_tokens_per_second": steady}
         rows = [
@@ -93,7 +93,7 @@ def test_rates_of_lengths_are_those_of_the_window_where_there_is_one():
     assert (sharegpt.name, sharegpt.verdict) == ("sharegpt: output tokens/s", "better")
 
 
-def test_found_keys_are_compared_by_their_number():
+def test_passkey_noise_depends_on_the_trials():
     """Of 4 trials the standard error of a half is a quarter: 1 of 4 is no change, 4 of 4 from none is one."""
 
     def cells(retrieved):
@@ -106,7 +106,7 @@ def test_found_keys_are_compared_by_their_number():
     assert [change.verdict for change in compare(cells(0.0), cells(1.0), 2)] == ["better", "same"]
 
 
-def test_other_settings_are_named():
+def test_changed_settings_are_printed():
     before = ppl(1, [], kv="int8", arguments={"kv": "int8", "limit": 3})
     after = ppl(1, [], kv="int4", arguments={"kv": "int4", "limit": 4})
     after["environment"] = {**WHERE, "versions": {"torch": "2"}}
@@ -124,14 +124,14 @@ def test_other_settings_are_named():
         ({"command": "throughput", "batches": []}, "is of ppl"),
     ],
 )
-def test_what_does_not_compare_is_refused(change, message, tmp_path, capsys):
+def test_incomparable_results_are_refused(change, message, tmp_path, capsys):
     (tmp_path / "a").write_text(json.dumps(ppl(1, [])))
     (tmp_path / "b").write_text(json.dumps(ppl(1, []) | change))
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_strides_differ_whether_given_or_not(tmp_path, capsys):
+def test_default_stride_differs_from_another(tmp_path, capsys):
     sliding = ppl(1, [], protocol="sliding")  # windows of 8: new tokens are 7 by default
     for name, arguments in (("a", {}), ("b", {"stride": None}), ("c", {"stride": 7}), ("d", {"stride": 4})):
         (tmp_path / name).write_text(json.dumps({**sliding, "arguments": arguments}))
@@ -155,7 +155,7 @@ def test_strides_differ_whether_given_or_not(tmp_path, capsys):
         '{"environment": {}, "rows": null}',
     ],
 )
-def test_what_is_no_result_is_refused(content, tmp_path, capsys):
+def test_files_that_are_no_results_are_refused(content, tmp_path, capsys):
     (tmp_path / "a").write_text(content)
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 1
     assert "Traceback" not in capsys.readouterr().err

@@ -29,7 +29,7 @@ def test_a_page_shows_the_recorded_sweeps():
     assert found
 
 
-def test_drawn_twice_it_is_the_same(tmp_path):
+def test_drawing_twice_gives_the_same_bytes(tmp_path):
     pytest.importorskip("matplotlib")
     copy = tmp_path / "some.json"
     copy.write_bytes((ROOT / picture.RESULT).read_bytes())
@@ -41,7 +41,7 @@ def test_drawn_twice_it_is_the_same(tmp_path):
         assert series.label in first and series.color in first
 
 
-def test_operators_that_were_not_measured_are_left_out(tmp_path):
+def test_unmeasured_operators_are_left_out(tmp_path):
     pytest.importorskip("matplotlib")
     few = tmp_path / "few.json"
     rows = [

@@ -112,7 +112,7 @@ def test_divergences_and_answers_name_their_baseline():
     ]
 
 
-def test_kernels_show_the_sum_of_a_layers_products_and_every_other_operator():
+def test_kernel_tables_sum_a_layers_products():
     def cell(op, what, at, us):
         return {"op": op, "what": what, "at": at, "us": us, "floor_us": us / 4}
 
@@ -143,7 +143,7 @@ def test_a_sweep_is_a_table():
     )
 
 
-def test_devices_have_tables_of_their_own_and_what_is_compared_with_names_itself(tmp_path):
+def test_each_device_has_its_own_tables(tmp_path):
     def where(device, cuda):
         return {"device": device, "cuda": cuda, "versions": {"torch": "2", "triton": "3"}}
 

@@ -18,7 +18,7 @@ from qrt_eval.results import console, record
 KNOWN = {1: "86fe17ae9467acd0907223aabf282fbf11e9fd5959ec457cdfae86310ab5b06d"}
 
 
-def test_the_schema_is_the_one_of_its_version():
+def test_schema_change_needs_a_new_version():
     schema = json.loads(record.SCHEMA.read_text())
     digest = hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest()
     assert digest == KNOWN[record.SCHEMA_VERSION]
@@ -45,7 +45,7 @@ def test_every_command_with_a_result_can_be_compared():
         "latency --model tiny --input-len 4 --output-len 2",
     ],
 )
-def test_a_result_is_kept_though_its_table_cannot_be_printed(command, tmp_path, monkeypatch):
+def test_result_is_kept_when_stdout_is_closed(command, tmp_path, monkeypatch):
     """`qrt-eval ... --json FILE | head` must not cost the run."""
 
     def gone(*_, **options):
@@ -56,7 +56,7 @@ def test_a_result_is_kept_though_its_table_cannot_be_printed(command, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
-def test_a_result_says_how_to_repeat_the_run(tmp_path):
+def test_result_says_how_to_repeat_the_run(tmp_path):
     arguments = Namespace(command="serve", json="x", rate=float("inf"), api_key="secret", seed=3)
     record.write_json(tmp_path / "deep" / "r.json", record.command_facts(arguments))
     result = json.loads((tmp_path / "deep" / "r.json").read_text())
@@ -65,7 +65,7 @@ def test_a_result_says_how_to_repeat_the_run(tmp_path):
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["r.json"]
 
 
-def test_a_checkpoint_is_told_by_its_content(tmp_path):
+def test_checkpoint_hash_depends_on_content(tmp_path):
     copy = shutil.copytree(model_path("tiny"), tmp_path / "copy")
     assert record.checkpoint_sha256(str(copy)) == record.checkpoint_sha256("tiny")
     shard = copy / "model.safetensors"

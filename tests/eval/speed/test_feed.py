@@ -19,7 +19,7 @@ def engine():
 
 
 @pytest.mark.parametrize("in_flight, most", [(2, 2), (None, 5)])
-def test_as_many_requests_are_handed_in_as_asked_for(engine, in_flight, most):
+def test_requests_in_flight_are_bounded(engine, in_flight, most):
     handed, add = [], engine.add
 
     def counted(*args, **options):
@@ -44,7 +44,7 @@ def test_each_request_has_its_length(engine):
     assert run.total.kv_tokens == sum(size + i for size, out in lengths for i in range(out))
 
 
-def test_the_window_is_where_all_run_and_some_wait(engine):
+def test_window_is_where_all_run_and_some_wait(engine):
     """By its definition, from what the engine has said in each step."""
     said, step = [], engine.step
 

@@ -23,7 +23,7 @@ def small(monkeypatch):
     monkeypatch.setattr(latency, "READ_BYTES", 1 << 20)
 
 
-def test_rows_of_both(tmp_path):
+def test_compare_has_rows_of_qrt_and_transformers(tmp_path):
     file = tmp_path / "out.json"
     words = (
         f"latency --shape small --kv int8 --batch 1 2 --input-len 7 --output-len 4 --compare --json {file}"
@@ -54,7 +54,7 @@ def test_one_slow_step_of_a_hundred_is_not_the_99th_percentile():
 
 
 @pytest.mark.parametrize("command", ["latency", "throughput"])
-def test_a_step_that_fails_is_said_so(command, monkeypatch, capsys):
+def test_failed_step_gives_an_error(command, monkeypatch, capsys):
     def fail(self, step, kv):
         raise RuntimeError("no such kernel")
 
@@ -84,14 +84,14 @@ def test_a_quantized_head_is_read_and_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["latency", "throughput"])
-def test_a_checkpoint_has_the_weights_and_the_head_it_has(command, capsys):
+def test_shape_flags_are_refused_beside_a_checkpoint(command, capsys):
     assert main([command, "--model", "tiny", "--head-bits", "8"]) == 1
     assert "--head-bits: a checkpoint's head is as it is; give --shape" in capsys.readouterr().err
     assert main([command, "--model", "tiny", "--weights", "w8a8"]) == 1
     assert "--weights: a checkpoint's weights are as they are; give --shape" in capsys.readouterr().err
 
 
-def test_the_model_compared_with_is_the_same_and_in_bf16():
+def test_transformers_model_has_the_same_shape_in_bf16():
     model = transformers_latency.random_transformer("small", torch.device("cpu"))
     assert model.dtype == torch.bfloat16 and model.config.num_key_value_heads == 2
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -152,7 +152,7 @@ def test_several_processes_send_one_load():
     assert 0 < max(outcome.latency for outcome in outcomes) <= seconds
 
 
-def test_a_free_stream_takes_what_is_left(monkeypatch):
+def test_idle_stream_takes_the_remaining_prompts(monkeypatch):
     """However long one request takes, the others' streams go on with all prompts: no share is left behind."""
     done = []
 
@@ -197,7 +197,7 @@ def test_failed_requests_are_counted_and_left_out(tmp_path):
         "\\ud800",
     ],
 )
-def test_an_odd_event_fails_its_request_alone(odd, tmp_path):
+def test_odd_event_fails_only_its_request(odd, tmp_path):
     said = f'data: {{"choices": [{{"text": "a"}}]}}\n\ndata: {odd}\n\n'
 
     def script(count):
@@ -212,13 +212,13 @@ def test_an_odd_event_fails_its_request_alone(odd, tmp_path):
     assert result["errors"][1] == f"not an event of an OpenAI API: {odd}"
 
 
-def test_no_error_is_none():
+def test_null_error_is_no_error():
     line = b'data: {"error": null, "usage": null, "choices": [{"text": "a"}, {"delta": {"content": "b"}}]}'
     assert load.parse(line) == load.Event(["a", "b"])
     assert load.parse(b"data: [DONE]") is load.parse(b": a comment") is None
 
 
-def test_a_server_that_refuses_or_is_not_there(capsys):
+def test_refusing_or_missing_server_gives_an_error(capsys):
     with Server(lambda count: (401, "no key", "text/plain")) as server:
         assert main(words(server)) == 1
     assert "HTTP 401: no key" in capsys.readouterr().err
@@ -246,7 +246,7 @@ def test_bad_input(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_arrivals_have_the_rate_and_are_the_same_again():
+def test_arrivals_have_the_rate_and_repeat():
     times = load.delays(1000, 50.0, 1.0, 7)
     assert times == load.delays(1000, 50.0, 1.0, 7) and times[0] == 0
     assert times[-1] == pytest.approx(999 / 50) and times == sorted(times)
@@ -260,7 +260,7 @@ def outcome(started, ttft, itls, tokens):
     return load.Outcome(10, started, ttft, itls, ttft + sum(itls), tokens)
 
 
-def test_definitions():
+def test_metric_definitions():
     """TPOT over tokens, not chunks; goodput wants all objectives; the busiest second; overlap."""
     a, b = outcome(0.0, 0.5, [0.1, 0.3], 5), outcome(0.2, 1.0, [], 1)
     assert a.tpot == pytest.approx(0.1) and b.tpot is None

@@ -14,7 +14,7 @@ README = Path(__file__).parents[3] / "README.md"
 
 
 @pytest.mark.model
-def test_rows_count_what_was_asked_for(tmp_path):
+def test_batch_rows_count_tokens_and_requests(tmp_path):
     out = tmp_path / "t.json"
     words = "throughput --model tiny --kv int8 --batch 1 3 --num-prompts 4 --input-len 9 --output-len 5"
     assert main([*words.split(), "--repeats", "2", "--json", str(out)]) == 0
@@ -72,7 +72,7 @@ def test_lengths_have_a_row_each(tmp_path, capsys):
 
 
 @pytest.mark.model
-def test_a_run_that_is_cut_off_leaves_the_loads_before(tmp_path, monkeypatch):
+def test_interrupted_run_keeps_finished_loads(tmp_path, monkeypatch):
     """Ten loads take a quarter of an hour, and a machine may be taken away."""
     out, measure = tmp_path / "t.json", throughput.measure
 
@@ -147,7 +147,7 @@ def test_steps_are_shown_by_kind(capsys):
         ),
     ],
 )
-def test_what_does_not_go_together(words, message, capsys):
+def test_conflicting_flags_are_refused(words, message, capsys):
     assert main(["throughput", *words.split()]) == 1
     assert message in capsys.readouterr().err
 
@@ -172,7 +172,7 @@ def test_what_does_not_go_together(words, message, capsys):
         "kv-error --head-dim 0",
     ],
 )
-def test_what_is_counted_is_at_least_one(words, capsys):
+def test_counts_below_one_are_refused(words, capsys):
     command, flag, *values = words.split()
     with pytest.raises(SystemExit, match="2"):
         main([command, flag, *values])

@@ -19,7 +19,7 @@ def engine(seqs=10**6, slots=10**9, tokens=10**9):
     return SimpleNamespace(scheduler=SimpleNamespace(limits=limits), pool=SimpleNamespace(num_slots=slots))
 
 
-def test_what_limits_the_requests_that_run():
+def test_running_requests_are_limited():
     """2,048 in and 128 out: their K/V are 2,112 tokens on average; a step of 8,192 tokens in which R decode
     brings (8,192 - R) / 2,048 new requests and ends R / 128, as many at R = 481.9."""
     assert running_at_once(engine(seqs=100), 2048, 128) == 100
@@ -28,7 +28,7 @@ def test_what_limits_the_requests_that_run():
     assert running_at_once(engine(slots=5), 2048, 128) == 1
 
 
-def test_the_first_requests_are_spread_over_their_outputs_when_the_last_one_decodes():
+def test_steady_load_begins_spread_over_its_outputs():
     """Steps of 100 tokens, prompts in their order beside the decodes of those before: when the tenth begins,
     the first is at its end and each one after it 5 tokens younger."""
     plain = Fixed(17, 50).requests(25, 3, 1000)
@@ -81,7 +81,7 @@ class Simulated:
 @pytest.mark.parametrize(
     "inputs, outputs, seqs", [(13, 13, 205), (100, 100, 60), (200, 13, 205), (500, 50, 205)]
 )
-def test_the_window_has_the_rate_of_a_load_that_always_runs(monkeypatch, inputs, outputs, seqs):
+def test_window_rate_equals_an_endless_load(monkeypatch, inputs, outputs, seqs):
     """Then as many requests begin in each step as end: R / outputs of the R that run, each with all tokens
     but the last to compute; they attend half of their outputs on average."""
     engine = Simulated(17_500, seqs, 819, inputs + outputs)

@@ -28,7 +28,7 @@ def small(monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "small", ("LlamaForCausalLM", SMALL))
 
 
-def test_the_whole_table(small, tmp_path, capsys):
+def test_every_operator_has_rows(small, tmp_path, capsys):
     out = tmp_path / "kernels.json"
     words = "kernels --shape small --tokens 1 8 --decode 2x64 --prefill 32x0 32x32 --compare --json"
     assert main([*words.split(), str(out)]) == 0
@@ -90,7 +90,7 @@ def test_tuning_without_a_gpu_is_refused(capsys):
 
 
 @pytest.mark.parametrize("name", shapes.SHAPES)
-def test_shapes_are_the_models_they_are_called(name):
+def test_shapes_have_the_published_sizes(name):
     config = shapes.shape(name)
     sizes = sum(k * n for k, n in products(config).values())
     tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
@@ -116,7 +116,7 @@ def test_tuning_all_shapes_takes_minutes():
     assert len(todo) * 0.03 + len({trial.binary for trial in todo}) * 2 / 16 < 450
 
 
-def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
+def test_interrupted_tuning_resumes(small, monkeypatch, tmp_path):
     """The winners of a scheme are in the file before the next one is measured. What the file has is kept,
     unless it is no plan that is tried: of a kernel that is no more. Of the plans that are fast alone the one
     that makes a layer fast wins."""
@@ -163,7 +163,7 @@ def test_tuning_goes_on_where_it_was_cut_off(small, monkeypatch, tmp_path):
     assert tune.pending([shapes.shape("small")], table) == []
 
 
-def test_files_of_measured_block_sizes_are_whole():
+def test_tuned_files_are_complete():
     for file in tuned.FOLDER.glob("*.json"):
         table = json.loads(file.read_text())
         assert table
@@ -180,7 +180,7 @@ def test_files_of_measured_block_sizes_are_whole():
     ("NVIDIA H100 80GB HBM3", ((9, 0), 132), "NVIDIA H200"), ("NVIDIA H100 PCIe", ((9, 0), 114), None),
     ("NVIDIA A100-SXM4-80GB", ((8, 0), 108), None),
 ])  # fmt: skip
-def test_block_sizes_of_a_gpu_that_was_not_measured(monkeypatch, caplog, name, chip, like):
+def test_unmeasured_gpu_uses_a_similar_gpus_plans(monkeypatch, caplog, name, chip, like):
     """Those of one with the same chip, or none; said once."""
     caplog.set_level("INFO", logger=tuned.__name__)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)

@@ -47,7 +47,7 @@ def put(monkeypatch, name, **members):
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_what_is_not_installed_is_named_once(capsys):
+def test_missing_packages_are_named_once(capsys):
     cells = run("linear", "decode", "prefill")
     assert {what.split()[0] for what, _ in cells} <= {"torch._int_mm", "tinygemm"}
     lines = capsys.readouterr().err.splitlines()
@@ -55,7 +55,7 @@ def test_what_is_not_installed_is_named_once(capsys):
         assert sum(f"{package} left out" in line for line in lines) == 1
 
 
-def test_what_fails_is_said_and_the_others_run(monkeypatch, capsys):
+def test_failing_peer_does_not_stop_the_others(monkeypatch, capsys):
     def fail(k, n, device):
         raise RuntimeError("no kernel image")
 
