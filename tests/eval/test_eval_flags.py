@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from errors import assert_one_line
 from qrt.assets import model_path
 from qrt.quant.kv import KV_FORMATS
 from qrt_eval.cli import main, parser
@@ -75,58 +76,46 @@ def test_every_kv_format_can_be_chosen():
 
 FOLDER, FILE = str(Path(__file__).parent), __file__
 WRONG = [
-    ("ppl pydoc --model no/such", 1, "no/such: no such folder"),
-    (f"ppl pydoc --model {FOLDER}", 1, "no config.json"),
-    (f"ppl pydoc --model {FILE}", 1, "not a folder"),
-    ("ppl pydoc --model tiny --baseline no/such", 1, "no/such: no such folder"),
-    ("ppl pydoc --model tiny --dtype int7", 2, "--dtype: invalid choice: 'int7'"),
-    ("ppl pydoc --model tiny --seqlen 2049", 1, "--seqlen 2049: expected at most 2048, the context of tiny"),
-    (f"ppl pydoc --model tiny --json {FOLDER}", 1, "a folder, wanted a file"),
-    (f"ppl pydoc --model tiny --json {FILE}/x.json", 1, f"--json {FILE}/x.json: cannot be written"),
-    ("ppl pydoc --model tiny --json /proc/x.json", 1, "--json /proc/x.json: cannot be written"),
-    ("kld pydoc --model tiny no/such", 1, "no/such: no such folder"),
-    (f"kld pydoc --model tiny --save-base {FOLDER}", 1, f"--save-base {FOLDER}: a folder, wanted a file"),
-    ("kld pydoc --model tiny --kv int8,int9", 2, "--kv: got 'int9', wanted one of auto, "),
-    ("answers --model tiny --baseline no/such", 1, "no/such: no such folder"),
-    ("answers --model tiny --near-tie 0", 2, "--near-tie: got '0', wanted a number above 0"),
-    ("lm --model no/such --tasks x", 1, "no/such: no such folder"),
-    ("lm --model tiny --tasks x --max-model-len 2049", 1, "max_model_len: got 2049"),
-    ("lm --model tiny --tasks x --num-fewshot -1", 2, "--num-fewshot: got '-1', wanted an integer"),
-    ("passkey --model tiny --context 512 2049", 1, "--context 2049: expected at most 2048"),
-    ("passkey --model tiny --depth 1.1", 2, "--depth: got '1.1', wanted a number from 0 to 1"),
-    ("kv-error --seed -1", 2, "--seed: got '-1', wanted an integer of at least 0"),
-    ("sweep --model tiny --checkpoint 4=no/such", 1, "no/such: no such folder"),
-    ("sweep --model tiny --memory-gib nan", 2, "--memory-gib: got 'nan', wanted a number above 0"),
-    ("sweep --shape tiny", 2, "--shape: invalid choice: 'tiny'"),
-    ("latency --model tiny --input-len 2048", 1, "--input-len + --output-len: 2112: expected at most 2048"),
-    ("throughput --model tiny --batch 0", 2, "--batch: got '0', wanted an integer of at least 1"),
-    (
-        "throughput --model tiny --lengths 9/9 no/such",
-        1,
-        "--lengths: expected sharegpt, long, IN/OUT such as",
-    ),
-    (
-        "throughput --model tiny --lengths sharegpt,2000/49",
-        1,
-        "2049: expected at most 2048, the context of tiny",
-    ),
-    ("throughput --model tiny --gpu-memory-utilization 1.5", 2, "wanted a number above 0 and at most 1"),
-    (
-        "serve --lengths 5x5",
-        1,
-        "--lengths: expected sharegpt, long, IN/OUT such as 1000/1000, or a file, got",
-    ),
-    ("serve --request-rate 0", 2, "--request-rate: got '0', wanted a number above 0, or inf"),
-    ("serve --metric-percentiles 100", 2, "wanted a number between 0 and 100"),
-    ("serve --temperature nan", 2, "--temperature: got 'nan', wanted a number of at least 0"),
-    ("serve --json /proc/x.json", 1, "--json /proc/x.json: cannot be written"),
-    ("compare a b --sigmas -1", 2, "--sigmas: got '-1', wanted a number of at least 0"),
-    ("kernels --decode 16", 2, "--decode: got '16', wanted two numbers like 16x4096, at least 1x1"),
-    ("kernels --decode 0x10", 2, "--decode: got '0x10', wanted two numbers"),
-    ("kernels --decode 4x64,4x0", 2, "--decode: got '4x0', wanted two numbers"),
-    ("kernels --prefill ax3", 2, "--prefill: got 'ax3', wanted two numbers like 16x4096, at least 1x0"),
-    ("kernels --tokens 0", 2, "--tokens: got '0', wanted an integer of at least 1"),
-    ("kernels --tune llama-9", 2, "--tune: got 'llama-9', wanted one of llama-3.2-1b, "),
+    ("ppl pydoc --model no/such", 1, ["no/such"]),
+    (f"ppl pydoc --model {FOLDER}", 1, [FOLDER, "config.json"]),
+    (f"ppl pydoc --model {FILE}", 1, [FILE, "folder"]),
+    ("ppl pydoc --model tiny --baseline no/such", 1, ["no/such"]),
+    ("ppl pydoc --model tiny --dtype int7", 2, ["--dtype", "int7"]),
+    ("ppl pydoc --model tiny --seqlen 2049", 1, ["--seqlen", "2049", "2048", "tiny"]),
+    (f"ppl pydoc --model tiny --json {FOLDER}", 1, ["--json", FOLDER]),
+    (f"ppl pydoc --model tiny --json {FILE}/x.json", 1, ["--json", f"{FILE}/x.json"]),
+    ("ppl pydoc --model tiny --json /proc/x.json", 1, ["--json", "/proc/x.json"]),
+    ("kld pydoc --model tiny no/such", 1, ["no/such"]),
+    (f"kld pydoc --model tiny --save-base {FOLDER}", 1, ["--save-base", FOLDER]),
+    ("kld pydoc --model tiny --kv int8,int9", 2, ["--kv", "int9", "auto", "int8"]),
+    ("answers --model tiny --baseline no/such", 1, ["no/such"]),
+    ("answers --model tiny --near-tie 0", 2, ["--near-tie", "'0'", "above 0"]),
+    ("lm --model no/such --tasks x", 1, ["no/such"]),
+    ("lm --model tiny --tasks x --max-model-len 2049", 1, ["max_model_len", "2049"]),
+    ("lm --model tiny --tasks x --num-fewshot -1", 2, ["--num-fewshot", "-1", "integer"]),
+    ("passkey --model tiny --context 512 2049", 1, ["--context", "2049", "2048"]),
+    ("passkey --model tiny --depth 1.1", 2, ["--depth", "1.1", "0 to 1"]),
+    ("kv-error --seed -1", 2, ["--seed", "-1", "at least 0"]),
+    ("sweep --model tiny --checkpoint 4=no/such", 1, ["no/such"]),
+    ("sweep --model tiny --memory-gib nan", 2, ["--memory-gib", "nan", "above 0"]),
+    ("sweep --shape tiny", 2, ["--shape", "tiny"]),
+    ("latency --model tiny --input-len 2048", 1, ["--input-len", "--output-len", "2112", "2048"]),
+    ("throughput --model tiny --batch 0", 2, ["--batch", "'0'", "at least 1"]),
+    ("throughput --model tiny --lengths 9/9 no/such", 1, ["--lengths", "no/such", "sharegpt"]),
+    ("throughput --model tiny --lengths sharegpt,2000/49", 1, ["2000/49", "2049", "2048", "tiny"]),
+    ("throughput --model tiny --gpu-memory-utilization 1.5", 2, ["1.5", "at most 1"]),
+    ("serve --lengths 5x5", 1, ["--lengths", "5x5", "sharegpt"]),
+    ("serve --request-rate 0", 2, ["--request-rate", "'0'", "above 0", "inf"]),
+    ("serve --metric-percentiles 100", 2, ["--metric-percentiles", "'100'"]),
+    ("serve --temperature nan", 2, ["--temperature", "nan", "at least 0"]),
+    ("serve --json /proc/x.json", 1, ["--json", "/proc/x.json"]),
+    ("compare a b --sigmas -1", 2, ["--sigmas", "-1", "at least 0"]),
+    ("kernels --decode 16", 2, ["--decode", "'16'", "16x4096", "1x1"]),
+    ("kernels --decode 0x10", 2, ["--decode", "'0x10'"]),
+    ("kernels --decode 4x64,4x0", 2, ["--decode", "'4x0'"]),
+    ("kernels --prefill ax3", 2, ["--prefill", "'ax3'", "16x4096", "1x0"]),
+    ("kernels --tokens 0", 2, ["--tokens", "'0'", "at least 1"]),
+    ("kernels --tune llama-9", 2, ["--tune", "llama-9", "llama-3.2-1b"]),
 ]
 
 
@@ -150,10 +139,11 @@ def told() -> dict[str, tuple[int, str, bool]]:
     return {words: tuple(rest) for words, *rest in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize(("words", "code", "message"), WRONG)
-def test_errors_come_before_torch_is_imported(words, code, message, told):
+@pytest.mark.parametrize(("words", "code", "named"), WRONG)
+def test_errors_come_before_torch_is_imported(words, code, named, told):
     got, error, torch = told[words]
-    assert got == code and message in error and error.count("\n") == 1 and not torch
+    assert got == code and not torch
+    assert_one_line(error, *named)
 
 
 def test_unsupported_architecture_gives_an_error(tmp_path, capsys):
@@ -161,4 +151,4 @@ def test_unsupported_architecture_gives_an_error(tmp_path, capsys):
     entries = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(entries | {"architectures": ["BertModel"]}))
     assert main(["ppl", "pydoc", "--model", "tiny", "--baseline", str(folder)]) == 1
-    assert "error: unknown architecture 'BertModel'" in capsys.readouterr().err
+    assert_one_line(capsys.readouterr().err, "BertModel")

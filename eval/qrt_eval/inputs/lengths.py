@@ -1,10 +1,10 @@
-"""Lengths of a load's requests, and the requests themselves: what `qrt-eval throughput` and `serve` send.
+"""Make the requests that `qrt-eval throughput` and `qrt-eval serve` send: their lengths and their tokens.
 
-    sharegpt   1,000 requests as in ShareGPT: input and output lognormal with sigma 1.0, mu 4.8863 and 4.8537,
-               clipped to 8 and 1,024; their means are then 207 and 201
-    long       64 requests of 8,000 to 24,000 tokens, all equally likely, and 256 out
-    IN/OUT     all alike, e.g. 1000/1000
-    FILE       a row for each request with its "input_len" and "output_len"; or prompts, a line or row each
+    sharegpt   1,000 requests like ShareGPT's: input and output lengths are lognormal with sigma 1.0 and mu
+               4.8863 and 4.8537, clipped to 8..1,024; their means are then 207 and 201
+    long       64 requests with 8,000 to 24,000 input tokens (uniform) and 256 output tokens
+    IN/OUT     all requests have the same lengths, for example 1000/1000
+    FILE       one row per request with its "input_len" and "output_len"; or prompts, one per line or row
 
 The same seed gives the same lengths to every command and model.
 """
@@ -36,22 +36,22 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Request:
-    """The ids of a prompt, and how many tokens to decode."""
+    """Hold the token ids of a prompt, and how many tokens to decode."""
 
     ids: list[int]
     output_len: int
 
 
 class Lengths(ABC):
-    """Where lengths come from. `name` is the word of the command line."""
+    """Say which lengths the requests of a load have. `name` is the word on the command line."""
 
     name: str
-    count: int | None = None  # requests, unless the user says how many
+    count: int | None = None  # the default number of requests
 
     @property
     @abstractmethod
     def longest(self) -> int:
-        """Most tokens of a request, prompt and output together."""
+        """Return the most tokens of a request, prompt and output together."""
 
     @abstractmethod
     def draw(self, count: int, random: np.random.Generator) -> Ints:
@@ -59,10 +59,10 @@ class Lengths(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return `distribution` and its parameters, for a result file."""
+        """Return `distribution` and its parameters, for the result file."""
 
     def requests(self, count: int, seed: int, vocab: int | Sequence[int]) -> list[Request]:
-        """Return `count` requests of random tokens: ids below `vocab`, or of those it lists."""
+        """Return `count` requests of random tokens: ids below `vocab`, or from the ids that `vocab` lists."""
         random = np.random.default_rng(seed)
         pairs = self.draw(count, random)
         ids = random.choice(vocab, pairs[:, 0].sum())
@@ -72,7 +72,7 @@ class Lengths(ABC):
 
 @dataclass(frozen=True)
 class Fixed(Lengths):
-    """All requests are alike."""
+    """Give all requests the same lengths."""
 
     input_len: int
     output_len: int
@@ -93,7 +93,7 @@ class Fixed(Lengths):
 
 
 class ShareGPT(Lengths):
-    """Lognormal lengths, clipped. The means after clipping, 207 in and 201 out, are those of ShareGPT."""
+    """Draw lognormal lengths, clipped. Their means, 207 in and 201 out, are those of ShareGPT."""
 
     name, count = "sharegpt", 1000
     SIGMA, INPUT_MU, OUTPUT_MU = 1.0, 4.8863, 4.8537
@@ -115,7 +115,7 @@ class ShareGPT(Lengths):
 
 
 class Long(Lengths):
-    """Long prompts of uniform lengths, and short answers."""
+    """Draw long prompts of uniform lengths, with short answers."""
 
     name, count = "long", 64
     SHORTEST, LONGEST, OUTPUT = 8000, 24000, 256
@@ -134,7 +134,7 @@ class Long(Lengths):
 
 
 class Listed(Lengths):
-    """The lengths of a file's rows, in their order and from the first again."""
+    """Take the lengths from the rows of a file, in order. After the last row the first one follows again."""
 
     def __init__(self, name: str, pairs: Sequence[tuple[int, int]]) -> None:
         self.name, self.count = name, len(pairs)
@@ -152,7 +152,7 @@ class Listed(Lengths):
 
 
 class Texts(Lengths):
-    """Given prompts, in their order and from the first again, each with the same output length."""
+    """Take given prompts in order, and repeat them as needed. All have the same output length."""
 
     def __init__(self, name: str, prompts: Sequence[list[int]], output_len: int) -> None:
         self.name, self.count = name, len(prompts)
@@ -173,9 +173,10 @@ class Texts(Lengths):
 
 
 def parse(word: str) -> Lengths | None:
-    """Return the lengths that `--lengths WORD` names; None where it is a file of prompts.
+    """Return the lengths that `--lengths WORD` names, or None when WORD is a file of prompts.
 
-    ConfigError where it is none of `EXPECTED`, or a row of the file is not as the first one.
+    ConfigError if WORD is none of `EXPECTED`, or if the first row of a file has lengths and a later one has
+    not.
     """
     if word in WORDS:
         return ShareGPT() if word == "sharegpt" else Long()
@@ -192,16 +193,18 @@ def parse(word: str) -> Lengths | None:
 
 
 def sources(arguments: Namespace, words: Sequence[str], tokenizer: Callable[[], Tokenizer]) -> list[Lengths]:
-    """Return where the requests come from: one for each word of --lengths, or one that the other flags name.
+    """Return where the requests come from: one source per word of --lengths, or one for the other flags.
 
-    Gives --input-len and --output-len their defaults. ConfigError for flags that do not go together.
+    Sets --input-len and --output-len to their defaults. ConfigError if flags exclude each other.
     """
     if words:
         refuse_beside_lengths(arguments, "prompts", "input_len")
         size = arguments.output_len or OUTPUT_LEN
         found = [parse(word) or _texts("--lengths", word, tokenizer(), size) for word in words]
         if arguments.output_len and not any(isinstance(lengths, Texts) for lengths in found):
-            raise ConfigError("--output-len: expected a file of prompts in --lengths, got none; leave it out")
+            raise ConfigError(
+                "--output-len: expected a file of prompts in --lengths, got none; leave the flag out"
+            )
         return found
     arguments.input_len = arguments.input_len or INPUT_LEN
     arguments.output_len = arguments.output_len or OUTPUT_LEN
@@ -211,13 +214,13 @@ def sources(arguments: Namespace, words: Sequence[str], tokenizer: Callable[[], 
 
 
 def facts_of(lengths: Lengths, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Return what a result file says of the lengths, and of those that were drawn from them."""
+    """Return what a result file says about the lengths, with the means of those that were drawn."""
     inputs, outputs = np.mean(pairs, 0).tolist()
     return {"name": lengths.name, **lengths.facts(), "mean_input_len": inputs, "mean_output_len": outputs}
 
 
 def refuse_beside_lengths(arguments: Namespace, *names: str) -> None:
-    """ConfigError for flags that say otherwise what --lengths says."""
+    """Raise ConfigError if one of the flags `names` is given beside --lengths, which decides the same."""
     for name in names:
         if getattr(arguments, name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -229,11 +232,11 @@ def _texts(flag: str, path: str, tokenizer: Tokenizer, output_len: int) -> Texts
 
 
 def _pair(row: Row) -> tuple[int, int]:
-    """Return the lengths of a row."""
+    """Return the input and output length of a row."""
     found = []
     for key in ("input_len", "output_len"):
         value = row.value.get(key) if isinstance(row.value, dict) else None
-        if isinstance(value, str) and value.isdecimal():  # CSV has no numbers
+        if isinstance(value, str) and value.isdecimal():  # CSV holds text only
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(

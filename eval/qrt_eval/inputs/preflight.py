@@ -1,5 +1,4 @@
-"""What is wrong with a command line as far as folders and config.json tell: before anything heavy is
-imported, loaded or measured."""
+"""Check a command line against folders and config.json files, before anything heavy is imported or loaded."""
 
 from __future__ import annotations
 
@@ -16,15 +15,14 @@ from qrt_eval.inputs.prompts import INPUT_LEN, OUTPUT_LEN
 
 
 def preflight(arguments: Namespace) -> None:
-    """QrtError for an output that cannot be written, a model that is not run, and lengths beyond its
-    context."""
+    """Raise QrtError for an output that cannot be written, a model that cannot run, or too long a length."""
     given = vars(arguments)
     for name in ("json", "save_base"):
         if given.get(name):
             check_output(f"--{name.replace('_', '-')}", Path(given[name]))
     if given.get("lengths") is not None:
         longest_of(given["lengths"])
-    if arguments.command == "serve":  # --model is a name there
+    if arguments.command == "serve":  # its --model is a name on the server
         return
     place: dict[str, Any] = {
         "max_model_len": given.get("max_model_len"),
@@ -44,11 +42,14 @@ def preflight(arguments: Namespace) -> None:
     for name, value in models_of(given, folder_of).items():
         setattr(arguments, name, value)
     if "revision" in arguments:
-        arguments.revision = None  # the folders are already of this revision
+        arguments.revision = None  # the names above are folders of this revision by now
 
 
 def shared_context(arguments: Namespace) -> int:
-    """What every checkpoint of a command holds, so that they can be compared on the same windows."""
+    """Return the shortest context among the command's checkpoints.
+
+    All of them can then be compared on the same windows.
+    """
     lengths: list[int] = []
 
     def note(_: str, model: str) -> str:
@@ -75,7 +76,7 @@ def models_of(given: Mapping[str, Any], change: Callable[[str, str], str]) -> di
 
 
 def lengths_of(given: dict[str, Any]) -> list[tuple[str, int]]:
-    """What a model's context must hold, by flag."""
+    """Return the lengths that a model's context must hold, with the flag that sets each."""
     found = [("--seqlen", given["seqlen"])] if given.get("seqlen") else []
     if given["command"] == "passkey":
         found += [("--context", length) for length in given["context"] or ()]
@@ -88,8 +89,8 @@ def lengths_of(given: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def longest_of(words: str | list[str]) -> list[tuple[str, int]]:
-    """Return most tokens of a request for each word of --lengths, as far as no tokenizer is needed."""
-    from qrt_eval.inputs.lengths import parse  # and numpy
+    """Return the most tokens of a request for each word of --lengths that needs no tokenizer."""
+    from qrt_eval.inputs.lengths import parse  # it imports numpy
 
     found = [parse(word) for word in ([words] if isinstance(words, str) else words)]
     return [(lengths.name, lengths.longest) for lengths in found if lengths]

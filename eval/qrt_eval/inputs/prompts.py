@@ -1,4 +1,4 @@
-"""Prompts and conversations of a file: a text's lines, or what its rows hold."""
+"""Read prompts and conversations from a file: one per line of text, or one per row of data."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ INPUT_LEN, OUTPUT_LEN = 1024, 128  # tokens of a request, unless given
 
 
 def read_prompts(flag: str, path: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Return token ids of the prompts in a file: its lines, or the string or "prompt" of each row.
+    """Return the token ids of the prompts in a file: its lines, or the string or "prompt" of each row.
 
-    `flag` is the command line's, for messages. A row without a prompt is left out with a warning; ConfigError
-    where no prompt is left.
+    `flag` is the command line's flag, for messages. A row without a prompt is skipped with a warning.
+    ConfigError if no prompt is left.
     """
     return [tokenizer.encode(prompt) for prompt in _read(flag, path, _prompt, '"prompt" that is text')]
 
 
 def read_conversations(flag: str, path: str) -> list[Conversation]:
-    """Return the conversations in a file, each up to the user's last message.
+    """Return the conversations in a file, each cut after the user's last message.
 
-    A line, or the string or "prompt" of a row, is a user's first message; other rows are conversations in any
-    form that `chats` reads. A row without either is left out with a warning; ConfigError where none is left.
+    A line, or a row that is a string or has a "prompt", is a user's first message. Other rows are
+    conversations in any form that `chats` reads. Rows of other kinds are skipped with a warning. ConfigError
+    if none is left.
     """
     return _read(flag, path, _conversation, "prompt or conversation that a user's message ends")
 
 
 def _read(flag: str, path: str, take: Callable[[Any], T | None], what: str) -> list[T]:
-    """Return what `take` finds in the lines or rows of a file; None means that there is no `what` in it."""
+    """Apply `take` to every line or row of a file and return what it finds; `what` names that in messages."""
     file = open_file(flag, path)
     if file.has_rows:
         found = {row.place: take(row.value) for row in read_rows(file)}
@@ -49,32 +50,32 @@ def _read(flag: str, path: str, take: Callable[[Any], T | None], what: str) -> l
     prompts = [prompt for prompt in found.values() if prompt is not None]
     without = [place for place, prompt in found.items() if prompt is None]
     if not prompts:
-        raise ConfigError(f"{flag} {path}: holds no prompt; expected text, or rows with a {what}")
+        raise ConfigError(f"{flag} {path}: expected text, or rows with a {what}, got no such row")
     if without:
         logger.warning(
-            "%s %s: %d of %d rows have no %s (%s) and are left out",
+            "%s %s: skipped %d of %d rows without a %s, the first is %s",
             flag, path, len(without), len(found), what, without[0],
         )  # fmt: skip
     return prompts
 
 
 def open_file(flag: str, path: str) -> DataFile:
-    """Return the data file of a flag; ConfigError where there is none."""
+    """Return the data file that a flag names; ConfigError if there is none."""
     if not Path(path).is_file():
-        raise ConfigError(f'{flag} {path}: no such file; give a text file or a .jsonl with "prompt" keys')
+        raise ConfigError(f'{flag}: expected a text file or a .jsonl with "prompt" keys, got no file {path}')
     (file,) = find_files(Path(path)).files
     return file
 
 
 def _prompt(value: Any) -> str | None:
-    """Return a row that is text, or the "prompt" of an object; None where that is not text."""
+    """Return the text of a row: the row itself, or its "prompt". None if that is not text."""
     prompt = value.get("prompt") if isinstance(value, dict) else value
     is_text = isinstance(prompt, str) and not isinstance(prompt, Broken) and not decoding_fault(prompt)
     return prompt if is_text else None
 
 
 def _conversation(value: Any) -> Conversation | None:
-    """Return the messages of a row up to the user's last one, or a prompt as such a message."""
+    """Return the messages of a row up to the user's last one. A prompt counts as one such message."""
     try:
         messages = conversation(value) if is_conversation(value) else None
         if messages is None and isinstance(value, Mapping):

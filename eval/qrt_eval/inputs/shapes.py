@@ -1,7 +1,7 @@
-"""Sizes of well-known models, as config.json entries, for runs on random weights.
+"""List the sizes of well-known models, as entries of config.json, for runs with random weights.
 
 `python -m qrt_eval.inputs.shapes llama-3-8b w8a8 FOLDER [HEAD_BITS]` writes a folder that has everything but
-weights, for `qrt-serve FOLDER --load-format dummy`.
+the weights, for `qrt-serve FOLDER --load-format dummy`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def shape(name: str) -> ModelConfig:
-    """The config of a known shape; ConfigError lists the known ones."""
+    """Return the config of a known shape; ConfigError lists the known ones."""
     architecture, config = _entry(name)
     return ModelConfig.from_hf(config, ARCHS[architecture])
 
@@ -133,20 +133,22 @@ def shape(name: str) -> ModelConfig:
 def _entry(name: str) -> tuple[str, dict[str, Any]]:
     if name not in SHAPES:
         known = list(SHAPES)
-        raise ConfigError(f"--shape {name}: unknown (known: {', '.join(known)}){nearest(name, known)}")
+        raise ConfigError(f"--shape: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}")
     return SHAPES[name]
 
 
 def write_folder(name: str, scheme: str, folder: Path, head_bits: int = 16) -> None:
-    """config.json of a known shape with its layers in `scheme` and a head of `head_bits`, and a tokenizer of
-    its vocabulary: that of the bundled model, filled up with words that no text has."""
+    """Write config.json of a known shape with layers in `scheme` and a head of `head_bits`, and a tokenizer.
+
+    The tokenizer is the bundled model's. Made-up words fill it up to the shape's vocabulary.
+    """
     from qrt.quant.checkpoint.compressed_tensors import quantization_config
-    from qrt.quant.weight import WEIGHT_SCHEMES  # here, because they import torch
+    from qrt.quant.weight import WEIGHT_SCHEMES  # imported here because they import torch
     from qrt.quant.weight.head import head_grid
 
     architecture, config = _entry(name)
     head, (head_scheme, head_spec) = ARCHS[architecture].head, head_grid(scheme, head_bits)
-    kind = architecture.removesuffix("ForCausalLM").lower()  # by which transformers knows it
+    kind = architecture.removesuffix("ForCausalLM").lower()  # transformers' name of the architecture
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     config = {"architectures": [architecture], "model_type": kind, **ends, **config}
     spec = WEIGHT_SCHEMES[scheme].spec

@@ -1,7 +1,7 @@
-"""WikiText-2's test split in its three readings: joined rows, the raw file, detokenized pages.
+"""Read WikiText-2's test split in three ways: as joined rows, as the raw file, and as detokenized pages.
 
-The canonical `wiki.test.raw` has 4,358 lines with LF ends. A copy with CRLF ends or without its blank lines
-tokenizes differently and gives figures that compare with nothing published.
+The canonical `wiki.test.raw` has 4,358 lines that end with LF. A copy with CRLF line ends or without the
+blank lines tokenizes differently, so its figures compare with nothing published.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ HELP = (
     f"give the file with --data-file PATH, or name a folder that holds {FILE} in QRT_DATA, "
     "or connect to the Hugging Face Hub"
 )
-BLANK = " \n"  # what a blank row is in the file; in the dataset it is empty
+BLANK = " \n"  # how the file writes a blank row; the dataset has an empty string
 
-# What lm-eval's task `wikitext` (version 2) replaces to undo WikiText's tokenization, in this order. The
-# second pattern holds slashes by mistake, there too.
+# lm-eval's task `wikitext` (version 2) undoes WikiText's tokenization with these replacements, in this order.
+# The pattern with slashes in `detokenize` is a mistake there that is copied here.
 _BEFORE_BRACKETS = (
     ("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."), (" : ", ": "), (" ; ", "; "),
     (" . ", ". "), (" ! ", "! "), (" ? ", "? "), (" , ", ", "),
@@ -46,10 +46,10 @@ _AFTER_BRACKETS = (
 
 
 def read_rows(data_file: str | None) -> tuple[list[str], str]:
-    """The rows as the dataset has them (blank ones empty), and where they came from.
+    """Return the rows as the dataset has them (blank rows are empty), and where they came from.
 
-    From `data_file`, else from the folder named by QRT_DATA, else from the Hub; ConfigError says how to give
-    a file when there is none.
+    The source is `data_file`, else the folder in QRT_DATA, else the Hub. ConfigError, with the ways to give a
+    file, if none of them has the text.
     """
     path = Path(data_file) if data_file else _find()
     if path is None:
@@ -62,17 +62,17 @@ def read_rows(data_file: str | None) -> tuple[list[str], str]:
     with file.open_text(newline="") as stream:
         raw = stream.read()
     if fault := decoding_fault(raw):
-        raise ConfigError(f"{path}: not UTF-8 text ({fault}); {HELP}")
+        raise ConfigError(f"{path}: expected UTF-8 text, got {fault}; {HELP}")
     return [row if row.strip() else "" for row in StringIO(raw)], str(path)  # ends at "\n" alone
 
 
 def raw_text(rows: Sequence[str]) -> str:
-    """The file that `rows` came from."""
+    """Return the file that `rows` came from."""
     return "".join(row or BLANK for row in rows)
 
 
 def pages(raw: str) -> Iterator[str]:
-    """The articles, as `EleutherAI/wikitext_document_level` cuts them: before each first-level heading."""
+    """Yield the articles, cut before each first-level heading like `EleutherAI/wikitext_document_level`."""
     page: list[str] = []
     for line in raw.split("\n"):
         heading = line.replace("= = =", "===").replace("= =", "==").strip()
@@ -85,7 +85,7 @@ def pages(raw: str) -> Iterator[str]:
 
 
 def detokenize(page: str) -> str:
-    """A page as lm-eval's task gives it to the model: `wikitext_detokenizer` of version 2."""
+    """Return a page as lm-eval's task gives it to the model: `wikitext_detokenizer` of version 2."""
     head, *others = _BEFORE_BRACKETS
     page = page.replace(*head)
     page = re.sub(r"/' [0-9]/", r"/'[0-9]/", page)
@@ -104,18 +104,18 @@ def _rows_of(file: DataFile) -> list[str]:
     for row in read_data(file):
         text = row.value.get("text") if isinstance(row.value, dict) else None
         if not isinstance(text, str):
-            raise ConfigError(f"{file.path}: row {row.number} has no text under 'text'; {HELP}")
+            raise ConfigError(f"{file.path}: row {row.number}: expected text under 'text', got none; {HELP}")
         rows.append(text)
     return rows
 
 
 def _find() -> Path | None:
-    """The raw file in the folder named by QRT_DATA, if it is there."""
+    """Return the raw file in the folder that QRT_DATA names, or None if it is not there."""
     if not ENV.data_folder:
         return None
     folder = Path(ENV.data_folder)
     if not folder.is_dir():
-        raise ConfigError(f"QRT_DATA: {folder} is not a folder; {HELP}")
+        raise ConfigError(f"QRT_DATA: expected a folder, got {folder}; {HELP}")
     return next(iter(sorted(folder.rglob(FILE))), None)
 
 
@@ -126,6 +126,6 @@ def _download() -> list[str]:
     try:
         with hub.dataset("Salesforce/wikitext"):
             rows = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
-    except Exception as error:  # the library raises its own, its HTTP client's and OSError kinds here
-        raise ConfigError(f"wikitext could not be downloaded ({type(error).__name__}); {HELP}") from error
+    except Exception as error:  # datasets raises errors of its own, of its HTTP client and of the system
+        raise ConfigError(f"wikitext: the download failed ({type(error).__name__}); {HELP}") from error
     return list(rows["text"])

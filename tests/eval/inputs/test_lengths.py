@@ -7,6 +7,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
+from errors import assert_names, assert_one_line
 from qrt.errors import ConfigError
 from qrt_eval.cli import main
 from qrt_eval.inputs.lengths import Fixed, Long, ShareGPT, parse
@@ -75,23 +76,23 @@ def test_file_rows_come_in_order_and_repeat(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "row, message",
+    "row, key, came",
     [
-        ({"input_len": 3}, "expected output_len of at least 1, got None"),
-        ({"input_len": 0, "output_len": 1}, "expected input_len of at least 1, got 0"),
-        ({"input_len": 3, "output_len": 1.5}, "expected output_len of at least 1, got 1.5"),
-        ({"input_len": True, "output_len": 1}, "expected input_len of at least 1, got True"),
-        ({"input_len": "many", "output_len": 1}, "expected input_len of at least 1, got 'many'"),
-        ({"prompt": "text"}, "expected input_len of at least 1, got None"),
-        (["text"], "expected input_len of at least 1, got None"),
+        ({"input_len": 3}, "output_len", "None"),
+        ({"input_len": 0, "output_len": 1}, "input_len", "0"),
+        ({"input_len": 3, "output_len": 1.5}, "output_len", "1.5"),
+        ({"input_len": True, "output_len": 1}, "input_len", "True"),
+        ({"input_len": "many", "output_len": 1}, "input_len", "'many'"),
+        ({"prompt": "text"}, "input_len", "None"),
+        (["text"], "input_len", "None"),
     ],
 )
-def test_a_row_without_lengths_is_named(row, message, tmp_path):
+def test_a_row_without_lengths_is_named(row, key, came, tmp_path):
     rows = [{"input_len": 3, "output_len": 9}, row]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ConfigError) as error:
         parse(str(tmp_path / "a.jsonl"))
-    assert f"--lengths: row 2 of a.jsonl: {message}; correct the row" in str(error.value)
+    assert_names(str(error.value), "--lengths", "row 2 of a.jsonl", key, f"got {came}")
 
 
 @pytest.mark.parametrize(
@@ -100,12 +101,11 @@ def test_a_row_without_lengths_is_named(row, message, tmp_path):
 @pytest.mark.parametrize("command", ["throughput --shape llama-3-8b", "serve"])
 def test_unknown_lengths_are_refused(command, word, capsys):
     assert main([*command.split(), f"--lengths={word}"]) == 1
-    error = capsys.readouterr().err
-    assert f"--lengths: expected sharegpt, long, IN/OUT such as 1000/1000, or a file, got {word!r}" in error
+    assert_one_line(capsys.readouterr().err, "--lengths", repr(word), "sharegpt", "long", "1000/1000", "file")
 
 
 @pytest.mark.parametrize("command", ["throughput --shape llama-3-8b", "serve"])
 @pytest.mark.parametrize("flag", ["--input-len", "--prompts"])
 def test_conflicting_flags_are_refused(command, flag, capsys):
     assert main([*command.split(), "--lengths", "sharegpt", flag, "5"]) == 1
-    assert f"{flag}: expected --lengths or {flag}, got both; leave one out" in capsys.readouterr().err
+    assert_one_line(capsys.readouterr().err, "--lengths", flag, "leave one out")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from errors import assert_names
 from qrt.errors import ConfigError
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.inputs.prompts import read_conversations, read_prompts
@@ -22,17 +23,17 @@ def test_prompts_of_files(tmp_path):
     (tmp_path / "g.jsonl").write_text(json.dumps({"prompt": odd}, ensure_ascii=False))
     assert read_prompts("--prompts", str(tmp_path / "g.jsonl"), tokenizer) == [tokenizer.encode(odd)]
     for name, content, message in (
-        ("c.jsonl", b'{"text": 1}', 'holds no prompt; expected text, or rows with a "prompt" that is text'),
-        ("d.jsonl", b"{", "none of its 1 lines is JSON"),
-        ("e.txt", b"\n", "holds no prompt"),
-        ("h.jsonl", b'\n{"prompt": 5}', "holds no prompt"),
-        ("i.txt", b"caf\xe9", "not UTF-8 text .* in line 1"),
-        ("j.pdf", b"words", r"expected text .*, got \.pdf"),
+        ("c.jsonl", b'{"text": 1}', 'expected text, or rows with a "prompt"'),
+        ("d.jsonl", b"{", "JSON"),
+        ("e.txt", b"\n", "expected text"),
+        ("h.jsonl", b'\n{"prompt": 5}', "expected text"),
+        ("i.txt", b"caf\xe9", "UTF-8.* line 1"),
+        ("j.pdf", b"words", r"\.pdf"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=f"{name}.*{message}"):
             read_prompts("--prompts", str(tmp_path / name), tokenizer)
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="--prompts.*none"):
         read_prompts("--prompts", str(tmp_path / "none"), tokenizer)
 
 
@@ -44,7 +45,7 @@ def test_prompts_of_rows_in_any_kind_of_file(tmp_path, caplog):
     (tmp_path / "a.JSONL").write_text("\n".join([*map(json.dumps, rows), "{"]))
     assert read_prompts("--prompts", str(tmp_path / "a.JSONL"), tokenizer) == wanted
     (warning,) = caplog.messages
-    assert '3 of 5 rows have no "prompt" that is text (row 2 of a.JSONL) and are left out' in warning
+    assert_names(warning, "3 of 5 rows", '"prompt"', "row 2 of a.JSONL")
     (tmp_path / "b.csv").write_text("id,prompt\n1,one line\n2,and another\n")
     assert read_prompts("--prompts", str(tmp_path / "b.csv"), tokenizer) == wanted
     (tmp_path / "c.json").write_text('["one line", "and another"]')
@@ -63,6 +64,6 @@ def test_conversations_end_with_the_user(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = read_conversations("--prompts", str(tmp_path / "a.jsonl"))
     assert found == [[asked], [asked], [asked, answered, again], [asked, answered, again], [asked], [asked]]
-    assert "2 of 8 rows have no prompt or conversation" in caplog.text
+    assert "2 of 8 rows" in caplog.text
     (tmp_path / "b.txt").write_text("one\n")
     assert read_conversations("--prompts", str(tmp_path / "b.txt")) == [[asked]]

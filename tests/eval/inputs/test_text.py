@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from errors import assert_names
 from qrt.errors import ConfigError
 from qrt_eval.inputs import text as texts
 from qrt_eval.inputs import wikitext
@@ -58,9 +59,9 @@ def test_empty_text_is_refused(tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     for arguments, message in (
-        ((str(empty),), "holds no text"),
-        ((str(tmp_path),), r"holds no text that can be read \(1: an empty text \(row 1 of empty\.txt"),
-        (("wikitext", str(empty)), "holds no text; give the file with --data-file"),
+        ((str(empty),), "empty.txt"),
+        ((str(tmp_path),), r"empty text .*row 1 of empty\.txt"),
+        (("wikitext", str(empty)), r"empty\.txt.*--data-file"),
     ):
         with pytest.raises(ConfigError, match=message):
             texts.load_text(*arguments)
@@ -96,7 +97,7 @@ def test_missing_files_are_named(dataset, data_file, message):
 
 def test_binary_is_refused(tmp_path):
     (tmp_path / "b").write_bytes(b"ab\xff\xfe")
-    with pytest.raises(ConfigError, match="not UTF-8 text .bytes that are not UTF-8 in line 1"):
+    with pytest.raises(ConfigError, match="b: .*UTF-8.*line 1"):
         texts.load_text(str(tmp_path / "b"))
 
 
@@ -118,14 +119,12 @@ def test_file_rows_are_documents(tmp_path, caplog):
     text = texts.load_text(str(rows))
     assert text.name == "rows.CSV" and text.text == "One, with a comma\n\nTwo"
     assert [d.original for d in text.documents] == ["One, with a comma", "Two"]
-    assert "1 of the 3 rows read are left out: 1: an empty text (row 2 of rows.CSV)" in caplog.text
+    assert_names(caplog.text, "1 of the 3 rows", "row 2 of rows.CSV")
 
 
 def test_chats_are_refused_as_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    with pytest.raises(
-        ConfigError, match="holds no text that can be read .1: chat messages, without a chat temp"
-    ):
+    with pytest.raises(ConfigError, match=r"a\.jsonl.*1: chat messages"):
         texts.load_text(str(tmp_path / "a.jsonl"))
 
 
@@ -151,7 +150,7 @@ def test_wikitext_from_gzip_and_parquet(tmp_path):
         text = texts.load_text("wikitext", str(tmp_path / name))
         assert text.raw == raw and text.text == "\n\n".join(rows)
     (tmp_path / "a.jsonl").write_text('{"txt": "a"}')
-    with pytest.raises(ConfigError, match="row 1 has no text under 'text'; give the file"):
+    with pytest.raises(ConfigError, match="row 1.*'text'.*--data-file"):
         texts.load_text("wikitext", str(tmp_path / "a.jsonl"))
 
 
@@ -160,5 +159,5 @@ def test_files_of_other_kinds_are_counted_or_refused(tmp_path, caplog):
     (tmp_path / "b.py").write_text("code")
     assert texts.load_text(str(tmp_path)).text == "words"
     assert "files left out: .py (1)" in caplog.text
-    with pytest.raises(ConfigError, match=r"b\.py: expected text .*, got \.py"):
+    with pytest.raises(ConfigError, match=r"b\.py: .*\.py"):
         texts.load_text(str(tmp_path / "b.py"))
