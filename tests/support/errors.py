@@ -7,7 +7,9 @@ def assert_names(text: str, *words: str) -> None:
     assert not missing, f"{missing} not in {text!r}"
 
 
-def assert_one_line(text: str, *words: str) -> None:
-    """Fail unless `text` is a single line that holds every word, and no traceback."""
-    assert text.count("\n") == 1 and "Traceback" not in text, text
-    assert_names(text, *words)
+def assert_error(stderr: str, *words: str) -> None:
+    """Fail unless a command ended with one line of error that holds every word, without a traceback."""
+    assert "Traceback" not in stderr, stderr
+    last = stderr.rstrip("\n").split("\n")[-1]
+    assert stderr.count("error: ") == 1, stderr
+    assert_names(last, "error: ", *words)

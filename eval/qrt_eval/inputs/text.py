@@ -54,14 +54,14 @@ def load_text(dataset: str, data_file: str | None = None) -> EvalText:
     if dataset == "wikitext":
         return _wikitext(data_file)
     if data_file is not None:
-        raise ConfigError(f"--data-file: expected dataset 'wikitext', got {dataset!r}; leave the flag out")
+        raise ConfigError(f"--data-file: expected the dataset wikitext, got {dataset}; omit it")
     if dataset == "pydoc":
         return _pydoc()
     path = Path(dataset)
     if not path.exists():
         raise ConfigError(
-            f"dataset: expected 'wikitext', 'pydoc', or a file or folder that exists, got {dataset!r}; a file "
-            f"is {KINDS}"
+            f"dataset: expected wikitext, pydoc, or a file or folder that exists, got {dataset!r}; a file is "
+            f"{KINDS}"
         )
     return _files(path)
 

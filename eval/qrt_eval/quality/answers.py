@@ -1,13 +1,13 @@
-"""Answers to chats at temperature 0 beside a baseline's, by model and KV format: `qrt-eval answers`.
+"""Compare answers to chats at temperature 0 with a baseline's, per model and KV format: `qrt-eval answers`.
 
-Divergences say how far distributions move. This says how many answers a user would see change, and where.
-The baseline answers every conversation, written by the chat template; so does each model in each KV format.
-The first token in which two answers differ counts, since what follows answers a different text. A difference
-is a near tie where the baseline's two likeliest tokens are less than --near-tie apart there: any rounding
-decides between such tokens. Near ties are counted apart from changed answers.
+A divergence says how far distributions move. This says how many answers a user would see change, and where.
+The baseline answers every conversation, rendered by the chat template; then each model answers in each KV
+format. Only the first token that differs counts, because what follows continues another text. A difference is
+a near tie if the baseline's two likeliest tokens are less than --near-tie apart there: any rounding decides
+between such tokens. Near ties and changed answers are counted separately.
 
-On a GPU products of other batch sizes sum in another order. With the baseline's own format in --kv too, the
-table shows how many answers that alone changes.
+On a GPU, products of other batch sizes sum in another order. To see how many answers that alone changes, put
+the baseline's own format into --kv too.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from qrt_eval.quality.ppl import check_finite, same_tokenizer
 from qrt_eval.results.console import show
 from qrt_eval.results.record import model_facts, save, sha256_of
 
-SHOWN_TOKENS = 16  # of each answer from the first token that differs, and before it
+SHOWN_TOKENS = 16  # printed of each answer before and after the first difference
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer leaves the baseline's.
+    """Hold where an answer leaves the baseline's.
 
     conversation   index in the file
     question       the user's last message
     token          index of the first token that differs
-    gap            log-probability of the baseline's likeliest token there, less that of the next one
+    gap            how much likelier the baseline's first choice is there than its second, in nats
     near_tie       whether the gap is smaller than --near-tie
-    context        what both have written before, the end of it
-    base, other    how either goes on
+    context        the end of what both have written before
+    base, other    how each continues
     """
 
     conversation: int
@@ -62,7 +62,7 @@ class Difference:
 
 
 def run(arguments: Namespace) -> None:
-    """`qrt-eval answers`: the baseline's answers, then those of each model in each KV format."""
+    """Run `qrt-eval answers`: the baseline's answers, then those of each model in each KV format."""
     path = arguments.prompts or str(CONVERSATIONS)
     conversations = read_conversations("--prompts", path)[: arguments.limit]
     name = arguments.baseline or arguments.model[0]
@@ -79,8 +79,8 @@ def run(arguments: Namespace) -> None:
             facts = model_facts(llm)
             if not same_tokenizer(facts, base_facts):
                 raise ConfigError(
-                    f"{facts['model']} and {base_facts['model']} have different tokenizers; give models that "
-                    "were made of one"
+                    f"{facts['model']}: expected the tokenizer of {base_facts['model']}, got another; give "
+                    "models made from the same one"
                 )
             started = time.perf_counter()
             other = answer(llm, prompts, arguments.max_tokens)
@@ -103,7 +103,7 @@ def run(arguments: Namespace) -> None:
 def written(
     model: str, conversations: Sequence[Conversation], max_tokens: int, context: int
 ) -> list[list[int]]:
-    """Return the token ids of every conversation, to be answered; ConfigError where one does not fit."""
+    """Return the token ids of every conversation, ready to be answered; ConfigError if one does not fit."""
     tokenizer = Tokenizer(model)
     prompts = [tokenizer.encode_chat(messages, add_generation_prompt=True) for messages in conversations]
     most = context - max_tokens
@@ -155,9 +155,9 @@ def differences(
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the index of the first token in which two answers differ; None where they are equal.
+    """Return the index of the first token in which two answers differ; None if they are equal.
 
-    Answers of one length limit end with end-of-text or at the limit, so none is the beginning of another.
+    Answers end with end-of-text or at the same length limit, so neither can be the beginning of the other.
     """
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
 
@@ -166,9 +166,9 @@ def figures(base: Sequence[CompletionOutput], found: Sequence[Difference]) -> di
     """Return the counts of one model.
 
     answers, tokens   how many the baseline has
-    same, near_ties, changed   how many answers; together they are all
-    same_tokens       share of the baseline's tokens that come before the first difference of their answer
-    first, median     index of the first token that differs: the smallest, and the median of changed answers
+    same, near_ties, changed   answers of each kind; together they are all answers
+    same_tokens       share of the baseline's tokens that come before the first difference in their answer
+    first, median     index of the first token that differs: the smallest and the median of changed answers
     """
     changed = [difference.token for difference in found if not difference.near_tie]
     lengths = [len(output.token_ids) for output in base]
@@ -207,7 +207,7 @@ def print_tables(base: dict[str, Any], near_tie: float, runs: Sequence[dict[str,
 
 
 def place(result: dict[str, Any]) -> str:
-    """Return the median token in which changed answers differ first, and the smallest; "" where none does."""
+    """Return the median token at which changed answers differ first, and the smallest; "" if none changed."""
     return f"{result['median']:g} (from {result['first']})" if result["changed"] else ""
 
 

@@ -1,6 +1,6 @@
-"""How far one model's next-token distributions are from another's: per position, and over many positions.
+"""Measure how far one model's next-token distributions are from another's, per position and on average.
 
-The figures are those of llama-perplexity's --kl-divergence, under plainer names. Natural logarithms.
+The figures are those of llama-perplexity's --kl-divergence, with plainer names. All logarithms are natural.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ PERCENTILES = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0)
 
 @dataclass(frozen=True)
 class Positions:
-    """n positions, in host memory; `base` is what the model is compared with.
+    """Hold n positions in host memory; `base` is the model that is compared with.
 
     kl           fp64 [n]   KL(base || model) = sum p_base (log p_base - log p_model)
-    nll          fp64 [n]   the model's loss on the token that came
-    base_nll     fp64 [n]   base's
+    nll          fp64 [n]   the model's loss on the token that follows in the text
+    base_nll     fp64 [n]   base's loss on it
     top          int64 [n]  the model's likeliest token
-    base_top     int64 [n]  base's
-    top_p_flip   bool [n]   the token that came is in the top-p nucleus of one of the two, not of the other
+    base_top     int64 [n]  base's likeliest token
+    top_p_flip   bool [n]   the token that follows is in the top-p nucleus of exactly one of the two
     """
 
     kl: Tensor
@@ -38,17 +38,17 @@ class Positions:
         return len(self.kl)
 
     def to_json(self) -> dict[str, list[Any]]:
-        """The columns, exactly."""
+        """Return the columns as lists, without rounding."""
         return {field.name: getattr(self, field.name).tolist() for field in fields(self)}
 
     @classmethod
     def from_json(cls, columns: Mapping[str, list[Any]]) -> Positions:
-        """Back again."""
+        """Read back what `to_json` returned."""
         return cls(*(torch.tensor(columns[field.name], dtype=_dtype(field.name)) for field in fields(cls)))
 
     @classmethod
     def concat(cls, parts: Sequence[Positions]) -> Positions:
-        """The positions of all parts, in order."""
+        """Join the positions of all parts, in order."""
         return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
 
@@ -57,36 +57,39 @@ def _dtype(column: str) -> torch.dtype:
 
 
 def compare(base_logits: Tensor, logits: Tensor, targets: Tensor, top_p: float) -> Positions:
-    """Two models' logits [n, V] at the same n positions, and the tokens int64 [n] that came.
+    """Compare two models' logits [n, V] at the same n positions, where the tokens int64 [n] follow.
 
-    In float64: the divergence of a good format (1e-6) is far below what float32 leaves of log p.
+    Everything is float64: the divergence of a good format (1e-6) is far below the precision of a float32 log
+    p.
     """
     base, model = base_logits.double().log_softmax(-1), logits.double().log_softmax(-1)
     p = base.exp()
     top, base_top = model.argmax(-1), base.argmax(-1)
     flip = in_nucleus(model, targets, top_p) != in_nucleus(base, targets, top_p)
     nll, base_nll = (-x.gather(-1, targets[:, None])[:, 0] for x in (model, base))
-    kl = (p * (base - model)).sum(-1).clamp(min=0.0)  # below zero by rounding alone
+    kl = (p * (base - model)).sum(-1).clamp(min=0.0)  # only rounding makes it negative
     found = (kl, nll, base_nll, top, base_top, flip)
     return Positions(*(column.cpu() for column in found))
 
 
 def in_nucleus(logp: Tensor, tokens: Tensor, top_p: float) -> Tensor:
-    """Whether `tokens` [n] are among the likeliest that have `top_p` together under `logp` [n, V]: when all
-    that are likelier than a token have less."""
+    """Return whether `tokens` [n] are in the top-p nucleus of `logp` [n, V].
+
+    A token is in it when all likelier tokens together have a probability below `top_p`.
+    """
     likelier = logp > logp.gather(-1, tokens[:, None])
     return logp.exp().masked_fill_(~likelier, 0.0).sum(-1) < top_p
 
 
 def figures(positions: Positions) -> dict[str, float]:
-    """Means with standard errors over positions, and percentiles.
+    """Return means with standard errors over positions, and percentiles.
 
-    kl_*             of KL in nats; `kl_se` is the mean's standard error
+    kl_*             KL in nats; `kl_se` is the mean's standard error
     ln_ppl_ratio     mean difference of the losses, and `ln_ppl_ratio_se`
     ln_ppl_corr      correlation of the two losses over positions
     top1_agreement   share of positions with the same likeliest token, and `top1_agreement_se`
-    top_p_flips      share of positions whose token a top-p sampler could draw on one of the two only
-    dp_*             change of the probability of the token that came: mean, root mean square, percentiles
+    top_p_flips      share of positions whose token a top-p sampler could draw from only one of the two models
+    dp_*             change in the probability of the token that follows: mean, root mean square, percentiles
     """
     n = len(positions)
     agreement = float((positions.top == positions.base_top).double().mean())
@@ -116,7 +119,7 @@ def _standard_error(values: Tensor) -> float:
 
 
 def _percentiles(name: str, values: Tensor) -> dict[str, float]:
-    ordered = values.sort().values  # torch.quantile takes 16 million values at most
+    ordered = values.sort().values  # torch.quantile takes at most 16 million values
     last = len(ordered) - 1
     return {f"{name}_p{p:g}": _between(ordered, last * p / 100) for p in PERCENTILES}
 

@@ -1,7 +1,7 @@
-"""Prompts through a loaded model to its final hidden states, K and V read back from the cache.
+"""Run prompts through a loaded model to its final hidden states, with K and V read back from the cache.
 
-For evaluators that need whole distributions, which the engine never hands out: a hidden state is some
-kilobytes where the logits of a 128k vocabulary are half a megabyte.
+Some evaluators need whole distributions, which the engine never returns. A hidden state takes some kilobytes;
+the logits of a 128k vocabulary take half a megabyte.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from qrt.errors import ConfigError
 from qrt.kernels.step import Chunks, PrefillMeta, StepMeta
 from qrt.llm import LLM
 
-CHUNK_TOKENS = 2048  # of a step; attention reads what came before from the cache
+CHUNK_TOKENS = 2048  # tokens of a step; attention reads the earlier ones from the cache
 
 
 class PromptReader:
-    """One prompt at a time through the idle engine of `llm`, whose slots it uses as if they were its own
-    (prefix caching must be off)."""
+    """Run one prompt at a time through the idle engine of `llm`.
+
+    The reader uses all of the engine's slots, so prefix caching must be off.
+    """
 
     def __init__(self, llm: LLM, chunk_tokens: int = CHUNK_TOKENS) -> None:
-        assert not llm.engine.config.enable_prefix_caching, "the reader writes to slots of the prefix cache"
+        assert not llm.engine.config.enable_prefix_caching, "the reader would overwrite the prefix cache"
         self.model = llm.engine.model
         self._kv = llm.engine.runner.kv
         self._chunk_tokens = chunk_tokens
@@ -31,10 +33,10 @@ class PromptReader:
 
     @torch.inference_mode()
     def hidden(self, ids: tuple[int, ...]) -> Iterator[Tensor]:
-        """Final hidden states (after the norm) of `ids`, [n, H] in the model's dtype, chunk after chunk."""
+        """Yield the final hidden states of `ids` after the norm, [n, H], a chunk at a time."""
         if len(ids) > len(self._slots):
             raise ConfigError(
-                f"window of {len(ids)} tokens: wanted at most {len(self._slots)}, the KV pool's"
+                f"window: expected at most {len(self._slots)} tokens, as the KV pool holds, got {len(ids)}"
             )
         tokens = torch.tensor(ids, device=self.model.device)
         for start in range(0, len(ids), self._chunk_tokens):
@@ -42,15 +44,15 @@ class PromptReader:
             yield self.model.hidden(self._step(tokens, start, end), self._kv)
 
     def _step(self, tokens: Tensor, start: int, end: int) -> StepMeta:
-        """Positions [start, end) as a prefill chunk that attends all of [0, end) through the cache."""
+        """Return a prefill chunk of positions [start, end) that attends to all of [0, end) in the cache."""
         chunk = Chunks([0], [end - start], [start], self.model.queries, attend_cache=True)
-        prefill = PrefillMeta.of(chunk, self.model.device)  # of request 0, whose position p is in slot p
+        prefill = PrefillMeta.of(chunk, self.model.device)  # request 0 has its position p in slot p
         positions = self._slots[start:end]
         return StepMeta(tokens[start:end], positions, positions, self._slots[None], None, prefill)
 
 
 def scored_states(reader: PromptReader, ids: tuple[int, ...], first: int) -> Tensor:
-    """The states that predict tokens `first`.. of `ids`: [len(ids) - first, H] in host memory."""
+    """Return the states that predict tokens `first`.. of `ids`: [len(ids) - first, H] in host memory."""
     parts, start = [], 0
     for states in reader.hidden(ids[:-1]):
         skipped = max(0, first - 1 - start)

@@ -1,8 +1,8 @@
-"""KL divergence of a model's next-token distributions from a baseline's: `qrt-eval kld`.
+"""Measure the KL divergence of a model's next-token distributions from a baseline's: `qrt-eval kld`.
 
-It ranks schemes and formats that a perplexity cannot tell apart. The baseline runs first and leaves its
-hidden states; then every model and KV format runs over the same windows. Logits of both exist for some rows
-at a time. An interrupted run with --json goes on with the windows it has not compared.
+It ranks schemes and formats that perplexity cannot tell apart. The baseline runs first and leaves its hidden
+states; then every model and KV format runs over the same windows. Logits exist for some rows at a time. With
+--json, an interrupted run continues with the windows it has not compared.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from qrt_eval.quality.reference import Reference
 from qrt_eval.results.console import show
 from qrt_eval.results.record import checkpoint_sha256, model_facts, save, text_facts
 
-LOGITS_BYTES = 1 << 26  # of one model's logits in float64
-TOP_P = 0.9  # unless the command line says otherwise
-CONTEXT_TOKENS = 16  # shown before a worst position
-NOISE = 1e-9  # nats that rounding makes of equal distributions
+LOGITS_BYTES = 1 << 26  # most bytes of one model's logits in float64
+TOP_P = 0.9  # the default of --top-p
+CONTEXT_TOKENS = 16  # printed before a worst position
+NOISE = 1e-9  # nats that rounding adds between equal distributions
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """One model against the baseline.
+    """Hold the comparison of one model with the baseline.
 
     figures   `ppl` and `base_ppl` by the protocol, and those of `qrt_eval.quality.divergence`
-    worst     the positions with the largest KL, as they are printed; none of the baseline itself
-    seconds   of all windows, those that an interrupted run compared included
+    worst     the positions with the largest KL, as they are printed; empty for the baseline itself
+    seconds   time for all windows, with those that an interrupted run had compared
     """
 
     facts: dict[str, Any]
@@ -57,7 +57,7 @@ class Divergence:
 
 
 def run(arguments: Namespace) -> None:
-    """`qrt-eval kld`: the baseline, then each model in each KV format; the JSON, a table."""
+    """Run `qrt-eval kld`: the baseline, then each model in each KV format; write the JSON, print tables."""
     if arguments.base_file:
         check_alone(arguments)
     else:
@@ -85,13 +85,13 @@ def run(arguments: Namespace) -> None:
 
 
 def check_alone(arguments: Namespace) -> None:
-    """ConfigError for a flag about what --base-file holds."""
+    """Raise ConfigError for a flag whose value --base-file decides."""
     for name in ("dataset", "data_file", "protocol", "seqlen", "stride", "limit", "baseline_kv"):
         if getattr(arguments, name) not in (None, "auto"):
             flag = name if name == "dataset" else f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{flag} {getattr(arguments, name)}: --base-file has a text, windows and a baseline of its "
-                "own; leave one of them out"
+                f"{flag}: expected {flag} or --base-file, which has its own text, windows and baseline, got "
+                f"both ({getattr(arguments, name)}); leave one out"
             )
 
 
@@ -102,15 +102,17 @@ def _pairs(arguments: Namespace) -> list[tuple[str, str]]:
 def _key(
     arguments: Namespace, base: Mapping[str, Any], windows: Sequence[Window], model: str, kv: str
 ) -> dict[str, Any]:
-    """All that the comparison of one pair with the baseline depends on."""
+    """Return everything that the comparison of one pair with the baseline depends on."""
     settings = {name: getattr(arguments, name) for name in ("dtype", "chunk", "top_p")}
     about = {"model": checkpoint_sha256(model), "kv": kv, "cuda": torch.cuda.is_available()}
     return {**settings, **about, "base": dict(base), "cut": cut_of(windows)}
 
 
 def reader_model(model: str, kv: str, dtype: str, longest: int | None) -> LLM:
-    """A model for one window of up to `longest` tokens at a time (None: its context); on a CPU in float32
-    unless asked otherwise."""
+    """Load a model that reads one window at a time, of up to `longest` tokens (None: the model's context).
+
+    On a CPU it runs in float32 unless asked otherwise.
+    """
     if dtype == "auto" and not torch.cuda.is_available():
         dtype = "float32"
     settings = {"enable_prefix_caching": False, "enforce_eager": True, "max_num_seqs": 1}
@@ -118,13 +120,18 @@ def reader_model(model: str, kv: str, dtype: str, longest: int | None) -> LLM:
 
 
 def base_reference(arguments: Namespace, partial: PartialResult) -> Reference:
-    """The baseline's distributions: read from --base-file, or computed from --baseline (default: the first
-    model) with --baseline-kv; of the windows that `partial` lacks, unless they are to be saved."""
+    """Return the baseline's distributions, read from --base-file or computed with --baseline-kv.
+
+    The baseline is --baseline or the first --model. If they are not to be saved, only the windows that
+    `partial` lacks are computed.
+    """
     if arguments.base_file:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return reference.load(arguments.base_file, device)
     if not arguments.dataset:
-        raise ConfigError("kld: wanted a text (wikitext, pydoc, a file or folder) or --base-file")
+        raise ConfigError(
+            "kld: expected a text (wikitext, pydoc, a file or folder) or --base-file, got neither"
+        )
     text = load_text(arguments.dataset, arguments.data_file)
     model = arguments.baseline or arguments.model[0]
     llm, windows, facts = ready_baseline(arguments, model, arguments.baseline_kv, text)
@@ -141,7 +148,7 @@ def base_reference(arguments: Namespace, partial: PartialResult) -> Reference:
 def ready_baseline(
     arguments: Namespace, model: str, kv: str, text: EvalText
 ) -> tuple[LLM, list[Window], dict[str, Any]]:
-    """A baseline that has not run yet: the model, the windows of `text`, and the facts of both."""
+    """Return a baseline that has not run yet: the model, the windows of `text`, and the facts of both."""
     llm = reader_model(model, kv, arguments.dtype, arguments.seqlen)
     windows, seqlen = cut(arguments.protocol, text, llm.tokenizer, shared_context(arguments), arguments)
     facts = {**text_facts(text), "protocol": arguments.protocol, "seqlen": seqlen, "run": model_facts(llm)}
@@ -155,8 +162,10 @@ def compute_reference(
     chunk: int,
     needed: Container[int] | None = None,
 ) -> Reference:
-    """Run a baseline over `windows`, or those of them that are `needed`; keeps its head and hidden states.
-    QrtError when they are no numbers."""
+    """Run a baseline over `windows`, or over those that are `needed`; keep its head and hidden states.
+
+    QrtError if they are not finite.
+    """
     head, reader = reference.head_of(llm), PromptReader(llm, chunk)
     bar = tqdm(enumerate(windows), total=len(windows), unit="window", desc="Baseline")
     hidden = [
@@ -177,22 +186,27 @@ def diverge(
     partial: PartialResult = UNKEPT,
     key: Mapping[str, Any] | None = None,
 ) -> Divergence:
-    """Compare a model with the baseline at every scored position, from where an interrupted run called `key`
-    left off; ConfigError when it reads other tokens, QrtError when it predicts no numbers."""
+    """Compare a model with the baseline at every scored position.
+
+    `key` names the run in `partial`, so that it continues where it was interrupted. ConfigError if the model
+    reads other tokens, QrtError if its predictions are not finite.
+    """
     facts = model_facts(llm)
     if not same_tokenizer(facts, base.facts["run"]):
         raise ConfigError(
-            f"{facts['model']} and {base.facts['run']['model']} have different tokenizers, so that their "
-            "distributions are over different tokens; compare bits per byte with qrt-eval ppl --baseline"
+            f"{facts['model']}: expected the tokenizer of {base.facts['run']['model']}, got a different one; "
+            "compare bits per byte instead, with qrt-eval ppl --baseline"
         )
     vocab, other = llm.engine.model.config.vocab_size, len(base.head)
     if vocab != other:
-        raise ConfigError(f"{facts['model']}: a vocabulary of {vocab} tokens, the baseline's has {other}")
+        raise ConfigError(
+            f"{facts['model']}: expected the baseline's vocabulary of {other} tokens, got {vocab}"
+        )
     reader, key = PromptReader(llm, chunk), key or {}
     kept = partial.load(key)
     if kept:
         done = f"{len(kept)} of {len(base.windows)} windows are done"
-        print(f"taking up an interrupted run, KV {facts['kv']}: {done}", file=sys.stderr)
+        print(f"resuming an interrupted run, KV {facts['kv']}: {done}", file=sys.stderr)
     bar = tqdm(zip(base.windows, base.hidden, strict=True), total=len(base.windows), unit="window", desc="KL")
     parts: list[Positions] = []
     total = seconds = 0.0
@@ -218,7 +232,7 @@ def diverge(
 def window_positions(
     reader: PromptReader, base: Reference, window: Window, states: Tensor, top_p: float
 ) -> Positions:
-    """All scored positions of one window, the logits of some rows at a time."""
+    """Compare all scored positions of one window, with the logits of some rows at a time."""
     model, rows = reader.model, max(1, LOGITS_BYTES // 8 // len(base.head))
     own = scored_states(reader, window.ids, window.first)
     targets = torch.tensor(window.ids[window.first :], device=model.device)
@@ -231,7 +245,7 @@ def window_positions(
 
 
 def _perplexities(base: Reference, parts: Sequence[Positions]) -> dict[str, float]:
-    """By the protocol's own averaging."""
+    """Return both perplexities, averaged as the protocol does."""
     chosen = PROTOCOLS[base.facts["protocol"]]
 
     def ppl(column: str) -> float:
@@ -243,8 +257,10 @@ def _perplexities(base: Reference, parts: Sequence[Positions]) -> dict[str, floa
 
 
 def worst_positions(llm: LLM, base: Reference, positions: Positions, count: int) -> list[dict[str, Any]]:
-    """Return the `count` positions of largest KL, as far as it is above NOISE: where, after which text, and
-    what each model expected."""
+    """Return the `count` positions with the largest KL above NOISE.
+
+    Each says where it is, which text stands before it, and what each model expected.
+    """
     places = list(_places(base.windows))
     found = []
     for index in positions.kl.topk(min(count, int((positions.kl > NOISE).sum()))).indices.tolist():
@@ -264,14 +280,14 @@ def _places(windows: Sequence[Window]) -> Iterator[tuple[int, int]]:
 
 
 def release() -> None:
-    """Give a dropped model's memory back before the next one is loaded."""
+    """Free a dropped model's memory before the next one is loaded."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def print_tables(base: Reference, results: Sequence[Divergence], top_p: float) -> None:
-    """A row per model and KV format, then the worst positions of each."""
+    """Print a row per model and KV format, then the worst positions of each."""
     facts, run = base.facts, base.facts["run"]
     title = (
         f"{facts['dataset']}, protocol {facts['protocol']}, windows of {facts['seqlen']} tokens, against "
@@ -295,7 +311,7 @@ def print_tables(base: Reference, results: Sequence[Divergence], top_p: float) -
 
 
 def print_worst(result: Divergence) -> None:
-    """Where a model is furthest from the baseline."""
+    """Print where a model is furthest from the baseline."""
     title = f"worst positions of {result.facts['model']}, KV {result.facts['kv']}"
     table = Table(title=title, title_justify="left")
     table.add_column("KL", justify="right")

@@ -1,11 +1,12 @@
-"""Error of decode attention over a KV format, on synthetic heads, without a model: `qrt-eval kv-error`.
+"""Measure the error of decode attention in a KV format, on synthetic heads: `qrt-eval kv-error`.
 
-Keys have a constant part and a few large channels, as real ones do (KIVI, arXiv:2402.02750). `diffuse`
-heads spread their attention over the whole context, `peaked` heads put most of it on a handful of keys,
-wherever they are. K is smoothed by a table fitted to another sample of the heads, as the runtime does at
-load. The truth is attention in fp32 over the K and V that were given; the error is the norm of the output's
-difference over the norm of the truth, mean and worst over heads and queries. `entropy` is of the true
-weights, in nats, to see what a head is like.
+Keys have a constant part and a few large channels, as real ones do (KIVI, arXiv:2402.02750). `diffuse` heads
+spread their attention over the whole context; `peaked` heads put most of it on a handful of keys anywhere in
+it. K is smoothed with a table that is fitted to another sample of the heads, as the runtime does at load.
+
+The truth is attention in fp32 over the original K and V. The error is the norm of the output's difference
+over the norm of the truth: mean and worst over heads and queries. `entropy` is that of the true weights, in
+nats, and shows what a head is like.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ from qrt_eval.results.record import save
 SHARPNESS = {"diffuse": 0.3, "peaked": 3.0}  # standard deviation of the scores
 QUERIES, SAMPLE_TOKENS = 8, 512
 OUTLIER_CHANNELS, OUTLIER = 4, 8.0
-ENCODED_AT_ONCE = 1 << 14  # tokens: bounds the temporaries of the reference encoders
+ENCODED_AT_ONCE = 1 << 14  # tokens; bounds the memory of the reference encoders
 
 
 def run(arguments: Namespace) -> None:
-    """Every format, kind of head and length; the JSON, a table."""
+    """Run `qrt-eval kv-error`: every format, kind of head and length; write the JSON, print a table."""
     heads, kv_heads = arguments.num_heads, arguments.num_kv_heads
     if arguments.head_dim % 2:
-        raise ConfigError(f"--head-dim {arguments.head_dim}: wanted an even number, as RoPE turns pairs")
+        raise ConfigError(
+            f"--head-dim: expected an even number, as RoPE turns pairs, got {arguments.head_dim}"
+        )
     if heads % kv_heads:
-        raise ConfigError(f"--num-heads {heads}: wanted a multiple of --num-kv-heads {kv_heads}")
+        raise ConfigError(f"--num-heads: expected a multiple of --num-kv-heads {kv_heads}, got {heads}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cells = []
@@ -64,7 +67,7 @@ def run(arguments: Namespace) -> None:
 
 @dataclass(frozen=True)
 class Heads:
-    """Synthetic attention heads: q [n, Hq, D] and k [n, Hkv, D] may be drawn again and again.
+    """Hold synthetic attention heads, which draw q [n, Hq, D] and k [n, Hkv, D] any number of times.
 
     spread, constant   [Hkv, D] standard deviation and mean of K's channels
     """
@@ -76,7 +79,7 @@ class Heads:
 
     @classmethod
     def make(cls, kind: str, heads: int, kv_heads: int, dim: int, generator: torch.Generator) -> Heads:
-        """Heads of a kind of SHARPNESS."""
+        """Make heads of a kind of SHARPNESS."""
         spread = torch.ones(kv_heads, dim)
         for head in range(kv_heads):
             spread[head, torch.randperm(dim, generator=generator)[:OUTLIER_CHANNELS]] = OUTLIER
@@ -84,24 +87,27 @@ class Heads:
         return cls(SHARPNESS[kind], spread, constant, heads // kv_heads)
 
     def keys(self, count: int, generator: torch.Generator) -> Tensor:
-        """[count, Hkv, D]."""
+        """Draw keys [count, Hkv, D]."""
         return torch.randn(count, *self.spread.shape, generator=generator) * self.spread + self.constant
 
     def queries(self, count: int, generator: torch.Generator) -> Tensor:
-        """[count, Hq, D]; channels weigh alike in a score, whose standard deviation is `sharpness`."""
+        """Draw queries [count, Hq, D]. All channels weigh alike in a score.
+
+        The standard deviation of the scores is `sharpness`.
+        """
         spread = self.spread.repeat_interleave(self.groups, 0)
         return torch.randn(count, *spread.shape, generator=generator) / spread * self.sharpness
 
 
 def fitted(heads: Heads, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The smoothing table fp32 [3, Hkv, D] of a sample, without RoPE, and the sample's first K [Hkv, D]."""
+    """Return a sample's smoothing table fp32 [3, Hkv, D], without RoPE, and its first K [Hkv, D]."""
     cos = torch.ones(1, heads.spread.shape[1] // 2)
     q, k = heads.queries(SAMPLE_TOKENS, generator), heads.keys(SAMPLE_TOKENS, generator)
     return smoothing.fit(q, k, cos, torch.zeros_like(cos)), k[0]
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
-    """Attention in fp32, [QUERIES, Hq, D], and the mean entropy of its weights."""
+    """Return attention in fp32, [QUERIES, Hq, D], and the mean entropy of its weights."""
     groups = q.shape[1] // k.shape[1]
     out, entropies = [], []
     for head in range(q.shape[1]):
@@ -113,7 +119,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, name: str) -> Tensor:
-    """The same through the KV format: written to slots, read by the decode operator; [QUERIES, Hq, D]."""
+    """Return attention [QUERIES, Hq, D] over K and V that were stored in the KV format."""
     fmt, length, device = KV_FORMATS[name], len(k), q.device
     dtype = q.dtype
     storage = KVStorage([fmt], length, k.shape[1], k.shape[2], dtype, device)
@@ -135,13 +141,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, name: str) -> Tensor:
 
 
 def errors(found: Tensor, truth: Tensor) -> dict[str, float]:
-    """Relative error of the output vectors: mean and worst."""
+    """Return the relative error of the output vectors: mean and worst."""
     error = (found - truth).norm(dim=-1) / truth.norm(dim=-1)
     return {"relative_error": float(error.mean()), "max_error": float(error.max())}
 
 
 def print_table(cells: list[dict[str, Any]]) -> None:
-    """A row per kind of head and length, a column per format."""
+    """Print a row per kind of head and length, with a column per format."""
     formats = list(dict.fromkeys(cell["kv"] for cell in cells))
     table = Table(title="relative error of attention, mean (worst)", title_justify="left")
     for name in ("heads", "context", "entropy", *formats):

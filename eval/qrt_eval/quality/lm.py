@@ -1,9 +1,9 @@
-"""lm-evaluation-harness over the engine: `qrt-eval lm --tasks ...`, and its model class `qrt`.
+"""Run lm-evaluation-harness over the engine: `qrt-eval lm --tasks ...`, or its model class `qrt`.
 
     import qrt_eval.quality.lm_model  # registers it
     lm_eval.simple_evaluate(model="qrt", model_args="model=Qwen3-8B-w4,kv=int8", tasks=["hellaswag"])
 
-Needs lm-eval: `pip install qrt[lm]`.
+It needs lm-eval: `pip install qrt[lm]`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from qrt_eval.results.console import show
 from qrt_eval.results.record import model_facts, save
 
 OFFLINE = (
-    "lm-eval's own tasks download their data; offline, give YAML tasks over local files in --include-path"
+    "lm-eval's own tasks download their data; offline, give YAML tasks with local files in --include-path"
 )
 
 
 def run(arguments: Namespace) -> None:
-    """Run the tasks, write the JSON, print their metrics."""
+    """Run `qrt-eval lm`: the tasks; write the JSON, print their metrics."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
 
         from qrt_eval.quality.lm_model import QRTLM
     except ImportError as error:
-        raise UnsupportedError(f"lm-eval is not installed ({error.name}); pip install 'qrt[lm]'") from error
+        raise UnsupportedError(f"lm: expected lm-eval, got no {error.name}; pip install 'qrt[lm]'") from error
     if arguments.include_path and not Path(arguments.include_path).is_dir():
-        raise ConfigError(f"--include-path {arguments.include_path}: no such folder")
+        raise ConfigError(f"--include-path: expected a folder, got {arguments.include_path}")
     manager = TaskManager(include_path=arguments.include_path)
     if unknown := [name for name in arguments.tasks if name not in manager.all_tasks]:
-        raise ConfigError(f"--tasks {unknown[0]}: lm-eval has no such task; {OFFLINE}")
+        raise ConfigError(f"--tasks: expected tasks that lm-eval knows, got {unknown[0]}; {OFFLINE}")
     llm = scorer(arguments.model, arguments.kv, arguments.dtype, arguments.max_model_len)
     started = time.perf_counter()
     try:
@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> None:
         )
     except QrtError:
         raise
-    except (OSError, ValueError) as error:  # the kinds of datasets and its HTTP client derive from these
+    except (OSError, ValueError) as error:  # errors of datasets and its HTTP client derive from these
         raise QrtError(
             f"--tasks {' '.join(arguments.tasks)}: {type(error).__name__}: {error}; {OFFLINE}"
         ) from error
@@ -65,7 +65,7 @@ def run(arguments: Namespace) -> None:
 
 
 def scores(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every metric of every task, filters other than the first named in the metric."""
+    """Return every metric of every task. Filters after the first are named in the metric."""
     rows = []
     for task, metrics in found["results"].items():
         for key, value in metrics.items():
@@ -82,7 +82,7 @@ def scores(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def print_table(arguments: Namespace, rows: list[dict[str, Any]]) -> None:
-    """A row per task and metric."""
+    """Print a row per task and metric."""
     table = Table(title=f"{model_name(arguments.model)}, KV {arguments.kv}", title_justify="left")
     for name in ("task", "metric", "value", "± stderr"):
         table.add_column(name, justify="right" if name in ("value", "± stderr") else "left")

@@ -1,6 +1,7 @@
-"""The model class `qrt` of lm-evaluation-harness: requests go to the engine all at once, which batches them.
+"""Define the model class `qrt` of lm-evaluation-harness.
 
-K and V are read back from the cache, so that log-likelihoods see the KV format.
+The engine gets all requests at once and batches them. K and V are read back from the cache, so
+log-likelihoods depend on the KV format.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from qrt_eval.quality.ppl import check_finite
 
 logger = logging.getLogger(__name__)
 
-REQUESTS_AT_ONCE = 512  # between two movements of the progress bar; far more than run at once
+REQUESTS_AT_ONCE = 512  # scored between two updates of the progress bar; far more than run at once
 MAX_GEN_TOKENS = 256  # lm-eval's default
 SAMPLING = ("temperature", "top_p", "top_k", "seed", "min_tokens", "ignore_eos")
 
 
 @register_model("qrt")
 class QRTLM(TemplateLM):
-    """lm-eval's interface over an `LLM`, or over one made of `model`, `kv` and its other settings."""
+    """Implement lm-eval's interface with an `LLM`, given or made from `model`, `kv` and other settings."""
 
     def __init__(self, model: str | LLM, kv: str = "auto", batch_size: Any = None, device: Any = None,
                  max_batch_size: Any = None, **settings: Any) -> None:  # fmt: skip
-        """The batch sizes are lm-eval's business; the engine takes what fits."""
+        """Take an `LLM` or make one. lm-eval's batch sizes are ignored: the engine takes what fits."""
         super().__init__()
         if isinstance(model, str):
             model = LLM(model, kv=kv, attend_cache=True, device=device, **settings)
@@ -43,27 +44,27 @@ class QRTLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Return the token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """Return the token that stands before a text with nothing before it."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
     @property
     def max_length(self) -> int:
-        """Most tokens that predict others."""
+        """Return the most tokens that may predict others."""
         return self.llm.max_model_len
 
     @property
     def tokenizer_name(self) -> str:
-        """Names caches of requests."""
+        """Return the name for lm-eval's caches of requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids, with BOS where the tokenizer puts one and the text does not begin with it."""
+        """Return token ids, with BOS if the tokenizer adds one and the text does not begin with it."""
         if add_special_tokens is None:
             begins = self._text.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not string.startswith(begins)
@@ -72,7 +73,7 @@ class QRTLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text."""
+        """Render a conversation as text."""
         return self._text.render_chat(
             chat_history,
             add_generation_prompt=add_generation_prompt,
@@ -82,14 +83,16 @@ class QRTLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(pair, context ids, continuation ids) -> log-likelihood, and whether greedy decoding says it.
-        ConfigError for a continuation longer than the context: its first tokens would have no score;
-        QrtError where a score is no number."""
+        """Return the log-likelihood of each continuation, and whether greedy decoding writes it.
+
+        A request is (pair, context ids, continuation ids). ConfigError for a continuation longer than the
+        context, whose first tokens would have no score; QrtError if a score is not finite.
+        """
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest > self.max_length:
             raise ConfigError(
-                f"--max-model-len: {self.max_length}, but a continuation to score has {longest} tokens; "
-                "give at least as many, or leave such tasks out"
+                f"--max-model-len: expected at least {longest}, the tokens of a continuation to score, got "
+                f"{self.max_length}; give more, or leave such tasks out"
             )
         found = []
         with tqdm(total=len(requests), desc="Log-likelihoods", disable=disable_tqdm) as bar:
@@ -107,7 +110,7 @@ class QRTLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows of up to `max_length`."""
+        """Return the log-likelihoods of whole texts, in windows of up to `max_length`."""
         texts = [request.args[0] for request in requests]
         windows = [self._windows(text) for text in texts]
         flat = [(None, *window) for some in windows for window in some]
@@ -125,7 +128,7 @@ class QRTLM(TemplateLM):
         return [utils.make_disjoint_window(window) for window in rolling]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to their stop strings."""
+        """Return continuations up to their stop strings."""
         prompts, params = [], []
         for request in requests:
             context, kwargs = request.args
@@ -133,7 +136,8 @@ class QRTLM(TemplateLM):
             room = self.llm.max_model_len - (own.max_tokens or 0)
             if room < 1:
                 raise ConfigError(
-                    f"max_gen_toks {own.max_tokens}: wanted less than the context, {self.llm.max_model_len}"
+                    f"max_gen_toks: expected less than {self.llm.max_model_len}, the context, got "
+                    f"{own.max_tokens}"
                 )
             prompts.append({"prompt_token_ids": self.tok_encode(context)[-room:]})
             params.append(own)
@@ -146,7 +150,7 @@ class QRTLM(TemplateLM):
         return texts
 
     def _sampling(self, kwargs: dict[str, Any]) -> SamplingParams:
-        """lm-eval's generation arguments; what the engine does not know is named and left out."""
+        """Turn lm-eval's generation arguments into SamplingParams; warn about those the engine lacks."""
         given: Any = normalize_gen_kwargs(kwargs, MAX_GEN_TOKENS)
         stop = [text for text in given.pop("until", ()) if text]
         max_tokens = given.pop("max_gen_toks")
@@ -155,5 +159,5 @@ class QRTLM(TemplateLM):
         if not sampled:
             known["temperature"] = 0.0
         for name in given:
-            logger.warning("generation argument %s is not known to the engine and left out", name)
+            logger.warning("ignoring the generation argument %s, which the engine does not have", name)
         return SamplingParams(max_tokens=max_tokens, stop=stop, **known)

@@ -1,7 +1,7 @@
-"""What an interrupted run has computed: one JSON line a window, beside the result file to be.
+"""Keep what an interrupted run has computed: one JSON line per window, in a file beside the result.
 
-A line carries the key of its run, made of everything that its figures depend on, so that a run takes up what
-is its own and nothing else. The file is removed when the result is written.
+Each line carries the key of its run. The key covers everything that the figures depend on, so a run resumes
+only its own lines. Writing the result removes the file.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ SUFFIX = ".partial"
 
 
 class PartialResult:
-    """The file `RESULT.partial`; without a result file nothing is kept."""
+    """Read and write the file `RESULT.partial`. Without a result file nothing is kept."""
 
     def __init__(self, result: str | Path | None) -> None:
         self._path = None if result is None else Path(f"{result}{SUFFIX}")
 
     def load(self, run: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """What has been added for `run`, by index. A line that was cut off counts for nothing."""
+        """Return what was added for `run`, by index. A line that was cut off is ignored."""
         found: dict[int, dict[str, Any]] = {}
         if self._path is None or not self._path.is_file():
             return found
@@ -39,7 +39,7 @@ class PartialResult:
         return found
 
     def add(self, run: Mapping[str, Any], values: Mapping[int, Mapping[str, Any]]) -> None:
-        """Keep the `values` of some indices."""
+        """Append the `values` of some indices."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class PartialResult:
                 file.write(json.dumps({"run": key, "index": index, "value": dict(value)}) + "\n")
 
     def remove(self) -> None:
-        """The result is written: nothing is left to take up."""
+        """Remove the file, once the result is written."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
@@ -60,7 +60,7 @@ UNKEPT = PartialResult(None)
 
 
 def cut_of(windows: Sequence[Window]) -> str:
-    """How a text was cut, for the key of a run: a hash of every window's tokens and of where it is scored."""
+    """Return a hash of every window's tokens and of where it is scored, for the key of a run."""
     digest = hashlib.sha256()
     for window in windows:
         digest.update(repr((window.ids, window.first)).encode())

@@ -1,9 +1,11 @@
-"""A five-digit key hidden in a long text and asked for at its end, per KV format: `qrt-eval passkey`.
+"""Hide a five-digit key in a long text and ask for it at the end, in each KV format: `qrt-eval passkey`.
 
-After "Landmark Attention" (arXiv:2305.16300). Works with any model, since besides what the model writes it
-reports how it ranks the true key: `retrieved` is the share of trials in which greedy decoding writes the key,
-`chosen` that in which the key is likelier than every one of nine others, `logprob` the mean log-probability
-of the key in nats. Chance is 0, 0.1 and about -11.5.
+After "Landmark Attention" (arXiv:2305.16300). It works with any model, because it reports how the model ranks
+the true key as well as what the model writes:
+
+    retrieved   share of trials in which greedy decoding writes the key; by chance 0
+    chosen      share of trials in which the key is likelier than each of nine others; by chance 0.1
+    logprob     mean log-probability of the key in nats; by chance about -11.5
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = "What is the pass key? The pass key is"
 OTHERS = 9
 SHORTEST = 512
-ANSWER_TOKENS = 16  # room for the key, however it is tokenized
+ANSWER_TOKENS = 16  # enough for the key in any tokenizer
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One prompt and the ids of the keys that may follow it, the true one first."""
+    """Hold one prompt and the ids of the keys that may follow it, the true one first."""
 
     prompt: list[int]
     keys: list[list[int]]
@@ -46,7 +48,7 @@ class Trial:
 
 
 def run(arguments: Namespace) -> None:
-    """Every KV format at every length and depth; the JSON, a table."""
+    """Run `qrt-eval passkey`: measure every KV format, length and depth; write the JSON, print a table."""
     cells: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
     for kv in arguments.kv:
@@ -63,13 +65,13 @@ def run(arguments: Namespace) -> None:
 
 
 def default_lengths(longest: int) -> list[int]:
-    """Doubling from SHORTEST, the model's context last."""
+    """Return the lengths from SHORTEST on, doubled each time, and the model's context last."""
     lengths = [SHORTEST << i for i in range(32) if SHORTEST << i < longest]
     return [*lengths, longest]
 
 
 def measure(llm: LLM, length: int, depth: float, trials: int, seed: int) -> dict[str, Any]:
-    """One cell: `trials` keys at `depth` of a context of `length` tokens, answer included."""
+    """Return one cell: `trials` keys at `depth` of a context of `length` tokens, the answer included."""
     chosen = list(make_trials(llm, length, depth, trials, seed))
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
     outputs = llm.generate([{"prompt_token_ids": trial.prompt} for trial in chosen], params, use_tqdm=False)
@@ -94,7 +96,7 @@ def measure(llm: LLM, length: int, depth: float, trials: int, seed: int) -> dict
 
 
 def make_trials(llm: LLM, length: int, depth: float, trials: int, seed: int) -> Iterator[Trial]:
-    """Prompts of exactly length - ANSWER_TOKENS tokens: task, filler with the needle in it, question."""
+    """Yield prompts of exactly length - ANSWER_TOKENS tokens: task, filler with a needle in it, question."""
     tokenizer = llm.tokenizer
 
     def encode(text: str) -> list[int]:
@@ -108,7 +110,7 @@ def make_trials(llm: LLM, length: int, depth: float, trials: int, seed: int) -> 
         if length > llm.max_model_len or room < len(filler):
             least = length - room + len(filler)
             raise ConfigError(
-                f"--context {length}: wanted {least} to {llm.max_model_len}, the model's context"
+                f"--context: expected {least} to {llm.max_model_len} (the model's context), got {length}"
             )
         text = (filler * (room // len(filler) + 1))[:room]
         at = round(depth * room)
@@ -117,7 +119,7 @@ def make_trials(llm: LLM, length: int, depth: float, trials: int, seed: int) -> 
 
 
 def print_table(model: str, cells: list[dict[str, Any]]) -> None:
-    """A row per KV format and length, means over the depths."""
+    """Print a row per KV format and length, with means over the depths."""
     table = Table(
         title=f"{model}: passkey, means over {len({c['depth'] for c in cells})} depths", title_justify="left"
     )

@@ -1,4 +1,4 @@
-"""Perplexity by a named protocol, through the runtime: K and V pass through the KV format under test."""
+"""Measure perplexity by a named protocol: `qrt-eval ppl`. K and V pass through the KV format under test."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ WINDOWS_PER_BATCH = 8
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The outcome of one model.
+    """Hold the outcome of one model.
 
-    figures       of the protocol: `ppl`, `stderr`, `bits_per_byte` and its own
-    facts         what was run: model, scheme, KV format, dtype, hashes
+    figures       the protocol's figures: `ppl`, `stderr`, `bits_per_byte` and its own
+    facts         what ran: model, scheme, KV format, dtype, hashes
     windows_nll   mean loss of each window, for paired comparisons
-    seconds       time in the model, tokenizing and loading left out
+    seconds       time in the model, without tokenizing and loading
     resumed       windows that an interrupted run had scored
     """
 
@@ -48,17 +48,17 @@ class Perplexity:
 
     @property
     def ppl(self) -> float:
-        """Of the scored tokens, as the protocol defines it."""
+        """Return the perplexity of the scored tokens, as the protocol defines it."""
         return self.figures["ppl"]
 
     @property
     def windows(self) -> int:
-        """How many were scored."""
+        """Return how many windows were scored."""
         return len(self.windows_nll)
 
 
 def run(arguments: Namespace) -> None:
-    """`qrt-eval ppl`: score the model, then the baseline; write the JSON, print a table."""
+    """Run `qrt-eval ppl`: score the model, then the baseline; write the JSON, print a table."""
     text = load_text(arguments.dataset, arguments.data_file)
     partial = PartialResult(arguments.json)
     result = _measure(arguments, arguments.model, arguments.kv, text, partial)
@@ -73,7 +73,7 @@ def run(arguments: Namespace) -> None:
 
 
 def scorer(model: str, kv: str, dtype: str = "auto", max_model_len: int | None = None) -> LLM:
-    """A model that reads K and V back from the cache; on a CPU in float32 unless asked otherwise."""
+    """Load a model that reads K and V back from the cache; on a CPU in float32 unless asked otherwise."""
     if dtype == "auto" and not torch.cuda.is_available():
         dtype = "float32"
     settings = {"attend_cache": True, "enable_prefix_caching": False, "max_model_len": max_model_len}
@@ -95,7 +95,7 @@ def perplexity(
     batch_size: int = WINDOWS_PER_BATCH,
     partial: PartialResult = UNKEPT,
 ) -> Perplexity:
-    """Score `windows` of `text`, `batch_size` at once, from where an interrupted run left off.
+    """Score `windows` of `text`, `batch_size` at once, and resume where an interrupted run stopped.
 
     The value depends neither on the batch nor on how the engine cuts prompts into chunks.
     """
@@ -105,7 +105,7 @@ def perplexity(
     left, resumed = [i for i in range(len(windows)) if i not in losses], len(losses)
     started = time.perf_counter()
     if resumed:
-        print(f"taking up an interrupted run: {resumed} of {len(windows)} windows are done", file=sys.stderr)
+        print(f"resuming an interrupted run: {resumed} of {len(windows)} windows are done", file=sys.stderr)
     with tqdm(total=len(windows), initial=resumed, unit="window", desc=f"Perplexity on {text.name}") as bar:
         for start in range(0, len(left), batch_size):
             batch = left[start : start + batch_size]
@@ -122,7 +122,7 @@ def perplexity(
 
 
 def score(llm: LLM, windows: Sequence[Window]) -> list[Loss]:
-    """The losses of some windows, summed in float64; QrtError where one is no number."""
+    """Return the losses of some windows, summed in float64; QrtError if one is not finite."""
     logprobs = llm.score([window.ids for window in windows])
     scored = [-row.double()[window.first - 1 :] for window, row in zip(windows, logprobs, strict=True)]
     for nll in scored:
@@ -131,12 +131,14 @@ def score(llm: LLM, windows: Sequence[Window]) -> list[Loss]:
 
 
 def check_finite(llm: LLM, found: Tensor) -> None:
-    """QrtError where what a model has `found`, losses or states, holds NaN or infinity: no figure of it would
-    mean anything."""
+    """Raise QrtError if `found`, a model's losses or states, holds NaN or infinity.
+
+    No figure computed from it would mean anything.
+    """
     if not found.isfinite().all():
         raise QrtError(
-            f"{llm.engine.config.model}: predicts NaN or infinity in {llm.engine.model.dtype}; if float16 is "
-            "too narrow for it try --dtype float32, else the checkpoint is damaged"
+            f"{llm.engine.config.model}: expected finite predictions, got NaN or infinity in "
+            f"{llm.engine.model.dtype}; try --dtype float32, and if that fails too, the checkpoint is damaged"
         )
 
 
@@ -146,7 +148,7 @@ def _so_far(protocol: str, windows: Sequence[Window], losses: Mapping[int, Loss]
 
 
 def as_json(result: Perplexity) -> dict[str, Any]:
-    """One model's part of the result file, without the figures that are infinite, which JSON has not."""
+    """Return one model's part of the result file. JSON has no infinity, so infinite figures are left out."""
     return {
         **result.facts,
         **{name: value for name, value in result.figures.items() if math.isfinite(value)},
@@ -160,7 +162,7 @@ def as_json(result: Perplexity) -> dict[str, Any]:
 
 
 def print_table(text: EvalText, protocol: str, result: Perplexity, baseline: Perplexity | None) -> None:
-    """The result on stdout, the baseline's and the difference beside it."""
+    """Print the result, beside the baseline's and the difference."""
     title = f"{text.name}, protocol {protocol}, windows of {result.seqlen} tokens"
     table = Table(title=title, title_justify="left")
     for name in ("model", "weights", "KV"):
@@ -182,15 +184,15 @@ def print_table(text: EvalText, protocol: str, result: Perplexity, baseline: Per
     show(table)
     if baseline and not comparable:
         percent = 100 * (result.figures["bits_per_byte"] / baseline.figures["bits_per_byte"] - 1)
-        print(f"The tokenizers differ, so perplexities do not compare; bits per byte: {percent:+.2f} %")
+        print(f"The tokenizers differ, so compare bits per byte, not perplexities: {percent:+.2f} %")
 
 
 def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two models read a text as the same tokens."""
+    """Return whether two models read a text as the same tokens."""
     return bool(one["tokenizer_sha256"] == other["tokenizer_sha256"])
 
 
 def quick_perplexity(llm: LLM, text: EvalText, seqlen: int, limit: int) -> Perplexity:
-    """Perplexity of the first `limit` windows by the `gptq` protocol."""
+    """Return the perplexity of the first `limit` windows by the `gptq` protocol."""
     windows = PROTOCOLS["gptq"].windows(text, llm.tokenizer, seqlen, None, limit)
     return perplexity(llm, "gptq", windows, seqlen, text)

@@ -1,11 +1,11 @@
-"""Perplexity protocols: how a text is cut into windows, which tokens are scored, how losses are averaged.
+"""Define perplexity protocols: how a text is cut into windows, which tokens count, how losses are averaged.
 
-Figures of different protocols do not compare, so each carries its name and window.
+Figures of different protocols do not compare, so each result carries its protocol and window size.
 
     gptq       GPTQ, AWQ, QuaRot and most papers: disjoint windows of the joined text
-    llamacpp   llama-perplexity: disjoint windows of the raw text, their second half is scored
+    llamacpp   llama-perplexity: disjoint windows of the raw text; the second half of each is scored
     lmeval     lm-evaluation-harness' rolling log-likelihood: document by document, every token
-    sliding    transformers' guide: overlapping windows, every token once with a long context
+    sliding    transformers' guide: overlapping windows, every token once and with a long context
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from qrt_eval.inputs.text import Document, EvalText
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids; those from `first` on are scored given all before them.
+    """Hold token ids. Those from `first` on are scored, each given all before it.
 
-    num_bytes   of text, in UTF-8, that the scored tokens spell
-    num_words   of text, where the protocol divides by them
+    num_bytes   bytes of text, in UTF-8, that the scored tokens spell
+    num_words   words of text, for a protocol that divides by them
     """
 
     ids: tuple[int, ...]
@@ -37,13 +37,13 @@ class Window:
 
     @property
     def num_scored(self) -> int:
-        """How many tokens are scored."""
+        """Return how many tokens are scored."""
         return len(self.ids) - self.first
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Negative log-likelihoods (natural) of one window's scored tokens: their sum, of squares too."""
+    """Hold the sum of a window's negative log-likelihoods (natural), and the sum of their squares."""
 
     nll: float
     squares: float
@@ -51,7 +51,7 @@ class Loss:
 
 
 class Protocol(ABC):
-    """A named way from text to perplexity. Stateless objects in PROTOCOLS."""
+    """Turn a text into perplexity in a named way. PROTOCOLS holds one stateless object of each."""
 
     name: ClassVar[str]
     default_seqlen: ClassVar[int] = 2048
@@ -61,16 +61,21 @@ class Protocol(ABC):
     def windows(
         self, text: EvalText, tokenizer: Tokenizer, seqlen: int, stride: int | None, limit: int | None
     ) -> list[Window]:
-        """The windows in the order of the text, the first `limit` of them (of documents, where the protocol
-        goes by documents); ConfigError for a text shorter than a window."""
+        """Return the first `limit` windows in the order of the text.
+
+        `limit` counts documents if the protocol goes by documents. ConfigError if the text is shorter than a
+        window.
+        """
 
     def perplexity(self, windows: Sequence[Window], losses: Sequence[Loss]) -> float:
-        """exp of the mean loss of the scored tokens; a protocol may weigh windows otherwise."""
+        """Return exp of the mean loss of the scored tokens; a protocol may weigh windows differently."""
         return exp(total(losses).nll / total(losses).tokens)
 
     def figures(self, windows: Sequence[Window], losses: Sequence[Loss]) -> dict[str, float]:
-        """`ppl`, its `stderr` over tokens and `bits_per_byte` (which compares across tokenizers), and the
-        protocol's own."""
+        """Return `ppl`, its `stderr` over tokens, `bits_per_byte`, and the protocol's own figures.
+
+        `bits_per_byte` compares across tokenizers.
+        """
         whole = total(losses)
         ppl = self.perplexity(windows, losses)
         mean = whole.nll / whole.tokens
@@ -83,7 +88,7 @@ class Protocol(ABC):
 
 
 def exp(loss: float) -> float:
-    """e^loss; infinity where no float is as large, as by the words of a text without spaces."""
+    """Return e^loss, or infinity if that overflows, as it may per word of a text without spaces."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -91,7 +96,7 @@ def exp(loss: float) -> float:
 
 
 def total(losses: Sequence[Loss]) -> Loss:
-    """The losses of all windows as one."""
+    """Sum the losses of all windows."""
     return Loss(
         math.fsum(loss.nll for loss in losses),
         math.fsum(loss.squares for loss in losses),
@@ -100,28 +105,34 @@ def total(losses: Sequence[Loss]) -> Loss:
 
 
 class Gptq(Protocol):
-    """Text tokenized once (BOS as the tokenizer puts it: at the very start only), disjoint windows of
-    `seqlen`, the tail dropped; positions 1.. of each are scored; exp(mean of the windows' means)."""
+    """Cut the text into disjoint windows of `seqlen`; drop the tail.
+
+    The text is tokenized once, so a BOS stands only at its very start. Positions 1.. of each window are
+    scored. The perplexity is exp of the mean of the windows' means.
+    """
 
     name = "gptq"
 
     def windows(
         self, text: EvalText, tokenizer: Tokenizer, seqlen: int, stride: int | None, limit: int | None
     ) -> list[Window]:
-        """See Protocol."""
+        """Cut the joined text; see Protocol."""
         tokens = Tokens(tokenizer, text.text)
         _long_enough(tokens, seqlen, seqlen)
         starts = range(0, len(tokens.ids) - seqlen + 1, seqlen)
         return [tokens.window(start, start + seqlen, 1) for start in starts[:limit]]
 
     def perplexity(self, windows: Sequence[Window], losses: Sequence[Loss]) -> float:
-        """See Protocol."""
+        """Return exp of the mean of the windows' means."""
         return exp(math.fsum(loss.nll / loss.tokens for loss in losses) / len(losses))
 
 
 class LlamaCpp(Protocol):
-    """Raw text tokenized once, disjoint chunks of `seqlen`, the first token of each replaced by BOS where the
-    tokenizer adds one; tokens seqlen/2 + 1.. are scored, so that each has half a window of context."""
+    """Cut the raw text into disjoint chunks of `seqlen`; score tokens seqlen/2 + 1.. of each.
+
+    So each scored token has at least half a window of context. If the tokenizer adds BOS, it replaces the
+    first token of each chunk.
+    """
 
     name = "llamacpp"
     default_seqlen = 512
@@ -130,22 +141,23 @@ class LlamaCpp(Protocol):
     def windows(
         self, text: EvalText, tokenizer: Tokenizer, seqlen: int, stride: int | None, limit: int | None
     ) -> list[Window]:
-        """See Protocol."""
+        """Cut the raw text; see Protocol."""
         tokens = Tokens(tokenizer, text.raw)
-        _long_enough(tokens, seqlen, 2 * seqlen)  # as llama-perplexity, which refuses less
+        _long_enough(tokens, seqlen, 2 * seqlen)  # llama-perplexity refuses less, too
         bos = _bos(tokenizer)
         starts = range(0, len(tokens.ids) - seqlen + 1, seqlen)
         return [tokens.window(start, start + seqlen, seqlen // 2 + 1, bos) for start in starts[:limit]]
 
 
 class LmEval(Protocol):
-    """Each document tokenized alone; every token is scored once, in windows of up to `seqlen` predictions.
-    The first window is prefixed with BOS (else EOS), a later full one with the last token of the one before,
-    and the last, short one keeps a whole window of context. `word_perplexity` divides by the words, and
-    `bits_per_byte` by the bytes, of the original documents.
+    """Tokenize each document alone and score every token once, in windows of up to `seqlen` predictions.
 
-    Equals lm-eval with max_length=seqlen, whose default is the model's context; a window has one token more
-    than its model reads.
+    A document's first window begins with BOS (else EOS), a later full one with the last token of the one
+    before. The last window is short and keeps a whole window of context. `word_perplexity` divides by the
+    words and `bits_per_byte` by the bytes of the original documents.
+
+    The figures equal lm-eval's with max_length=seqlen, whose default is the model's context. A window holds
+    one token more than its model reads.
     """
 
     name = "lmeval"
@@ -153,16 +165,14 @@ class LmEval(Protocol):
     def windows(
         self, text: EvalText, tokenizer: Tokenizer, seqlen: int, stride: int | None, limit: int | None
     ) -> list[Window]:
-        """See Protocol."""
+        """Cut document by document; see Protocol."""
         prefix = tokenizer.hf.bos_token_id
         prefix = tokenizer.hf.eos_token_id if prefix is None else prefix
         if prefix is None:
-            raise ConfigError(
-                "protocol lmeval: the tokenizer has neither BOS nor EOS to begin a document with"
-            )
+            raise ConfigError("--protocol lmeval: expected a tokenizer with BOS or EOS, got one with neither")
         found = [w for doc in text.documents[:limit] for w in self._document(doc, tokenizer, prefix, seqlen)]
         if not found:
-            raise ConfigError(f"{text.source}: no document has a token to score")
+            raise ConfigError(f"{text.source}: expected a document with tokens to score, got none")
         return found
 
     def _document(self, document: Document, tokenizer: Tokenizer, prefix: int, seqlen: int) -> list[Window]:
@@ -175,12 +185,12 @@ class LmEval(Protocol):
         windows = []
         for i, (start, first, end) in enumerate(spans):
             head = (prefix,) if start < 0 else ()
-            whole = (num_bytes, num_words) if i == 0 else (0, 0)  # the document's, once
+            whole = (num_bytes, num_words) if i == 0 else (0, 0)  # counted once per document
             windows.append(Window((*head, *ids[max(start, 0) : end]), first - start, *whole))
         return windows
 
     def figures(self, windows: Sequence[Window], losses: Sequence[Loss]) -> dict[str, float]:
-        """See Protocol; `ppl` is by tokens, lm-eval's own are `word_perplexity` and `byte_perplexity`."""
+        """Add lm-eval's `word_perplexity` and `byte_perplexity`; `ppl` counts tokens."""
         nll, words = total(losses).nll, sum(window.num_words for window in windows)
         num_bytes = sum(window.num_bytes for window in windows)
         return {
@@ -191,7 +201,7 @@ class LmEval(Protocol):
 
 
 def rolling_spans(count: int, seqlen: int) -> list[tuple[int, int, int]]:
-    """lm-eval's windows over `count` tokens: (start, first scored, end), start -1 for the prefix token."""
+    """Return lm-eval's windows over `count` tokens: (start, first scored, end); start -1 is the prefix."""
     spans = []
     for first in range(0, count, seqlen):
         end = min(first + seqlen, count)
@@ -200,18 +210,22 @@ def rolling_spans(count: int, seqlen: int) -> list[tuple[int, int, int]]:
 
 
 class Sliding(Protocol):
-    """Windows of `seqlen` that begin every `stride` tokens; only tokens that no window before has scored are,
-    so each has at least seqlen - stride tokens of context (but those of the first window)."""
+    """Begin a window of `seqlen` every `stride` tokens; score the tokens that no earlier window has scored.
+
+    So each token has at least seqlen - stride tokens of context, except in the first window.
+    """
 
     name = "sliding"
 
     def windows(
         self, text: EvalText, tokenizer: Tokenizer, seqlen: int, stride: int | None, limit: int | None
     ) -> list[Window]:
-        """See Protocol."""
+        """Cut into overlapping windows; see Protocol."""
         stride = default_stride(seqlen) if stride is None else stride
         if not 1 <= stride < seqlen:
-            raise ConfigError(f"--stride {stride}: wanted 1 to {seqlen - 1}, less than --seqlen {seqlen}")
+            raise ConfigError(
+                f"--stride: expected 1 to {seqlen - 1}, less than --seqlen {seqlen}, got {stride}"
+            )
         tokens = Tokens(tokenizer, text.text)
         _long_enough(tokens, seqlen, seqlen)
         windows, scored = [], 1
@@ -225,12 +239,12 @@ class Sliding(Protocol):
 
 
 def default_stride(seqlen: int) -> int:
-    """Of `sliding`, unless the command line says otherwise."""
+    """Return the stride of `sliding` when the command line gives none."""
     return min(512, seqlen - 1)
 
 
 class Tokens:
-    """A text's token ids, and where in the text each begins and ends."""
+    """Hold a text's token ids, and where in the text each begins and ends."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         encoded = tokenizer.hf(text, return_offsets_mapping=True, verbose=False)
@@ -239,7 +253,7 @@ class Tokens:
         self._text = text
 
     def window(self, start: int, end: int, first: int, begin: int | None = None) -> Window:
-        """Tokens [start, end), scored from `first` of them on; `begin` replaces the first."""
+        """Return tokens [start, end), scored from their `first` on; `begin` replaces the first token."""
         ids = self.ids[start:end]
         if begin is not None:
             ids[0] = begin
@@ -249,7 +263,7 @@ class Tokens:
 
 
 def _bos(tokenizer: Tokenizer) -> int | None:
-    """BOS, where the tokenizer begins a text with it."""
+    """Return BOS if the tokenizer begins a text with it."""
     ids = tokenizer.encode("a")
     return ids[0] if ids and ids[0] == tokenizer.hf.bos_token_id else None
 
@@ -257,11 +271,11 @@ def _bos(tokenizer: Tokenizer) -> int | None:
 def _long_enough(tokens: Tokens, seqlen: int, wanted: int) -> None:
     if len(tokens.ids) < wanted:
         windows = (
-            "one window" if wanted == seqlen else f"the {wanted // seqlen} windows that the protocol wants"
+            "one window" if wanted == seqlen else f"the {wanted // seqlen} windows that the protocol needs"
         )
         raise ConfigError(
-            f"the text has {len(tokens.ids)} tokens, less than {windows} of {seqlen}; use a longer text or a "
-            "shorter --seqlen"
+            f"text: expected at least {wanted} tokens, {windows} of {seqlen}, got {len(tokens.ids)}; give a "
+            "longer text or a shorter --seqlen"
         )
 
 
@@ -271,17 +285,15 @@ PROTOCOLS: dict[str, Protocol] = {p.name: p for p in (Gptq(), LlamaCpp(), LmEval
 def cut(
     name: str, text: EvalText, tokenizer: Tokenizer, max_model_len: int, settings: Any
 ) -> tuple[list[Window], int]:
-    """The windows that `--protocol`, `--seqlen`, `--stride` and `--limit` ask for, and the seqlen.
+    """Return the windows that --protocol, --seqlen, --stride and --limit ask for, and the seqlen.
 
-    ConfigError when a window does not fit the model's context.
+    ConfigError if a window does not fit the model's context.
     """
     chosen = PROTOCOLS[name]
     seqlen = min(chosen.default_seqlen, max_model_len) if settings.seqlen is None else settings.seqlen
     least = chosen.least_seqlen
     if not least <= seqlen <= max_model_len:
-        raise ConfigError(
-            f"--seqlen {seqlen}: wanted {least} to {max_model_len}, what the model's context holds"
-        )
+        raise ConfigError(f"--seqlen: expected {least} to {max_model_len}, the model's context, got {seqlen}")
     if settings.stride is not None and name != Sliding.name:
-        raise ConfigError(f"--stride goes with --protocol sliding, not with {name}")
+        raise ConfigError(f"--stride: expected --protocol sliding beside it, got {name}; leave --stride out")
     return chosen.windows(text, tokenizer, seqlen, settings.stride, settings.limit), seqlen

@@ -1,11 +1,11 @@
-"""What a model is compared with: another model's distributions over a text, kept as hidden states.
+"""Keep the distributions of a baseline over a text as hidden states, in memory or in a file.
 
-The logits of a position are head @ state, so the final hidden states and the head hold all distributions
-exactly, in H numbers a position instead of V. In memory or in a file:
+The logits of a position are head @ state. So the final hidden states and the head hold all distributions
+exactly, with H numbers per position instead of V. The file holds:
 
     safetensors   hidden [R, H], head [V, H]; ids int32 of all windows, one after the other, and windows
-                  int32 [W, 3]: tokens, first scored, bytes. Metadata "qrt_reference": JSON, of text,
-                  protocol, model and hashes
+                  int32 [W, 3]: tokens, first scored, bytes. Metadata "qrt_reference": JSON with the text,
+                  the protocol, the model and hashes
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ KEY = "qrt_reference"
 
 @dataclass(frozen=True)
 class Reference:
-    """Distributions of one model over `windows`.
+    """Hold the distributions of one model over `windows`.
 
-    facts     what it is: of the model, the text and the protocol
-    hidden    [n, H] a window, of its scored positions, in host memory; None where it is not needed
-    head      [V, H] where the comparison runs
+    facts     the model, the text and the protocol
+    hidden    [n, H] per window, for its scored positions, in host memory; None if it is not needed
+    head      [V, H] on the device that compares
     """
 
     facts: Mapping[str, Any]
@@ -45,16 +45,18 @@ class Reference:
 
     @property
     def longest(self) -> int:
-        """Tokens that a model reads of the longest window: all but the last."""
+        """Return how many tokens a model reads of the longest window: all but the last."""
         return max(len(window.ids) for window in self.windows) - 1
 
     def logits(self, states: Tensor) -> Tensor:
-        """Some rows of `hidden` -> [n, V], as the model's own head computes them."""
+        """Turn some rows of `hidden` into logits [n, V], as the model's own head does."""
         return F.linear(states.to(self.head.device), self.head)
 
     def save(self, path: str | Path) -> None:
-        """Write the file, of a reference that has all states; folders are made as needed. It appears whole or
-        not at all; QrtError where the disk refuses."""
+        """Write the file, which appears whole or not at all; every window must have its states.
+
+        Makes folders as needed. QrtError if the disk refuses.
+        """
         assert all(states is not None for states in self.hidden)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -75,21 +77,21 @@ class Reference:
 
 
 def head_of(llm: LLM) -> Tensor:
-    """The unquantized head [V, H] of a model; UnsupportedError where it is quantized."""
+    """Return the head [V, H] of a model; UnsupportedError if it is quantized or has a bias."""
     head = llm.engine.model.head
     if head.scheme != "fp16" or head.bias is not None:
         raise UnsupportedError(
-            f"{llm.engine.config.model}: a baseline needs a plain unquantized head, this one is {head.scheme}"
-            f"{'' if head.bias is None else ' with a bias'}; compare with the model it was made from"
+            f"{llm.engine.config.model}: expected an unquantized head without bias in a baseline, got "
+            f"{head.scheme}{'' if head.bias is None else ' with a bias'}; give the model it was made from"
         )
     return head.tensors[0]
 
 
 def load(path: str | Path, device: torch.device) -> Reference:
-    """Read a file of `Reference.save`; ConfigError when it is not one."""
+    """Read a file that `Reference.save` wrote; ConfigError if it is something else."""
     if not Path(path).is_file():
         raise ConfigError(
-            f"--base-file {path}: no such file; write it with qrt-eval kld ... --save-base FILE"
+            f"--base-file: expected a file of qrt-eval kld --save-base, got {path}, which does not exist"
         )
     try:
         with safe_open(path, "pt") as file:
@@ -97,7 +99,7 @@ def load(path: str | Path, device: torch.device) -> Reference:
             hidden, head = file.get_tensor("hidden"), file.get_tensor("head")
             ids, sizes = file.get_tensor("ids").tolist(), file.get_tensor("windows").tolist()
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise ConfigError(f"--base-file {path}: not a file of --save-base ({error})") from error
+        raise ConfigError(f"--base-file: expected a file of --save-base, got {path} ({error})") from error
     windows, start = [], 0
     for length, first, num_bytes in sizes:
         windows.append(Window(tuple(ids[start : start + length]), first, num_bytes))

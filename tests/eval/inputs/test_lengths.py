@@ -7,7 +7,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from errors import assert_names, assert_one_line
+from errors import assert_error, assert_names
 from qrt.errors import ConfigError
 from qrt_eval.cli import main
 from qrt_eval.inputs.lengths import Fixed, Long, ShareGPT, parse
@@ -101,11 +101,11 @@ def test_a_row_without_lengths_is_named(row, key, came, tmp_path):
 @pytest.mark.parametrize("command", ["throughput --shape llama-3-8b", "serve"])
 def test_unknown_lengths_are_refused(command, word, capsys):
     assert main([*command.split(), f"--lengths={word}"]) == 1
-    assert_one_line(capsys.readouterr().err, "--lengths", repr(word), "sharegpt", "long", "1000/1000", "file")
+    assert_error(capsys.readouterr().err, "--lengths", repr(word), "sharegpt", "long", "1000/1000", "file")
 
 
 @pytest.mark.parametrize("command", ["throughput --shape llama-3-8b", "serve"])
 @pytest.mark.parametrize("flag", ["--input-len", "--prompts"])
 def test_conflicting_flags_are_refused(command, flag, capsys):
     assert main([*command.split(), "--lengths", "sharegpt", flag, "5"]) == 1
-    assert_one_line(capsys.readouterr().err, "--lengths", flag, "leave one out")
+    assert_error(capsys.readouterr().err, "--lengths", flag, "leave one out")

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from test_ppl import copy_with_fewer_merges, shorter_context
 from transformers import AutoModelForCausalLM
 
+from errors import assert_names
 from qrt.assets import model_path
 from qrt.errors import ConfigError, QrtError
 from qrt_eval.cli import main
@@ -171,7 +172,7 @@ def test_full_disk_fails_save_base(tmp_path, monkeypatch):
     base.save(path)
     before = path.read_bytes()
     monkeypatch.setattr(reference, "save_file", full)
-    with pytest.raises(QrtError, match=r"--save-base .*base\.safetensors: cannot be written .No space left"):
+    with pytest.raises(QrtError, match=r"--save-base.*base\.safetensors.*No space left"):
         base.save(path)
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
 
@@ -253,14 +254,13 @@ def test_lmeval_documents_fill_whole_windows(tmp_path):
 def test_other_tokenizer_is_refused(tmp_path, capsys):
     other = copy_with_fewer_merges(tmp_path / "other")
     assert main(f"kld pydoc --model {other} --baseline tiny --seqlen 64 --limit 1".split()) == 1
-    error = capsys.readouterr().err
-    assert "different tokenizers" in error and "qrt-eval ppl --baseline" in error
+    assert_names(capsys.readouterr().err, "error:", str(other), "tokenizer", "qrt-eval ppl --baseline")
 
 
 def test_base_file_of_another_kind_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"not a file of tensors")
-    with pytest.raises(ConfigError, match="not a file of --save-base"):
+    with pytest.raises(ConfigError, match=r"--base-file.*--save-base.*x\.safetensors"):
         reference.load(path, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="not a file of --save-base"):
+    with pytest.raises(ConfigError, match=r"--base-file.*--save-base.*model\.safetensors"):
         reference.load(TINY / "model.safetensors", torch.device("cpu"))

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from errors import assert_error
 from qrt.assets import model_path
 from qrt.errors import ConfigError
 from qrt_eval.cli import main
@@ -120,7 +121,7 @@ def test_continuation_beyond_the_context_is_refused():
         m._loglikelihood_tokens([(None, [0], ids[:16])], disable_tqdm=True) for m in (short, long)
     )
     assert found[0][0] == pytest.approx(wanted[0][0], abs=1e-3)
-    with pytest.raises(ConfigError, match="--max-model-len: 16, but a continuation to score has 17 tokens"):
+    with pytest.raises(ConfigError, match=r"--max-model-len.*\b17\b.*\b16\b"):
         short._loglikelihood_tokens([(None, [0], ids[:1]), (None, [0], ids)], disable_tqdm=True)
 
 
@@ -138,17 +139,16 @@ def test_chat_template_and_generation_arguments(caplog):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "named"),
     [
-        ("--tasks no_such_task", "no_such_task"),
-        ("--tasks x --include-path /no/folder", "--include-path /no/folder"),
+        ("--tasks no_such_task", ["--tasks", "no_such_task"]),
+        ("--tasks x --include-path /no/folder", ["--include-path", "/no/folder"]),
     ],
 )
-def test_bad_input(flags, message, capsys, monkeypatch):
+def test_bad_input(flags, named, capsys, monkeypatch):
     from lm_eval import tasks
 
     few = partial(tasks.TaskManager, include_defaults=False)  # to read all of lm-eval's takes seconds
     monkeypatch.setattr(tasks, "TaskManager", few)
     assert main(["lm", "--model", "tiny", *flags.split()]) == 1
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
+    assert_error(capsys.readouterr().err, *named)
