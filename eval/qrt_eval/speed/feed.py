@@ -20,10 +20,10 @@ from qrt_eval.inputs.lengths import Request
 
 @dataclass
 class Tally:
-    """What a run, or a part of it, has done.
+    """Count what a run, or a part of it, has done.
 
     started     requests that have left the queue
-    kv_tokens   positions that decoded tokens attended, together
+    kv_tokens   positions that the decoded tokens attended to, in sum
     """
 
     seconds: float = 0.0
@@ -40,11 +40,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class Feed:
-    """One pass over requests.
+    """Hold the counts of one pass over requests.
 
-    input_tokens   of all that were started
-    running        most requests that ran at once
-    window         the steady part; None where none was asked for, or it never began
+    input_tokens   tokens of all requests that were started
+    running        the most requests that ran at once
+    window         the steady part; None if none was asked for or it never began
     timeline       the summary of the steps' `Timeline`; None on a CPU
     """
 
@@ -66,8 +66,9 @@ def feed(
 ) -> Feed:
     """Run requests greedily to their lengths, `in_flight` handed in at once (None: all).
 
-    The window of a steady load lasts from the step after which each of the `first` requests has decoded to
-    the one after which none waits, `window_seconds` at most. The rest is dropped then.
+    The window of a steady load begins after the step in which the last of the `first` requests has decoded.
+    It ends after the step that leaves no request waiting, or after `window_seconds`; the rest is dropped
+    then.
     """
     waiting, lengths = iter(enumerate(requests)), dict[str, int]()
     unheard = {_name(index) for index in range(first)}
@@ -95,7 +96,7 @@ def feed(
 
 
 def step(engine: Engine) -> list[RequestDelta]:
-    """Run the engine's next step and return what it brings; QrtError when it has failed."""
+    """Run the engine's next step and return its deltas; QrtError if it failed."""
     deltas = engine.step()
     if failed := [delta.error for delta in deltas if delta.error]:
         raise QrtError(f"a step failed: {failed[0]}")
@@ -115,7 +116,7 @@ def _add(
 
 
 def _count(tally: Tally, deltas: Sequence[RequestDelta], lengths: dict[str, int]) -> None:
-    """Add what a step brought; `lengths` of the requests in flight grow with it."""
+    """Add a step's deltas to `tally`, and its tokens to the `lengths` of the requests in flight."""
     tally.steps += bool(deltas)
     for delta in deltas:
         count = len(delta.token_ids)

@@ -1,9 +1,9 @@
-"""Prefill and decode times of a batch, through the engine: `qrt-eval latency`.
+"""Time prefill and decode of a batch in the engine: `qrt-eval latency`.
 
-decode_ms_per_step is the median time from one step's tokens to the next one's, of steps in which every
-request decodes one token; its floor is what the step must read (all weights once, every request's K/V once)
-over the memory's bandwidth. On a GPU host_gap is the share of that time in which it waits for the host.
-`--compare` times transformers in the same run.
+decode_ms_per_step is the median time between the tokens of two steps, over steps in which every request
+decodes one token. Its floor is the time the memory takes to read what the step must read: all weights once,
+and every request's K/V once. On a GPU, host_gap is the share of that time in which the GPU waits for the
+host. `--compare` also times transformers in the same run.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from qrt_eval.results.console import show
 from qrt_eval.results.record import engine_facts, save
 from qrt_eval.speed.feed import step
 
-# A device-to-device copy on one, bytes read and written, as `qrt-eval kernels` says; others get no floor.
+# Bytes read and written by a copy on the device, as `qrt-eval kernels` measures; other GPUs get no floor.
 COPY_BYTES_PER_S = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.02e12}
-DEFAULT_WEIGHTS = "w4a16"  # of a shape
-READ_BYTES = 1 << 30  # of a CPU's memory, to see how fast it reads: far beyond its caches
+DEFAULT_WEIGHTS = "w4a16"  # for --shape
+READ_BYTES = 1 << 30  # read to measure a CPU's bandwidth; far larger than its caches
 
 
 def run(arguments: Namespace) -> None:
-    """Build the engine once, time each batch size, write the JSON, print a table."""
+    """Run `qrt-eval latency`: build the engine once, time each batch size; write the JSON, print a table."""
     if arguments.compare and not arguments.shape:
-        raise ConfigError("--compare: makes a transformers model of a known shape; name one with --shape")
+        raise ConfigError("--compare: expected --shape, as transformers gets random weights, got --model")
     rate = bytes_per_s()
     length = arguments.input_len + arguments.output_len
     engine = build_engine(arguments, max_model_len=length, max_num_seqs=max(arguments.batch))
@@ -55,14 +55,16 @@ def run(arguments: Namespace) -> None:
 
 
 def build_engine(arguments: Namespace, **limits: Any) -> Engine:
-    """An engine over a checkpoint, or over random weights of a known shape, with `limits` as of EngineConfig;
-    ConfigError for a shape's flag beside a checkpoint."""
-    for given, what in (
-        (arguments.weights, "--weights: a checkpoint's weights are as they are"),
-        (arguments.head_bits, "--head-bits: a checkpoint's head is as it is"),
+    """Build an engine over a checkpoint, or over random weights of a known shape.
+
+    `limits` are fields of EngineConfig. ConfigError for a flag of shapes beside a checkpoint.
+    """
+    for given, flag in (
+        (arguments.weights, "--weights"),
+        (arguments.head_bits, "--head-bits"),
     ):
         if given and not arguments.shape:
-            raise ConfigError(f"{what}; give --shape, or leave the flag out")
+            raise ConfigError(f"{flag}: expected --shape beside it, got a checkpoint; leave the flag out")
     config = EngineConfig(
         model=arguments.model or arguments.shape,
         kv=arguments.kv,
@@ -74,12 +76,12 @@ def build_engine(arguments: Namespace, **limits: Any) -> Engine:
         arguments.weights, head_bits = arguments.weights or DEFAULT_WEIGHTS, arguments.head_bits or 16
         decoder = random_decoder(arguments.shape, arguments.weights, head_bits)
     engine = Engine(config, decoder)
-    gc.collect()  # now, as the server does: of a process that has loaded all this it takes 0.1 s
+    gc.collect()  # the server does so too; later it would take 0.1 s of a step
     return engine
 
 
 def random_decoder(name: str, scheme: str, head_bits: int = 16) -> Decoder:
-    """Random weights of the shape `name`, activations in bf16, made on the GPU where there is one."""
+    """Make random weights of the shape `name`, with activations in bf16, on the GPU if there is one."""
     from qrt.model.random import random_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,7 +90,7 @@ def random_decoder(name: str, scheme: str, head_bits: int = 16) -> Decoder:
 
 @short_collections()
 def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None) -> dict[str, Any]:
-    """Times of `batch` random prompts of `input_len` tokens, each decoding `output_len` tokens greedily."""
+    """Time `batch` random prompts of `input_len` tokens that each decode `output_len` tokens greedily."""
     input_len, output_len = arguments.input_len, arguments.output_len
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     prompts = torch.randint(0, engine.model.config.vocab_size, (batch, input_len)).tolist()
@@ -98,9 +100,9 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
     prefill_s, steps_s = 0.0, []
     first: set[str] = set()
     started = last = time.perf_counter()
-    while engine.has_work:  # the first to decode are also the first that are done
+    while engine.has_work:  # requests that decode first also finish first
         deltas = step(engine)
-        if not deltas:  # a step was launched, none has ended
+        if not deltas:  # a step was launched, but none has ended yet
             continue
         now = time.perf_counter()
         if len(first) < batch:
@@ -111,8 +113,8 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
         last = now
     if not steps_s:
         raise ConfigError(
-            f"--output-len {output_len}: the first of {batch} requests are done before the last begin to "
-            "decode; give more, or a smaller --batch"
+            f"--output-len: expected enough tokens for all {batch} requests to decode at once, got "
+            f"{output_len}; give more, or a smaller --batch"
         )
     row = summary(batch, input_len, output_len, prefill_s, steps_s)
     row["host_gap"] = timeline.summary()["decode_host_gap"] if timeline else None
@@ -120,19 +122,19 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
 
 
 def linear_bytes(model: Decoder) -> int:
-    """Read by a step: every Linear, the head included."""
+    """Return the bytes that a step reads of weights: every Linear, with the head."""
     return sum(t.nbytes for linear in model.linears() for t in linear.parameters())
 
 
 def compared(arguments: Namespace, device: torch.device, rate: float | None) -> list[dict[str, Any]]:
-    """The rows of transformers in bf16."""
+    """Return the rows of transformers in bf16."""
     from qrt_eval.speed import transformers_latency as other
 
     model = other.random_transformer(arguments.shape, device)
     rows = []
     for batch in arguments.batch:
         lengths = batch, arguments.input_len, arguments.output_len
-        other.time_steps(model, *lengths)  # as above, not reported
+        other.time_steps(model, *lengths)  # compiles; not reported
         row = summary(*lengths, *other.time_steps(model, *lengths))
         row |= floor(row, other.weight_bytes(model), other.kv_bytes_per_token(model), rate)
         rows.append({"by": "transformers", "weights": "bf16", "kv": "bf16", **row})
@@ -142,7 +144,7 @@ def compared(arguments: Namespace, device: torch.device, rate: float | None) -> 
 def summary(
     batch: int, input_len: int, output_len: int, prefill_s: float, steps_s: list[float]
 ) -> dict[str, Any]:
-    """One row of the result: times and rates."""
+    """Return one row of the result: times and rates."""
     decode_s = statistics.median(steps_s)
     return {
         "batch": batch,
@@ -159,7 +161,7 @@ def summary(
 def floor(
     row: dict[str, Any], weight_bytes: int, kv_bytes_per_token: int, rate: float | None
 ) -> dict[str, Any]:
-    """What a decode step of `row` reads, and how long the memory alone takes for it."""
+    """Return what a decode step of `row` reads, and how long the memory alone takes for that."""
     kv_bytes = row["batch"] * (row["input_len"] + row["output_len"] // 2) * kv_bytes_per_token
     return {
         "kv_bytes_per_step": kv_bytes,
@@ -169,7 +171,10 @@ def floor(
 
 
 def bytes_per_s() -> float | None:
-    """Bandwidth of the memory: a GPU's from a table, a CPU's the best of some sums over a large tensor."""
+    """Return the bandwidth of the memory.
+
+    A GPU's comes from a table; a CPU's is the best of some sums over a large tensor.
+    """
     if torch.cuda.is_available():
         return COPY_BYTES_PER_S.get(torch.cuda.get_device_name())
     memory, times_s = torch.ones(READ_BYTES // 4), []
@@ -181,13 +186,13 @@ def bytes_per_s() -> float | None:
 
 
 def described(arguments: Namespace) -> str:
-    """What runs: the checkpoint, or the shape with its weights."""
+    """Return what runs: the checkpoint, or the shape with its weights."""
     head = f", head of {arguments.head_bits} bits" if arguments.head_bits else ""
     return model_name(arguments.model) if arguments.model else f"{arguments.shape} {arguments.weights}{head}"
 
 
 def print_table(arguments: Namespace, rows: list[dict[str, Any]]) -> None:
-    """The rows on stdout."""
+    """Print the rows."""
     table = Table(title=f"{described(arguments)}, KV {arguments.kv}, {rows[0]['input_len']} tokens in")
     for column in ("by", "batch", "prefill tokens/s", "decode ms/step", "floor ms", "decode tokens/s"):
         table.add_column(column, justify="left" if column == "by" else "right")

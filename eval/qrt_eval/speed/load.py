@@ -1,4 +1,4 @@
-"""The load of `qrt-eval serve`: prompts, when they are sent, and what one request of an OpenAI API took."""
+"""Send the load of `qrt-eval serve` to an OpenAI-compatible API, and time each request."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import numpy as np
 
 from qrt.errors import QrtError
 
-TIMEOUT_S = 6 * 3600  # of a whole request: a queue may be long
+TIMEOUT_S = 6 * 3600  # for a whole request; the queue may be long
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked: text or token ids, and how many tokens in return."""
+    """Hold one prompt, as text or token ids, and how many tokens to ask for."""
 
     content: str | list[int]
     num_tokens: int
@@ -33,10 +33,10 @@ class Prompt:
 
 @dataclass
 class Outcome:
-    """One request. Times in seconds from `started` (a perf_counter).
+    """Hold the timing of one request, in seconds from `started` (a perf_counter).
 
-    ttft   until the first chunk that holds a choice
-    itls   gaps between later such chunks; one may hold several tokens
+    ttft   time until the first chunk that holds a choice
+    itls   gaps between later such chunks; one chunk may hold several tokens
     """
 
     prompt_tokens: int
@@ -50,12 +50,12 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None for a single one."""
+        """Return the time per output token after the first; None if there is only one."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 def delays(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """When each of `count` requests is sent, seconds after the start; all at once for a rate of inf.
+    """Return when each of `count` requests is sent, in seconds after the start; 0 for a rate of inf.
 
     Gaps are gamma-distributed with mean 1/rate and shape `burstiness` (1: a Poisson process), stretched to
     the expected total.
@@ -71,7 +71,7 @@ def delays(count: int, rate: float, burstiness: float, seed: int) -> list[float]
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent: prompts, each at its time in seconds after the start, at most `most` at once."""
+    """Say what is sent: prompts, each at its time in seconds after the start, at most `most` at once."""
 
     url: str
     prompts: Sequence[Prompt]
@@ -82,10 +82,11 @@ class Load:
 
 
 def send(load: Load, processes: int = 1) -> tuple[list[Outcome], float]:
-    """Send it from that many processes; outcomes in order, seconds of it all.
+    """Send a load from `processes` processes; return the outcomes in order, and the seconds it took.
 
-    One process reads some ten thousand chunks a second; a server that is faster wants several. Each has its
-    part of what may run at once, and takes the next prompt of all whenever a request of its own has ended.
+    One process reads some ten thousand chunks per second; a faster server needs several. The processes share
+    the `most` requests that may run at once. Each takes the next prompt whenever one of its own requests has
+    ended.
     """
     if processes == 1:
         found, seconds = asyncio.run(_send(load, load.most, count().__next__, time.perf_counter()))
@@ -98,17 +99,17 @@ def send(load: Load, processes: int = 1) -> tuple[list[Outcome], float]:
         streams = load.most // processes + (index < load.most % processes)
         child = context.Process(target=_child, args=(there, load, streams, taken), daemon=True)
         child.start()
-        there.close()  # so that a child's death ends `recv`
+        there.close()  # so `recv` ends if the child dies
         children.append((here, child))
     try:
         for here, _ in children:
-            here.recv()  # it is ready
-        begin = time.perf_counter() + 0.01  # a clock that all processes share
+            here.recv()  # the child is ready
+        begin = time.perf_counter() + 0.01  # perf_counter is the same in all processes
         for here, _ in children:
             here.send(begin)
         results = [here.recv() for here, _ in children]
     except EOFError:
-        raise QrtError("a process that sends requests has died") from None
+        raise QrtError("--processes: a process that sends requests died; see its error above") from None
     finally:
         for _, child in children:
             child.terminate()
@@ -129,7 +130,7 @@ def _child(pipe: Connection, load: Load, streams: int, taken: Synchronized[int])
 async def _send(
     load: Load, streams: int, take: Callable[[], int], begin: float
 ) -> tuple[dict[int, Outcome], float]:
-    """Send the prompts whose numbers `take` gives, `streams` at once; outcomes by number."""
+    """Send the prompts whose numbers `take` gives, `streams` at once; return outcomes by number."""
     headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
@@ -175,14 +176,14 @@ async def request(session: aiohttp.ClientSession, url: str, prompt: Prompt, body
         outcome.error = f"{type(error).__name__}: {error}"
         return outcome
     if not chunks:
-        outcome.error = "the stream held no choice"
+        outcome.error = "expected a choice in the stream, got none"
     outcome.latency = last - outcome.started
-    outcome.output_tokens = outcome.output_tokens or chunks  # a server that sends no usage
+    outcome.output_tokens = outcome.output_tokens or chunks  # if the server sends no usage
     return outcome
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a body as they come; StreamReader's own take a wait each."""
+    """Yield the lines of a body as they arrive. StreamReader's own iterator waits once per line."""
     rest = b""
     async for piece in content.iter_any():
         *whole, rest = (rest + piece).split(b"\n")
@@ -192,7 +193,7 @@ async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def payload(url: str, prompt: Prompt) -> dict[str, Any]:
-    """The part of the body that differs between requests."""
+    """Return the part of the body that differs between requests."""
     if url.endswith("/chat/completions"):
         return {"messages": [{"role": "user", "content": prompt.content}], "max_tokens": prompt.output_len}
     return {"prompt": prompt.content, "max_tokens": prompt.output_len}
@@ -200,7 +201,7 @@ def payload(url: str, prompt: Prompt) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Event:
-    """What one event of a stream says: the text of each choice, (prompt, output) tokens, or an error."""
+    """Hold what one event of a stream says: the text of each choice, (prompt, output) tokens, or an error."""
 
     texts: Sequence[str] = ()
     tokens: tuple[int, int] | None = None
@@ -208,8 +209,10 @@ class Event:
 
 
 def parse(line: bytes) -> Event | None:
-    """The event of one line of a server-sent event stream, if it holds one; what no OpenAI API sends is an
-    error."""
+    """Read the event in one line of a server-sent event stream; None if the line holds none.
+
+    Anything that an OpenAI API does not send becomes an event with an error.
+    """
     if not line.startswith(b"data:"):
         return None
     data = line[5:].strip()
@@ -224,11 +227,11 @@ def parse(line: bytes) -> Event | None:
             tokens = operator.index(usage["prompt_tokens"]), operator.index(usage["completion_tokens"])
         return Event([_text(choice) for choice in event.get("choices", ())], tokens)
     except (ValueError, AttributeError, KeyError, TypeError):
-        return Event(error=f"not an event of an OpenAI API: {data[:200].decode(errors='replace')}")
+        return Event(error=f"expected an event of an OpenAI API, got {data[:200].decode(errors='replace')}")
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """Of a completion's or a chat's chunk."""
+    """Return the text of a completion's or a chat's chunk."""
     text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
     if not isinstance(text, str):
         raise TypeError(text)
@@ -236,7 +239,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def concurrency(outcomes: Sequence[Outcome]) -> int:
-    """Most requests that were under way at once."""
+    """Return the most requests that were in progress at once."""
     edges = sorted(edge for o in outcomes for edge in ((o.started, 1), (o.started + o.latency, -1)))
     level = most = 0
     for _, step in edges:
@@ -246,7 +249,7 @@ def concurrency(outcomes: Sequence[Outcome]) -> int:
 
 
 def chunk_times(outcome: Outcome) -> Iterator[float]:
-    """When each chunk came, as a perf_counter."""
+    """Yield when each chunk arrived, as a perf_counter."""
     at = outcome.started + outcome.ttft
     yield at
     for gap in outcome.itls:

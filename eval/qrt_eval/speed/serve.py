@@ -1,6 +1,6 @@
-"""Online load against any OpenAI-compatible server: `qrt-eval serve`, in the key names of `vllm bench serve`.
+"""Load any OpenAI-compatible server: `qrt-eval serve`, with the result keys of `vllm bench serve`.
 
-ttft   until the first chunk with a choice        itl    gaps between chunks
+ttft   time to the first chunk with a choice      itl    gaps between chunks
 tpot   (latency - ttft) / (output tokens - 1)     e2el   whole latency
 """
 
@@ -27,12 +27,12 @@ from qrt_eval.results.console import show
 from qrt_eval.results.record import save
 from qrt_eval.speed.load import Load, Outcome, Prompt, chunk_times, concurrency, delays, send
 
-NUM_PROMPTS = 1000  # unless given
+NUM_PROMPTS = 1000  # the default of --num-prompts
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 
 
 def run(arguments: Namespace) -> None:
-    """Send the load, write the JSON, print a table."""
+    """Run `qrt-eval serve`: send the load, write the JSON, print a table."""
     check(arguments)
     slos = parse_goodput(arguments.goodput)
     base = arguments.base_url.rstrip("/")
@@ -73,22 +73,22 @@ def run(arguments: Namespace) -> None:
 
 
 def check(arguments: Namespace) -> None:
-    """ConfigError for a load that cannot be."""
+    """Raise ConfigError for a load that is impossible."""
     if arguments.lengths:
         refuse_beside_lengths(arguments, "prompts", "input_len")
     most = min(arguments.num_prompts or NUM_PROMPTS, arguments.max_concurrency or math.inf)
     if arguments.processes > most:
         raise ConfigError(
-            f"--processes: expected 1 to {most}, as many as requests at once, got {arguments.processes}"
+            f"--processes: expected 1 to {most}, the requests that run at once, got {arguments.processes}"
         )
     if not arguments.base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--base-url {arguments.base_url}: wanted http://HOST:PORT, or https")
+        raise ConfigError(f"--base-url: expected http(s)://HOST:PORT, got {arguments.base_url!r}")
     if not arguments.endpoint.startswith("/"):
-        raise ConfigError(f"--endpoint {arguments.endpoint}: wanted a path such as /v1/completions")
+        raise ConfigError(f"--endpoint: expected a path such as /v1/completions, got {arguments.endpoint!r}")
 
 
 def served_model(base: str, key: str | None) -> str:
-    """The first model that the server names; QrtError when it does not answer."""
+    """Return the first model that the server names; QrtError if it does not answer."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         with urllib.request.urlopen(
@@ -97,7 +97,8 @@ def served_model(base: str, key: str | None) -> str:
             return str(json.load(r)["data"][0]["id"])
     except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise QrtError(
-            f"{base}/v1/models: no answer that names a model ({error}); is the server up?"
+            f"{base}/v1/models: expected an answer that names a model, got none ({error}); start the server, "
+            "or give --model"
         ) from error
 
 
@@ -107,7 +108,7 @@ def make_prompts(arguments: Namespace, model: str) -> tuple[Lengths, list[Prompt
     try:
         folder = tokenizer_folder(arguments.tokenizer or model, download_dir=arguments.download_dir)
     except CheckpointError as error:
-        raise ConfigError(f"--tokenizer: needed to make prompts of a known length: {error}") from error
+        raise ConfigError(f"--tokenizer: expected one, to make prompts of a known length: {error}") from error
     tokenizer = Tokenizer(folder)
     (lengths,) = sources(arguments, [arguments.lengths] if arguments.lengths else [], lambda: tokenizer)
     count = arguments.num_prompts or (lengths.count if arguments.lengths else None) or NUM_PROMPTS
@@ -121,23 +122,25 @@ def make_prompts(arguments: Namespace, model: str) -> tuple[Lengths, list[Prompt
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
-    """`ttft:500` -> seconds by metric; ConfigError for another form."""
+    """Turn words like `ttft:500` into seconds by metric; ConfigError for another form."""
     slos = {}
     for word in words:
         name, _, value = word.partition(":")
         try:
             slos[name] = float(value) / 1e3
         except ValueError:
-            raise ConfigError(f"--goodput {word}: wanted METRIC:MILLISECONDS, e.g. ttft:500") from None
+            raise ConfigError(
+                f"--goodput: expected METRIC:MILLISECONDS, e.g. ttft:500, got {word!r}"
+            ) from None
         if name not in METRICS or name == "itl":
-            raise ConfigError(f"--goodput {word}: wanted one of ttft, tpot, e2el")
+            raise ConfigError(f"--goodput: expected ttft, tpot or e2el, got {word!r}")
     return slos
 
 
 def summarize(
     outcomes: Sequence[Outcome], seconds: float, slos: dict[str, float], percentiles: Sequence[float]
 ) -> dict[str, Any]:
-    """The figures of `vllm bench serve`, in its names; milliseconds where a name ends in _ms."""
+    """Return the figures of `vllm bench serve` under its names; names that end in _ms are milliseconds."""
     done = [outcome for outcome in outcomes if not outcome.error]
     outputs, inputs = sum(o.output_tokens for o in done), sum(o.prompt_tokens for o in done)
     values = {
@@ -169,13 +172,16 @@ def summarize(
 
 
 def within(outcome: Outcome, name: str, limit: float) -> bool:
-    """Whether a request met one objective; a single token has no time per further token."""
+    """Return whether a request met one objective. A single token has no time per further token."""
     value = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}[name]
     return value is None or value <= limit
 
 
 def busiest_second(outcomes: Sequence[Outcome]) -> float:
-    """Most output tokens that came in one of the run's whole seconds; a chunk's tokens count evenly."""
+    """Return the most output tokens that arrived in one whole second of the run.
+
+    The tokens of a request are spread evenly over its chunks.
+    """
     if not outcomes:
         return 0.0
     begin = min(o.started for o in outcomes)
@@ -189,7 +195,7 @@ def busiest_second(outcomes: Sequence[Outcome]) -> float:
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What `--save-detailed` adds: a list per quantity, an entry per request."""
+    """Return what `--save-detailed` adds: a list per quantity, with an entry per request."""
     begin = min(o.started for o in outcomes)
     return {
         "input_lens": [o.prompt_tokens for o in outcomes],
@@ -203,7 +209,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def print_table(about: dict[str, Any], result: dict[str, Any], percentiles: Sequence[float]) -> None:
-    """Rates, then the latencies in milliseconds."""
+    """Print the latencies in milliseconds, then the rates."""
     table = Table(title=f"{about['model_id']}, {about['num_prompts']} requests, rate {about['request_rate']}")
     table.add_column("")
     for name in ("mean", "median", "std", *(f"p{p:g}" for p in percentiles)):

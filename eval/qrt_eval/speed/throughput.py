@@ -1,12 +1,12 @@
-"""Offline throughput through the engine: `qrt-eval throughput`, in the key names of `vllm bench throughput`.
+"""Measure offline throughput of the engine: `qrt-eval throughput`, with keys of `vllm bench throughput`.
 
-`--lengths` hands in all requests at once, with lengths as in real loads (see lengths.py), a row each; the
-engine is built once, for the longest. Without it, that many requests are kept in flight for each batch size
-until all prompts are done. A warm-up is not reported, the median of the repeats is. The prefix cache is off
-and EOS is ignored, so every request computes what its lengths say.
+`--lengths` hands in all requests at once, with lengths as in real loads (see lengths.py), and gives one row
+per word. The engine is built once, for the longest request. Without it, each batch size keeps that many
+requests in flight until all prompts are done. A warm-up is not reported; the median of the repeats is. The
+prefix cache is off and EOS is ignored, so every request computes what its lengths say.
 
-Loads of IN/OUT are steady: the first requests begin in the midst of their outputs, and `window` is the part
-of the run in which as many run as can (see workload.py); the other rates are of the whole run.
+Loads of IN/OUT are steady: the first requests begin in the middle of their outputs, and `window` is the part
+of the run in which as many run as can (see workload.py). The other rates are of the whole run.
 
     achieved_GBps   weights of every step and K/V of every decoded token, over the whole time
     host_gap        share of the time from the first step to the last in which the GPU waits between two
@@ -34,14 +34,15 @@ from qrt_eval.speed.feed import Feed, feed
 from qrt_eval.speed.latency import build_engine, described, linear_bytes
 from qrt_eval.speed.workload import Load, all_at_once, in_batches, warmup
 
-BATCHES = [1, 8, 32]  # unless --batch is given
+BATCHES = [1, 8, 32]  # the default of --batch
 ENGINE_FLAGS = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager")
 
 
 def run(arguments: Namespace) -> None:
-    """Build the engine once, time each load, print the tables.
+    """Run `qrt-eval throughput`: build the engine once, time each load, print the tables.
 
-    The JSON is written after each load, so that a run which is cut off leaves those before."""
+    The JSON is written after each load, so an interrupted run keeps the loads before.
+    """
     settle(arguments)
     found = sources(arguments, arguments.lengths or (), lambda: tokenizer(arguments))
     engine = engine_for(arguments, max(lengths.longest for lengths in found))
@@ -62,7 +63,7 @@ def run(arguments: Namespace) -> None:
 
 
 def settle(arguments: Namespace) -> None:
-    """Give flags the defaults that depend on --lengths; ConfigError for those that do not go with it."""
+    """Set the defaults that depend on --lengths; ConfigError for flags that exclude each other."""
     if arguments.lengths:
         refuse_beside_lengths(arguments, "batch")
         arguments.repeats = arguments.repeats or 1
@@ -77,19 +78,19 @@ def settle(arguments: Namespace) -> None:
 
 
 def tokenizer(arguments: Namespace) -> Tokenizer:
-    """Return the model's; ConfigError for a shape, which has none."""
+    """Return the model's tokenizer; ConfigError for a shape, which has none."""
     if not arguments.model:
         flag = "--prompts" if arguments.prompts else "--lengths"
-        raise ConfigError(f"{flag}: a text needs a tokenizer; give --model instead of --shape")
+        raise ConfigError(f"{flag}: expected --model, as text needs its tokenizer, got --shape")
     return Tokenizer(arguments.model)
 
 
 def engine_for(arguments: Namespace, longest: int) -> Engine:
-    """Build an engine for requests of up to `longest` tokens; ConfigError for a --max-model-len below it."""
+    """Build an engine for requests of up to `longest` tokens; ConfigError if --max-model-len is less."""
     most = arguments.max_model_len or longest
     if most < longest:
         raise ConfigError(
-            f"--max-model-len: expected at least {longest}, as the longest request has, got {most}; leave it "
+            f"--max-model-len: expected at least {longest}, the longest request, got {most}; leave the flag "
             "out, or give shorter lengths"
         )
     limits = {name: value for name in ENGINE_FLAGS if (value := getattr(arguments, name)) is not None}
@@ -99,7 +100,7 @@ def engine_for(arguments: Namespace, longest: int) -> Engine:
 
 
 def limits_of(engine: Engine) -> dict[str, int]:
-    """Return what the engine may do at once."""
+    """Return the engine's limits."""
     limits = engine.scheduler.limits
     return {
         "max_num_seqs": limits.max_num_seqs,
@@ -122,8 +123,11 @@ def measure(engine: Engine, load: Load, repeats: int) -> dict[str, Any]:
 
 
 def rate(load: Load, run: Feed) -> float:
-    """Return the rate that counts: output tokens a second with --lengths, in the window if there is one;
-    all tokens of batches."""
+    """Return the rate that counts.
+
+    With --lengths it is output tokens per second, in the window if there is one; with --batch, all tokens per
+    second.
+    """
     if load.in_flight:
         return (run.input_tokens + run.total.output_tokens) / run.total.seconds
     part = run.window or run.total
@@ -131,7 +135,7 @@ def rate(load: Load, run: Feed) -> float:
 
 
 def figures(engine: Engine, load: Load, run: Feed) -> dict[str, Any]:
-    """Return what one run took."""
+    """Return the figures of one run."""
     total, window = run.total, run.window
     read = total.steps * linear_bytes(engine.model) + total.kv_tokens * engine.kv_bytes_per_token
     found: dict[str, Any] = {
@@ -155,7 +159,7 @@ def figures(engine: Engine, load: Load, run: Feed) -> dict[str, Any]:
 
 
 def print_tables(arguments: Namespace, rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table of the rows, and of each row's steps by kind."""
+    """Print a table of the rows, then the steps of each row by kind."""
     what = "all requests at once"
     if arguments.batch:
         what = f"{arguments.input_len} tokens in, {arguments.output_len} out"

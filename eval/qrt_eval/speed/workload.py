@@ -1,9 +1,9 @@
-"""Loads for an engine: which requests `qrt-eval throughput` hands in, and how many at once.
+"""Make loads for an engine: which requests `qrt-eval throughput` hands in, and how many at once.
 
-A steady load is one that has always been running: the first requests, as many as run at once, are in the
-midst of their outputs, the oldest first (the tokens done are part of the prompt). When the last of them
-decodes, they are spread evenly. So requests end and begin evenly, contexts are as long as they are on
-average, and nothing runs in waves.
+A steady load is one that has always been running. Its first requests, as many as run at once, are in the
+middle of their outputs, the oldest first; tokens that are done are part of the prompt. When the last of them
+decodes, they are spread evenly. So requests end and begin evenly, contexts have their average length, and
+nothing runs in waves.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
 from qrt_eval.inputs.lengths import Fixed, Lengths, Request, facts_of
 
-WARMUP_TOKENS = 4  # decoded by each request of the warm-up
-WARMUP_PROMPT_TOKENS = 2**18  # most tokens of all its prompts together
-PROMPTS_PER_SLOT = 2  # of --num-prompts, unless given: the batch is refilled once
-WAVES = 3  # requests of an IN/OUT load for each that runs at once, unless --num-prompts is given
-WINDOW_SECONDS = 30.0  # of a steady load, unless --window-seconds is given
-FULL = 0.98  # share of the pool that a steady load's first requests take; the engine keeps some of it free
+WARMUP_TOKENS = 4  # that each request of the warm-up decodes
+WARMUP_PROMPT_TOKENS = 2**18  # most tokens of all prompts of the warm-up together
+PROMPTS_PER_SLOT = 2  # requests per slot of a batch, without --num-prompts: it is refilled once
+WAVES = 3  # requests of an IN/OUT load per request that runs at once, without --num-prompts
+WINDOW_SECONDS = 30.0  # of a steady load, without --window-seconds
+FULL = 0.98  # share of the pool that a steady load's first requests take; the engine keeps some free
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests, and how they are handed in.
+    """Hold requests, and say how they are handed in.
 
-    about           what the row says of it: its batch size or its lengths
-    in_flight       at once; None: all
-    first           requests that begin in their midst, for a steady load; 0: none
-    window_seconds  most of a steady load, from when all of these decode
+    about           entry of the row: its batch size or its lengths
+    in_flight       requests at once; None for all
+    first           requests that begin in the middle of their outputs, for a steady load; 0 for none
+    window_seconds  the longest steady load, from when all of these decode
     """
 
     about: dict[str, Any]
@@ -58,9 +58,9 @@ def in_batches(engine: Engine, lengths: Lengths, batch: int, arguments: Namespac
 
 
 def all_at_once(engine: Engine, lengths: Lengths, arguments: Namespace) -> Load:
-    """Return the load that hands in all requests at once, a steady one where a window is asked for.
+    """Return the load that hands in all requests at once; a steady one if a window is wanted.
 
-    ConfigError where fewer come than twice those that run in a steady load.
+    ConfigError if a steady load has fewer than twice the requests that run at once.
     """
     seed, vocab = arguments.seed, engine.model.config.vocab_size
     steady = isinstance(lengths, Fixed) if arguments.window is None else arguments.window
@@ -84,8 +84,8 @@ def all_at_once(engine: Engine, lengths: Lengths, arguments: Namespace) -> Load:
 def running_at_once(engine: Engine, input_len: float, output_len: float) -> int:
     """Return how many requests of these lengths a steady load runs at once.
 
-    They are at most as many as the engine allows, as fit its pool when half their outputs are done, and as
-    many as the tokens of a step besides their decodes can replace when they end.
+    They are limited by the engine's setting, by the pool (with half of their outputs done), and by the prompt
+    tokens that a step has left for replacing requests that end.
     """
     limits = engine.scheduler.limits
     fit = FULL * engine.pool.num_slots / (input_len + output_len / 2)
@@ -94,15 +94,15 @@ def running_at_once(engine: Engine, input_len: float, output_len: float) -> int:
 
 
 def begun(requests: Sequence[Request], first: int, step_tokens: int, seed: int, vocab: int) -> list[Request]:
-    """Return the requests, the first of them in the midst of their outputs.
+    """Return the requests, with the `first` ones in the middle of their outputs.
 
-    When the last of these decodes, they are evenly spread over their outputs, the first one at the end. What
-    a request will have decoded by then is no part of its prompt: prompts are computed in their order,
-    `step_tokens` a step with the decodes of those before.
+    When the last of these decodes, they are spread evenly over their outputs, the first one at the end.
+    Tokens that a request will have decoded by then are not in its prompt. Prompts are computed in their
+    order, `step_tokens` per step, less the decodes of earlier requests.
     """
     random = np.random.default_rng(seed)
     found = list(requests)
-    steps = 0.0  # from a request's first token to the last one's
+    steps = 0.0  # from a request's first token to the last request's
     for index in reversed(range(first)):
         request = found[index]
         age = request.output_len * (first - index - 0.5) / first
@@ -114,7 +114,7 @@ def begun(requests: Sequence[Request], first: int, step_tokens: int, seed: int, 
 
 
 def warmup(engine: Engine, load: Load) -> list[Request]:
-    """Return some first requests of the load, as many as run at once, their outputs cut short."""
+    """Return the first requests of the load, as many as run at once, with their outputs cut short."""
     most = load.in_flight or engine.scheduler.limits.max_num_seqs
     found: list[Request] = []
     room = WARMUP_PROMPT_TOKENS

@@ -1,1 +1,1 @@
-"""`qrt-eval kernels`: every operator at the sizes of a model, beside its floor and torch's own."""
+"""Time every operator at the sizes of a model, beside its floor and torch's own: `qrt-eval kernels`."""

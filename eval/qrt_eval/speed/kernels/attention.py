@@ -1,4 +1,4 @@
-"""Decode and prefill attention and kv_write, over every KV format, at the sizes of a model."""
+"""Time decode and prefill attention and kv_write in every KV format, at the sizes of a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Buffers = list[Tensor]
 
 
 def _cache(fmt: KVFormat, slots: int, config: ModelConfig, device: torch.device) -> Buffers:
-    """Random K and V in the format."""
+    """Return random K and V in the format."""
     specs = fmt.buffers(slots, config.num_kv_heads, config.head_dim, activation_dtype(device)).values()
     buffers = [spec.zeros(device) for spec in specs]
     randomize(buffers, fmt)
@@ -50,7 +50,7 @@ def decode_rows(
     device: torch.device,
     compare: bool,
 ) -> Iterator[Row]:
-    """A row per KV format and (batch, context), the merge included; `compare` adds torch's SDPA."""
+    """Yield a row per KV format and (batch, context), with the merge; `compare` adds torch's SDPA."""
     heads, dim, scale = config.num_heads, config.head_dim, config.head_dim**-0.5
     for batch, context in sizes:
         tokens, flops = batch * context, 4 * batch * context * heads * dim
@@ -86,7 +86,7 @@ def decode_rows(
 def prefill_rows(
     config: ModelConfig, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device, compare: bool
 ) -> Iterator[Row]:
-    """A row per KV format and (chunk, cached prefix) of one request; `compare` adds torch's SDPA."""
+    """Yield a row per KV format and (chunk, cached prefix) of one request; `compare` adds torch's SDPA."""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     for chunk, prefix in sizes:
         total, at = chunk + prefix, f"{chunk} + {prefix}"
@@ -117,7 +117,7 @@ def prefill_rows(
 
 
 def _sdpa_chunk(q: Tensor, total: int, kv_heads: int) -> float:
-    """Microseconds of torch's attention of q [T, Hq, D], the last of `total` tokens, in q's dtype."""
+    """Time torch's attention of q [T, Hq, D], the last of `total` tokens, in q's dtype."""
     k, v = torch.randn(2, 1, kv_heads, total, q.shape[-1], device=q.device, dtype=q.dtype)
     queries, mask = q.transpose(0, 1)[None], causal_lower_right(len(q), total)
     return microseconds(
@@ -128,7 +128,7 @@ def _sdpa_chunk(q: Tensor, total: int, kv_heads: int) -> float:
 def write_rows(
     config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device
 ) -> Iterator[Row]:
-    """kv_write of every KV format: RoPE, smoothing, rotation, quantization, store."""
+    """Yield rows of kv_write in every KV format: RoPE, smoothing, rotation, quantization, store."""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     cos, sin = rope_tables(config.rope, dim, 4096, device)
     smoothing = torch.ones(3, kv_heads, dim, device=device)

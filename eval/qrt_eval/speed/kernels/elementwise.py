@@ -1,4 +1,4 @@
-"""The operators between the products: the norms and the activation of the MLP."""
+"""Time the operators between the products: the norms and the activation of the MLP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, micros
 
 
 def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
-    """RMSNorm with the residual addition, and SiLU * up; both also with int8 tokens as their output."""
+    """Yield rows of RMSNorm with the residual addition, and of SiLU * up; both also with int8 output."""
     dtype = activation_dtype(device)
     hidden, inner = config.hidden_size, config.intermediate_size
     weight = torch.ones(hidden, device=device, dtype=dtype)
@@ -26,7 +26,7 @@ def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch
         pairs = [(x.clone(), x.clone(), weight, 1e-5) for _ in range(copies(4 * x.nbytes))]
         several = [(wide.clone(),) for _ in range(copies(wide.nbytes * 3 // 2))]
         row = partial(_row, at=f"T={count}", rates=rates)
-        yield row("rmsnorm", "add + norm", add_rmsnorm, pairs, 4 * x.nbytes)  # both read, both written
+        yield row("rmsnorm", "add + norm", add_rmsnorm, pairs, 4 * x.nbytes)  # reads both and writes both
         codes = x.numel() + 4 * count
         yield row("rmsnorm", "add + norm -> int8", add_rmsnorm_int8, pairs, 3 * x.nbytes + codes)
         yield row("silu_mul", "silu * up", silu_mul, several, wide.nbytes * 3 // 2)

@@ -1,7 +1,7 @@
-"""A whole decoder layer at decode, as the engine launches it: a chain of kernels in one CUDA graph.
+"""Time a whole decoder layer at decode as the engine launches it: a chain of kernels in one CUDA graph.
 
-What a kernel is worth shows here, not alone: its start and end may lie under those of its neighbours. "chain"
-is what lies between the attention of two layers: four products, two norms, silu * up.
+This shows what a kernel is worth, because its start and end may overlap with its neighbours. "chain" is what
+lies between the attention of two layers: four products, two norms, silu * up.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from qrt_eval.speed.kernels.timer import Rates, activation_dtype, microseconds
 from qrt_eval.speed.latency import linear_bytes
 
 PAIRS = (("fp16", "fp16"), ("w8a8", "int8"), ("w8a16", "int8"), ("w4a16", "int8"), ("w4a16", "int4"))
-GPU_LAYERS = 8  # of distinct weights
-VOCABULARY = 256  # embedding and head are not the layer's
+GPU_LAYERS = 8  # with distinct weights
+VOCABULARY = 256  # small, as embedding and head are not timed
 
 
 def rows(
     config: ModelConfig, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device
 ) -> Iterator[Row]:
-    """A row per pair of weight scheme and KV format and per (batch, context)."""
+    """Yield a row per pair of weight scheme and KV format, and per (batch, context)."""
     plain = _plain(device)
     for scheme, kv in PAIRS:
         model = layers(config, scheme, device)
@@ -53,7 +53,7 @@ def rows(
 def chain_rows(
     config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device
 ) -> Iterator[Row]:
-    """A row per weight scheme and number of tokens."""
+    """Yield a row per weight scheme and number of tokens."""
     for scheme in dict.fromkeys(scheme for scheme, _ in PAIRS):
         model = layers(config, scheme, device)
         blocks = [
@@ -77,24 +77,27 @@ def _plain(device: torch.device) -> str:
 
 
 def layers(config: ModelConfig, scheme: str, device: torch.device) -> Decoder:
-    """So many of a model's layers that none is in the cache when it comes to it again."""
+    """Make enough layers of a model that none is still in the cache when its turn comes again."""
     count = GPU_LAYERS if device.type == "cuda" else 1
     config = replace(config, num_layers=count, vocab_size=VOCABULARY)
     return random_model(config, scheme, device=device, dtype=activation_dtype(device))
 
 
 def _weight_bytes(model: Decoder) -> int:
-    """Of a layer."""
+    """Return the bytes of one layer's weights."""
     return (linear_bytes(model) - sum(t.nbytes for t in model.head.parameters())) // model.config.num_layers
 
 
 def layer_us(model: Decoder, step: tuple[StepMeta, KVStorage]) -> float:
-    """Microseconds of a layer."""
+    """Return the microseconds of one layer."""
     return microseconds(model.hidden, [step]) / model.config.num_layers
 
 
 def decode_step(model: Decoder, kv: str, batch: int, context: int) -> tuple[StepMeta, KVStorage]:
-    """What `Decoder.hidden` is called with to decode: requests of random K and V in shuffled slots."""
+    """Return the arguments of `Decoder.hidden` for a decode step.
+
+    Its requests have random K and V in shuffled slots.
+    """
     config, device = model.config, model.device
     fmt, tokens = KV_FORMATS[kv], batch * context
     storage = KVStorage(

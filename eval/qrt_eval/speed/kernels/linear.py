@@ -1,4 +1,4 @@
-"""The four products of one decoder layer, in every weight scheme, and the head's."""
+"""Time the four products of one decoder layer, and the head's, in every weight scheme."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS = ("w8a16", "w8a8", "fp16")  # schemes of a head
 
 
 def products(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(K, N) of the fused Linears of a layer."""
+    """Return (K, N) of the fused Linears of a layer, by name."""
     hidden, dim = config.hidden_size, config.head_dim
     return {
         "qkv": (hidden, (config.num_heads + 2 * config.num_kv_heads) * dim),
@@ -33,13 +33,15 @@ def products(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def head(config: ModelConfig) -> tuple[int, int]:
-    """(K, N) of the head."""
+    """Return (K, N) of the head."""
     return config.hidden_size, config.vocab_size
 
 
 def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
-    """A row per scheme, product and number of tokens, one for the four together, and the head's. Without
-    quantization they are torch's; on a GPU the head's is here too."""
+    """Yield a row per scheme, product and number of tokens, the sum of the four, and the head's row.
+
+    Unquantized products are torch's. On a GPU, qrt's own unquantized head has rows too.
+    """
     for scheme in ("w4a16", "w8a16", "w8a8", "fp16"):
         name = {"fp16": "bf16"}.get(scheme, scheme) if device.type == "cuda" else scheme
         multiply = _by_torch if scheme == "fp16" else linear
@@ -81,7 +83,7 @@ def _by_torch(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, scheme:
 
 
 def random_linear(scheme: str, k: int, n: int, device: torch.device) -> Linear:
-    """A weight [N, K] of the scheme's default grid."""
+    """Make a weight [N, K] with the scheme's default grid."""
     weights = RandomWeights(
         lambda module: (scheme, WEIGHT_SCHEMES[scheme].spec), device, activation_dtype(device)
     )
@@ -89,13 +91,13 @@ def random_linear(scheme: str, k: int, n: int, device: torch.device) -> Linear:
 
 
 def cold_copies(first: Linear) -> list[Linear]:
-    """`first` and as many copies as keep it from being read from the cache."""
+    """Return `first` and enough copies of it that none is read from the cache."""
     clones = (tuple(t.clone() for t in first.tensors) for _ in range(copies(_num_bytes(first)) - 1))
     return [first, *(Linear(first.scheme, tensors, first.bias) for tensors in clones)]
 
 
 def sums(cells: Sequence[Row], name: str, tokens: Sequence[int]) -> Iterator[Row]:
-    """What the products of `cells` take together, a row per number of tokens."""
+    """Yield a row per number of tokens: what the products of `cells` take together."""
     for m in tokens:
         same = [cell for cell in cells if cell.at == f"M={m}"]
         yield Row(

@@ -1,7 +1,7 @@
-"""`--compare`: other projects' kernels at the same sizes, those that are installed.
+"""Time other projects' kernels at the same sizes, if they are installed: `qrt-eval kernels --compare`.
 
-tinygemm and the int8 product are torch's own. A package that is not there, or that fails here, is one line on
-stderr. All run after qrt's rows, so that none of these is lost with them.
+tinygemm and the int8 product are torch's own. A package that is missing, or that fails here, gives one line
+on stderr. All of them run after qrt's rows, so a crash loses none of those.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from qrt_eval.speed.kernels.linear import products, sums
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, copies, microseconds
 
-GROUP = 128  # of int4 weights
-PAGE = 16  # tokens of a page of flashinfer's cache
-WORKSPACE_BYTES = 256 << 20  # flashinfer's, for the parts of long requests
+GROUP = 128  # weights per scale of int4
+PAGE = 16  # tokens per page of flashinfer's cache
+WORKSPACE_BYTES = 256 << 20  # which flashinfer needs to split long requests
 FP8 = torch.float8_e4m3fn
 Sizes = Sequence[tuple[int, int]]
 
 
 class Product(NamedTuple):
-    """`multiply(x, weight)` for weights [N, K] that `weight()` makes, each of `num_bytes`."""
+    """Hold `multiply(x, weight)` for weights [N, K] that `weight()` makes, each of `num_bytes`."""
 
     multiply: Callable[[Tensor, Any], Tensor]
     weight: Callable[[], Any]
@@ -39,9 +39,11 @@ class Product(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """A product of `package`: how it is called in the tables, `make(k, n, device)`, and what it takes.
+    """Describe a product of `package`: its name in the tables, `make(k, n, device)`, and what it takes.
 
-    int8: its arithmetic; dtype: of x; least, most: tokens that it runs, or that are worth the time.
+    int8          whether its arithmetic is int8
+    dtype         dtype of x
+    least, most   token counts that it supports, or that are worth the time
     """
 
     package: str
@@ -62,7 +64,7 @@ def rows(
     rates: Rates,
     device: torch.device,
 ) -> Iterator[Row]:
-    """The rows of every peer of the operators `ops`."""
+    """Yield the rows of every peer of the operators `ops`."""
     jobs: list[tuple[str, str, Callable[[], Iterator[Row]]]] = []
     if "linear" in ops:
         for peer in PEERS:
@@ -83,8 +85,8 @@ def rows(
 def _is_here(package: str) -> bool:
     try:
         import_module(package)
-    except Exception as error:  # absent, or made for another machine
-        print(f"--compare: {package} left out, it cannot be imported: {error}", file=sys.stderr)
+    except Exception as error:  # it is missing, or built for another machine
+        print(f"--compare: {package} left out, as it cannot be imported: {error}", file=sys.stderr)
         return False
     return True
 
@@ -93,7 +95,7 @@ def _measured(what: str, job: Callable[[], Iterator[Row]]) -> list[Row]:
     try:
         with torch.no_grad():
             return list(job())
-    except Exception as error:  # theirs, whatever it is: said, and the others still run
+    except Exception as error:  # a peer may fail in any way; the others still run
         print(f"--compare: {what} left out: {type(error).__name__}: {error}", file=sys.stderr)
         return []
 
@@ -101,7 +103,7 @@ def _measured(what: str, job: Callable[[], Iterator[Row]]) -> list[Row]:
 def linear_rows(
     peer: Peer, config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device
 ) -> Iterator[Row]:
-    """A row per product and number of tokens that the peer runs, and one for the four together."""
+    """Yield a row per product and number of tokens that the peer runs, and one for all four."""
     tokens = [m for m in tokens if peer.least <= m <= peer.most]
     cells: list[Row] = []
     for name, (k, n) in products(config).items() if tokens else ():
@@ -132,7 +134,7 @@ def _tinygemm(k: int, n: int, device: torch.device) -> Product:
 
 
 def _int_mm(k: int, n: int, device: torch.device) -> Product:
-    """int8 by int8 into int32: no quantizing of tokens before it, no scales after it."""
+    """Multiply int8 by int8 into int32, without quantizing tokens before or scaling after."""
 
     def weight() -> Tensor:
         return torch.randint(-128, 128, (n, k), device=device, dtype=torch.int8)
@@ -141,7 +143,7 @@ def _int_mm(k: int, n: int, device: torch.device) -> Product:
 
 
 def _torchao(name: str, settings: dict[str, Any], bits: int, k: int, n: int, device: torch.device) -> Product:
-    """`torchao.quantization.quantize_` with the config of that name; int8 is meant to be compiled."""
+    """Use `torchao.quantization.quantize_` with the config of that name; its int8 is meant to be compiled."""
     quantization = import_module("torchao.quantization")
     config = getattr(quantization, name)(**settings)
 
@@ -155,12 +157,12 @@ def _torchao(name: str, settings: dict[str, Any], bits: int, k: int, n: int, dev
 
     if bits == 4:
         return Product(multiply, weight, n * k // 2 + 4 * n * k // GROUP)
-    torch._dynamo.reset()  # a function is compiled for a few sizes only
+    torch._dynamo.reset()  # torch compiles a function for a few sizes only
     return Product(torch.compile(multiply, dynamic=False), weight, n * k + 2 * n)
 
 
 def _gemlite(device: torch.device) -> Any:
-    """gemlite with block sizes of its own for this GPU: those of an H100 are found by that name only."""
+    """Import gemlite with its H100 block sizes on any Hopper; it finds them only by that GPU's name."""
     gemlite = import_module("gemlite")
     if is_hopper(device):
         gemlite.load_config(str(Path(str(gemlite.__file__)).parent / "configs" / "h100.json"))
@@ -184,7 +186,7 @@ def _gemlite_int4(k: int, n: int, device: torch.device) -> Product:
 
 
 def _gemlite_int8(k: int, n: int, device: torch.device) -> Product:
-    """int8 tokens too, quantized in the call."""
+    """Multiply by int8 tokens, which the call quantizes."""
     _gemlite(device)
     helper = import_module("gemlite.helper")
 
@@ -204,7 +206,7 @@ PEERS = (
     Peer("torch", "tinygemm int4", _tinygemm, most=64),
     Peer("torch", "torch._int_mm (without quantizing)", _int_mm, int8=True, dtype=torch.int8, least=17),
     Peer("torchao", "torchao int4", partial(_torchao, "Int4WeightOnlyConfig", _INT4, 4), most=64),
-    # for more tokens torch.compile makes a reduction of it, which takes milliseconds
+    # for more tokens torch.compile turns it into a reduction, which takes milliseconds
     Peer("torchao", "torchao int8", partial(_torchao, "Int8WeightOnlyConfig", {}, 8), most=1),
     Peer(
         "torchao",
@@ -221,7 +223,7 @@ PEERS = (
 def decode_rows(
     dtype: torch.dtype, name: str, config: ModelConfig, sizes: Sizes, rates: Rates, device: torch.device
 ) -> Iterator[Row]:
-    """flashinfer's decode attention over a paged cache of `dtype` whose pages are shuffled."""
+    """Time flashinfer's decode attention over a paged cache of `dtype` with shuffled pages."""
     flashinfer = import_module("flashinfer")
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     for batch, context in sizes:
@@ -254,7 +256,7 @@ def decode_rows(
 
 
 def prefill_rows(config: ModelConfig, sizes: Sizes, rates: Rates, device: torch.device) -> Iterator[Row]:
-    """flashinfer's attention of one chunk over contiguous bf16 K and V, its prefix before it."""
+    """Time flashinfer's attention of one chunk after its prefix, over contiguous bf16 K and V."""
     flashinfer = import_module("flashinfer")
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     attend = partial(flashinfer.single_prefill_with_kv_cache, causal=True)

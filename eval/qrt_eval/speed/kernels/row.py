@@ -1,4 +1,4 @@
-"""One measured cell of the tables."""
+"""Name the operators, and hold one measured cell of their tables."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ OPS = ("layer", "chain", "linear", "decode", "prefill", "kv_write", "elementwise
 
 @dataclass(frozen=True)
 class Row:
-    """op: the operator; what: weight scheme, KV format or the alternative's name; at: the size, `M=16` or
-    `16 x 4096` (batch x context); us: time of a call; floor_us: below which no kernel gets with its bytes and
-    operations; ours: whether it is an operator of qrt."""
+    """Hold one measured cell.
+
+    op         the operator
+    what       the weight scheme, the KV format, or the alternative's name
+    at         the size: `M=16`, or `16 x 4096` (batch x context)
+    us         time of a call
+    floor_us   the time that no kernel can beat with these bytes and operations
+    ours       whether it is an operator of qrt
+    """
 
     op: str
     what: str
@@ -24,6 +30,6 @@ class Row:
     ours: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        """For the result file: the fields and the rates they come to."""
+        """Return the fields, with the rates that follow from them, for the result file."""
         rates = {"gb_per_s": self.num_bytes / self.us / 1e3, "tflops": self.flops / self.us / 1e6}
         return asdict(self) | {name: round(value, 1) for name, value in rates.items()}

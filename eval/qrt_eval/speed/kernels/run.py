@@ -1,4 +1,4 @@
-"""The command: which operators, at which sizes; the table on stdout, the JSON."""
+"""Run `qrt-eval kernels`: choose operators and sizes, time them, print tables and write the JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PREFILLS = ((4096, 0), (4096, 28672))
 
 
 def run(arguments: Namespace) -> None:
-    """`qrt-eval kernels`."""
+    """Run `qrt-eval kernels`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.tune:
         tune([shape(name) for name in arguments.tune], device)
@@ -50,7 +50,7 @@ def run(arguments: Namespace) -> None:
 
 
 def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: torch.device) -> Iterator[Row]:
-    """Every cell that was asked for."""
+    """Yield every cell that was asked for."""
     ops = arguments.op or OPS
     tokens = arguments.tokens or TOKENS
     decodes, prefills = arguments.decode or DECODES, arguments.prefill or PREFILLS
@@ -75,7 +75,7 @@ def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: tor
 
 
 def print_table(op: str, rows: Sequence[Row]) -> None:
-    """Times in microseconds, the share of the floor below them: one line a kernel, one column a size."""
+    """Print microseconds and their share of the floor: one line per kernel, one column per size."""
     sizes = list(dict.fromkeys(row.at for row in rows))
     table = Table(title=f"{op}: microseconds (share of the floor)")
     table.add_column("")

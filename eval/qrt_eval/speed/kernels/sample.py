@@ -1,4 +1,4 @@
-"""Sampling over the vocabulary: the operator after the head."""
+"""Time sampling over the vocabulary, the operator after the head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ BATCHES = (1, 16, 64, 256)
 
 
 def rows(config: ModelConfig, rates: Rates, device: torch.device) -> Iterator[Row]:
-    """Greedy rows, and rows drawn at temperature 1 from logits with no peak, which spare the least work."""
+    """Yield greedy rows, and rows drawn at temperature 1 from logits without a peak.
+
+    Without a peak, sampling can skip the least work.
+    """
     for count in BATCHES:
         logits = torch.randn(count, config.vocab_size, device=device, dtype=activation_dtype(device))
         several = [logits.clone() for _ in range(copies(logits.nbytes))]

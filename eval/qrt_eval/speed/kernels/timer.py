@@ -1,4 +1,4 @@
-"""How long an operator takes when its operands come from memory, and what this machine can do at best."""
+"""Time an operator whose operands come from memory, and measure what this machine can do at best."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-COLD_BYTES = 256 << 20  # operands of one timing: several times the L2 cache, so that each call reads memory
+COLD_BYTES = 256 << 20  # operands of one timing; several times the L2 cache, so each call reads memory
 MAX_COPIES = 64
 REPLAYS = 15
-REST_S = 0.2  # before a timing: the clocks stay low for a while when a large product has met the power cap
+REST_S = 0.2  # before a timing; after a large product has met the power cap, clocks stay low for a while
 
 
 def copies(operand_bytes: int) -> int:
-    """Distinct copies of the operands that together are too large for the cache."""
+    """Return how many copies of the operands are together too large for the cache."""
     return min(max(2, -(-COLD_BYTES // max(operand_bytes, 1))), MAX_COPIES)
 
 
@@ -28,10 +28,10 @@ def microseconds(
     replays: int = REPLAYS,
     rest_s: float = REST_S,
 ) -> float:
-    """Median time of a call of `operator`, over calls that each have operands of their own.
+    """Return the median time of a call of `operator`, over calls that each have their own operands.
 
-    On a GPU all calls are one CUDA graph, so that nothing is launched from Python, and the graph is replayed
-    after a rest of the GPU; on a CPU they run one after the other.
+    On a GPU all calls form one CUDA graph, so Python launches nothing; the graph is replayed after a rest. On
+    a CPU they run one after the other.
     """
     operator(*operands[0])  # compiles
     if not torch.cuda.is_available():
@@ -63,33 +63,33 @@ def microseconds(
 
 
 def activation_dtype(device: torch.device) -> torch.dtype:
-    """What the operators are timed in."""
+    """Return the dtype that the operators are timed in."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine does at best, measured: bytes copied (read and written), bf16 and int8 products."""
+    """Hold this machine's best measured rates: bytes copied (read and written), bf16 and int8 products."""
 
     bytes_per_s: float
     flops_per_s: float
     int8_ops_per_s: float
 
     def floor_us(self, num_bytes: float, flops: float = 0, int8: bool = False) -> float:
-        """The time below which the work cannot be done; `int8`: whether its operations are."""
+        """Return the shortest possible time of the work; `int8` says whether its operations are int8."""
         rate = self.int8_ops_per_s if int8 else self.flops_per_s
         return max(num_bytes / self.bytes_per_s, flops / rate) * 1e6
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Rates of a large copy and of large square products in bf16 (fp32 on a CPU) and int8."""
+    """Measure a large copy, and large square products in bf16 (fp32 on a CPU) and int8."""
     gpu = device.type == "cuda"
     size, elements = (8192, 1 << 30) if gpu else (1024, 1 << 26)
     source = torch.empty(elements, dtype=torch.int32, device=device).random_()
-    copy = partial(torch.bitwise_not, out=torch.empty_like(source))  # a kernel; copy_ is the copy engine's
+    copy = partial(torch.bitwise_not, out=torch.empty_like(source))  # a kernel, not the copy engine
     copy_us = microseconds(copy, [(source,)])
     a = torch.randn(size, size, device=device, dtype=activation_dtype(device))
     product_us = microseconds(torch.mm, [(a, a.T)])
     flops_per_s = 2 * size**3 / product_us * 1e6
-    # int8 tensor cores do twice what bf16's do; torch's own int8 product does not reach that
+    # int8 tensor cores are twice as fast as bf16's, but torch's own int8 product does not reach that
     return Rates(8 * elements / copy_us * 1e6, flops_per_s, 2 * flops_per_s)

@@ -1,9 +1,10 @@
-"""`qrt-eval kernels --tune`: finds the block sizes of the linear kernels for `qrt/kernels/tuned`.
+"""Find block sizes of the linear kernels for `qrt/kernels/tuned`: `qrt-eval kernels --tune`.
 
-What is tried is what won, or came near it, on an H200 at Llama-3-8B's sizes: each alone, then the fastest of
-them in a layer, since what a kernel leaves free of the GPU as it ends is the next one's. A key whose plan in
-the GPU's file is one of those is not measured again, and the file is written after every model and weight
-scheme: a run that was cut off can go on, and without the file everything is measured.
+It tries what won, or nearly won, on an H200 at Llama-3-8B's sizes. First each plan runs alone. Then the
+fastest run in a layer, because the part of the GPU that a kernel leaves free as it ends goes to the next one.
+A key whose plan in the GPU's file is one of those tried is not measured again. The file is written after
+every model and weight scheme, so an interrupted run can continue; to measure everything again, remove the
+file.
 """
 
 from __future__ import annotations
@@ -41,49 +42,52 @@ from qrt_eval.speed.kernels.timer import microseconds
 FUSED_WIDTHS = (8, 16, 32, 64)
 WIDE_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, *tuned.BETWEEN)
 INT8_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, *tuned.BETWEEN)
-HEAD_WIDTHS = (8, 16, 64, 128, 256)  # of rows that sample
-LAYER_WIDTHS = (8, 16, 32, 64, 128, 256)  # above, a product is long and its neighbours matter little
+HEAD_WIDTHS = (8, 16, 64, 128, 256)  # numbers of rows that sample
+LAYER_WIDTHS = (8, 16, 32, 64, 128, 256)  # wider products are long, so their neighbours matter little
 LAYER_STEP = "int8", 1024  # KV format and tokens of a request
-LAYER_PLANS = 5  # of a product: the fastest alone
-MEASURED_AT = {8: 1}  # a width stands for the token counts up to it; the largest unless given here
+LAYER_PLANS = 5  # plans of a product tried in a layer: the fastest alone
+MEASURED_AT = {8: 1}  # a width serves all token counts up to it and is measured at the largest, or this one
 SCHEMES = ("w4a16", "w8a16", "w8a8")
 SMS = 132
 Plan = FusedPlan | WidePlan | BlockPlan | HopperPlan
 KINDS = {plan: kind for kind, plan in {**tile_plans.PLANS, **int8_kernel.PLANS}.items()}
-COMPILED_ROWS = 1024  # N of the weights that kernels are compiled with: K is compiled in, N is not
+COMPILED_ROWS = 1024  # N of the weights used to compile kernels; K is compiled in, N is not
 
 
 class Trial(NamedTuple):
-    """One launch configuration of one product."""
+    """Hold one launch configuration of one product."""
 
     scheme: str
     k: int
     n: int
     width: int
-    plan: Plan | None  # None: dequantize, and multiply in 16 bits
-    gated: bool = False  # a gate over its up, run with silu_mul
+    plan: Plan | None  # None: dequantize and multiply in 16 bits
+    gated: bool = False  # gate and up together, run with silu_mul
 
     @property
     def key(self) -> str:
-        """Where the winner goes in the file."""
+        """Return the winner's key in the file."""
         if self.scheme == "w8a8":
             return int8_kernel.tuning_key(self.k, self.n, self.width)
         return tile_plans.tuning_key(self.k, self.n, 4 if self.scheme == "w4a16" else 8, self.width)
 
     @property
     def entry(self) -> tuned.Measured:
-        """Its plan as the file has it."""
+        """Return the plan as the file holds it."""
         return ["dequantize"] if self.plan is None else [KINDS[type(self.plan)], *self.plan]
 
     @property
     def binary(self) -> tuple[object, ...]:
-        """Equal for trials that one compiled kernel serves: only the fused ones and dequantizing know K."""
+        """Return what is equal for trials that share a compiled kernel.
+
+        Only fused plans and dequantizing compile K in.
+        """
         match self.plan:
             case HopperPlan(splits=splits):
                 return self.scheme, self.plan._replace(splits=min(splits, 2)), self.gated
             case BlockPlan():
                 return self.scheme, self.plan
-            case WidePlan(splits=splits):  # whether K is split, and whether a divisor of the tiles is known
+            case WidePlan(splits=splits):  # K split or not, divisor of the tiles known or not
                 gates = self.gated and self.plan.gates
                 return self.scheme, self.plan._replace(splits=min(splits, 2)), self.k % 4096 == 0, gates
             case FusedPlan():
@@ -92,7 +96,7 @@ class Trial(NamedTuple):
 
 
 def trials(k: int, n: int, gated: bool = False) -> Iterator[Trial]:
-    """Every configuration that is tried for a product, those of one weight together."""
+    """Yield every configuration to try for a product; those of one weight come together."""
     blocks = -(-n // TILE_ROWS)
     for scheme, inputs in (("w4a16", 256), ("w8a16", 128)):
         tiles = -(-k // inputs)
@@ -112,13 +116,13 @@ def _fused_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[F
     splits = sorted({tile_plans.even_splits(s, tiles) for s in around if s})
     sizes = product((1,), splits, (2, 4) if width <= 16 else (4,), (3, 4) if width == 8 else (3,))
     yield from starmap(FusedPlan, sizes)
-    if gated and width <= 32 and blocks % 2 == 0:  # the gate and the up of its columns: silu_mul too
-        # not 3 stages of few tokens: three programs then fit an SM, and go where there is room first
+    if gated and width <= 32 and blocks % 2 == 0:  # one program computes gate, up and silu_mul of its columns
+        # not 3 stages for few tokens: three programs would fit an SM, and crowd the first free ones
         yield FusedPlan(2, 1, 4, 4 if width <= 16 else 3)
 
 
-# width -> tokens, row blocks, planes of x a stage, stages of x and of w at 4 bits, groups of warps. Powers of
-# two where there is room: a stage's place then takes one instruction.
+# width -> tokens, row blocks, planes of x per stage, stages of x and of w at 4 bits, groups of warps. Powers
+# of two where they fit, because a stage's address then takes one instruction.
 WIDE_BLOCKS = {
     8: ((8, 1, 4, 2, 2, 2), (8, 2, 4, 4, 2, 2)),
     16: ((16, 1, 4, 2, 2, 2), (16, 1, 4, 4, 2, 1), (16, 2, 4, 4, 2, 2)),
@@ -135,31 +139,31 @@ WIDE_BLOCKS = {
 
 
 def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterable[WidePlan | None]:
-    """Of `hopper_kernel`, and None to dequantize."""
+    """Return plans of `hopper_kernel`, and None for dequantizing."""
     plans: list[WidePlan | None] = [None] * (width > 64)
     above = min(next_power_of_2(width), 2048)
     around = (above // 2, above) if width in tuned.BETWEEN else (above,)
     found = dict.fromkeys(chain.from_iterable(WIDE_BLOCKS[each] for each in around))
     for tokens, rows, planes, x_stages, w_stages, groups in found:
         depths = {w_stages}
-        if bits == 8:  # half the tile: also twice the stages where they are a program's own
+        if bits == 8:  # a tile has half the size, so twice the stages fit if a program has its own
             depths |= {2 * w_stages} if rows == 1 and w_stages == 2 else set()
             planes, x_stages = (2, 2 * x_stages) if planes == 4 else (planes, x_stages)
         programs = -(-blocks // rows) * -(-width // tokens)
         if rows > 1 and programs < SMS // 2:
-            continue  # many small programs are better there
+            continue  # many small programs are faster here
         whole = tokens * rows > 256 or width >= 1024
-        each = int((rows, groups) == (2, 1) and programs > SMS)  # one of their programs fills an SM
+        each = int((rows, groups) == (2, 1) and programs > SMS)  # one such program fills an SM
         for splits, depth in product((1,) if whole else _splits(programs, tiles // 4), sorted(depths)):
             plans.append(WidePlan(tokens, rows, splits, planes, x_stages, depth, groups, each))
-    return dict.fromkeys(plans)  # two may be one at 8 bits
+    return dict.fromkeys(plans)  # at 8 bits two of them may be equal
 
 
-# tokens, outputs, stages of `hopper_int8_kernel`; blocks of fewer than 64 tokens are for all of so few
+# tokens, outputs and stages of `hopper_int8_kernel`; blocks below 64 tokens serve only widths of that size
 HOPPER_INT8_BLOCKS = ((16, 64, 8), (16, 64, 12), (16, 128, 6), (16, 256, 6), (32, 128, 4),
                       (64, 64, 8), (64, 64, 12), (64, 128, 4), (64, 128, 6), (128, 64, 8), (128, 128, 3),
                       (128, 128, 4), (128, 128, 6), (128, 256, 4))  # fmt: skip
-PERSISTENT_INT8_BLOCKS = ((128, 128, 3, 2), (128, 128, 6, 1), (128, 256, 4, 1))  # and programs an SM
+PERSISTENT_INT8_BLOCKS = ((128, 128, 3, 2), (128, 128, 6, 1), (128, 256, 4, 1))  # the last is programs per SM
 
 
 def _int8_plans(width: int, k: int, n: int) -> Iterator[BlockPlan | HopperPlan]:
@@ -169,17 +173,17 @@ def _int8_plans(width: int, k: int, n: int) -> Iterator[BlockPlan | HopperPlan]:
         blocks = [
             (width, outputs, inputs, 4, stages) for outputs, inputs in shapes for stages in depths[inputs]
         ]
-    else:  # smaller blocks only where the largest ones are few
+    else:  # smaller blocks only if there are few large ones
         few = width < 1024 and -(-n // 128) * (width // 128) < 4 * SMS
         blocks = [(64, 64, 128, 4, 4), (128, 64, 128, 4, 4)] * few + [(128, 128, 128, 8, 3)]
     for tokens, outputs, inputs, warps, stages in blocks:
         programs, steps = -(-n // outputs) * -(-width // tokens), -(-k // inputs)
-        for splits in _splits(programs, steps // 2):  # no share of one step
+        for splits in _splits(programs, steps // 2):  # each split gets at least two steps
             if splits <= 8:
                 yield BlockPlan(tokens, outputs, inputs, splits, warps, stages)
     for tokens, outputs, stages in HOPPER_INT8_BLOCKS:
         if width >= 512 and outputs == 64 or width > 64 and (tokens, stages) == (64, 4):
-            continue  # many tokens want large blocks
+            continue  # many tokens need large blocks
         programs = -(-n // outputs) * -(-width // tokens)
         for splits in _splits(programs, -(-k // 128)) if stages > 3 else (1,):
             if (tokens == width or 64 <= tokens < width) and splits <= max(1, k // 512):
@@ -190,14 +194,16 @@ def _int8_plans(width: int, k: int, n: int) -> Iterator[BlockPlan | HopperPlan]:
 
 
 def _splits(programs: int, steps: int) -> list[int]:
-    """Of K: none, and as many as fill the SMs once or twice."""
+    """Return counts of splits of K: one, and as many as fill the SMs once or twice."""
     counts = (1, SMS // programs, 2 * SMS // programs)
     return sorted({tile_plans.even_splits(s, max(steps, 1)) for s in counts if s})
 
 
 def pending(configs: Sequence[ModelConfig], table: Mapping[str, tuned.Measured]) -> list[Trial]:
-    """The trials of these models' products, one model after the other, then of their heads in int8, less
-    those of keys whose plan in `table` is one that is tried."""
+    """Return the trials of these models' products, model by model, then of their heads in int8.
+
+    Keys whose plan in `table` is one of the trials are left out.
+    """
     sizes = {size: name == "gate_up" for config in configs for name, size in products(config).items()}
     todo = [trial for (k, n), gated in sizes.items() for trial in trials(k, n, gated)]
     for size in dict.fromkeys(head(config) for config in configs):
@@ -209,12 +215,12 @@ def pending(configs: Sequence[ModelConfig], table: Mapping[str, tuned.Measured])
 
 
 def tune(configs: Sequence[ModelConfig], device: torch.device) -> None:
-    """Measure the products of these models and write the file of this GPU, keeping what is in it."""
+    """Measure the products of these models and update the file of this GPU."""
     if device.type != "cuda":
-        raise ConfigError("--tune: measures GPU kernels, and no GPU is here")
+        raise ConfigError("--tune: expected a GPU to measure, got none; run it where the GPU is")
     table, file = tuned.configs(device), tuned.path(torch.cuda.get_device_name(device))
     if not file.is_file():
-        table.clear()  # another GPU's
+        table.clear()  # it was another GPU's
     todo = pending(configs, table)
     _compile({trial.binary: trial for trial in todo}.values())
     with tqdm(total=len(todo), desc="Measuring", unit="kernel") as bar:
@@ -236,7 +242,7 @@ def tune(configs: Sequence[ModelConfig], device: torch.device) -> None:
 def _ranked(
     todo: Sequence[Trial], table: dict[str, tuned.Measured], device: torch.device, bar: tqdm[Any]
 ) -> dict[str, list[tuned.Measured]]:
-    """The plans of each key, the fastest alone first; none that does not fit the GPU."""
+    """Return the plans of each key that fit the GPU, the fastest alone first."""
     times: dict[str, list[tuple[float, tuned.Measured]]] = defaultdict(list)
     for (scheme, k, n), group in groupby(todo, lambda trial: trial[:3]):
         weights = cold_copies(random_linear(scheme, k, n, device))
@@ -245,7 +251,7 @@ def _ranked(
             if us is not None:
                 times[trial.key].append((us, trial.entry))
             bar.update()
-        del weights  # before the next ones are made
+        del weights  # frees them before the next ones are made
     return {key: [entry for _, entry in sorted(found, key=lambda f: f[0])] for key, found in times.items()}
 
 
@@ -253,8 +259,10 @@ def _choose_in_layer(
     config: ModelConfig, scheme: str, ranked: Mapping[str, Sequence[tuned.Measured]],
     table: dict[str, tuned.Measured], device: torch.device,
 ) -> None:  # fmt: skip
-    """Of each product's fastest plans, leave that in `table` with which a layer is fastest; the fastest alone
-    where a layer has them by `chain`, which has no plans."""
+    """Choose among each product's fastest plans the one that makes a layer fastest, and put it in `table`.
+
+    If a layer runs them by `chain`, which has no plans, the fastest alone stays.
+    """
     model = layers(config, scheme, device)
     for width in LAYER_WIDTHS:
         if width <= MOST_TOKENS and scheme == "w4a16":
@@ -269,7 +277,7 @@ def _choose_in_layer(
             for entry in ranked[key][1:LAYER_PLANS]:
                 kept, table[key] = table[key], entry
                 us = layer_us(model, step)
-                if us < 0.995 * best:  # and no noise
+                if us < 0.995 * best:  # a smaller gain may be noise
                     best = us
                 else:
                     table[key] = kept
@@ -281,29 +289,29 @@ def _write(file: Path, table: Mapping[str, tuned.Measured]) -> None:
 
 
 def _try(trial: Trial, weights: Sequence[Linear], table: dict[str, tuned.Measured]) -> float | None:
-    """Microseconds, or None when the configuration does not fit the GPU."""
+    """Return microseconds, or None if the configuration does not fit the GPU."""
     with _planned(trial, table):
-        return microseconds(*_calls(trial, weights), 9, rest_s=0)  # of hundreds, much alike
+        return microseconds(*_calls(trial, weights), 9, rest_s=0)  # there are hundreds of similar trials
     return None
 
 
 def _calls(trial: Trial, weights: Sequence[Linear]) -> tuple[Callable[..., object], list[tuple[Any, ...]]]:
-    """What is timed: an operator, and its arguments for each of the weights."""
+    """Return what is timed: an operator, and its arguments for each of the weights."""
     tokens = MEASURED_AT.get(trial.width, trial.width)
-    by_digits = trial.scheme == "w4a16" and tokens <= MOST_TOKENS  # in bf16, and without a plan
+    by_digits = trial.scheme == "w4a16" and tokens <= MOST_TOKENS  # in bf16 it has no plan
     dtype = torch.float16 if by_digits else torch.bfloat16
     x = torch.randn(tokens, trial.k, device=weights[0].tensors[0].device, dtype=dtype)
     if not trial.gated or trial.scheme != "w8a8":
         operator = linear_silu if trial.gated else linear
         return operator, [(x, list(own.tensors), None, trial.scheme) for own in weights]
     codes, scale, dtype = int8_kernel.quantize_tokens(x)
-    tensors = [list(own.tensors) for own in weights]  # those of a layer keep the first plan
+    tensors = [list(own.tensors) for own in weights]  # the tensors of a Linear would keep their first plan
     return linear_silu_int8, [(codes, scale, own, None, trial.scheme, dtype) for own in tensors]
 
 
 @contextmanager
 def _planned(trial: Trial, table: dict[str, tuned.Measured]) -> Iterator[None]:
-    """`table` says what is tried; a configuration that does not fit the GPU leaves the block."""
+    """Put the trial into `table` for the block; leave the block if the configuration does not fit the GPU."""
     before = table.get(trial.key)
     table[trial.key] = trial.entry
     try:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from errors import assert_error, assert_names
 from qrt.kernels import tuned
 from qrt.kernels.linear import int8_kernel, kernel
 from qrt.quant.digits import MOST_TOKENS
@@ -86,7 +87,7 @@ def test_floor_is_the_slower_of_bytes_and_work():
 def test_tuning_without_a_gpu_is_refused(capsys):
     if not torch.cuda.is_available():
         assert main(["kernels", "--tune", "llama-3-8b"]) == 1
-        assert "no GPU is here" in capsys.readouterr().err
+        assert_error(capsys.readouterr().err, "--tune", "GPU")
 
 
 @pytest.mark.parametrize("name", shapes.SHAPES)
@@ -191,7 +192,4 @@ def test_unmeasured_gpu_uses_a_similar_gpus_plans(monkeypatch, caplog, name, chi
     found = tuned.configs(torch.device("cuda"))
     assert found == (json.loads(tuned.path(like).read_text()) if like else {})
     (said,) = caplog.messages
-    using = f"those of {like}" if like else "rules of thumb"
-    assert said.startswith(
-        f"kernels: no measured block sizes for {name}, using {using}; `qrt-eval kernels --tune`"
-    )
+    assert_names(said, name, like or "rules of thumb", "qrt-eval kernels --tune")
