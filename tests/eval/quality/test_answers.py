@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from test_kld import noisy
-from test_ppl import copy_with_fewer_merges
+from tiny_variants import fewer_merges, noisy
 from transformers import AutoModelForCausalLM
 
 from errors import assert_error, assert_names
@@ -103,7 +102,7 @@ def test_quantized_weights_change_answers(tmp_path):
 
 @pytest.mark.model
 def test_incomparable_models_and_prompts_are_refused(tmp_path, capsys, monkeypatch):
-    other = copy_with_fewer_merges(tmp_path / "other")
+    other = fewer_merges(tmp_path / "other")
     assert main(f"answers --baseline tiny --model {other} --limit 1 --max-tokens 1".split()) == 1
     assert_names(capsys.readouterr().err, "error:", str(other), "tiny", "tokenizer")
     assert main("answers --model tiny --max-tokens 2030".split()) == 1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
-from test_ppl import copy_with_fewer_merges, shorter_context
+from tiny_variants import fewer_merges, noisy, shorter_context
 from transformers import AutoModelForCausalLM
 
 from errors import assert_names
@@ -18,7 +18,6 @@ from qrt_eval.inputs.text import load_text
 from qrt_eval.quality import divergence, kld, reference
 from qrt_eval.quality.protocol import PROTOCOLS, Window
 from result_schema import checked
-from tiny_models import altered
 
 TINY = model_path("tiny")
 
@@ -80,17 +79,6 @@ def test_one_position_has_no_spread():
     figures = divergence.figures(divergence.compare(base, model, torch.tensor([3]), 0.9))
     assert figures["kl_se"] == figures["ln_ppl_ratio_se"] == figures["top1_agreement_se"] == 0
     assert figures["kl_p99.9"] == figures["kl_p1"] == figures["kl_mean"] > 0 and figures["ln_ppl_corr"] == 1
-
-
-def noisy(folder):
-    """The bundled model with noise in one projection."""
-
-    def change(tensors):
-        weight = tensors["model.layers.2.mlp.down_proj.weight"]
-        torch.manual_seed(1)
-        weight += 0.02 * torch.randn_like(weight)
-
-    return altered(TINY, folder, change)
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +240,7 @@ def test_lmeval_documents_fill_whole_windows(tmp_path):
 
 @pytest.mark.model
 def test_other_tokenizer_is_refused(tmp_path, capsys):
-    other = copy_with_fewer_merges(tmp_path / "other")
+    other = fewer_merges(tmp_path / "other")
     assert main(f"kld pydoc --model {other} --baseline tiny --seqlen 64 --limit 1".split()) == 1
     assert_names(capsys.readouterr().err, "error:", str(other), "tokenizer", "qrt-eval ppl --baseline")
 

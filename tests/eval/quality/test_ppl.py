@@ -3,12 +3,12 @@
 import json
 import math
 import runpy
-import shutil
 import sys
 
 import pytest
 import torch
 from quantized_kv import quantized_model
+from tiny_variants import fewer_merges, shorter_context
 
 from errors import assert_error, assert_names
 from qrt import LLM
@@ -24,14 +24,6 @@ from result_schema import checked
 from tiny_models import altered
 
 SETTINGS = {"attend_cache": True, "enable_prefix_caching": False}
-
-
-def shorter_context(folder):
-    """The bundled model with a context of 64 tokens."""
-    shutil.copytree(model_path("tiny"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
-    return folder
 
 
 def test_windows_do_not_overlap_and_drop_the_tail(tmp_path):
@@ -207,23 +199,11 @@ def test_overflowing_word_perplexity_is_infinite(tmp_path, capsys):
 @pytest.mark.model
 def test_different_tokenizers_show_bits_per_byte(tmp_path, capsys):
     """A model that reads the same text in other tokens: no change of perplexity is claimed."""
-    other = copy_with_fewer_merges(tmp_path / "other")
+    other = fewer_merges(tmp_path / "other")
     words = f"ppl pydoc --model {other} --baseline tiny --seqlen 64 --limit 3".split()
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert_names(shown, "tokenizers differ", "bits per byte", "%")
-
-
-def copy_with_fewer_merges(folder):
-    """The bundled model behind a tokenizer that lacks the last merges of its own."""
-    import shutil
-
-    shutil.copytree(model_path("tiny"), folder)
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-200]
-    path.write_text(json.dumps(tokenizer))
-    return folder
 
 
 def test_module_runs_as_a_command(monkeypatch, capsys):

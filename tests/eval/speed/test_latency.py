@@ -6,21 +6,13 @@ import torch
 from errors import assert_error, assert_names
 from qrt.model.fused import FusedDecoder
 from qrt_eval.cli import main
-from qrt_eval.inputs import shapes
 from qrt_eval.reports.tables import latencies
 from qrt_eval.speed import latency, transformers_latency
 from result_schema import checked
 
-SMALL = {
-    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
-    "tie_word_embeddings": True, "rope_theta": 10000.0,
-}  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(shapes.SHAPES, "small", ("LlamaForCausalLM", SMALL))
+def small(small_shape, monkeypatch):
     monkeypatch.setattr(latency, "READ_BYTES", 1 << 20)
 
 

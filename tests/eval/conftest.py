@@ -1,0 +1,16 @@
+"""A shape that runs in a moment: `--shape small`."""
+
+import pytest
+
+from qrt_eval.inputs import shapes
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+    "tie_word_embeddings": True, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_shape(monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "small", ("LlamaForCausalLM", SMALL))
