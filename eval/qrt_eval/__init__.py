@@ -1,1 +1,1 @@
-"""qrt's evaluators: what quantization cost (perplexity) and what it bought (bytes, speed)."""
+"""Evaluate what quantization costs (quality) and what it buys (bytes and speed)."""

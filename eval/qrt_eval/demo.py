@@ -1,7 +1,7 @@
-"""`make demo`: the main job on the bundled model, on any machine, in a few minutes.
+"""Show the main job on the bundled model, on any machine, in a few minutes: `make demo`.
 
-Calibrates `tiny` to int4, compares bytes, perplexity and speed of bf16, int4, int4 + int8 KV and
-int4 + int4 KV, and lets the quantized model write.
+It calibrates `tiny` to int4, compares bytes, perplexity and speed of bf16, int4, int4 + int8 KV and int4 +
+int4 KV, and lets the quantized model write some text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAMPLE = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=60, seed=7)
 
 @dataclass(frozen=True)
 class Row:
-    """One variant's figures; bytes are those of the running model, KV per token."""
+    """Hold one variant's figures. Bytes are those of the running model; KV bytes are per token."""
 
     name: str
     weight_bytes: int
@@ -46,13 +46,13 @@ class Row:
 
 
 def main() -> int:
-    """Run the demonstration; returns the exit code."""
+    """Run the demonstration; return the exit code."""
     logging.basicConfig(level=logging.WARNING)
     return run_main(demonstrate)
 
 
 def demonstrate() -> None:
-    """Calibrate, measure, print."""
+    """Calibrate, measure and print."""
     from qrt_calibrate.cli import main as calibrate
 
     if OUT.exists():
@@ -66,11 +66,11 @@ def demonstrate() -> None:
 
 
 def measure(name: str, model: str, kv: str) -> Row:
-    """Perplexity on pydoc with K/V read back from the cache, then the speed of generating in bf16."""
+    """Measure perplexity on pydoc with K/V read back from the cache, and the speed of generating in bf16."""
     ppl = quick_perplexity(scorer(model, kv), load_text("pydoc"), SEQLEN, WINDOWS).ppl
     llm = LLM(model, kv=kv, dtype="bfloat16")
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    llm.generate(PROMPTS[:1], params, use_tqdm=False)  # first call pays for lazy imports
+    llm.generate(PROMPTS[:1], params, use_tqdm=False)  # the first call imports modules
     started = time.perf_counter()
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -78,7 +78,7 @@ def measure(name: str, model: str, kv: str) -> Row:
 
 
 def print_table(rows: list[Row]) -> None:
-    """All variants, differences against the first."""
+    """Print all variants, with differences from the first."""
     table = Table(
         title="tiny: what quantization costs and saves (perplexity on the start of pydoc, protocol gptq)"
     )
@@ -98,7 +98,7 @@ def print_table(rows: list[Row]) -> None:
 
 
 def write_sample() -> None:
-    """A few sentences from the quantized model with quantized KV."""
+    """Print a few sentences of the quantized model with quantized KV."""
     llm = LLM(VARIANTS[2][1], kv=VARIANTS[2][2])
     prompt = "The government said that"
     output = llm.generate([prompt], SAMPLE, use_tqdm=False)[0]

@@ -133,7 +133,11 @@ def add_model_or_shape(command: ArgumentParser) -> None:
 def add_shape(command: Any, default: str | None = None) -> None:
     """Add --shape, a known model size that gets random weights."""
     command.add_argument(
-        "--shape", default=default, choices=list(SHAPES), metavar="NAME", help=f"sizes of {', '.join(SHAPES)}"
+        "--shape",
+        default=default,
+        choices=list(SHAPES),
+        metavar="NAME",
+        help=f"random weights with the sizes of {', '.join(SHAPES)}",
     )
 
 

@@ -1,10 +1,9 @@
-"""Every weight scheme with every KV format in one table: `qrt-eval sweep`.
+"""Measure every weight scheme with every KV format in one table: `qrt-eval sweep`.
 
-Checkpoints are made by qrt-calibrate where none is given. Quality is against the unquantized model with
-unquantized KV, over the same windows, in float32 on a CPU; bytes and speed are of the model as it is served,
-in bf16. With --shape (random weights) there is no quality. Cells are kept as they are done, so that an
-interrupted sweep is taken up by the same command. The folder gets result.json, pareto.svg, pareto.png and
-report.html.
+qrt-calibrate makes the checkpoints that are not given. Quality is compared with the unquantized model with
+unquantized KV, over the same windows, in float32 on a CPU. Bytes and speed are those of the served model, in
+bf16. With --shape (random weights) there is no quality. Each cell is kept when it is done, so the same
+command resumes an interrupted sweep. The folder gets result.json, pareto.svg, pareto.png and report.html.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from qrt_eval.speed.workload import in_batches
 
 GIB = 1 << 30
 UTILIZATION = EngineConfig.gpu_memory_utilization
-PLAIN = "fp16"  # weights and KV of the baseline
+PLAIN = "fp16"  # weights and KV format of the baseline
 SHORT = {"16": "fp16", "8": "w8a16", "4": "w4a16"}
 QUALITY = ("ppl", "ppl_change", "kl_mean", "kl_se", "kl_p99", "top1_agreement", "top_p_flips")
 SPEED = ("tokens_per_second", "output_tokens_per_second", "achieved_GBps", "host_gap", "repeats")
@@ -49,11 +48,11 @@ SPEED = ("tokens_per_second", "output_tokens_per_second", "achieved_GBps", "host
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is swept, read from the command line once.
+    """Hold what is swept, read from the command line once.
 
-    folder   of result, picture, report and the checkpoints that are made
+    folder   where the result, the picture, the report and the checkpoints go
     given    checkpoints of --checkpoint, by scheme
-    text     to take the quality on; None with a shape
+    text     the text that quality is measured on; None with a shape
     """
 
     arguments: Namespace
@@ -66,7 +65,7 @@ class Sweep:
 
     @classmethod
     def read(cls, arguments: Namespace) -> Sweep:
-        """ConfigError for schemes and formats that qrt does not have."""
+        """Read the command line; ConfigError for schemes and formats that qrt does not have."""
         weights = _schemes("--weights", arguments.weights)
         kv = tuple(dict.fromkeys(arguments.kv))
         given = _given(arguments, weights)
@@ -77,7 +76,7 @@ class Sweep:
 
     @property
     def result(self) -> Path:
-        """The result file."""
+        """Return the path of the result file."""
         return self.folder / "result.json"
 
 
@@ -87,33 +86,31 @@ def _schemes(flag: str, words: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"{flag} {name}: unknown (known: {', '.join([*SHORT, *known])}){nearest(name, known)}"
+                f"{flag}: expected one of {', '.join([*SHORT, *known])}, got {name!r}{nearest(name, known)}"
             )
     return tuple(dict.fromkeys(names))
 
 
 def _given(arguments: Namespace, weights: Sequence[str]) -> dict[str, str]:
-    """Checkpoint by scheme; ConfigError for one that the sweep would not read."""
+    """Return given checkpoints by scheme; ConfigError for one that the sweep would not read."""
     given: dict[str, str] = {}
     for word in arguments.checkpoint:
         scheme, equals, folder = word.partition("=")
         if not equals or not folder:
-            raise ConfigError(f"--checkpoint {word}: expected SCHEME=MODEL, e.g. 4=model-w4")
+            raise ConfigError(f"--checkpoint: expected SCHEME=MODEL, e.g. 4=model-w4, got {word!r}")
         if arguments.shape:
-            raise ConfigError(
-                f"--checkpoint {word}: a shape has random weights; give --model, or leave it out"
-            )
+            raise ConfigError(f"--checkpoint: expected --model beside it, got --shape; leave {word} out")
         (name,) = _schemes("--checkpoint", [scheme])
         if name not in weights:
             asked = " ".join(arguments.weights)
-            raise ConfigError(f"--checkpoint {word}: {name} is not among --weights {asked}")
+            raise ConfigError(f"--checkpoint: expected a scheme of --weights {asked}, got {word}")
         given[name] = folder
     return given
 
 
 def run(arguments: Namespace) -> None:
-    """Measure every cell, then write table, result, picture and report."""
-    pareto.require()  # before an hour of work, not after
+    """Run `qrt-eval sweep`: measure every cell, then write table, result, picture and report."""
+    pareto.require()  # fails now instead of after an hour of work
     sweep = Sweep.read(arguments)
     check_output("--out", sweep.result)
     partial = PartialResult(sweep.result)
@@ -140,7 +137,7 @@ def run(arguments: Namespace) -> None:
 
 
 def cell_key(sweep: Sweep, weights: str, kv: str, checkpoint: str | None) -> dict[str, Any]:
-    """Everything that a cell's figures depend on."""
+    """Return everything that a cell's figures depend on."""
     flags = command_facts(sweep.arguments)["arguments"]
     flags = {
         name: value for name, value in flags.items() if name not in ("weights", "kv", "out", "checkpoint")
@@ -156,8 +153,10 @@ def cell_key(sweep: Sweep, weights: str, kv: str, checkpoint: str | None) -> dic
 
 
 def checkpoint_of(sweep: Sweep, weights: str) -> str:
-    """The checkpoint of a scheme: the model itself, one given by --checkpoint, or one made here, beside which
-    a file says of which model, by its `checkpoint_sha256`."""
+    """Return the checkpoint of a scheme: the model itself, a given one, or one made here.
+
+    A file beside a checkpoint made here holds the `checkpoint_sha256` of its model.
+    """
     from qrt_calibrate.cli import main as calibrate
 
     if weights in sweep.given:
@@ -169,8 +168,8 @@ def checkpoint_of(sweep: Sweep, weights: str) -> str:
     if (out / "config.json").is_file():
         if not source.is_file() or source.read_text() != made_of:
             raise ConfigError(
-                f"{out}: not known to be made of {sweep.arguments.model} as it is now; remove it, choose "
-                f"another --out, or give it as --checkpoint {weights}={out}"
+                f"{out}: expected a checkpoint made from {sweep.arguments.model} as it is now, got another; "
+                f"remove it, choose another --out, or give it as --checkpoint {weights}={out}"
             )
         return str(out)
     print(f"making {out} with qrt-calibrate", file=sys.stderr)
@@ -182,7 +181,7 @@ def checkpoint_of(sweep: Sweep, weights: str) -> str:
 
 
 def baseline(sweep: Sweep, text: EvalText) -> Reference:
-    """The unquantized model's distributions over the windows."""
+    """Return the unquantized model's distributions over the windows."""
     llm, windows, facts = kld.ready_baseline(sweep.arguments, sweep.arguments.model, PLAIN, text)
     base = kld.compute_reference(llm, windows, facts, CHUNK_TOKENS)
     del llm
@@ -193,7 +192,7 @@ def baseline(sweep: Sweep, text: EvalText) -> Reference:
 def measure(
     sweep: Sweep, weights: str, kv: str, checkpoint: str | None, base: Reference | None
 ) -> dict[str, Any]:
-    """One cell: bytes and speed, and the quality where there is a checkpoint."""
+    """Return one cell: bytes and speed, and quality if there is a checkpoint."""
     quality: dict[str, Any] = dict.fromkeys(QUALITY)
     if base is not None and checkpoint is not None:
         llm = kld.reader_model(checkpoint, kv, sweep.arguments.dtype, base.longest)
@@ -228,14 +227,16 @@ def speed(engine: Engine, arguments: Namespace) -> dict[str, Any]:
 
 
 def fitting(arguments: Namespace, weight_bytes: int, kv_bytes_per_token: int) -> int:
-    """Requests of --context tokens whose K/V fit beside the weights in --memory-gib, at the utilization that
-    the engine takes; what a step needs besides is not counted."""
+    """Return how many requests of --context tokens fit beside the weights in --memory-gib.
+
+    It uses the engine's memory utilization. The memory that a step needs is not counted.
+    """
     room = arguments.memory_gib * GIB * UTILIZATION - weight_bytes
     return max(0, int(room // (kv_bytes_per_token * arguments.context)))
 
 
 def serving_engine(arguments: Namespace, weights: str, kv: str, checkpoint: str | None) -> Engine:
-    """The engine whose speed is taken, in bf16, for as many requests as the batch has."""
+    """Build the engine whose speed is measured, in bf16, for a batch of requests."""
     config = EngineConfig(
         model=checkpoint or arguments.shape,
         kv=kv,
@@ -250,7 +251,7 @@ def serving_engine(arguments: Namespace, weights: str, kv: str, checkpoint: str 
 
 
 def about(sweep: Sweep) -> dict[str, Any]:
-    """What the figures are of."""
+    """Return what the figures belong to."""
     arguments, text = sweep.arguments, sweep.text
     return {
         "model": arguments.shape or api_name(arguments.model),
@@ -267,7 +268,7 @@ def about(sweep: Sweep) -> dict[str, Any]:
 
 
 def print_table(sweep: Sweep, cells: list[dict[str, Any]]) -> None:
-    """All cells on stdout."""
+    """Print all cells."""
     arguments = sweep.arguments
     requests = f"{arguments.context:,} tokens in {arguments.memory_gib:g} GiB"
     table = Table(

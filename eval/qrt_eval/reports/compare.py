@@ -1,9 +1,9 @@
-"""What changed between two result files of one command, beyond the noise: `qrt-eval compare A.json B.json`.
+"""Compare two result files of one command and mark what changed beyond noise: `qrt-eval compare A B`.
 
-A metric's noise is one standard error, from what the files hold: losses of the same windows (paired, so that
-the text's own spread falls out), repeats of a timing, requests of a load. Where a file holds one timing only,
-3 % are assumed, and said to be. Perplexities of different tokenizers do not compare; bits per byte stand in
-for them.
+A metric's noise is one standard error, taken from what the files hold: losses of the same windows (paired, so
+that differences between windows cancel), repeats of a timing, or requests of a load. If a file holds a single
+timing, 3 % are assumed, and the table says so. Perplexities of different tokenizers do not compare; bits per
+byte replace them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from qrt_eval.quality.protocol import Sliding, default_stride
 from qrt_eval.results.console import show
 
 Result = Mapping[str, Any]
-ASSUMED_NOISE = 0.03  # of a timing that was not repeated
+ASSUMED_NOISE = 0.03  # relative, for a timing that was not repeated
 SAME_TEXT = ("dataset", "text_sha256", "protocol", "seqlen")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure. `noise`: its standard error, None where the file does not say; `more_is_better`."""
+    """Hold a figure, whether more of it is better, and its standard error (`noise`; None if unknown)."""
 
     value: float
     noise: float | None
@@ -39,7 +39,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Change:
-    """One metric before and after. `noise`: standard error of the difference, in the metric's unit."""
+    """Hold one metric before and after. `noise` is the difference's standard error, in the metric's unit."""
 
     name: str
     before: float
@@ -50,57 +50,57 @@ class Change:
 
 
 def run(arguments: Namespace) -> None:
-    """Print what differs between the runs, then every metric that both files have."""
+    """Run `qrt-eval compare`: print what differs between the runs, then every metric that both files have."""
     before, after = (load(path) for path in arguments.results)
     first, second = kind(before), kind(after)
     if first != second:
         raise ConfigError(
-            f"compare: {arguments.results[0]} is of {first}, {arguments.results[1]} of {second}"
+            f"compare: expected two results of one command, got {arguments.results[0]} of {first} and "
+            f"{arguments.results[1]} of {second}"
         )
     old_text, new_text = text_of(before), text_of(after)
     for key, old in old_text.items():
         if old != new_text[key]:
             raise ConfigError(
-                f"compare: {key} differs ({old} and {new_text[key]}): the losses do not compare"
+                f"compare: expected the same {key} in both files, got {old} and {new_text[key]}; run one of "
+                "them again"
             )
     for name, old, new in settings(before, after):
         print(f"{name}: {old} -> {new}")
     if tokens_differ(before, after):
-        print("The tokenizers differ, so perplexities do not compare; bits per byte do")
+        print("The tokenizers differ, so bits per byte are compared, not perplexities")
     changes = compare(before, after, arguments.sigmas)
     if not changes:
-        raise ConfigError("compare: the files have no metric of the same model, format and size in common")
+        raise ConfigError("compare: expected a metric of the same model, format and size in both, got none")
     print_table(changes, arguments.sigmas)
 
 
 def load(path: str) -> dict[str, Any]:
-    """A result file; ConfigError when it is none."""
+    """Read a result file; ConfigError if it is not one."""
     try:
         result = json.loads(Path(path).read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; write it with --json") from None
+        raise ConfigError(f"compare: expected a result file, got {path}, which does not exist") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from None
+        raise ConfigError(f"{path}: expected JSON, got something else ({error})") from None
     if not isinstance(result, dict) or "environment" not in result:
-        raise ConfigError(f"{path}: not a result file of qrt-eval")
+        raise ConfigError(f"{path}: expected a result that qrt-eval wrote with --json, got other JSON")
     if kind(result) not in METRICS:
         known = ", ".join(METRICS)
-        raise ConfigError(
-            f"{path}: a result of {kind(result)}, which has nothing to compare (known: {known})"
-        )
+        raise ConfigError(f"{path}: expected a result of {known}, got one of {kind(result)}")
     try:
         for metric in METRICS[kind(result)](result).values():
             float(metric.value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{path}: lacks what a result of {kind(result)} holds ({type(error).__name__}: {error}); write "
-            "it again with --json"
+            f"{path}: expected all entries of a result of {kind(result)}, got a file without some "
+            f"({type(error).__name__}: {error}); write it again with --json"
         ) from None
     return result
 
 
 def text_of(result: Result) -> dict[str, Any]:
-    """The text that a run read and how it cut it: losses compare where all of it is the same."""
+    """Return which text a run read and how it cut it. Losses compare only if all of this is equal."""
     found = {key: result.get(key) for key in SAME_TEXT}
     asked = (result.get("arguments") or {}).get("stride")
     if found["protocol"] == Sliding.name and asked is None:
@@ -109,19 +109,19 @@ def text_of(result: Result) -> dict[str, Any]:
 
 
 def tokens_differ(before: Result, after: Result) -> bool:
-    """Whether two perplexities are known to be of different tokens."""
+    """Return whether two perplexities are known to count different tokens."""
     one, other = (result.get("tokenizer_sha256") for result in (before, after))
     return kind(before) == "ppl" and None not in (one, other) and one != other
 
 
 def kind(result: Result) -> str:
-    """The command that wrote a file; files without its name are told by their keys."""
+    """Return the command that wrote a file. Older files do not name it, so their keys decide."""
     told = {"kernels": "kernels", "rows": "latency", "ppl": "ppl"}
     return str(result.get("command") or next((name for key, name in told.items() if key in result), "?"))
 
 
 def settings(before: Result, after: Result) -> Iterator[tuple[str, Any, Any]]:
-    """Every fact in which the two runs differ: flags, model, versions, device, commit."""
+    """Yield every fact in which the two runs differ: flags, model, versions, device, commit."""
     for name in ("model", "model_sha256", "weights", "kv", "dtype", "model_id", "tokenizer_sha256"):
         if before.get(name) != after.get(name):
             yield name, before.get(name), after.get(name)
@@ -140,7 +140,7 @@ def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare(before: Result, after: Result, sigmas: float) -> list[Change]:
-    """The changes of all metrics that both have, in the order of the second file."""
+    """Return the changes of all metrics that both files have, in the order of the second file."""
     metrics = _bits_per_byte if tokens_differ(before, after) else METRICS[kind(before)]
     old, new = metrics(before), metrics(after)
     paired = paired_noise(before, after)
@@ -158,14 +158,14 @@ def compare(before: Result, after: Result, sigmas: float) -> list[Change]:
 
 
 def verdict(before: float, after: float, bound: float, metric: Metric) -> str:
-    """`same`, `better` or `worse`."""
+    """Return `same`, `better` or `worse`."""
     if abs(after - before) <= bound:
         return "same"
     return "better" if (after > before) == metric.more_is_better else "worse"
 
 
 def paired_noise(before: Result, after: Result) -> dict[str, float]:
-    """Of perplexities over the same windows: by the spread of the windows' differences."""
+    """Return the noise of perplexities over the same windows, from the spread of their differences."""
     old, new = before.get("windows_nll"), after.get("windows_nll")
     if not old or not new or len(old) != len(new) or len(old) < 2:
         return {}
@@ -178,7 +178,7 @@ def _ppl(result: Result) -> dict[str, Metric]:
 
 
 def _bits_per_byte(result: Result) -> dict[str, Metric]:
-    """In place of `ppl`; as noisy as the mean loss, its logarithm."""
+    """Return the metric that replaces `ppl`. Its noise is that of the mean loss, the logarithm of `ppl`."""
     if "bits_per_byte" not in result:
         return {}
     value, ppl, stderr = result["bits_per_byte"], result.get("ppl", 1.0), result.get("stderr")
@@ -299,7 +299,7 @@ METRICS: dict[str, Callable[[Result], dict[str, Metric]]] = {
 
 
 def print_table(changes: Sequence[Change], sigmas: float) -> None:
-    """Every change, those beyond the noise marked."""
+    """Print every change, and mark those beyond the noise."""
     table = Table(title=f"changes beyond {sigmas:g} standard errors are marked", title_justify="left")
     for name in ("", "before", "after", "change", "noise", "verdict"):
         table.add_column(name, justify="left" if name in ("", "verdict") else "right")

@@ -1,4 +1,4 @@
-"""The report of a sweep as one HTML file: table, picture and facts, nothing fetched from anywhere."""
+"""Write the report of a sweep as one HTML file with table, picture and facts. It loads nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 
 def write_page(result: Path, folder: Path) -> None:
-    """report.html of a sweep's result file, with pareto.svg of the same folder in it."""
+    """Write report.html for a sweep's result file, with the folder's pareto.svg in it."""
     facts = json.loads(result.read_text())
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -27,13 +27,13 @@ def write_page(result: Path, folder: Path) -> None:
 
 
 def inline(svg: str) -> Markup:
-    """An SVG file as an element of a page: without the declarations, and the references to their authors."""
+    """Return an SVG file as an element of a page, without declarations and metadata."""
     body = svg[svg.index("<svg") :]
     return Markup(re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL))
 
 
 def shades(facts: dict[str, Any]) -> dict[str, list[float]]:
-    """For the columns that are shaded: how good each cell is, 0 worst to 1 best."""
+    """Return, for each shaded column, how good every cell is, from 0 (worst) to 1 (best)."""
     columns = {"max_concurrent_requests": 1, "tokens_per_second": 1, "kl_mean": -1, "weight_bytes": -1}
     found = {}
     for name, sign in columns.items():

@@ -1,8 +1,8 @@
-"""The picture of a sweep: what each pair of weights and KV costs in divergence, and what it buys.
+"""Draw a sweep: what each pair of weights and KV costs in divergence, and what it buys.
 
-A colour a weight scheme, a marker a KV format; a line joins the pairs that no other beats in both.
-`python -m qrt_eval.reports.pareto RESULT.json` draws RESULT.svg beside it, for README and docs/. It
-needs matplotlib: `pip install qrt[plot]`.
+Each weight scheme has a colour and each KV format a marker. A line joins the pairs that no other pair beats
+on both axes. `python -m qrt_eval.reports.pareto RESULT.json` draws RESULT.svg beside it, for README and
+docs/. It needs matplotlib: `pip install qrt[plot]`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from qrt_eval.reports.picture import STYLE, fingerprint
 COLORS = {"fp16": "#000000", "w8a16": "#0072b2", "w8a8": "#009e73", "w4a16": "#d55e00"}
 MARKERS = {"fp16": "o", "int8": "s", "int4": "^"}
 OTHER = "#777777"
-LINEAR_BELOW = 3.0  # the axis of KL is linear from zero to a third of the smallest
+LINEAR_BELOW = 3.0  # the KL axis is linear from zero up to a third of the smallest value
 
 
 def require() -> None:
-    """UnsupportedError where matplotlib is not installed."""
+    """Raise UnsupportedError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UnsupportedError("the picture needs matplotlib; pip install 'qrt[plot]'") from error
+        raise UnsupportedError("picture: expected matplotlib, got none; pip install 'qrt[plot]'") from error
 
 
 def draw(result: Path, *targets: Path) -> None:
-    """Draw a sweep's result file to each of `targets` (.svg, .png), the same bytes for the same file."""
+    """Draw a sweep's result file to each of `targets` (.svg, .png); the same file gives the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -59,12 +59,12 @@ def draw(result: Path, *targets: Path) -> None:
 
 
 def requests(facts: dict[str, Any]) -> str:
-    """What the axis of memory counts."""
+    """Return what the memory axis counts."""
     return f"requests of {facts['context_tokens']:,} tokens in {facts['memory_bytes'] / (1 << 30):g} GiB"
 
 
 def panel(axes: Any, cells: Sequence[dict[str, Any]], x: str, y: str, title: str) -> None:
-    """One point a cell; more of `x` is better, less of a divergence, more of anything else."""
+    """Draw one point per cell. More of `x` is better; so is less divergence, and more of any other `y`."""
     best = frontier([(cell[x], cell[y]) for cell in cells], less_y=y == "kl_mean")
     axes.plot(*zip(*best, strict=True), color="#bbbbbb", linewidth=1.2, zorder=1)
     for cell in cells:
@@ -82,7 +82,7 @@ def panel(axes: Any, cells: Sequence[dict[str, Any]], x: str, y: str, title: str
 
 
 def frontier(points: Sequence[tuple[float, float]], *, less_y: bool) -> list[tuple[float, float]]:
-    """The points that none beats in both: from the most x to the least."""
+    """Return the points that no other beats in both, from the largest x to the smallest."""
     sign = 1 if less_y else -1
     best: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda p: (-p[0], sign * p[1])):
@@ -92,7 +92,7 @@ def frontier(points: Sequence[tuple[float, float]], *, less_y: bool) -> list[tup
 
 
 def _kl_axis(axes: Any, cells: Sequence[dict[str, Any]]) -> None:
-    """Logarithmic, with room for the zero of the baseline."""
+    """Make the axis logarithmic, with room for the baseline's zero."""
     smallest = min((cell["kl_mean"] for cell in cells if cell["kl_mean"]), default=1.0)
     axes.set_yscale("symlog", linthresh=smallest / LINEAR_BELOW, linscale=0.3)
     axes.set_ylim(0, 2 * max(smallest, *(cell["kl_mean"] for cell in cells)))

@@ -18,7 +18,7 @@ RESULT = Path("eval/results/h200/kernels_llama-3-8b.json")
 
 
 class Series(NamedTuple):
-    """One colour of a panel: `what` of its rows, how it is called, a colour of Okabe and Ito's palette."""
+    """Describe one line of a panel: `what` its rows are, its label, a colour of Okabe and Ito's palette."""
 
     what: str
     label: str
@@ -50,16 +50,16 @@ STYLE: Any = {
 }
 
 
-NAMES_APART = 1.17  # on the axis of time, at least
+NAMES_APART = 1.17  # smallest ratio of the heights of two names
 
 
 def fingerprint(result: Path) -> str:
-    """What a picture of this file carries."""
+    """Return the hash that a picture of this file carries."""
     return "sha256:" + hashlib.sha256(result.read_bytes()).hexdigest()
 
 
 def draw(result: Path, target: Path) -> None:
-    """Draw the products and decode attention of a result file; the same bytes for the same file."""
+    """Draw the products and decode attention of a result file; the same file gives the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -79,7 +79,7 @@ def draw(result: Path, target: Path) -> None:
 
 
 def draw_linear(axes: Any, lines: dict[Series, dict[str, Any]]) -> None:
-    """Time over tokens: a line a scheme, its floor dotted."""
+    """Draw time over tokens: a line per scheme, its floor dotted."""
     for series, rows in lines.items():
         tokens = [int(at.removeprefix("M=")) for at in rows]
         times = [row["us"] for row in rows.values()]
@@ -91,7 +91,7 @@ def draw_linear(axes: Any, lines: dict[Series, dict[str, Any]]) -> None:
     _name_lines(axes, lines)
     ticks = sorted({int(at.removeprefix("M=")) for rows in lines.values() for at in rows})
     axes.set(xscale="log", yscale="log", xlabel="tokens in the step", ylabel="time of the four products, µs")
-    axes.set_xlim(left=ticks[0] / 24)  # room for the names
+    axes.set_xlim(left=ticks[0] / 24)  # leaves room for the names
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.tick_params(axis="x", which="minor", length=0)
     axes.set_title("The products of one layer (dotted: floor)")
@@ -99,8 +99,10 @@ def draw_linear(axes: Any, lines: dict[Series, dict[str, Any]]) -> None:
 
 
 def _name_lines(axes: Any, lines: dict[Series, dict[str, Any]]) -> None:
-    """Left of the first point, apart from the name below; left of the last of a dashed line, which crosses
-    others there."""
+    """Write each line's name left of its first point, apart from the name below.
+
+    A dashed line crosses others there, so its name stands left of its last point.
+    """
     ends = [(list(rows.items())[0 if series.style == "-" else -1], series) for series, rows in lines.items()]
     below = 0.0
     for (at, row), series in sorted(ends, key=lambda end: end[0][1]["us"]):
@@ -112,7 +114,7 @@ def _name_lines(axes: Any, lines: dict[Series, dict[str, Any]]) -> None:
 
 
 def draw_decode(axes: Any, lines: dict[Series, dict[str, Any]]) -> None:
-    """A row per size and format: a dot at its time, a bar back to its floor."""
+    """Draw a row per size and format: a dot at its time, and a bar back to its floor."""
     sizes = list(dict.fromkeys(at for rows in lines.values() for at in rows))
     step = len(lines) + 1
     for i, (series, rows) in enumerate(lines.items()):
@@ -140,7 +142,7 @@ def _size(at: str) -> str:
 
 
 def _mark_times(axes: Any, axis: str) -> None:
-    """Plain numbers and a faint grid at 1, 3, 10, 30 and so on."""
+    """Mark 1, 3, 10, 30 and so on with plain numbers and a faint grid."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     times = getattr(axes, f"{axis}axis")
@@ -152,7 +154,7 @@ def _mark_times(axes: Any, axis: str) -> None:
 
 
 def main(words: Iterable[str]) -> None:
-    """`python -m qrt_eval.reports.picture [RESULT.json]`."""
+    """Run `python -m qrt_eval.reports.picture [RESULT.json]`."""
     result = Path(next(iter(words), RESULT))
     draw(result, result.with_name("kernels.svg"))
 

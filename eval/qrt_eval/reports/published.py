@@ -1,9 +1,9 @@
-"""Rates that other engines publish, to stand beside those that `qrt-eval throughput` records."""
+"""Hold rates that other engines publish, to stand beside those that `qrt-eval throughput` records."""
 
 from __future__ import annotations
 
-# TensorRT-LLM 1.0, Llama-3.1-8B in fp8 on one GPU: output tokens/s of all requests handed in at once, by
-# device and IN/OUT. https://nvidia.github.io/TensorRT-LLM/1.0.0/developer-guide/perf-overview.html
+# TensorRT-LLM 1.0, Llama-3.1-8B in fp8 on one GPU: output tokens/s when all requests are handed in at once,
+# by device and IN/OUT. https://nvidia.github.io/TensorRT-LLM/1.0.0/developer-guide/perf-overview.html
 TENSORRT_LLM = "TensorRT-LLM 1.0, fp8"
 TENSORRT_LLM_8B: dict[str, dict[str, int]] = {
     "NVIDIA H200": {

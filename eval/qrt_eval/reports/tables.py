@@ -1,7 +1,7 @@
-"""Tables of the files in eval/results: `python -m qrt_eval.reports.tables [FOLDER]` prints them.
+"""Print tables of the files in eval/results: `python -m qrt_eval.reports.tables [FOLDER]`.
 
-They stand in eval/results/README.md, some in docs/benchmarks.md and README too; the test
-tests/eval/reports/test_tables.py holds all three to them.
+All of them stand in eval/results/README.md, some in docs/benchmarks.md and README. The test
+tests/eval/reports/test_tables.py checks all three pages.
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ QUANTIZED = re.compile(r"-w\d+(a\d+)?$")  # at the end of a checkpoint's name
 
 
 def load(folder: Path) -> list[Result]:
-    """Every result file below `folder`, in the order of their names; ConfigError where there is none."""
+    """Read every result file below `folder`, in the order of their names; ConfigError if there is none."""
     paths = sorted(folder.rglob("*.json"))
     if not paths:
-        raise ConfigError(f"{folder}: no result files; write some there with qrt-eval ... --json FILE")
+        raise ConfigError(
+            f"{folder}: expected result files, got none; write some there with qrt-eval ... --json"
+        )
     return [json.loads(path.read_text()) for path in paths]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def perplexities(results: list[Result]) -> str:
-    """One row per text, model and KV format, with the change against the unquantized pair of the same model
-    over the same windows, where there is one."""
+    """Return a row per text, model and KV format.
+
+    The change is against the unquantized pair of the same model over the same windows, if there is one.
+    """
     runs = [result for result in results if "ppl" in result]
     plain = {_family(run): run["ppl"] for run in runs if (run["weights"], run["kv"]) == ("fp16", "fp16")}
     rows = []
@@ -52,13 +56,15 @@ def perplexities(results: list[Result]) -> str:
 
 
 def _family(run: Result) -> tuple[Any, ...]:
-    """What the perplexities that compare have in common: the windows, and the model that all were made of, by
-    the names that qrt-calibrate gives."""
+    """Return what perplexities that compare have in common: the windows, and the original model.
+
+    The original is told by the names that qrt-calibrate gives.
+    """
     return QUANTIZED.sub("", Path(run["model"]).name), *text_of(run).values()
 
 
 def divergences(results: list[Result]) -> str:
-    """Return a row per text, model and KV format, with the change of perplexity and KL to the baseline."""
+    """Return a row per text, model and KV format: the change of perplexity, and KL from the baseline."""
     rows = []
     for result in (result for result in results if result.get("command") == "kld"):
         for run in result["runs"]:
@@ -95,8 +101,11 @@ def _against(result: Result) -> str:
 
 
 def latencies(results: list[Result]) -> str:
-    """One row per model, KV format, batch and prompt length; what is compared with names itself. "GPU waits"
-    is the share of the time between steps of decodes in which the GPU has nothing to do."""
+    """Return a row per model, KV format, batch and prompt length.
+
+    Rows that qrt is compared with carry their own name. "GPU waits" is the share of the time between decode
+    steps in which the GPU has nothing to do.
+    """
     rows = []
     for result in results:
         for row in result.get("rows", ()):
@@ -117,7 +126,7 @@ def latencies(results: list[Result]) -> str:
 
 
 def throughputs(results: list[Result]) -> str:
-    """Return a row per model, KV format and lengths, with the rate of the steady part where there is one."""
+    """Return a row per model, KV format and lengths, with the rate of the steady part if there is one."""
     rows = []
     for result in results:
         for load in result.get("loads", ()):
@@ -138,8 +147,11 @@ def throughputs(results: list[Result]) -> str:
 
 
 def beside_published(results: list[Result]) -> str:
-    """Return a row per IN/OUT that TensorRT-LLM publishes for this device: its rate, then each recorded one
-    of llama-3-8b with what it is times that; empty where none is recorded."""
+    """Return a row per IN/OUT that TensorRT-LLM publishes for this device.
+
+    It holds the published rate, then each recorded rate of llama-3-8b with its ratio to that. Empty if none
+    is recorded.
+    """
     published = TENSORRT_LLM_8B.get(results[0]["environment"]["device"], {})
     rates: dict[str, dict[str, float]] = {}
     for result in (result for result in results if result.get("model") == "llama-3-8b"):
@@ -162,7 +174,7 @@ def _times(rate: float | None, published: int) -> str:
 
 
 def step_kinds(results: list[Result]) -> list[str]:
-    """Return a table per load without a window: what kinds of steps its time is in."""
+    """Return a table per load without a window: the kinds of steps that its time goes into."""
     head = ("count", "share", "ms each", "GPU waits ms", "host ms", "decodes", "prompt tokens")
     tables = []
     for result in results:
@@ -189,7 +201,7 @@ def _step(kind: Result) -> list[str]:
 
 
 def sweeps(results: list[Result]) -> list[str]:
-    """A table per sweep: a row per pair of weights and KV."""
+    """Return a table per sweep, with a row per pair of weights and KV."""
     tables = []
     for result in (result for result in results if "cells" in result and "memory_bytes" in result):
         memory = f"{result['context_tokens']:,} tokens in {result['memory_bytes'] / (1 << 30):g} GiB"
@@ -216,8 +228,10 @@ def _cell(cell: Result, quality: bool) -> list[str]:
 
 
 def kernels(results: list[Result]) -> list[str]:
-    """A table per operator: microseconds, and the floor's share of them. Of a layer's products the sum; heads
-    apart."""
+    """Return a table per operator: microseconds, and the floor's share of them.
+
+    A layer's products are summed up; heads have their own table.
+    """
     cells: dict[str, dict[str, dict[str, str]]] = {}
     for row in (row for result in results for row in result.get("kernels", ())):
         what, _, part = row["what"].rpartition(" ") if row["op"] == "linear" else (row["what"], "", "sum")
@@ -235,7 +249,7 @@ def kernels(results: list[Result]) -> list[str]:
 
 
 def report(folder: Path) -> str:
-    """Every table that has rows, device by device, GPUs first."""
+    """Return every table that has rows, device by device, GPUs first."""
     devices: dict[tuple[bool, str], list[Result]] = {}
     for result in load(folder):
         where = result["environment"]
@@ -244,7 +258,7 @@ def report(folder: Path) -> str:
 
 
 def section(results: list[Result]) -> str:
-    """The tables of one device, with its name and the versions."""
+    """Return the tables of one device, with its name and the versions."""
     where = sorted({describe(result["environment"]) for result in results})
     tables = ["Measured on " + "; ".join(where) + "."]
     if any("ppl" in result for result in results):
@@ -260,13 +274,13 @@ def section(results: list[Result]) -> str:
 
 
 def describe(environment: Result) -> str:
-    """Device and versions of one run."""
+    """Return device and versions of one run."""
     versions = environment["versions"]
     return f"{environment['device']}, torch {versions['torch']}, Triton {versions['triton']}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the tables of a folder; returns the exit code."""
+    """Print the tables of a folder; return the exit code."""
     return run_main(lambda: print(report(Path(argv[0] if argv else "eval/results"))))
 
 

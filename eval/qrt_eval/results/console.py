@@ -1,4 +1,4 @@
-"""Tables on stdout, wide enough for all columns where there is no terminal to fit."""
+"""Print tables on stdout, wide enough for all columns if stdout is not a terminal."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 110  # of a file or a pipe
+WIDTH = 110  # columns of a file or a pipe
 
 
 def show(table: Table) -> None:
-    """Print a table; text in its cells is no markup."""
+    """Print a table. Text in its cells is not markup."""
     width = None if sys.stdout.isatty() else WIDTH
     Console(width=width, markup=False).print(table)

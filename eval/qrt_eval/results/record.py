@@ -1,4 +1,7 @@
-"""Result files: one JSON object per run with everything needed to repeat it, of the schema in schema.json."""
+"""Write result files: one JSON object per run, with everything needed to repeat it.
+
+schema.json describes them.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ from qrt_eval.inputs.text import EvalText
 SCHEMA = Path(__file__).with_name("schema.json")
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "triton", "transformers")
-SAMPLE_BYTES = 1 << 20  # hashed at the end of each shard
+SAMPLE_BYTES = 1 << 20  # hashed at the end of each shard; see checkpoint_sha256
 
 
 def environment() -> dict[str, Any]:
-    """Device, library versions and commit of this run."""
+    """Return the device, library versions and commit of this run."""
     gpu = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if gpu else f"{_cpu()}, {torch.get_num_threads()} threads",
@@ -43,7 +46,7 @@ def environment() -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    """The processor's name, as far as the system says it."""
+    """Return the processor's name, as far as the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -60,7 +63,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with "+" when files differ from it; None outside a checkout."""
+    """Return the checkout's commit, with "+" if files differ from it; None outside a checkout."""
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -74,24 +77,24 @@ def _commit() -> str | None:
 
 
 def command_facts(arguments: Namespace) -> dict[str, Any]:
-    """Which command ran, with which flags: enough to run it again."""
+    """Return which command ran with which flags: enough to run it again."""
     left_out = ("command", "json", "api_key")
     flags = {name: value for name, value in vars(arguments).items() if name not in left_out}
     if arguments.command != "serve":
         flags |= models_of(flags, lambda _, model: pinned_name(model))
     flags = {
         name: "inf" if value == float("inf") else value for name, value in flags.items()
-    }  # JSON has none
+    }  # JSON has no infinity
     return {"command": arguments.command, "arguments": flags}
 
 
 def text_facts(text: EvalText) -> dict[str, Any]:
-    """Which text was read."""
+    """Return which text was read."""
     return {"dataset": text.name, "source": text.source, "text_sha256": text.sha256}
 
 
 def model_facts(llm: LLM) -> dict[str, Any]:
-    """Which model ran, and as what."""
+    """Return which model ran, and how."""
     config = llm.engine.config
     tokenizer = llm.tokenizer.hf.backend_tokenizer.to_str()
     return {
@@ -102,8 +105,10 @@ def model_facts(llm: LLM) -> dict[str, Any]:
 
 
 def engine_facts(engine: Engine, model: str) -> dict[str, Any]:
-    """What an engine runs, random weights of a shape included; weights are those of the layers, and of a
-    quantized head."""
+    """Return what an engine runs, which may be random weights of a shape.
+
+    `weights` names the scheme of the layers, and of the head if it is quantized.
+    """
     head = engine.model.head.scheme
     return {
         "model": model_name(model),
@@ -118,13 +123,15 @@ def engine_facts(engine: Engine, model: str) -> dict[str, Any]:
 
 
 def kv_name(engine: Engine) -> str:
-    """The KV format, e.g. "int8"; "fp16+int4" where layers differ."""
+    """Return the KV format, e.g. "int8", or "fp16+int4" if layers differ."""
     return "+".join(dict.fromkeys(format.name for format in engine.formats))
 
 
 def checkpoint_sha256(model: str) -> str:
-    """Of config.json and, of each shard, its size, its header and its last MiB: tells checkpoints apart in
-    milliseconds."""
+    """Return a hash that tells checkpoints apart within milliseconds.
+
+    It covers config.json and, of each shard, its size, its header and its last MiB.
+    """
     digest, folder = hashlib.sha256(), Path(open_checkpoint(model, weights=False).path)
     digest.update((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
@@ -138,19 +145,19 @@ def checkpoint_sha256(model: str) -> str:
 
 
 def sha256_of(path: str | Path) -> str:
-    """Of a file."""
+    """Return the hash of a file."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def save(arguments: Namespace, result: Mapping[str, Any]) -> None:
-    """Write what a command found, with `command_facts`, to its --json, where that is given, and say so."""
+    """Write a command's result with `command_facts` to its --json, if given, and say so."""
     if arguments.json:
         write_json(arguments.json, {**command_facts(arguments), **result})
         print(f"result written to {arguments.json}", file=sys.stderr)
 
 
 def write_json(path: str | Path, result: Mapping[str, Any]) -> None:
-    """Write `result` with the schema's version, the date and the environment; folders made as needed.
+    """Write `result` with the schema's version, the date and the environment; make folders as needed.
 
     The file appears whole or not at all.
     """

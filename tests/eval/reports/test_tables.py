@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from errors import assert_error
 from qrt_eval.reports import tables
 
 ROOT = Path(__file__).parents[3]
@@ -58,7 +59,8 @@ def test_a_folder_without_results_is_named(tmp_path, capsys):
     for folder in (tmp_path, tmp_path / "none"):
         assert tables.main([str(folder)]) == 1
         shown = capsys.readouterr()
-        assert shown.out == "" and shown.err.startswith(f"error: {folder}: no result files")
+        assert shown.out == ""
+        assert_error(shown.err, str(folder), "--json")
 
 
 def test_loads_show_the_steady_rate_and_the_kinds_of_steps():
