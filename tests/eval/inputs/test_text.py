@@ -13,6 +13,12 @@ from qrt_eval.inputs import wikitext
 RAW = Path(__file__).parents[4] / "shared" / "corpus" / "wikitext-2" / "wiki.test.raw"
 
 
+@pytest.fixture(autouse=True)
+def progress_bars(monkeypatch):
+    """Restore what a download sets for the whole process: later tests start commands that show their bars."""
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
 @pytest.mark.skipif(not RAW.is_file(), reason=f"{RAW} is not beside the checkout")
 def test_wikitext_is_the_text_of_the_papers():
     assert hashlib.sha256(RAW.read_bytes()).hexdigest() == wikitext.SHA256
