@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,27 +49,20 @@ class DecoderLayer:
         return tuple(norm for norm in norms if norm is not None)
 
 
+@dataclass(eq=False, repr=False)
 class Decoder:
     """A loaded model: weights, and nothing of requests. A step's state comes in StepMeta and KVStorage.
 
     config    sizes and facts; `config.max_position` is the longest context it answers rightly
+    norm      the final one, which the head reads
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        embed: Embedding,
-        layers: list[DecoderLayer],
-        norm: RMSNorm,
-        head: Linear,
-        rope: RopeTables,
-    ) -> None:
-        self.config = config
-        self.embed = embed
-        self.layers = layers
-        self.norm = norm
-        self.head = head
-        self.rope = rope
+    config: ModelConfig
+    embed: Embedding
+    layers: list[DecoderLayer]
+    norm: RMSNorm
+    head: Linear
+    rope: RopeTables
 
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step; the hidden states [T, H] after the final norm. K and V go into `kv`."""
@@ -80,7 +74,7 @@ class Decoder:
 
     def of_layers(self, count: int) -> Decoder:
         """Return a decoder of the first `count` layers, between the same embedding and head."""
-        return type(self)(self.config, self.embed, self.layers[:count], self.norm, self.head, self.rope)
+        return replace(self, layers=self.layers[:count])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [L, H] -> [L, V] in their dtype; pass only the rows that are needed."""

@@ -16,12 +16,12 @@ The residual x [T, H] is one tensor that every addition changes in place.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from qrt.arch import ModelConfig
 from qrt.kernels.attention import append
 from qrt.kernels.chain import Link, chain, fits
 from qrt.kernels.decode_attention.blocks import block_of
@@ -37,7 +37,6 @@ from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, embed_rmsnorm
 from qrt.kernels.silu_mul import silu_mul, silu_mul_int8
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
-from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import RMSNorm
@@ -66,22 +65,14 @@ KNOWN_PARTS: dict[str, type] = {
 }
 
 
+@dataclass(eq=False, repr=False)
 class FusedDecoder(Decoder):
     """A decoder whose steps run as chains of kernels; all else is as in Decoder."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        embed: Embedding,
-        layers: list[DecoderLayer],
-        norm: RMSNorm,
-        head: Linear,
-        rope: RopeTables,
-    ) -> None:
-        super().__init__(config, embed, layers, norm, head, rope)
-        following = [(layer.attention_norm, layer.attention.qkv) for layer in layers[1:]]
-        readers = [*following, (norm, None)]
-        self.fused = [FusedLayer(layer, *reader) for layer, reader in zip(layers, readers, strict=True)]
+    def __post_init__(self) -> None:
+        following = [(layer.attention_norm, layer.attention.qkv) for layer in self.layers[1:]]
+        readers = [*following, (self.norm, None)]
+        self.fused = [FusedLayer(layer, *reader) for layer, reader in zip(self.layers, readers, strict=True)]
 
     @classmethod
     def of(cls, decoder: Decoder) -> FusedDecoder | None:
