@@ -19,7 +19,7 @@ from qrt.serve.http.openapi import EVENTS, errors
 from qrt.serve.http.responses import Deadline, answer_events, answer_whole
 from qrt.serve.http.service import Service
 from qrt.serve.http.strict_json import StrictJsonRoute
-from qrt.serve.routes.replies import LEAST_LOGPROB
+from qrt.serve.routes.logprobs import LEAST_LOGPROB
 from qrt.serve.settings import MAX_N, MAX_STOPS
 from qrt.text.collector import RequestCollector
 from qrt.text.output import CompletionDelta, CompletionOutput, TokenLogprobs

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qrt.serve.http.events import event
+from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, Sampling
 from qrt.text.collector import RequestCollector
-from qrt.text.detokenizer import INCOMPLETE, TokenPlaces
-from qrt.text.output import CompletionDelta, CompletionOutput, Logprob, TokenLogprobs
+from qrt.text.detokenizer import TokenPlaces
+from qrt.text.output import CompletionDelta, CompletionOutput
 from qrt.text.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
-
-LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 
 class Reply(ABC):
@@ -133,7 +132,7 @@ class CompletionReply(Reply):
         prompt = self._echoed(index)
         logprobs = None
         if completion.logprobs is not None:
-            logprobs = _legacy_logprobs(completion.logprobs, self._new_places(index))
+            logprobs = completion_logprobs(completion.logprobs, self._new_places(index))
         if logprobs and (before := self._prompt_logprobs_of(index)):
             logprobs = {name: before[name] + logprobs[name] for name in logprobs}
         text = prompt + completion.text
@@ -148,7 +147,7 @@ class CompletionReply(Reply):
         if delta.logprobs is not None:
             if number not in self._places:
                 self._places[number] = self._new_places(number // self._n)
-            logprobs = _legacy_logprobs(delta.logprobs, self._places[number])
+            logprobs = completion_logprobs(delta.logprobs, self._places[number])
         yield _text_choice(number, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
     def _echoed(self, index: int) -> str:
@@ -167,7 +166,7 @@ class CompletionReply(Reply):
         places = collector.prompt_places()
         first = places.feed(collector.prompt_ids[:1])
         known = [row for row in collector.prompt_logprobs if row is not None]
-        logprobs = _legacy_logprobs(known, places)
+        logprobs = completion_logprobs(known, places)
         return {
             "tokens": [collector.token_text(collector.prompt_ids[0]), *logprobs["tokens"]],
             "token_logprobs": [None, *logprobs["token_logprobs"]],
@@ -236,7 +235,7 @@ class ChatReply(Reply):
         return {
             "index": number,
             "message": message,
-            "logprobs": _chat_logprobs(completion.logprobs, self._num_top, self.collectors[index]),
+            "logprobs": chat_logprobs(completion.logprobs, self._num_top, self.collectors[index]),
             "finish_reason": reason,
             "stop_reason": completion.stop_reason,
         }
@@ -244,7 +243,7 @@ class ChatReply(Reply):
     def chunk_choices(self, number: int, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
         """See Reply. A call comes whole, in one chunk: its name once, its arguments as a string."""
         text, reason = delta.text, delta.finish_reason
-        logprobs = _chat_logprobs(delta.logprobs, self._num_top, self.collectors[0])
+        logprobs = chat_logprobs(delta.logprobs, self._num_top, self.collectors[0])
         if self._tools:
             stream = self._streams[number]
             first = stream.num_calls
@@ -277,59 +276,3 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
-
-
-def prompt_logprobs(collector: RequestCollector) -> list[dict[str, Any] | None]:
-    """vLLM's shape: per prompt token, by token id; null for the first."""
-    return [
-        None if row is None else {str(token): _prompt_entry(entry) for token, entry in row.items()}
-        for row in collector.prompt_logprobs
-    ]
-
-
-def _prompt_entry(entry: Logprob) -> dict[str, Any]:
-    return {"logprob": _number(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
-
-
-def _number(entry: Logprob) -> float:
-    return max(entry.logprob, LEAST_LOGPROB)
-
-
-def _legacy_logprobs(rows: list[TokenLogprobs], places: TokenPlaces) -> dict[str, Any]:
-    """Four parallel lists."""
-    chosen = [next(iter(row.values())) for row in rows]
-    return {
-        "tokens": [entry.decoded_token for entry in chosen],
-        "token_logprobs": [_number(entry) for entry in chosen],
-        "top_logprobs": [_by_text(row) for row in rows],
-        "text_offset": places.feed(next(iter(row)) for row in rows),
-    }
-
-
-def _by_text(row: TokenLogprobs) -> dict[str, float]:
-    """Parts of characters have one text: the likeliest stands for all."""
-    likeliest: dict[str, float] = {}
-    for entry in row.values():
-        text, value = entry.decoded_token or "", _number(entry)
-        likeliest[text] = max(value, likeliest.get(text, value))
-    return likeliest
-
-
-def _chat_logprobs(
-    rows: list[TokenLogprobs] | None, num_top: int, collector: RequestCollector
-) -> dict[str, Any] | None:
-    """One entry a token: the token that came, and the `num_top` likeliest in order."""
-    if rows is None:
-        return None
-    content = []
-    for row in rows:
-        (chosen, *_), ranked = row.items(), sorted(row.items(), key=lambda item: item[1].rank)
-        top = [_chat_token(*item, collector) for item in ranked if item[1].rank <= num_top]
-        content.append({**_chat_token(*chosen, collector), "top_logprobs": top})
-    return {"content": content}
-
-
-def _chat_token(token_id: int, entry: Logprob, collector: RequestCollector) -> dict[str, Any]:
-    text = entry.decoded_token or ""
-    own = collector.token_bytes(token_id) if INCOMPLETE in text else text.encode()
-    return {"token": text, "logprob": _number(entry), "bytes": list(own)}

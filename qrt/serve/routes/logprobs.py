@@ -1,0 +1,67 @@
+"""Log-probabilities in the shapes of the two OpenAI endpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qrt.text.collector import RequestCollector
+from qrt.text.detokenizer import INCOMPLETE, TokenPlaces
+from qrt.text.output import Logprob, TokenLogprobs
+
+LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
+
+
+def prompt_logprobs(collector: RequestCollector) -> list[dict[str, Any] | None]:
+    """Return those of the prompt, in vLLM's shape: for each token, by token id; null for the first."""
+    return [
+        None if row is None else {str(token): _prompt_entry(entry) for token, entry in row.items()}
+        for row in collector.prompt_logprobs
+    ]
+
+
+def _prompt_entry(entry: Logprob) -> dict[str, Any]:
+    return {"logprob": _number(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+
+
+def _number(entry: Logprob) -> float:
+    return max(entry.logprob, LEAST_LOGPROB)
+
+
+def completion_logprobs(rows: list[TokenLogprobs], places: TokenPlaces) -> dict[str, Any]:
+    """Return those of tokens in the shape of `text_completion`: four parallel lists."""
+    chosen = [next(iter(row.values())) for row in rows]
+    return {
+        "tokens": [entry.decoded_token for entry in chosen],
+        "token_logprobs": [_number(entry) for entry in chosen],
+        "top_logprobs": [_by_text(row) for row in rows],
+        "text_offset": places.feed(next(iter(row)) for row in rows),
+    }
+
+
+def _by_text(row: TokenLogprobs) -> dict[str, float]:
+    """Return a row by text. Parts of characters have one text: the likeliest stands for all."""
+    likeliest: dict[str, float] = {}
+    for entry in row.values():
+        text, value = entry.decoded_token or "", _number(entry)
+        likeliest[text] = max(value, likeliest.get(text, value))
+    return likeliest
+
+
+def chat_logprobs(
+    rows: list[TokenLogprobs] | None, num_top: int, collector: RequestCollector
+) -> dict[str, Any] | None:
+    """Return those of tokens in the shape of `chat.completion`: each with the likeliest at its place."""
+    if rows is None:
+        return None
+    content = []
+    for row in rows:
+        (chosen, *_), ranked = row.items(), sorted(row.items(), key=lambda item: item[1].rank)
+        top = [_chat_token(*item, collector) for item in ranked if item[1].rank <= num_top]
+        content.append({**_chat_token(*chosen, collector), "top_logprobs": top})
+    return {"content": content}
+
+
+def _chat_token(token_id: int, entry: Logprob, collector: RequestCollector) -> dict[str, Any]:
+    text = entry.decoded_token or ""
+    own = collector.token_bytes(token_id) if INCOMPLETE in text else text.encode()
+    return {"token": text, "logprob": _number(entry), "bytes": list(own)}
