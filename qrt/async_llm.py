@@ -29,8 +29,8 @@ from qrt.text.prompt import Prompt, split_prompts
 from qrt.text.tokenizer import Tokenizer
 
 try:
-    from qrt.serve.link.engine_client import ThreadClient
     from qrt.serve.link.router import Router
+    from qrt.serve.link.thread_client import ThreadClient
 except ImportError as error:
     raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
 

@@ -14,8 +14,8 @@ import httpx
 from qrt import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.serve.http.service import Service
-from qrt.serve.link.engine_client import ThreadClient
 from qrt.serve.link.router import Router
+from qrt.serve.link.thread_client import ThreadClient
 from qrt.serve.processes.httpserver import HttpServer
 from qrt.serve.routes.app import create_app
 from qrt.serve.settings import ServerConfig

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
-import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from qrt.engine.schedule.output import RequestDelta, merge
 from qrt.engine.schedule.request import FinishReason
@@ -26,19 +23,13 @@ from qrt.serve.link.messages import (
     Answer,
     Ask,
     EngineInfo,
-    Hello,
     Message,
     Ready,
-    ToEngine,
     fields_of,
 )
-from qrt.serve.link.sockets import ClientSocket
-from qrt.serve.link.step_output import FromEngine, Output, decode_from_engine
+from qrt.serve.link.step_output import FromEngine, Output
 from qrt.text.collector import RequestCollector
 from qrt.text.output import CompletionDelta
-
-if TYPE_CHECKING:  # the engine, which the API processes do without
-    from qrt.serve.link.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -281,94 +272,3 @@ class EngineClient(ABC):
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(self.stopped)
-
-
-class ProcessClient(EngineClient):
-    """Of an engine process, over the socket at `path`; `name` is this client's among its peers."""
-
-    def __init__(self, path: str, name: str) -> None:
-        super().__init__()
-        self._path, self._name = path, name
-        self._socket: ClientSocket[FromEngine]
-        self._reader: asyncio.Task[None]
-
-    async def start(self) -> None:
-        """See EngineClient."""
-        self._socket = ClientSocket(self._path, self._name, decode_from_engine)
-        self._send(Hello())
-        self._reader = asyncio.create_task(self._read())
-
-    async def close(self) -> None:
-        """See EngineClient."""
-        self.stop("the server is shutting down", ShutdownError)
-        self._reader.cancel()
-        self._socket.close()
-
-    def _send(self, message: Message) -> None:
-        self._socket.send(message)
-
-    async def _read(self) -> None:
-        while True:
-            self._handle(await self._socket.receive())
-
-
-class ThreadClient(EngineClient):
-    """Of a Router that runs in a thread of this process."""
-
-    def __init__(self, router: Router) -> None:
-        super().__init__()
-        self.router = router
-        self.info = router.info
-        self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop
-
-    async def start(self) -> None:
-        """See EngineClient."""
-        self._loop = asyncio.get_running_loop()
-        self.ready.set()
-        self._thread.start()
-
-    async def close(self) -> None:
-        """See EngineClient; waits for the step that runs."""
-        self.stop("the engine has been shut down")
-        self.end()
-        await asyncio.to_thread(self._thread.join)
-
-    def end(self) -> None:
-        """From any thread: the engine's ends when its step is done."""
-        self._inbox.put(None)
-
-    def _send(self, message: Message) -> None:
-        self._inbox.put(message)  # type: ignore[arg-type]
-
-    # Below: the engine's thread, which is the Router's Port.
-
-    def _run(self) -> None:
-        try:
-            self.router.run(self)
-        except Exception:
-            logger.exception("the engine's loop failed")
-        self._call(self.stop, "the engine has stopped; see the log")
-
-    def receive(self, wait: bool) -> list[tuple[str, ToEngine]] | None:
-        """As Port."""
-        messages: list[tuple[str, ToEngine]] = []
-        while True:
-            try:
-                message = self._inbox.get(block=wait and not messages)
-            except queue.Empty:
-                return messages
-            if message is None:
-                return None
-            messages.append(("", message))
-
-    def send(self, client: str, message: FromEngine) -> None:
-        """As Port."""
-        self._call(self._handle, message)
-
-    def _call(self, function: object, argument: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, argument)  # type: ignore[arg-type]
-        except RuntimeError:  # the event loop has been closed without `close`
-            logger.debug("the event loop is gone")

@@ -23,7 +23,8 @@ from fastapi import FastAPI
 from qrt.cli import run_main
 from qrt.serve.http.connection import Connection
 from qrt.serve.http.service import Service
-from qrt.serve.link.engine_client import ProcessClient, ShutdownError
+from qrt.serve.link.engine_client import ShutdownError
+from qrt.serve.link.process_client import ProcessClient
 from qrt.serve.processes.process import Spec, child_spec
 from qrt.serve.processes.supervisor import address_of
 from qrt.serve.routes.app import create_app
