@@ -1,32 +1,20 @@
-"""The flags of `qrt-serve`: vLLM's names, LightLLM's as aliases, a YAML file of them, help by group."""
+"""The command line of `qrt-serve`, parsed: flags, a YAML file of them, help by group."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from qrt.cli import ArgumentParser, add_hub_flags
-from qrt.config import ADMISSIONS, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, EngineConfig
+from qrt.cli import ArgumentParser
 from qrt.errors import ConfigError
 from qrt.location import EXPECTED
 from qrt.peers import SWITCHES, is_so_anyway, setting
-from qrt.quant.kv import KV_FORMATS
 from qrt.registry import nearest
+from qrt.serve.command.flag_groups import GROUPS
 from qrt.serve.command.flags_file import file_words
-from qrt.serve.settings import ServerConfig
-from qrt.text.tool_calls import FORMATS
-
-LIGHTLLM_KV = {"None": "auto", "int8kv": "int8", "int4kv": "int4"}
-SUFFIXES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
-SERVER = ServerConfig(model_names=("",))
-ENGINE = EngineConfig(model="")
-MAX_NUM_QUEUED_REQS = 1024
-MAX_NUM_QUEUED_TOKENS = 2**22  # about 160 MB of ids in an API process
 
 
 def parser() -> ArgumentParser:
@@ -44,13 +32,8 @@ def parser() -> ArgumentParser:
     top.add_argument(
         "--config", metavar="FILE.yaml", help="flags by name; those given here win (default: none)"
     )
-    _add_server(top.add_argument_group("server"))
-    _add_api(top.add_argument_group("api"))
-    _add_limits(top.add_argument_group("limits"))
-    _add_model(top.add_argument_group("model"))
-    _add_memory(top.add_argument_group("kv"))
-    _add_engine(top.add_argument_group("engine"))
-    _add_logs(top.add_argument_group("logs"))
+    for title, add in GROUPS.items():
+        add(top.add_argument_group(title))
     return top
 
 
@@ -87,311 +70,6 @@ def _without_peers(top: ArgumentParser, argv: Sequence[str]) -> list[str]:
         elif not is_so_anyway(flag, value if equals else next(words, word)):
             top.error(f"{flag}: {entry.remedy}")
     return left
-
-
-def _add_server(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default=SERVER.host, help="address to listen on")
-    group.add_argument("--port", type=int, default=SERVER.port, help="TCP port, 0: any that is free")
-    group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead (default: none)")
-    group.add_argument(
-        "--api-server-count",
-        "--httpserver-workers",
-        type=int,
-        default=SERVER.api_server_count,
-        metavar="N",
-        help="processes for HTTP and text",
-    )
-    group.add_argument(
-        "--root-path",
-        default="",
-        metavar="PATH",
-        help="prefix of all paths, such as /llm, which a proxy may strip or forward (default: none)",
-    )
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="key in PEM, to serve HTTPS (default: HTTP)")
-    group.add_argument("--ssl-certfile", metavar="FILE", help="its certificate in PEM (default: none)")
-    group.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        default=SERVER.shutdown_timeout,
-        metavar="SECONDS",
-        help="seconds that running requests have after SIGTERM",
-    )
-    group.add_argument(
-        "--watchdog-timeout",
-        type=float,
-        default=SERVER.watchdog_timeout,
-        metavar="SECONDS",
-        help="seconds; a step that takes longer ends the server",
-    )
-
-
-def _add_api(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--served-model-name",
-        "--model-name",
-        nargs="+",
-        metavar="NAME",
-        help="names of the model in the API (default: ORG/NAME, or its folder's)",
-    )
-    group.add_argument(
-        "--api-key",
-        nargs="+",
-        default=[],
-        metavar="KEY",
-        help="any one lets a request in; every user of the machine can read it here, unlike in QRT_API_KEY "
-        "(default: QRT_API_KEY, or no key)",
-    )
-    group.add_argument("--api-key-file", metavar="FILE", help="keys, one a line (default: none)")
-    group.add_argument(
-        "--allowed-origins",
-        type=_origins,
-        nargs="+",
-        default=[],
-        metavar="ORIGIN",
-        help="web pages elsewhere that may ask: * or scheme://host, or a JSON list of them (default: none)",
-    )
-    group.add_argument("--chat-template", metavar="FILE", help="Jinja file (default: the checkpoint's)")
-    group.add_argument(
-        "--tool-call-parser",
-        default=SERVER.tool_call_parser,
-        choices=("auto", "none", *FORMATS),
-        help="how the model writes tool calls; auto goes by its chat template",
-    )
-    group.add_argument(
-        "--enable-auto-tool-choice", action="store_true", help="always on; accepted for vLLM's sake"
-    )
-    group.add_argument("--use-tgi-api", action="store_true", help="/generate in TGI's shape, not LightLLM's")
-    group.add_argument("--enable-admin-endpoints", action="store_true", help="/reset_prefix_cache")
-    group.add_argument("--enable-request-id-headers", action="store_true", help="X-Request-Id in replies")
-
-
-def _add_limits(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--max-num-queued-reqs",
-        type=_number,
-        default=MAX_NUM_QUEUED_REQS,
-        metavar="N",
-        help="requests that may wait; more get 429",
-    )
-    group.add_argument(
-        "--max-num-queued-tokens",
-        type=_number,
-        default=MAX_NUM_QUEUED_TOKENS,
-        metavar="TOKENS",
-        help="tokens that may wait in them; more get 429 (default: 4M)",
-    )
-    group.add_argument(
-        "--max-logprobs",
-        type=int,
-        default=SERVER.max_logprobs,
-        metavar="N",
-        help="most a request may ask for",
-    )
-    group.add_argument(
-        "--request-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="seconds that a request may take, waiting included (default: any)",
-    )
-
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model", "--model-dir", help="MODEL as a flag (no default: one of the two is wanted)"
-    )
-    add_hub_flags(group)
-    group.add_argument(
-        "--tokenizer", metavar="MODEL", help="folder or ORG/NAME of the tokenizer (default: the model's)"
-    )
-    group.add_argument(
-        "--tokenizer-revision",
-        metavar="REV",
-        help="branch, tag or commit of a --tokenizer of the Hub (default: main)",
-    )
-    group.add_argument(
-        "--load-format",
-        default=ENGINE.load_format,
-        choices=LOAD_FORMATS,
-        help="dummy: random weights, of the sizes and schemes in config.json",
-    )
-    group.add_argument(
-        "--dtype",
-        "--data-type",
-        default=ENGINE.dtype,
-        help="of activations: float32, float16, bfloat16; auto is as stored, on a CPU float32, but bf16 of "
-        "quantized checkpoints",
-    )
-    group.add_argument("--device", help="cuda, cuda:N or cpu (default: cuda where there is one)")
-    group.add_argument(
-        "--max-model-len",
-        "--max-req-total-len",
-        type=_number,
-        metavar="TOKENS",
-        help="most tokens of a request, prompt and output together, e.g. 32K (default: the model's)",
-    )
-    group.add_argument(
-        "--generation-config",
-        default=ENGINE.generation_config,
-        choices=GENERATION_CONFIGS,
-        help="sampling of requests that name none: the checkpoint's, or neutral as vLLM's",
-    )
-    group.add_argument("--seed", type=int, default=ENGINE.seed, help="seed of requests that bring none")
-
-
-def _add_memory(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--kv",
-        "--kv-cache-dtype",
-        default=ENGINE.kv,
-        metavar="FORMAT",
-        help=f"auto or bf16 (unquantized), or a KV format: {', '.join(KV_FORMATS)}",
-    )
-    group.add_argument(
-        "--llm-kv-type",
-        dest="kv",
-        type=_lightllm_kv,
-        default=argparse.SUPPRESS,
-        help="LightLLM's name of it: None, int8kv or int4kv (default: as --kv)",
-    )
-    group.add_argument(
-        "--kv-skip-layers",
-        "--kv-cache-dtype-skip-layers",
-        type=int,
-        nargs="+",
-        default=[],
-        metavar="LAYER",
-        help="layers whose K and V stay unquantized (default: none)",
-    )
-    group.add_argument(
-        *("--gpu-memory-utilization", "--mem-fraction"),
-        type=float,
-        default=ENGINE.gpu_memory_utilization,
-        metavar="SHARE",
-        help="share of the GPU's memory for weights, activations and KV",
-    )
-    group.add_argument(
-        "--kv-cache-memory-bytes",
-        type=_number,
-        metavar="BYTES",
-        help="of the KV pool, e.g. 8G (default: what --gpu-memory-utilization leaves; on a CPU 4G)",
-    )
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=ENGINE.enable_prefix_caching,
-        help="keep the K and V of prompts for others that begin alike",
-    )
-    group.add_argument(
-        "--attend-cache",
-        action="store_true",
-        help="prefill reads its own chunk's K and V back from the cache too, so that a cached prefix does "
-        "not change an answer; prefill is slower",
-    )
-    group.add_argument(
-        "--disable-dynamic-prompt-cache",
-        dest="enable_prefix_caching",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help="LightLLM's name of --no-enable-prefix-caching",
-    )
-
-
-def _add_engine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        *("--max-num-seqs", "--running-max-req-size"),
-        type=_number,
-        default=ENGINE.max_num_seqs,
-        metavar="N",
-        help="requests that run at once (default: 256, on a GPU up to 1,024 by what the KV pool holds)",
-    )
-    group.add_argument(
-        *("--max-num-batched-tokens", "--batch-max-tokens"),
-        type=_number,
-        default=ENGINE.max_num_batched_tokens,
-        metavar="TOKENS",
-        help="most tokens of one step; longer prompts are prefilled in chunks",
-    )
-    group.add_argument(
-        "--enable-chunked-prefill", action="store_true", help="always on; accepted for vLLM's sake"
-    )
-    group.add_argument(
-        "--scheduling-policy",
-        default=ENGINE.scheduling_policy,
-        choices=POLICIES,
-        help="order of arrival, or the smallest `priority` of a request first",
-    )
-    group.add_argument(
-        "--admission",
-        default=ENGINE.admission,
-        choices=ADMISSIONS,
-        help="let requests in by how long outputs are so far, or keep room for all of max_tokens",
-    )
-    group.add_argument(
-        "--disable-aggressive-schedule",
-        dest="admission",
-        action="store_const",
-        const="conservative",
-        default=argparse.SUPPRESS,
-        help="LightLLM's name of --admission conservative",
-    )
-    group.add_argument(
-        "--async-scheduling",
-        "--overlap",
-        dest="overlap",
-        action=argparse.BooleanOptionalAction,
-        help="prepare a step while the one before it runs (default: on a GPU)",
-    )
-    group.add_argument(
-        "--enforce-eager", "--disable-cudagraph", action="store_true", help="record no CUDA graphs"
-    )
-    group.add_argument(
-        "--cudagraph-capture-sizes",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="decodes of a recorded step (default: 1, 2, 4, then every 8 to 256, then wider)",
-    )
-
-
-def _add_logs(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--log-level",
-        default=SERVER.log_level,
-        choices=("debug", "info", "warning", "error"),
-        help="least level of a line on stderr",
-    )
-    group.add_argument("--disable-log-stats", action="store_true", help="no line every 10 s")
-    group.add_argument(
-        "--enable-log-requests",
-        "--detail-log",
-        action="store_true",
-        help="a line a request, without its text",
-    )
-
-
-def _number(text: str) -> int:
-    """An integer, with k, m, g (thousands) or K, M, G (1024) behind it."""
-    factor = SUFFIXES.get(text[-1:], 1)
-    try:
-        return int(float(text[:-1]) * factor) if factor > 1 else int(text)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number such as 4096, 32k or 32K") from None
-
-
-def _origins(text: str) -> list[Any]:
-    """One, or those of a JSON list."""
-    if not text.startswith("["):
-        return [text]
-    try:
-        return list(json.loads(text))
-    except (ValueError, RecursionError):
-        raise argparse.ArgumentTypeError(f'got {text!r}, wanted a JSON list such as ["*"]') from None
-
-
-def _lightllm_kv(text: str) -> str:
-    if text not in LIGHTLLM_KV:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(LIGHTLLM_KV)}")
-    return LIGHTLLM_KV[text]
 
 
 def _print_help(top: ArgumentParser, group: str) -> None:
