@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from qrt.engine.schedule.plan import Ban, Decode, Sampling, Scoring
+from qrt.engine.schedule.plan import Ban, Chunk, Decode, Sampling, Scoring
 from qrt.mem.manager import SequenceKV
 from qrt.mem.slots import Ints
 from qrt.sampling_params import SamplingParams
@@ -130,6 +130,21 @@ class Request:
         if made is None or made.row != self.row or self.length < self._banned_until or made.banned:
             self._decode = made = Decode(self.id, self.row, self.sampling, self.banned)
         return made
+
+    def chunk(self, budget: int) -> Chunk:
+        """The next tokens of its prefill, at most `budget`."""
+        start = self.num_computed
+        end = min(start + budget, self.prefill_len)
+        return Chunk(
+            self.id,
+            self.row,
+            start,
+            self.ids[start:end],
+            samples=self.generates and end == self.prefill_len,
+            sampling=self.sampling,
+            banned=self.banned,
+            scoring=self.scores(start, end),
+        )
 
     def _banned(self) -> Iterator[Ban]:
         if len(self.output) + self.pending < self.params.min_tokens:

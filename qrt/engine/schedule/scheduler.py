@@ -127,7 +127,7 @@ class Scheduler:
         prefilling: list[tuple[Request, Chunk]] = []
         for request in [r for r in self.running if r.num_computed < r.prefill_len]:
             if budget > 0 and request.num_computed <= cached:
-                prefilling.append((request, self._chunk(request, budget)))
+                prefilling.append((request, request.chunk(budget)))
                 budget -= len(prefilling[-1][1].tokens)
                 cached -= prefilling[-1][1].start
         admitted = []
@@ -136,7 +136,7 @@ class Scheduler:
             budget = 0
         while budget > 0 and (new := self._admit(cached)):
             admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output)))
-            prefilling.append((new, self._chunk(new, budget)))
+            prefilling.append((new, new.chunk(budget)))
             budget -= len(prefilling[-1][1].tokens)
             cached -= prefilling[-1][1].start
         if not decoding and not prefilling:
@@ -306,22 +306,7 @@ class Scheduler:
         request, last = prefilling[-1]
         surplus, padding = total - sizes[place - 1], sizes[place] - total
         if surplus < min(padding, len(last.tokens)):
-            prefilling[-1] = request, self._chunk(request, len(last.tokens) - surplus)
-
-    def _chunk(self, request: Request, budget: int) -> Chunk:
-        """The next tokens of a prefill, at most `budget`."""
-        start = request.num_computed
-        end = min(start + budget, request.prefill_len)
-        return Chunk(
-            request.id,
-            request.row,
-            start,
-            request.ids[start:end],
-            samples=request.generates and end == request.prefill_len,
-            sampling=request.sampling,
-            banned=request.banned,
-            scoring=request.scores(start, end),
-        )
+            prefilling[-1] = request, request.chunk(len(last.tokens) - surplus)
 
     def _take(
         self, request: Request, token: int, logprobs: Scores | None, prompt_scores: Scores | None = None
