@@ -11,7 +11,7 @@ from qrt.kernels.linear import int8_kernel, kernel
 from qrt.quant.digits import MOST_TOKENS
 from qrt_eval.cli import main
 from qrt_eval.inputs import shapes
-from qrt_eval.speed.kernels import timer, tune
+from qrt_eval.speed.kernels import timer, trials, tune
 from qrt_eval.speed.kernels.linear import products
 from qrt_eval.speed.kernels.timer import COLD_BYTES, Rates, copies, microseconds
 from result_schema import checked
@@ -103,7 +103,7 @@ def test_shapes_have_the_published_sizes(name):
 
 def test_every_key_has_a_trial_and_none_is_tried_twice():
     for k, n in ((4096, 6144), (14336, 4096), (1024, 3072), (28672, 8192)):
-        todo = list(tune.trials(k, n))
+        todo = list(trials.trials(k, n))
         assert len(todo) == len(set(todo)) and len({trial.key for trial in todo}) == 2 * 17 + 15
         for trial in todo:
             if trial.scheme == "w8a8":  # what the launcher makes of it is what it says
@@ -113,7 +113,7 @@ def test_every_key_has_a_trial_and_none_is_tried_twice():
 
 def test_tuning_all_shapes_takes_minutes():
     """At 30 ms a measurement and 2 s of one of 16 cores a kernel; less what the file has already."""
-    todo = tune.pending([shapes.shape(name) for name in shapes.SHAPES], {})
+    todo = trials.pending([shapes.shape(name) for name in shapes.SHAPES], {})
     assert len(todo) * 0.03 + len({trial.binary for trial in todo}) * 2 / 16 < 450
 
 
@@ -148,7 +148,7 @@ def test_interrupted_tuning_resumes(small, monkeypatch, tmp_path):
     monkeypatch.setattr(tuned, "configs", lambda device: table)
     monkeypatch.setattr(tuned, "path", lambda name: file)
 
-    todo = tune.pending([shapes.shape("small")], table)
+    todo = trials.pending([shapes.shape("small")], table)
     with pytest.raises(KeyboardInterrupt):
         tune.tune([shapes.shape("small")], torch.device("cuda"))
     assert json.loads(file.read_text()) == table and len(table) == 1 + 2 * 17
@@ -161,7 +161,7 @@ def test_interrupted_tuning_resumes(small, monkeypatch, tmp_path):
         in_layer = width in tune.LAYER_WIDTHS and (" 4 bits" not in key or width > MOST_TOKENS)
         assert size(entry) == (tried[key][: tune.LAYER_PLANS][-1] if in_layer else tried[key][0]), key
     assert written.keys() == tried.keys()
-    assert tune.pending([shapes.shape("small")], table) == []
+    assert trials.pending([shapes.shape("small")], table) == []
 
 
 def test_tuned_files_are_complete():
