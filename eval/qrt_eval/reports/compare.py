@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,11 @@ from rich.table import Table
 
 from qrt.errors import ConfigError
 from qrt_eval.quality.protocol import Sliding, default_stride
+from qrt_eval.reports.metrics import METRICS, Metric, Result, bits_per_byte
 from qrt_eval.results.console import show
 
-Result = Mapping[str, Any]
 ASSUMED_NOISE = 0.03  # relative, for a timing that was not repeated
 SAME_TEXT = ("dataset", "text_sha256", "protocol", "seqlen")
-
-
-@dataclass(frozen=True)
-class Metric:
-    """Hold a figure, whether more of it is better, and its standard error (`noise`; None if unknown)."""
-
-    value: float
-    noise: float | None
-    more_is_better: bool
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def compare(before: Result, after: Result, sigmas: float) -> list[Change]:
     """Return the changes of all metrics that both files have, in the order of the second file."""
-    metrics = _bits_per_byte if tokens_differ(before, after) else METRICS[kind(before)]
+    metrics = bits_per_byte if tokens_differ(before, after) else METRICS[kind(before)]
     old, new = metrics(before), metrics(after)
     paired = paired_noise(before, after)
     changes = []
@@ -171,131 +162,6 @@ def paired_noise(before: Result, after: Result) -> dict[str, float]:
         return {}
     spread = statistics.stdev(b - a for a, b in zip(old, new, strict=True))
     return {"ppl": after["ppl"] * spread / math.sqrt(len(old))}
-
-
-def _ppl(result: Result) -> dict[str, Metric]:
-    return {"ppl": Metric(result["ppl"], result.get("stderr"), False)}
-
-
-def _bits_per_byte(result: Result) -> dict[str, Metric]:
-    """Return the metric that replaces `ppl`. Its noise is that of the mean loss, the logarithm of `ppl`."""
-    if "bits_per_byte" not in result:
-        return {}
-    value, ppl, stderr = result["bits_per_byte"], result.get("ppl", 1.0), result.get("stderr")
-    noise = None if stderr is None or ppl <= 1 else value * stderr / ppl / math.log(ppl)
-    return {"bits per byte": Metric(value, noise, False)}
-
-
-def _kld(result: Result) -> dict[str, Metric]:
-    found = {}
-    for run in result["runs"]:
-        name = f"{run['model']} {run['weights']}, KV {run['kv']}"
-        found[f"{name}: KL"] = Metric(run["kl_mean"], run["kl_se"], False)
-        found[f"{name}: same top-1"] = Metric(run["top1_agreement"], run["top1_agreement_se"], True)
-        found[f"{name}: ln ppl ratio"] = Metric(run["ln_ppl_ratio"], run["ln_ppl_ratio_se"], False)
-    return found
-
-
-def _answers(result: Result) -> dict[str, Metric]:
-    found = {}
-    for run in result["runs"]:
-        name = f"{run['model']} {run['weights']}, KV {run['kv']}"
-        share = run["changed"] / run["answers"]
-        noise = math.sqrt(share * (1 - share) / run["answers"])
-        found[f"{name}: changed answers"] = Metric(share, noise, False)
-    return found
-
-
-def _throughput(result: Result) -> dict[str, Metric]:
-    found = {}
-    for row in result.get("batches", ()):
-        rate = row["tokens_per_second"]
-        found[f"batch {row['batch']}: tokens/s"] = Metric(rate, _error(row["repeats"]), True)
-    for row in result.get("loads", ()):
-        rate = (row["window"] or row)["output_tokens_per_second"]
-        found[f"{row['lengths']['name']}: output tokens/s"] = Metric(rate, _error(row["repeats"]), True)
-    return found
-
-
-def _error(repeats: Sequence[float]) -> float | None:
-    return statistics.stdev(repeats) / math.sqrt(len(repeats)) if len(repeats) > 1 else None
-
-
-def _latency(result: Result) -> dict[str, Metric]:
-    found = {}
-    for row in result["rows"]:
-        name = f"{row.get('by', 'qrt')} {row['batch']} x {row['input_len']}"
-        found[f"{name}: decode ms/step"] = Metric(row["decode_ms_per_step"], None, False)
-        found[f"{name}: prefill tokens/s"] = Metric(row["prefill_tokens_per_s"], None, True)
-    return found
-
-
-def _serve(result: Result) -> dict[str, Metric]:
-    found = {}
-    for name in ("ttft", "tpot", "itl", "e2el"):
-        noise = result[f"std_{name}_ms"] / math.sqrt(max(result["completed"], 1))
-        found[f"mean_{name}_ms"] = Metric(result[f"mean_{name}_ms"], noise, False)
-    for name in ("request_throughput", "output_throughput"):
-        found[name] = Metric(result[name], None, True)
-    return found
-
-
-def _kernels(result: Result) -> dict[str, Metric]:
-    rows = result["kernels"]
-    return {f"{row['op']} {row['what']}, {row['at']}: us": Metric(row["us"], None, False) for row in rows}
-
-
-def _sweep(result: Result) -> dict[str, Metric]:
-    found = {}
-    for cell in result["cells"]:
-        name = f"{cell['weights']} + {cell['kv']} KV"
-        noises = {"ppl": None, "kl_mean": cell["kl_se"], "tokens_per_second": _error(cell["repeats"])}
-        for key, noise in noises.items():
-            if cell[key] is not None:
-                found[f"{name}: {key}"] = Metric(cell[key], noise, key == "tokens_per_second")
-    return found
-
-
-def _lm(result: Result) -> dict[str, Metric]:
-    return {
-        f"{row['task']} {row['metric']}": Metric(row["value"], row["stderr"], row["higher_is_better"])
-        for row in result["scores"]
-    }
-
-
-def _passkey(result: Result) -> dict[str, Metric]:
-    found = {}
-    for cell in result["cells"]:
-        name = f"KV {cell['kv']}, {cell['context_tokens']} tokens, depth {cell['depth']:g}"
-        for key in ("retrieved", "chosen"):
-            share = cell[key]
-            noise = math.sqrt(share * (1 - share) / cell["trials"])
-            found[f"{name}: {key}"] = Metric(share, noise, True)
-    return found
-
-
-def _kv_error(result: Result) -> dict[str, Metric]:
-    return {
-        f"KV {cell['kv']}, {cell['heads']}, {cell['context_tokens']} tokens: relative error": Metric(
-            cell["relative_error"], None, False
-        )
-        for cell in result["cells"]
-    }
-
-
-METRICS: dict[str, Callable[[Result], dict[str, Metric]]] = {
-    "ppl": _ppl,
-    "kld": _kld,
-    "answers": _answers,
-    "lm": _lm,
-    "throughput": _throughput,
-    "latency": _latency,
-    "serve": _serve,
-    "kernels": _kernels,
-    "sweep": _sweep,
-    "passkey": _passkey,
-    "kv-error": _kv_error,
-}
 
 
 def print_table(changes: Sequence[Change], sigmas: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from qrt.assets import model_path
 from qrt_eval.cli import main
-from qrt_eval.reports.compare import METRICS
+from qrt_eval.reports.metrics import METRICS
 from qrt_eval.results import console, record
 
 # A change of the schema concerns everyone who reads result files: raise SCHEMA_VERSION with it, and the
