@@ -26,7 +26,7 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
     "qrt.serve": 7.6,
     "qrt_calibrate": 2,  # sees floors 0 and 1
     "qrt_eval.inputs": 8.0, "qrt_eval.results": 8.1, "qrt_eval.quality": 8.2, "qrt_eval.speed": 8.2,
-    "qrt_eval.reports": 8.3, "qrt_eval": 8.4,
+    "qrt_eval.reports": 8.3, "qrt_eval.flags": 8.3, "qrt_eval": 8.4,
 }  # fmt: skip
 TORCH_FREE = (
     "qrt.version", "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.cli",

@@ -1,0 +1,1 @@
+"""The flags of every command of qrt-eval; this folder imports nothing heavy."""
