@@ -1,4 +1,4 @@
-"""Growth: give slots ahead of the tokens that need them, and note what the request table is told."""
+"""Lookahead: give slots ahead of the tokens that need them, and note what the request table is told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def short(decoding: Sequence[Request], ahead: int = 0) -> list[Request]:
     return [request for request in decoding if request.covered < request.length + ahead]
 
 
-class Growth:
+class Lookahead:
     """Gives slots to running requests, and keeps for the next plan what it gave."""
 
     def __init__(self, kv: KVManager) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from qrt.engine.schedule import lookahead
 from qrt.engine.schedule.admission import Growing
 from qrt.engine.schedule.limits import Limits
-from qrt.engine.schedule.lookahead import Growth, short
+from qrt.engine.schedule.lookahead import Lookahead, short
 from qrt.engine.schedule.output import RequestDelta
 from qrt.engine.schedule.plan import Admission, Chunk, Plan, Sampling, StepResult
 from qrt.engine.schedule.queue import Queue, insert, remove
@@ -66,7 +66,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._planned: deque[list[Request]] = deque()  # of launched steps, in the order of `Plan.works`
         self._rows = Rows(limits)
-        self._growth = Growth(kv)
+        self._lookahead = Lookahead(kv)
         self._unpublished = Unpublished()
         self._growing: Growing | None = None  # of the plan in the making
         self._refused: Request | None = None  # had no room, and none has been given back since
@@ -145,7 +145,7 @@ class Scheduler:
             self._fit(len(decoding), prefilling)
         decodes = tuple([request.decode() for request in decoding])
         chunks = tuple([chunk for _, chunk in prefilling])
-        placed = self._growth.taken(decodes + chunks)
+        placed = self._lookahead.taken(decodes + chunks)
         self._planned.append(decoding + [request for request, _ in prefilling])
         self._move_on(decoding, prefilling)
         return Plan(tuple(admitted), placed, decodes, chunks)
@@ -200,7 +200,7 @@ class Scheduler:
         decoding = [r for r in self.running if r.num_computed >= r.prefill_len and r.length < r.max_len]
         num_pauses = self.num_pauses
         for request in short(decoding):
-            while request.seq is not None and not self._growth.give(request):
+            while request.seq is not None and not self._lookahead.give(request):
                 last = self.running[-1]
                 if last.in_flight:
                     return None
@@ -208,7 +208,7 @@ class Scheduler:
                 self._pause(last)
         if self.num_pauses > num_pauses:
             decoding = [request for request in decoding if request.seq is not None]
-        self._growth.give_ahead(decoding)
+        self._lookahead.give_ahead(decoding)
         return decoding
 
     def _move_on(self, decoding: list[Request], prefilling: list[tuple[Request, Chunk]]) -> None:
@@ -227,7 +227,7 @@ class Scheduler:
     def _publish(self, request: Request, end: int) -> None:
         """Share the first `end` tokens of a prompt, which have been computed."""
         if request.generates and request.seq is not None:
-            self._growth.publish(request, request.prompt[:end])
+            self._lookahead.publish(request, request.prompt[:end])
             if end >= len(request.prompt):
                 request.published = True
                 self._unpublished.remove(request)
@@ -280,7 +280,7 @@ class Scheduler:
         request.num_computed = seq.num_cached
         if request.num_cached is None:
             request.num_cached = seq.num_cached
-        self._growth.start(request)
+        self._lookahead.start(request)
         if self.kv.prefix_caching and not request.published:
             self._unpublished.add(request)
         return request
