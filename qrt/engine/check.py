@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qrt.checks import is_integer
 from qrt.errors import ConfigError
 from qrt.sampling_params import SamplingParams
 
@@ -73,11 +74,14 @@ class RequestCheck:
 
 
 def _array(prompt_ids: Sequence[int]) -> NDArray[Any]:
-    """ConfigError for what is no list of integers."""
+    """Return token ids as an array; ConfigError for what is no list of integers."""
     try:
         ids = np.asarray(prompt_ids)
     except ValueError:  # lists of different lengths
         ids = np.empty((0, 0), object)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ConfigError(f"prompt: got {str(prompt_ids)[:50]}, wanted a list of token ids")
-    return ids
+    if ids.ndim == 1:
+        if not ids.size or ids.dtype.kind in "iu":
+            return ids
+        if all(map(is_integer, prompt_ids)):  # beyond 64 bits
+            return np.array(prompt_ids, object)
+    raise ConfigError(f"prompt: got {str(prompt_ids)[:50]}, wanted a list of token ids")
