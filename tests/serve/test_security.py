@@ -24,9 +24,9 @@ import qrt.serve.http.service as service
 from qrt.peer_fields import FIELDS as PEER_FIELDS
 from qrt.serve.processes.process import LineFormatter
 from qrt.serve.routes.lightllm import GenerateRequest
-from qrt.serve.routes.openai import Detokenize, TokenizeChat
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest
 from qrt.serve.routes.replies import CompletionReply
+from qrt.serve.routes.tokens import Detokenize, TokenizeChat
 
 pytestmark = pytest.mark.model
 JSON = {**bearer(), "Content-Type": "application/json"}

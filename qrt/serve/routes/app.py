@@ -23,9 +23,11 @@ from qrt.serve.http.http_errors import add_error_handlers, error_response, unexp
 from qrt.serve.http.service import Service, new_id
 from qrt.serve.link.engine_client import EngineClient
 from qrt.serve.link.messages import Failed
+from qrt.serve.routes.health import health_routes
 from qrt.serve.routes.lightllm import lightllm_routes
 from qrt.serve.routes.monitoring import monitoring_routes
 from qrt.serve.routes.openai import openai_routes
+from qrt.serve.routes.tokens import token_routes
 from qrt.version import __version__
 
 PAGE = Path(__file__).parents[1] / "page"
@@ -68,6 +70,8 @@ def create_app(service: Service) -> FastAPI:
     add_error_handlers(app)
     app.include_router(openai_routes(service))
     app.include_router(lightllm_routes(service))
+    app.include_router(token_routes(service))
+    app.include_router(health_routes(service))
     app.include_router(monitoring_routes(service))
 
     @app.get("/", include_in_schema=False)

@@ -1,4 +1,4 @@
-"""What operators ask: health, metrics, load, version, what runs; and, where allowed, administration."""
+"""What operators ask: metrics, load, version, what runs; and, where allowed, administration."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from qrt.location import model_commit
-from qrt.sampling_params import SamplingParams
-from qrt.serve.http.http_errors import error_response
 from qrt.serve.http.openapi import Responses, errors
 from qrt.serve.http.service import Service
 from qrt.version import __version__
@@ -25,32 +23,8 @@ TEXT: Responses = {
 
 
 def monitoring_routes(service: Service) -> APIRouter:
-    """The routes. Health is cheap: nothing is generated for it."""
+    """The routes."""
     routes = APIRouter()
-
-    @routes.get("/health", include_in_schema=False)
-    @routes.get("/healthz", include_in_schema=False)
-    async def health() -> Response:
-        service.check_running_or_draining()
-        return _broken(service) or Response()
-
-    @routes.get("/liveness", include_in_schema=False)
-    async def liveness() -> dict[str, str]:
-        return {"status": "alive"}
-
-    @routes.get("/readiness", include_in_schema=False)
-    async def readiness() -> Response:
-        service.check_running()
-        return _broken(service) or JSONResponse({"status": "ready"})
-
-    @routes.get("/health_generate", responses=errors())
-    async def health_generate() -> dict[str, str]:
-        service.check_running()
-        params = SamplingParams(temperature=0, max_tokens=1)
-        stream = await service.client.submit([service.collector(None, [0], params)])
-        async for _ in stream:
-            pass
-        return {"status": "ok"}
 
     @routes.get("/metrics", response_class=Response, responses={**errors(), **TEXT})
     async def metrics() -> Response:
@@ -93,15 +67,6 @@ def monitoring_routes(service: Service) -> APIRouter:
             return {"status": "ok"}
 
     return routes
-
-
-def _broken(service: Service) -> Response | None:
-    """503 where nothing would be generated."""
-    if service.client.stopped:
-        return error_response(503, str(service.client.stopped))
-    if service.client.silent_seconds > service.config.watchdog_timeout / 2:
-        return error_response(503, "the engine is stuck in a step")
-    return None
 
 
 async def _load(service: Service) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoints, /v1/completions, chat/completions and models; /tokenize, /detokenize."""
+"""The OpenAI-compatible endpoints: /v1/completions, /v1/chat/completions and /v1/models."""
 
 from __future__ import annotations
 
@@ -6,31 +6,25 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field
 
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.location import model_commit, model_name
-from qrt.peer_fields import FIELDS, PROMPT_FIELDS
-from qrt.serve.http.body import Body, Tokens
-from qrt.serve.http.events import encode
-from qrt.serve.http.openapi import MODEL, MODELS, errors, events_or
+from qrt.peer_fields import FIELDS
+from qrt.serve.http.openapi import MODEL, MODELS, events_or
 from qrt.serve.http.responses import Deadline, answer_events, answer_whole
 from qrt.serve.http.service import Service, new_id
 from qrt.serve.http.strict_json import StrictJsonRoute
 from qrt.serve.routes.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
-    Conversation,
     Sampling,
 )
 from qrt.serve.routes.replies import ChatReply, CompletionReply, Reply
 from qrt.text.collector import RequestCollector
-
-MAX_TOKENS_DECODED = 2**20
 
 
 def openai_routes(service: Service) -> APIRouter:
@@ -74,75 +68,7 @@ def openai_routes(service: Service) -> APIRouter:
     async def responses() -> None:
         raise UnsupportedError("responses: not run by this server; send the messages to /v1/chat/completions")
 
-    @routes.post("/tokenize", response_model=dict[str, Any], responses=errors())
-    async def tokenize(body: TokenizeChat | TokenizeText) -> Response:
-        service.check_running()
-        service.check_model(body.model)
-        body.refuse_not_run(PROMPT_FIELDS)
-        if isinstance(body, TokenizeChat):
-            messages = [message.for_template() for message in body.messages]
-            text = await service.render_chat(messages, **body.template_arguments())
-        else:
-            text = body.text
-        ids = await service.encode(text, body.add_special_tokens)
-
-        def reply() -> bytes:
-            strings = [service.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None
-            head = {"count": len(ids), "max_model_len": service.client.info.max_model_len}
-            return encode({**head, "tokens": ids, "token_strs": strings})
-
-        return Response(await service.off_loop(len(ids), reply), media_type="application/json")
-
-    @routes.post("/detokenize", response_model=dict[str, Any], responses=errors())
-    async def detokenize(body: Detokenize) -> Response:
-        service.check_running()
-        service.check_model(body.model)
-
-        def reply() -> bytes:
-            return encode({"prompt": service.tokenizer.decode(body.tokens, False)})
-
-        return Response(await service.off_loop(len(body.tokens), reply), media_type="application/json")
-
-    @routes.get("/tokenizer_info", responses=errors())
-    async def tokenizer_info() -> dict[str, Any]:
-        tokenizer = service.tokenizer.hf
-        tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-        return {**tokens, "vocab_size": len(tokenizer), "chat_template": service.tokenizer.chat_template()}
-
     return routes
-
-
-class TokenizeText(Body):
-    """`POST /tokenize` of a text, by vLLM's name or llama.cpp's."""
-
-    model: str | None = None
-    prompt: str | None = None
-    content: str | None = None
-    messages: None = None  # those of a TokenizeChat
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
-
-    @property
-    def text(self) -> str:
-        """What is to be tokenized."""
-        text = self.content if self.prompt is None else self.prompt
-        if text is None:
-            raise ConfigError("prompt: wanted a text, or messages")
-        return text
-
-
-class TokenizeChat(Conversation):
-    """`POST /tokenize` of a conversation."""
-
-    model: str | None = None
-    return_token_strs: bool = False
-
-
-class Detokenize(Body):
-    """`POST /detokenize`."""
-
-    model: str | None = None
-    tokens: Annotated[Tokens, Field(max_length=MAX_TOKENS_DECODED)]
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:

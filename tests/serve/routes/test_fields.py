@@ -14,8 +14,8 @@ from servers import KEY, ThreadServer, bearer, refused
 
 from qrt.assets import model_path
 from qrt.serve.routes.lightllm import GenerateRequest, Parameters
-from qrt.serve.routes.openai import Detokenize, TokenizeChat
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest
+from qrt.serve.routes.tokens import Detokenize, TokenizeChat
 
 pytestmark = pytest.mark.model
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}

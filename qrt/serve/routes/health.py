@@ -1,0 +1,51 @@
+"""Health, as load balancers and Kubernetes ask for it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+
+from qrt.sampling_params import SamplingParams
+from qrt.serve.http.http_errors import error_response
+from qrt.serve.http.openapi import errors
+from qrt.serve.http.service import Service
+
+
+def health_routes(service: Service) -> APIRouter:
+    """The routes. All but /health_generate are cheap: nothing is generated for them."""
+    routes = APIRouter()
+
+    @routes.get("/health", include_in_schema=False)
+    @routes.get("/healthz", include_in_schema=False)
+    async def health() -> Response:
+        service.check_running_or_draining()
+        return _broken(service) or Response()
+
+    @routes.get("/liveness", include_in_schema=False)
+    async def liveness() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @routes.get("/readiness", include_in_schema=False)
+    async def readiness() -> Response:
+        service.check_running()
+        return _broken(service) or JSONResponse({"status": "ready"})
+
+    @routes.get("/health_generate", responses=errors())
+    async def health_generate() -> dict[str, str]:
+        service.check_running()
+        params = SamplingParams(temperature=0, max_tokens=1)
+        stream = await service.client.submit([service.collector(None, [0], params)])
+        async for _ in stream:
+            pass
+        return {"status": "ok"}
+
+    return routes
+
+
+def _broken(service: Service) -> Response | None:
+    """503 where nothing would be generated."""
+    if service.client.stopped:
+        return error_response(503, str(service.client.stopped))
+    if service.client.silent_seconds > service.config.watchdog_timeout / 2:
+        return error_response(503, "the engine is stuck in a step")
+    return None
