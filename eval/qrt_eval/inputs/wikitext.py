@@ -55,7 +55,7 @@ def read_rows(data_file: str | None) -> tuple[list[str], str]:
     if path is None:
         return _download(), "Salesforce/wikitext, wikitext-2-raw-v1, test"
     if not path.is_file():
-        raise ConfigError(f"--data-file {path}: no such file; {HELP}")
+        raise ConfigError(f"--data-file: expected a file, got {path}, which does not exist; {HELP}")
     file = DataFile(path, *kind_of(path))
     if file.has_rows:
         return _rows_of(file), str(path)

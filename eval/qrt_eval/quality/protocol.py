@@ -143,7 +143,7 @@ class LlamaCpp(Protocol):
     ) -> list[Window]:
         """Cut the raw text; see Protocol."""
         tokens = Tokens(tokenizer, text.raw)
-        _long_enough(tokens, seqlen, 2 * seqlen)  # llama-perplexity refuses less, too
+        _long_enough(tokens, seqlen, 2 * seqlen)  # as llama-perplexity does
         bos = _bos(tokenizer)
         starts = range(0, len(tokens.ids) - seqlen + 1, seqlen)
         return [tokens.window(start, start + seqlen, seqlen // 2 + 1, bos) for start in starts[:limit]]

@@ -107,8 +107,8 @@ def tokens_differ(before: Result, after: Result) -> bool:
 
 def kind(result: Result) -> str:
     """Return the command that wrote a file. Older files do not name it, so their keys decide."""
-    told = {"kernels": "kernels", "rows": "latency", "ppl": "ppl"}
-    return str(result.get("command") or next((name for key, name in told.items() if key in result), "?"))
+    by_key = {"kernels": "kernels", "rows": "latency", "ppl": "ppl"}
+    return str(result.get("command") or next((name for key, name in by_key.items() if key in result), "?"))
 
 
 def settings(before: Result, after: Result) -> Iterator[tuple[str, Any, Any]]:

@@ -58,7 +58,7 @@ def perplexities(results: list[Result]) -> str:
 def _family(run: Result) -> tuple[Any, ...]:
     """Return what perplexities that compare have in common: the windows, and the original model.
 
-    The original is told by the names that qrt-calibrate gives.
+    The names that qrt-calibrate gives show which model was the original.
     """
     return QUANTIZED.sub("", Path(run["model"]).name), *text_of(run).values()
 
