@@ -1,6 +1,6 @@
-"""Instructions that only compute: opcode -> (function of numpy arrays, types of its operands).
+"""Define the instructions that only compute: opcode -> (function of numpy arrays, types of its operands).
 
-Floats are computed in fp64 and rounded once, approximate functions too.
+Floats are computed in fp64 and rounded once; so are the functions that a GPU approximates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Arithmetic = tuple[Callable[..., np.ndarray], list[str]]
 
 
 def _of_numbers(function: Callable[..., np.ndarray], count: int) -> Callable[[list[str]], Arithmetic]:
-    """`function` of `count` integers, floats, 16-bit floats or pairs of these."""
+    """Apply `function` to `count` integers, floats, 16-bit floats, or pairs of these."""
 
     def of(opcode: list[str]) -> Arithmetic:
         kind = opcode[-1]
@@ -41,7 +41,7 @@ def _of_numbers(function: Callable[..., np.ndarray], count: int) -> Callable[[li
 
 
 def _rounded(x: np.ndarray, dtype: np.dtype, opcode: list[str]) -> np.ndarray:
-    """To the nearest, or down, up or towards zero where the opcode says so."""
+    """Round to the nearest value, or down, up or towards zero if the opcode says so."""
     near = x.astype(dtype)
     down = np.where(near > x, np.nextafter(near, dtype.type(-np.inf)), near)
     up = np.where(near < x, np.nextafter(near, dtype.type(np.inf)), near)
@@ -75,7 +75,7 @@ def _multiply_add(opcode: list[str]) -> Arithmetic:
 
 
 def _extreme(loud: Callable[..., np.ndarray], quiet: Callable[..., np.ndarray]):
-    """Of floats the number where one is NaN, unless the opcode says NaN."""
+    """Return min or max. If one float is NaN the result is the other one, unless the opcode says NaN."""
     return lambda opcode: _of_numbers(loud if "NaN" in opcode else quiet, 2)(opcode)
 
 
@@ -174,7 +174,7 @@ def _compare(opcode: list[str]) -> Arithmetic:
             out = unordered == (name == "nan")
         elif name in _COMPARISONS:
             out = _COMPARISONS[name](a, b) & ~unordered
-        else:  # ltu and so on: true of NaN
+        else:  # ltu and the like are true for NaN
             out = _COMPARISONS[name[:-1]](a, b) | unordered
         if other is None:
             return out
@@ -207,7 +207,7 @@ def _convert(opcode: list[str]) -> Arithmetic:
         target = dtype_of(to)
         if rounding:
             a = rounding(a)
-        if target.kind in "iu" and (a.dtype.kind == "f" or "sat" in opcode):  # to the nearest that there is
+        if target.kind in "iu" and (a.dtype.kind == "f" or "sat" in opcode):  # saturates
             least, most = np.iinfo(target).min, np.iinfo(target).max
             wide = np.float64 if a.dtype.kind == "f" else a.dtype
             a = np.where(np.isnan(a), 0, a).clip(least, most).astype(wide)
@@ -217,7 +217,10 @@ def _convert(opcode: list[str]) -> Arithmetic:
 
 
 def _select(opcode: list[str]) -> Arithmetic:
-    return lambda a, b, first: np.where(first, a, b), [opcode[-1], opcode[-1], "pred"]
+    def select(a: np.ndarray, b: np.ndarray, first: np.ndarray) -> np.ndarray:
+        return np.where(first, a, b)
+
+    return select, [opcode[-1], opcode[-1], "pred"]
 
 
 def _of_bits(function: Callable[..., np.ndarray], count: int) -> Callable[[list[str]], Arithmetic]:

@@ -1,4 +1,4 @@
-"""Instructions between threads: jumps, barriers, mbarriers, what the threads of a warp say to each other."""
+"""Define the instructions between threads: jumps, barriers, mbarriers, and exchange within a warp."""
 
 from __future__ import annotations
 
@@ -52,9 +52,13 @@ def _end(grid: Grid, i: Instruction) -> Work:
     return end
 
 
+def _check_whole(lanes: Lanes) -> None:
+    whole_warps(lanes)
+
+
 def _barrier(grid: Grid, i: Instruction) -> Work:
     if i.opcode[1] == "warp":
-        return lambda lanes: whole_warps(lanes) is None
+        return _check_whole
     if i.opcode[1] != "sync":
         raise NotImplementedError(i.text)
     number, count = grid.reader(i.operands[0], "u32"), None
@@ -105,7 +109,7 @@ def _mbarrier(grid: Grid, i: Instruction) -> Work:
 
 
 def _try_wait(grid: Grid, i: Instruction) -> Work:
-    """Threads wait here until the phase of this parity is over, so it never says no."""
+    """Let threads wait until the phase of this parity is over, so the instruction never says no."""
     write, address = grid.writer(i.operands[0]), grid.addresses(i.operands[1])
     parity = grid.reader(i.operands[2], "u32")
 

@@ -1,4 +1,4 @@
-"""What is asked for now and done by the time it is waited for, in groups of each thread."""
+"""Keep work that threads ask for now, and that is done when they wait for it, in groups per thread."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from ptx.values import Lanes, Work
 
 
 class Deferred:
-    """Work of threads, done as late as they allow."""
+    """Do the work of threads as late as they allow."""
 
     def __init__(self, lanes: int) -> None:
         self._lanes = lanes
-        self._asked: list[tuple[Lanes, Work | None]] = []  # None: the end of a group
+        self._asked: list[tuple[Lanes, Work | None]] = []  # None marks the end of a group
 
     def add(self, lanes: Lanes, work: Work) -> None:
-        """In the group that is open."""
+        """Add work to the open group of these threads."""
         self._asked.append((lanes, work))
 
     def commit(self, lanes: Lanes) -> None:
-        """The group of these threads ends."""
+        """End the open group of these threads."""
         self._asked.append((lanes, None))
 
     def finish(self, lanes: Lanes, left: int) -> None:
-        """Do what these threads asked for but for their last `left` groups."""
+        """Do all the work of these threads, except for their last `left` groups."""
         mine, ended = np.zeros(self._lanes, bool), np.zeros(self._lanes, np.int32)
         mine[lanes] = True
         parts = []

@@ -1,4 +1,4 @@
-"""A launch: its threads, their registers, and whose turn it is."""
+"""Run a launch: its threads, their registers, and whose turn it is."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ptx import arithmetic, control, memory, tensor_cores
 from ptx.deferred import Deferred
 from ptx.memory import Barrier, Descriptor, Tensors
 from ptx.races import Races
-from ptx.text import Code, Instruction
+from ptx.text import Code, Instruction, groups
 from ptx.values import LANE, REGISTERS, SHARED_BASE, UNSIGNED, Fault, Lanes, Read, Work, dtype_of
 
-PARAMETERS, PARAMETER = 1 << 46, 256  # where parameters that have an address are, and how far apart
-_IDLE_TURNS = 256  # of programs that ask again and again, until a copy arrives
+PARAMETERS, PARAMETER = 1 << 46, 256  # address of the first parameter, and the distance between two
+_IDLE_TURNS = 256  # after which a copy arrives, if programs ask for it again and again
 _OPERATIONS = control.OPERATIONS | memory.OPERATIONS | tensor_cores.OPERATIONS
-_ENDS = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier", "cp")  # of a turn
+_ENDS = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier", "cp")  # they end a turn
 
 
 class Grid:
-    """All programs of a launch, side by side, as if there were room for all at once.
+    """Run all programs of a launch side by side, as if all of them fitted at once.
 
     parameters   what the kernel is given: int, float or Descriptor each
     shared       bytes of a program's shared memory
-    copies       arrive "late", when nothing else can go on, or "early", when they are asked for, and who has
-                 asked for some goes before all others
-    overlaps     starts before the kernel before is done, and has to wait for that itself
-    seed         warps take turns at random and copies arrive at random; without one, warps that are at the
-                 same place go on together
+    copies       arrive "late", when nothing else can continue, or "early", when they are asked for; then
+                 warps that have asked for copies run before all others
+    overlaps     the kernel starts before the one before is done, and has to wait for that itself
+    seed         makes warps take turns at random and copies arrive at random; without a seed, warps at one
+                 place run together
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Grid:
         self.barriers: dict[tuple[int, int], Barrier] = {}  # mbarriers by program and address
         self.met: dict[tuple[int, int], list[int]] = {}  # warps by program and number of a barrier
         self.copies: list[tuple] = []
-        self.fetchers = np.zeros(warps, bool)  # who has asked for copies
-        self.hasty = np.zeros(programs, bool)  # have let the next kernel start before they waited
+        self.fetchers = np.zeros(warps, bool)  # warps that have asked for copies
+        self.hasty = np.zeros(programs, bool)  # programs that let the next kernel start before they waited
         self._early = copies == "early"
         self.products, self.fetches = Deferred(self.lanes), Deferred(self.lanes)
         self.random = None if seed is None else np.random.default_rng(seed)
-        self._waiting: dict[tuple, list[int]] = {}  # warps by what they wait for
+        self._waiting: dict[tuple, list[int]] = {}  # warps, by the key they wait for
         self._last_turn, self._turns = np.zeros(warps, np.int64), 0
         self._steps = [self._compile(i) for i in code.instructions]
         self._stops = np.zeros(len(self._steps) + 1, bool)
@@ -66,7 +66,7 @@ class Grid:
             self._stops[at + 1] |= i.opcode[0] in _ENDS
 
     def run(self) -> None:
-        """Until every thread is done. A note of the exception has the instruction that failed."""
+        """Run until every thread is done. A note of an exception holds the instruction that failed."""
         with np.errstate(all="ignore"):
             while not self.done.all():
                 ready = np.flatnonzero(~self.done & ~self.blocked)
@@ -80,11 +80,15 @@ class Grid:
                 else:
                     self._deadlock()
         if not self.races.knows[:, -1].any():
-            raise Fault("no thread waits for the kernel before, so who waits for this one does not either")
+            raise Fault(
+                "no thread waits for the kernel before, so waiting for this kernel does not cover that one"
+            )
 
     def is_fence(self) -> bool:
-        """Whether the kernel before is done when the next one starts: some program waits for it before that
-        lets the next one start, or ends."""
+        """Return whether the kernel before is done when the next one starts.
+
+        It is if some program waits for it before it lets the next one start, or before it ends.
+        """
         waits = self.races.knows[:, -1].reshape(len(self.hasty), -1).any(1)
         return bool((waits & ~self.hasty).any())
 
@@ -94,8 +98,8 @@ class Grid:
         return self.random.random() < 0.3
 
     def _turn(self, ready: np.ndarray) -> None:
-        """Some warps, up to where others may join them or they may have to wait."""
-        lowest = self.pc.reshape(-1, 32)[ready].min(1)  # threads behind the others of their warp go first
+        """Run some warps up to a place where others may join them, or where they may have to wait."""
+        lowest = self.pc.reshape(-1, 32)[ready].min(1)  # threads that are behind in their warp go first
         pick = self._last_turn[ready].argmin() if self.random is None else self.random.integers(len(ready))
         pc = int(lowest[pick])
         warps = ready[lowest == pc] if self.random is None else ready[pick : pick + 1]
@@ -114,37 +118,37 @@ class Grid:
                 return
 
     def wait(self, key: tuple, warp: int) -> None:
-        """The warp goes on when somebody wakes `key`."""
+        """Block a warp until somebody wakes `key`."""
         self.blocked[warp] = True
         self._waiting.setdefault(key, []).append(warp)
 
     def wake(self, key: tuple) -> list[int]:
-        """Who waits for it goes on: these."""
+        """Let the warps that wait for `key` continue, and return them."""
         warps = self._waiting.pop(key, [])
         self.blocked[warps] = False
         return warps
 
     def _deadlock(self) -> None:
         waits = [f"{len(warps)} warps for {' '.join(map(str, key))}" for key, warps in self._waiting.items()]
-        raise Fault("nobody can go on: " + ", ".join(waits))
+        raise Fault("deadlock: " + ", ".join(waits))
 
-    # operands: read and written by lanes
+    # Operands, read and written per lane.
 
     def register(self, name: str) -> np.ndarray:
-        """Its values, a lane each."""
+        """Return the values of a register, one per lane."""
         if name not in self.registers:
-            letters = re.match(r"%([a-z]+)(?=[\d@])", name).group(1)
+            letters = groups(r"%([a-z]+)(?=[\d@])", name).group(1)
             self.registers[name] = np.zeros(self.lanes, REGISTERS[letters])
         return self.registers[name]
 
     def reader(self, operand: str, kind: str) -> Read:
-        """lanes -> what the operand says, as `kind`."""
+        """Return a function from lanes to the operand's values, as `kind`."""
         dtype = dtype_of(kind)
         if operand.startswith("!"):
             inner = self.reader(operand[1:], kind)
             return lambda lanes: ~inner(lanes)
         if special := re.fullmatch(r"%(tid|ctaid|nctaid|laneid)(?:\.([xyz]))?", operand):
-            return self._special(*special.groups(), dtype)
+            return self._special(special[1], special[2] or "x", dtype)
         if operand.startswith("%"):
             array = self.register(operand)
             if array.dtype.itemsize == dtype.itemsize:
@@ -157,7 +161,7 @@ class Grid:
             constant = np.array(value != 0)
         return lambda lanes: np.full(len(lanes), constant, dtype)
 
-    def _special(self, name: str, axis: str | None, dtype: np.dtype) -> Read:
+    def _special(self, name: str, axis: str, dtype: np.dtype) -> Read:
         if name == "laneid":
             return lambda lanes: (lanes % 32).astype(dtype)
         d = "xyz".index(axis)
@@ -169,7 +173,7 @@ class Grid:
         return lambda lanes: (lanes % self.threads if d == 0 else np.zeros(len(lanes))).astype(dtype)
 
     def constant(self, operand: str) -> int:
-        """Bits of a number, an address of shared memory or of a parameter."""
+        """Return the bits of a number, or an address of shared memory or of a parameter."""
         if operand[:2] in ("0f", "0d"):
             return int(operand[2:], 16)
         name, _, offset = operand.partition("+")
@@ -180,11 +184,14 @@ class Grid:
         return int(operand.rstrip("U"), 0)
 
     def parameter(self, address: int) -> int | float | Descriptor:
-        """The one that is at this address."""
+        """Return the parameter at this address."""
         return self.parameters[self.code.parameters[(address - PARAMETERS) // PARAMETER]]
 
     def writer(self, operand: str):
-        """(lanes, values) -> None. Values narrower than the register are extended by their sign, if any."""
+        """Return a function that writes values to the operand for some lanes.
+
+        Values narrower than the register are extended, by their sign if they have one.
+        """
         if operand == "_":
             return lambda lanes, values: None
         array = self.register(operand)
@@ -197,8 +204,8 @@ class Grid:
         return write
 
     def addresses(self, operand: str) -> Read:
-        """lanes -> int64, of [register + offset] or [symbol + offset]."""
-        base, offset = re.fullmatch(r"\[\s*([^+\s\]]+?)\s*(?:\+\s*(-?\d+))?\s*\]", operand).groups()
+        """Return a function from lanes to int64 addresses of [register + offset] or [symbol + offset]."""
+        base, offset = groups(r"\[\s*([^+\s\]]+?)\s*(?:\+\s*(-?\d+))?\s*\]$", operand).groups()
         if base.startswith("%"):
             read = self.reader(base, "s64" if base.startswith("%rd") else "u32")
             return lambda lanes: read(lanes).astype(np.int64) + int(offset or 0)

@@ -1,4 +1,4 @@
-"""Kernels that are launched on CPU tensors are compiled for a GPU and executed by `Grid`."""
+"""Compile kernels that are launched on CPU tensors for a GPU, and execute them with `Grid`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ptx.grid import Grid
 from ptx.memory import Descriptor, Tensors
 from ptx.text import Code, parse
 
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # most that a program may have, by capability
-SMS = 4  # of the GPU that is not there
-_codes: dict[str, Code] = {}  # by a kernel's hash
-settings: dict[str, Any] = {}  # of every Grid from here on: copies, seed
-written: dict[tuple[int, int], Any] = {}  # `Tensors.left` of launches that may not be done
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # the most that a program may have, by capability
+SMS = 4  # of the GPU that is imitated
+_codes: dict[str, Code] = {}  # by the kernel's hash
+settings: dict[str, Any] = {}  # for every Grid: copies, seed
+written: dict[tuple[int, int], Any] = {}  # `Tensors.left` of launches that may still run
 
 
 class Driver:
-    """As much of one as the compiler asks for."""
+    """Stand in for the driver, as far as the compiler asks it."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -35,7 +35,7 @@ class Driver:
 
 
 def compile_only(capability: int, compiled: Any) -> None:
-    """From here on a launch compiles its kernel and calls `compiled`: function, kernel, grid, arguments."""
+    """Make launches compile their kernel and call `compiled` with function, kernel, grid and arguments."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -54,16 +54,22 @@ def compile_only(capability: int, compiled: Any) -> None:
 
 
 def install(capability: int) -> None:
-    """From here on launches are executed; the device that launchers ask about is a GPU of this capability."""
+    """Make launches execute their compiled kernel on the CPU.
+
+    The device that launchers ask about is then a GPU of this capability.
+    """
     import triton
 
     from qrt.kernels import gpu
 
-    triton.knobs.nvidia.disable_ptxas_opt = True  # what it makes is not executed
-    triton.knobs.compilation.disable_line_info = True  # with it ptxas may crash there
-    gpu.is_hopper = gpu.overlaps = lambda device: capability == 90
-    gpu.multiprocessors = lambda device: SMS
-    gpu.shared_bytes = lambda device: SHARED_BYTES[capability]
+    triton.knobs.nvidia.disable_ptxas_opt = True  # its output is not executed
+    triton.knobs.compilation.disable_line_info = True  # ptxas may crash on it
+    vars(gpu).update(
+        is_hopper=lambda device: capability == 90,
+        overlaps=lambda device: capability == 90,
+        multiprocessors=lambda device: SMS,
+        shared_bytes=lambda device: SHARED_BYTES[capability],
+    )
     compile_only(capability, _execute)
 
 
@@ -78,7 +84,7 @@ def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
     if kernel.hash not in _codes:
         _codes[kernel.hash] = parse(kernel.asm["ptx"])
     code, shape = _codes[kernel.hash], shape(bound) if callable(shape) else shape
-    parameters += [0] * (len(code.parameters) - len(parameters))  # two pointers, which nobody follows
+    parameters += [0] * (len(code.parameters) - len(parameters))  # two pointers that no kernel follows
     about = kernel.metadata
     run(code, shape, parameters, tensors, about.shared, about.launch_pdl)
 
@@ -86,8 +92,10 @@ def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
 def run(
     code: Code, shape: Sequence[int], parameters: list[Any], tensors: Tensors, shared: int, overlaps: bool
 ) -> None:
-    """A launch, behind those before it: where it `overlaps` the last of these may still run, and so may older
-    ones up to a fence."""
+    """Execute a launch after those before it.
+
+    If it `overlaps`, the one before may still run, and so may older ones, back to a fence.
+    """
     tensors.follow(written)
     grid = Grid(code, shape, parameters, tensors, shared, overlaps=overlaps, **settings)
     grid.run()
@@ -98,7 +106,7 @@ def run(
 
 
 def _add(kind: Any, value: Any, name: str, parameters: list[Any], tensors: Tensors) -> None:
-    """What an argument of this kind is to the compiled kernel."""
+    """Turn an argument of this kind into parameters of the compiled kernel."""
     if isinstance(kind, tuple):
         for part, (of_part, inner) in enumerate(zip(kind, value, strict=True)):
             _add(of_part, inner, f"{name}[{part}]", parameters, tensors)
@@ -117,6 +125,6 @@ def _add(kind: Any, value: Any, name: str, parameters: list[Any], tensors: Tenso
 def _descriptor(tensor: Any) -> Descriptor:
     size, swizzle = tensor.base.dtype.itemsize, tensor.layout.swizzle_byte_width
     *outer, line = tensor.block_shape
-    box = [*outer, min(line, swizzle // size or line)]  # a wider block comes by several copies
+    box = [*outer, min(line, swizzle // size or line)]  # a wider block takes several copies
     strides = [stride * size for stride in tensor.strides]
     return Descriptor(tensor.base.data_ptr(), list(tensor.shape), strides, box, size, swizzle)

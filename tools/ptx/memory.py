@@ -1,53 +1,55 @@
-"""Memory: tensors, shared memory, and the instructions that move data between them and registers."""
+"""Define memory: tensors, shared memory, and the instructions that move data between them and registers."""
 
 from __future__ import annotations
 
 import ctypes
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptx.text import Instruction, names_of
+from ptx.text import Instruction, groups, names_of
 from ptx.values import SHARED_BASE, UNSIGNED, Fault, Lanes, Work, bits_of, dense, dtype_of, whole_warps
 
 if TYPE_CHECKING:
     from ptx.grid import Grid
 
-_BOX_ALIGNMENT = 128  # of a place in shared memory that a copy of a box goes to
+_BOX_ALIGNMENT = 128  # of the address in shared memory that a box is copied to
 
 
 def _bytes_at(address: int, count: int) -> np.ndarray:
-    return np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))
 
 
 class Tensors:
-    """What a kernel may touch: tensors that it is given, by address.
+    """Hold what a kernel may touch: the tensors that it is given, by address.
 
-    before    which bytes of a tensor (its begin and end) kernels before have written, which may not be done
-    written   which ones this one has
+    before    bytes of a tensor (its begin and end) that kernels before have written, which may still run
+    written   bytes that this kernel has written
     """
 
     def __init__(self, before: dict[tuple[int, int], np.ndarray] | None = None) -> None:
         self._known: dict[tuple[int, int], tuple[str, np.ndarray]] = {}
         self._places: list[tuple[int, int]] = []
-        self.before, self.written = before or {}, {}
+        self.before = before or {}
+        self.written: dict[tuple[int, int], np.ndarray] = {}
 
     def add(self, address: int, count: int, name: str) -> None:
-        """`count` bytes."""
+        """Add a tensor of `count` bytes."""
         if count:
             self.add_place(address, count)
             self._known.setdefault((address, address + count), (name, _bytes_at(address, count)))
 
     def add_place(self, address: int, count: int) -> None:
-        """`count` bytes that only the copy engine reads."""
+        """Add `count` bytes that only the copy engine reads."""
         self._places.append((address, address + count))
 
     def follow(self, written: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]) -> None:
-        """Kernels before have left this (`left`). Where it is something else now an operator of torch has
-        written, behind which nothing starts early."""
+        """Take over what kernels before have `left`.
+
+        A byte that has changed since was written by an operator of torch, which waits for all kernels before.
+        """
         for (first, last), (there, data) in written.items():
             for begin, end in self._places:
                 begin, end = max(begin, first), min(end, last)
@@ -57,8 +59,7 @@ class Tensors:
                     self.before[begin, end] = mine | self.before.get((begin, end), False)
 
     def left(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
-        """Which bytes of which tensors are written, by kernels before too, and those tensors as they are
-        now."""
+        """Return the bytes written so far, by kernels before too, and the tensors' current values."""
         masks = dict(self.before)
         for place, there in self.written.items():
             masks[place] = there | masks.get(place, False)
@@ -67,7 +68,7 @@ class Tensors:
     def find(
         self, address: np.ndarray, count: int, write: bool = False
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Which of the addresses are in one tensor, its bytes, and where in it they are."""
+        """Yield, per tensor, the indices of the addresses inside it, its bytes, and their places in it."""
         left = np.ones(len(address), bool)
         for (begin, end), (_, data) in self._known.items():
             here = left & (address >= begin) & (address + count <= end)
@@ -84,7 +85,7 @@ class Tensors:
 
 @dataclass
 class Descriptor:
-    """A tensor that the copy engine reads: strides and swizzle in bytes, the innermost dimension last."""
+    """Hold a tensor for the copy engine: strides and swizzle in bytes, the innermost dimension last."""
 
     address: int
     shape: list[int]
@@ -94,9 +95,9 @@ class Descriptor:
     swizzle: int
 
     def read(self, first: list[int]) -> np.ndarray:
-        """The box at `first`, uint8, zero outside the tensor."""
+        """Return the box at `first` as uint8, zero outside the tensor."""
         extent = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.item_bytes
-        inside, offset = np.True_, np.int64(0)
+        inside, offset = np.ones(1, bool), np.zeros(1, np.int64)
         for d, (n, stride, box) in enumerate(zip(self.shape, self.strides, self.box, strict=True)):
             at = (first[d] + np.arange(box)).reshape([-1] + [1] * (len(self.box) - 1 - d))
             inside = inside & (at >= 0) & (at < n)
@@ -106,14 +107,20 @@ class Descriptor:
 
 
 def swizzled(address: np.ndarray, width: int) -> np.ndarray:
-    """Where the byte of this address of shared memory is: bits 4.. are turned by bits 7.. of it."""
+    """Return where the byte of this shared address is stored: bits 4.. are XORed with its bits 7..."""
     return address ^ (((address >> 7) & {0: 0, 32: 1, 64: 3, 128: 7}[width]) << 4)
 
 
 @dataclass
 class Barrier:
-    """An mbarrier: arrivals of a phase, those that are missing; what those who have arrived knew (`Races`);
-    bytes that are missing, phases that are over."""
+    """Hold an mbarrier.
+
+    count           arrivals of a phase
+    pending         arrivals that are missing
+    known           what those who have arrived knew (see `Races`)
+    missing_bytes   bytes that have not come yet
+    phase           phases that are over
+    """
 
     count: int
     pending: int
@@ -126,7 +133,7 @@ def signal(
     grid: Grid, key: tuple[int, int], arrivals: int = 0, asked_bytes: int = 0, come_bytes: int = 0,
     warp: int | None = None,
 ) -> None:  # fmt: skip
-    """At the mbarrier of a program and an address: arrivals, bytes to wait for, bytes that have come."""
+    """Tell the mbarrier of a program and an address about arrivals, and about bytes to expect or arrived."""
     if key not in grid.barriers:
         raise Fault(f"no mbarrier at {key[1]}")
     barrier = grid.barriers[key]
@@ -143,7 +150,7 @@ def signal(
 
 
 def in_shared(grid: Grid, lanes: Lanes, address: np.ndarray, count: int) -> np.ndarray:
-    """Where in `grid.shared` the `count` bytes of each lane's address are, [lanes, count]."""
+    """Return where in `grid.shared` the `count` bytes of each lane's address are, [lanes, count]."""
     if (address < SHARED_BASE).any() or (address + count > grid.shared_bytes).any():
         raise Fault(f"{count} bytes at {address.min()} to {address.max()} of {grid.shared_bytes} shared ones")
     return (grid.program[lanes] * grid.shared_bytes + address)[:, None] + np.arange(count)
@@ -180,7 +187,7 @@ def _write_shared(
 
 
 def _is_alone(grid: Grid, lanes: Lanes) -> np.ndarray:
-    """Whether these threads know that the kernel before is done."""
+    """Return whether these threads know that the kernel before is done."""
     return grid.races.knows[lanes // 32, -1] > 0
 
 
@@ -246,6 +253,7 @@ def _load_parameter(grid: Grid, i: Instruction) -> Work:
             value = grid.parameter(place)
             if isinstance(value, float):
                 value = int(np.float32(value).view(np.uint32))
+            assert isinstance(value, int)
             values[k] = value % (1 << bits)
         write(lanes, values[which])
 
@@ -264,7 +272,12 @@ def _store(grid: Grid, i: Instruction) -> Work:
 
 
 def _atomic(grid: Grid, i: Instruction) -> Work:
-    functions = {"add": np.add, "max": np.maximum, "min": np.minimum, "exch": lambda old, new: new}
+    functions: dict[str, Callable[..., np.ndarray]] = {
+        "add": np.add,
+        "max": np.maximum,
+        "min": np.minimum,
+        "exch": lambda old, new: new,
+    }
     function = next(functions[part] for part in i.opcode if part in functions)
     write, address = grid.writer(i.operands[0]), grid.addresses(i.operands[1])
     read, dtype = grid.reader(i.operands[2], i.opcode[-1]), dtype_of(i.opcode[-1])
@@ -295,7 +308,7 @@ def _copy(grid: Grid, i: Instruction) -> Work:
     wanted = grid.reader(i.operands[3] if len(i.operands) > 3 else i.operands[2], "u32")
 
     def copy(lanes: Lanes) -> None:
-        place, source, some = to(lanes), of(lanes), wanted(lanes) > 0  # all or nothing, which is zeros
+        place, source, some = to(lanes), of(lanes), wanted(lanes) > 0  # copies all bytes, or writes zeros
         data = np.zeros((len(lanes), count), np.uint8)
         if some.any():
             data[some] = _read(grid, "global", lanes[some], source[some], count)
@@ -314,8 +327,8 @@ def _copy(grid: Grid, i: Instruction) -> Work:
 
 def _copy_box(grid: Grid, i: Instruction) -> Work:
     to, barrier = grid.addresses(i.operands[0]), grid.addresses(i.operands[2])
-    name, places = re.fullmatch(r"\[\s*(\S+?)\s*,\s*\{(.*)\}\s*\]", i.operands[1]).groups()
-    tensor, places = grid.reader(name, "u64"), [grid.reader(place, "s32") for place in names_of(places)]
+    name, at = groups(r"\[\s*(\S+?)\s*,\s*\{(.*)\}\s*\]$", i.operands[1]).groups()
+    tensor, places = grid.reader(name, "u64"), [grid.reader(place, "s32") for place in names_of(at)]
 
     def copy(lanes: Lanes) -> None:
         for lane in lanes[:, None]:
@@ -323,6 +336,7 @@ def _copy_box(grid: Grid, i: Instruction) -> Work:
             grid.fetchers[lane // 32] = True
             _check_aligned(to(lane), _BOX_ALIGNMENT)
             box, program = grid.parameter(int(tensor(lane)[0])), int(grid.program[lane[0]])
+            assert isinstance(box, Descriptor)
             knew = grid.races.knows[lane[0] // 32].copy()
             if not knew[-1] and any(begin <= box.address < end for begin, end in grid.tensors.before):
                 raise Fault("what a kernel before may still write is copied before that is waited for")
@@ -334,7 +348,10 @@ def _copy_box(grid: Grid, i: Instruction) -> Work:
 def arrive(
     grid: Grid, tensor: Descriptor, first: list[int], program: int, to: int, barrier: int, knew: np.ndarray
 ) -> None:  # fmt: skip
-    """What a copy was asked for, by a warp that knew so much (`Races`), with all that it signals."""
+    """Deliver what a copy was asked for, and signal its mbarrier.
+
+    `knew` is what the warp that asked for it knew (see `Races`).
+    """
     data = tensor.read(first)
     if to % (8 * tensor.swizzle or 128) or to + len(data) > grid.shared_bytes:
         raise Fault(f"a copy of {len(data)} bytes to {to}, swizzled by {tensor.swizzle}")
@@ -345,8 +362,10 @@ def arrive(
 
 
 def _matrices(grid: Grid, lanes: Lanes, address: np.ndarray, count: int) -> np.ndarray:
-    """Where rows of `count` 8 x 8 matrices of 16 bits are, [warps, count, 8, bytes]: lane 8 m + r has the
-    address of row r of matrix m."""
+    """Return where rows of `count` 8 x 8 matrices of 16 bits are, [warps, count, 8, bytes].
+
+    Lane 8 m + r has the address of row r of matrix m.
+    """
     _check_aligned(address, 16)
     first, rows = whole_warps(lanes)[::32], address.reshape(-1, 32)[:, : 8 * count].reshape(-1)
     return in_shared(grid, first.repeat(8 * count), rows, 16).reshape(len(first), count, 8, 16)

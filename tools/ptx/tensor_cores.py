@@ -1,25 +1,27 @@
-"""Products of small matrices by a warp (mma) or by four (wgmma)."""
+"""Multiply small matrices with one warp (mma) or four (wgmma)."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ptx.memory import swizzled
-from ptx.text import Instruction, names_of
-from ptx.values import Fault, Lanes, Work, bits_of, elements, whole_warps
+from ptx.text import Instruction, groups, names_of
+from ptx.values import Fault, Lanes, Read, Work, bits_of, elements, whole_warps
 
 if TYPE_CHECKING:
     from ptx.grid import Grid
 
-_WIDTHS = {1: 128, 2: 64, 3: 32}  # of a swizzle, by the two last bits of a descriptor
+_WIDTHS = {1: 128, 2: 64, 3: 32}  # bytes of a swizzle, by the last two bits of a descriptor
 
 
 def _rows_of(grid: Grid, operands: list[str], kind: str):
-    """lanes -> [warps, 16, k]: of 32 bits each, rows 0..7 and 8..15 in turn; lane 4 r + j has the words j and
-    (the second pair of operands) 4 + j of a row."""
+    """Return a function from lanes to A [warps, 16, k].
+
+    Operands alternate between rows 0..7 and rows 8..15. Lane 4 r + j holds word j of row r, and in the second
+    pair of operands word 4 + j.
+    """
     reads = [grid.reader(name, "b32") for name in operands]
 
     def rows(lanes: Lanes) -> np.ndarray:
@@ -31,8 +33,11 @@ def _rows_of(grid: Grid, operands: list[str], kind: str):
 
 
 def _sums(grid: Grid, to: list[str], of: list[str], out: str):
-    """(lanes, A [warps, 16, k], B [warps, n, k]) -> to = A B^T + of. Columns 2 j and 2 j + 1 of a row are in
-    lane 4 r + j, rows 8..15 in the next two operands, the next 8 columns in the next four."""
+    """Return a function (lanes, A [warps, 16, k], B [warps, n, k]) that writes A B^T + `of` to `to`.
+
+    Lane 4 r + j holds columns 2 j and 2 j + 1 of row r. The next two operands hold rows 8..15, and the next
+    four the next 8 columns.
+    """
     writes, reads = [grid.writer(name) for name in to], [grid.reader(name, out) for name in of]
     wide, narrow = (np.float64, np.float32) if out == "f32" else (np.int64, np.int32)
 
@@ -66,17 +71,17 @@ def _group_multiply(grid: Grid, i: Instruction) -> Work:
     if i.opcode[1] == "commit_group":
         return grid.products.commit
     if i.opcode[1] == "wait_group":
-        left = int(i.operands[0])
-        return lambda lanes: grid.products.finish(whole_warps(lanes), left)
-    n, k = map(int, re.match(r"m64n(\d+)k(\d+)", i.opcode[4]).groups())
+        pending = int(i.operands[0])
+        return lambda lanes: grid.products.finish(whole_warps(lanes), pending)
+    n, k = map(int, groups(r"m64n(\d+)k(\d+)", i.opcode[4]).groups())
     out, kind = i.opcode[5:7]
-    to, descriptor, adds = names_of(i.operands[0]), grid.reader(i.operands[2], "u64"), i.operands[3]
-    more, first, adds = _sums(grid, to, to, out), _sums(grid, to, [], out), grid.reader(adds, "pred")
+    to, descriptor = names_of(i.operands[0]), grid.reader(i.operands[2], "u64")
+    more, first, adds = _sums(grid, to, to, out), _sums(grid, to, [], out), grid.reader(i.operands[3], "pred")
     signs, turned = i.operands[4:6], [flag == "1" for flag in i.operands[6:]] or [False]
     if signs not in ([], ["1", "1"]):
         raise NotImplementedError(i.text)
     if i.operands[1].startswith("{"):
-        rows = _rows_of(grid, names_of(i.operands[1]), kind)
+        rows: Read = _rows_of(grid, names_of(i.operands[1]), kind)
     else:
         left = grid.reader(i.operands[1], "u64")
 
@@ -99,14 +104,13 @@ def _place(
     grid: Grid, warps: Lanes, descriptor: np.ndarray, shape: tuple[int, int], kind: str, turned: bool,
     band: np.ndarray | int = 0,
 ) -> np.ndarray:  # fmt: skip
-    """Where an operand of [rows, k] is in shared memory, from row shape[0] * band on: [warps, rows, bytes].
+    """Return where an operand [rows, k] is in shared memory, from row shape[0] * band on.
 
-    Its lines of 128, 64 or 32 bytes, as it is swizzled, are along k, or along the rows if it lies turned.
+    The result is [warps, rows, bytes]. The operand's lines of 128, 64 or 32 bytes, depending on the swizzle,
+    run along k, or along the rows if it is transposed.
     """
-    start, leading, stride = ((descriptor >> np.uint64(at)) & np.uint64(0x3FFF) for at in (0, 16, 32))
-    start, leading, stride = (
-        field.astype(np.int64)[:, None, None] << 4 for field in (start, leading, stride)
-    )
+    fields = ((descriptor >> np.uint64(at)) & np.uint64(0x3FFF) for at in (0, 16, 32))
+    start, leading, stride = (field.astype(np.int64)[:, None, None] << 4 for field in fields)
     width, size = _WIDTHS[int(descriptor[0] >> np.uint64(62))], bits_of(kind) // 8
     row = np.arange(shape[0])[None, :, None] + shape[0] * np.broadcast_to(band, len(warps))[:, None, None]
     k, line = np.arange(shape[1]), width // size
@@ -121,7 +125,7 @@ def _place(
 
 
 def _watched(grid: Grid, lanes: Lanes, place: np.ndarray) -> np.ndarray:
-    """Words at `place`, which must be the same when these threads have waited for the product."""
+    """Return the words at `place`; they must be unchanged when these threads have waited for the product."""
     data, flat = grid.shared[place], place.reshape(len(place), -1)
     grid.races.read(lanes[::32], flat)
     index = {int(lane): k for k, lane in enumerate(lanes[::32])}

@@ -1,19 +1,31 @@
-"""Reading PTX as LLVM and inline assembly write it."""
+"""Read PTX as LLVM and inline assembly write it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
 
-# a label, a brace of a scope, a statement; braces of a vector belong to their statement
+# A label, a brace of a scope, or a statement. Braces of a vector are part of their statement.
 _TOKEN = re.compile(r"\s*(?:([$\w]+):(?!:)|([{}])|((?:[^;{}]|\{[^{}]*\})+);)")
 _STATEMENT = re.compile(r"(@!?[%\w]+ )?([a-z][\w.:]*)\s*(.*)")
 _OPERAND = re.compile(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,\[\]{}])+")
 
 
+def groups(pattern: str | re.Pattern[str], text: str, at: int = 0) -> re.Match[str]:
+    """Match `pattern` at `at`; NotImplementedError with the text if PTX says something new here."""
+    found = re.compile(pattern).match(text, at)
+    if found is None:
+        raise NotImplementedError(text[at : at + 200])
+    return found
+
+
 @dataclass
 class Instruction:
-    """opcode: its parts; guard: the register that says who executes it, and what it must say."""
+    """Hold one instruction.
+
+    opcode   its parts
+    guard    the register that decides which threads execute it, and the value it must have
+    """
 
     opcode: list[str]
     operands: list[str]
@@ -23,7 +35,7 @@ class Instruction:
 
 @dataclass
 class Code:
-    """A kernel. Labels and tables of jumps lead to places in `instructions`; threads of a program."""
+    """Hold a kernel. Labels and jump tables point into `instructions`; `threads` is per program."""
 
     parameters: list[str]
     threads: int
@@ -33,15 +45,15 @@ class Code:
 
 
 def parse(text: str) -> Code:
-    """The one kernel of `text`."""
+    """Read the one kernel of `text`."""
     text = re.sub(r"//[^\n]*|^\s*\.loc\s[^\n]*", "", text, flags=re.MULTILINE)
     header, body = text[text.index(".entry") :].split("\n{", 1)
-    threads = re.search(r"\.reqntid\s+(\d+)", header)
+    threads = groups(r"(?s).*?\.reqntid\s+(\d+)", header)
     code = Code(re.findall(r"\.param [^,\n]*?(\w+_param_\d+)", header), int(threads.group(1)))
     scopes: list[dict[str, str]] = [{}]
     at = 0
     while scopes:
-        found = _TOKEN.match(body, at)
+        found = groups(_TOKEN, body, at)
         at = found.end()
         label, brace, statement = found.groups()
         if brace == "{":
@@ -61,15 +73,15 @@ def _read_statement(code: Code, scopes: list[dict[str, str]], text: str) -> None
     if text.startswith(".branchtargets"):
         code.tables[list(code.tables)[-1]] = [name.strip() for name in text.split(" ", 1)[1].split(",")]
     elif text.startswith(".reg") and "<" not in text:
-        # of inline assembly: named like the others from here on
+        # Registers of inline assembly get names like those of the others.
         _, kind, names = text.split(" ", 2)
         prefix = "p" if kind == ".pred" else {"16": "rs", "64": "rd"}.get(kind[2:], "r")
         for name in names.split(","):
             scopes[-1][name.strip()] = f"%{prefix}@{len(code.instructions)}{name.strip()}"
     elif not text.startswith("."):
-        guard, opcode, operands = _STATEMENT.match(text).groups()
+        guard, opcode, operands = groups(_STATEMENT, text).groups()
 
-        def own(match: re.Match) -> str:
+        def own(match: re.Match[str]) -> str:
             return next((s[match.group()] for s in reversed(scopes) if match.group() in s), match.group())
 
         def resolved(part: str) -> str:
@@ -83,12 +95,12 @@ def _read_statement(code: Code, scopes: list[dict[str, str]], text: str) -> None
 
 
 def _label(code: Code, scopes: list[dict[str, str]], name: str) -> str:
-    """Labels of inline assembly are its own."""
+    """Return a label's unique name. Inline assembly may repeat the names of its labels."""
     if name.startswith("$"):
         return name
     return scopes[-1].setdefault(name, f"{name}@{len(code.instructions)}")
 
 
 def names_of(operand: str) -> list[str]:
-    """Of a vector, or the one."""
+    """Return the registers of a vector, or the single one."""
     return [name.strip() for name in operand.strip("{} ").split(",")]

@@ -1,35 +1,41 @@
-"""How numpy holds what registers hold."""
+"""Say how numpy holds the values of registers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
-REGISTERS = {"p": bool, "rs": np.uint16, "r": np.uint32, "rd": np.uint64}  # by a name's letters
+REGISTERS = {
+    "p": bool,
+    "rs": np.uint16,
+    "r": np.uint32,
+    "rd": np.uint64,
+}  # by the letters of a register's name
 LANE = np.arange(32)
-SHARED_BASE = 1024  # where a program's shared memory begins
-Lanes = np.ndarray  # int64: which threads of the grid
+SHARED_BASE = 1024  # address at which a program's shared memory begins
+Lanes = np.ndarray  # int64: indices of threads in the grid
 Work = Callable[[Lanes], None]
 Read = Callable[[Lanes], np.ndarray]
 
 
 class Fault(Exception):
-    """What a GPU would not do, or do wrongly."""
+    """Report something that a GPU would not do, or would do wrong."""
 
 
 def bits_of(kind: str) -> int:
-    """Width of an operand of this type: b32, u8, s64, f32, bf16, f16x2, .."""
-    return int(re.search(r"\d+", kind).group()) * (2 if kind.endswith("x2") else 1)
+    """Return the width of an operand of this type: b32, u8, s64, f32, bf16, f16x2, ..."""
+    return int("".join(re.findall(r"\d+", kind)[:1])) * (2 if kind.endswith("x2") else 1)
 
 
-@cache  # asked for every operand of every launch
-def dtype_of(kind: str) -> np.dtype:
-    """Of an operand of this type; 16-bit floats are their bits."""
+@cache  # every operand of every launch calls it
+def dtype_of(kind: str) -> np.dtype[Any]:
+    """Return the dtype of an operand of this type. 16-bit floats are held as their bits."""
     if kind == "pred":
         return np.dtype(bool)
     if kind in ("f32", "f64"):
@@ -38,24 +44,24 @@ def dtype_of(kind: str) -> np.dtype:
 
 
 def is_half(kind: str) -> bool:
-    """Whether values of this type are 16-bit floats, one or two of them."""
+    """Return whether values of this type are 16-bit floats, one or two of them."""
     return kind.removeprefix("b") in ("f16", "f16x2")
 
 
 def dense(values: np.ndarray) -> np.ndarray:
-    """In one piece, so that it may be viewed as another type."""
+    """Return the values in one contiguous piece, so that they can be viewed as another type."""
     return np.ascontiguousarray(values)
 
 
 def from_half(kind: str, bits: np.ndarray) -> np.ndarray:
-    """fp32 of 16-bit floats."""
+    """Return the fp32 values of 16-bit floats."""
     if kind.startswith("b"):
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float16).astype(np.float32)
 
 
 def to_half(kind: str, x: np.ndarray) -> np.ndarray:
-    """16-bit floats nearest to fp32 or fp64 values, ties to even."""
+    """Return the 16-bit floats nearest to fp32 or fp64 values, ties to even."""
     if not kind.startswith("b"):
         return x.astype(np.float16).view(np.uint16)
     bits = dense(x.astype(np.float32)).view(np.uint32)
@@ -64,7 +70,7 @@ def to_half(kind: str, x: np.ndarray) -> np.ndarray:
 
 
 def elements(words: np.ndarray, kind: str) -> np.ndarray:
-    """int8 or fp32 that 32-bit words are, along the last axis."""
+    """Return the int8 or fp32 values that 32-bit words hold, along the last axis."""
     words = dense(words)
     if kind == "tf32":
         return (words & np.uint32(0xFFFFE000)).view(np.float32)
@@ -76,7 +82,7 @@ def elements(words: np.ndarray, kind: str) -> np.ndarray:
 
 
 def whole_warps(lanes: Lanes) -> Lanes:
-    """lanes, checked."""
+    """Return `lanes`, after checking that they are whole warps."""
     first = lanes[::32]
     if len(lanes) % 32 or (first % 32).any() or (lanes[31::32] - first != 31).any():
         raise Fault("not all threads of a warp are here")
