@@ -1,6 +1,9 @@
-"""Shared test settings. Where there is no GPU `gpu` tests skip, and Triton runs in its interpreter, or with
-QRT_TEST_PTX what it compiles is executed (tools/ptx): `some` tests, those marked `ptx`, or `all`. Tests of
-the `real` model skip where it has not been made."""
+"""Share settings and fixtures between all tests.
+
+Without a GPU, `gpu` tests skip and Triton runs in its interpreter. QRT_TEST_PTX executes what Triton compiles
+instead (tools/ptx): `some` runs the tests marked `ptx`, `all` runs all. Tests of the `real` model skip until
+it is made.
+"""
 
 import gc
 import logging
@@ -43,13 +46,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is there before the first test stays: no need to look through all of it for garbage, each time."""
+    """Freeze what exists before the first test, so garbage collection does not search it each time."""
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Let tests that use the GPU take turns on it, with their fixtures; see gpu_turns."""
+    """Let tests that use the GPU take turns, with their fixtures; see gpu_turns."""
     if not (GPU and _uses_gpu(item)):
         return (yield)
     with gpu_turns.turn(item.get_closest_marker("alone") is not None):
@@ -75,7 +78,7 @@ def room_on_the_gpu(request):
 
 
 def _is_small(item):
-    """Whether a `ptx` mark of the test names these of its parameters, name=[values], or none at all."""
+    """Return whether a `ptx` mark of the test names these parameters, name=[values], or none at all."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return any(
         all(parameters[name] in values for name, values in mark.kwargs.items())
@@ -85,7 +88,7 @@ def _is_small(item):
 
 @pytest.fixture(autouse=True)
 def root_logger():
-    """As it was: a command that sets up logging leaves a handler on this test's stderr, which is closed."""
+    """Restore the root logger. A command's logging handler writes to this test's stderr, which closes."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -95,21 +98,20 @@ def root_logger():
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Every test draws the same numbers, whichever tests its process has run before, and launches its own
-    kernels only."""
+    """Give every test the same random numbers, and only its own kernel launches."""
     torch.manual_seed(0)
     launch.written.clear()
 
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where kernel tests put their tensors: the GPU, or the CPU with Triton's interpreter."""
+    """Return where kernel tests put their tensors: the GPU, or the CPU with Triton's interpreter."""
     return torch.device("cuda" if GPU else "cpu")
 
 
 @pytest.fixture
 def count_lines():
-    """`count_lines(f, *args)` -> (lines of Python run inside f, its result): counted, not timed."""
+    """Return `count(f, *args)` -> (lines of Python run inside f, its result): counted, not timed."""
 
     def count(function, *args, **kwargs):
         lines = 0

@@ -1,4 +1,4 @@
-"""A shape that runs in a moment: `--shape small`."""
+"""Define `--shape small`, which runs in a moment."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The flags of `qrt-eval`: one name, one meaning; what is wrong is told before anything heavy is imported."""
+"""Test the flags of `qrt-eval`: one meaning each, and errors before anything heavy is imported."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def flags() -> dict[str, dict[str, argparse.Action]]:
-    """Flag -> command -> what it takes."""
+    """Return flag -> command -> what it takes."""
     found: dict[str, dict[str, argparse.Action]] = defaultdict(dict)
     for command, own in commands().items():
         for action in own._actions:
@@ -42,7 +42,7 @@ def test_several_values_are_words_or_have_commas():
              "--depth": "0 0.5", "--tasks": "a b", "--metric-percentiles": "50 99", "--tokens": "1 64",
              "--decode": "1x64 2x64", "--prefill": "64x0 64x64", "--op": "linear decode",
              "--tune": "llama-3-8b qwen3-8b", "--lengths": "sharegpt 128/128"}  # fmt: skip
-    files = {"--model", "--checkpoint", "--goodput"}  # names may have commas; objectives are as vLLM's
+    files = {"--model", "--checkpoint", "--goodput"}  # names may hold commas; --goodput follows vLLM
     needed = dict.fromkeys(("kld", "answers", "passkey", "sweep", "latency", "throughput"), "--model x")
     needed["lm"] = "--model x --tasks x"
     for flag, actions in flags().items():
@@ -121,7 +121,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, tuple[int, str, bool]]:
-    """Exit code, stderr, and whether torch had been imported, of every wrong command line; in one process."""
+    """Return exit code, stderr, and whether torch was imported, for every wrong command line."""
     code = (
         "import contextlib, io, json, sys\n"
         "from qrt_eval.cli import main\n"

@@ -1,4 +1,4 @@
-"""`qrt-eval sweep` end to end on the bundled model, its picture and its page."""
+"""Test `qrt-eval sweep` end to end on the bundled model, with its picture and its page."""
 
 import json
 import re
@@ -25,7 +25,7 @@ FLAGS = (
 
 
 class Links(HTMLParser):
-    """What a page would fetch: every src, and every href that leaves it."""
+    """Collect what a page would fetch: every src, and every href that leaves it."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ def test_a_sweep_of_the_bundled_model(tmp_path, tmp_path_factory, monkeypatch, c
     monkeypatch.setattr(sweep, "measure", lambda *args: calls.append(args[1:3]) or measure(*args))
     assert main(words) == 0
     pairs = [("fp16", "fp16"), ("w8a8", "fp16")]
-    assert calls == pairs  # each once, the interrupted one at the second go
+    assert calls == pairs  # each once; the interrupted one on the second run
     result = checked(tmp_path / "result.json")
     cells = {(cell["weights"], cell["kv"]): cell for cell in result["cells"]}
     assert list(cells) == pairs
@@ -87,7 +87,7 @@ def test_a_sweep_of_the_bundled_model(tmp_path, tmp_path_factory, monkeypatch, c
     svg = (tmp_path / "pareto.svg").read_text()
     assert pareto.fingerprint(tmp_path / "result.json") in svg
     pareto.draw(tmp_path / "result.json", tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_text() == svg  # drawn twice it is the same
+    assert (tmp_path / "again.svg").read_text() == svg  # drawing twice gives the same bytes
 
 
 def test_a_shape_has_bytes_and_speed_only(tmp_path, small_shape, capsys):
@@ -111,7 +111,7 @@ def test_missing_checkpoints_are_made(tmp_path, monkeypatch, capsys):
 
 
 def test_made_checkpoint_is_reused_for_its_model_only(tmp_path, monkeypatch):
-    """Whatever is called the same: one model, then another in its place."""
+    """A model replaced by another of the same name needs a new checkpoint."""
     made = []
 
     def calibrate(words):
@@ -167,7 +167,7 @@ def test_bad_input(flags, named, capsys):
 
 
 def test_sweep_picture_without_some_formats(tmp_path):
-    """Unknown schemes get a colour and a marker of their own."""
+    """Unknown schemes get their own colour and marker."""
     cell = {"max_concurrent_requests": 3, "tokens_per_second": 5.0, "kl_mean": 0.1}
     cells = [
         {**cell, "weights": "w3", "kv": "k8v4"},

@@ -1,4 +1,4 @@
-"""How kernels run in tests: on a GPU, compiled and executed on the CPU (ptx), or by Triton's interpreter."""
+"""Say how kernels run in tests: on a GPU, compiled and executed on the CPU (ptx), or interpreted."""
 
 import os
 

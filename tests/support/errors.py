@@ -1,4 +1,4 @@
-"""What an error must name, however its sentence is put."""
+"""Check what an error names, whatever its wording is."""
 
 
 def assert_names(text: str, *words: str) -> None:

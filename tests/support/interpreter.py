@@ -1,10 +1,13 @@
-"""Triton's interpreter, without what it does over and over."""
+"""Make Triton's interpreter faster."""
 
 
 def hasten():
-    """Replace the functions of triton.language once for a launch and module: at every call of a device
-    function the interpreter looks for all of them anew, half of its time, to find them replaced. And look up
-    a type's numpy type, for which it would make a table of all each time."""
+    """Avoid two things that the interpreter repeats.
+
+    At every call of a device function it looks for the functions of triton.language to replace, which takes
+    half of its time; here they are replaced once per launch and module. And it builds a table of all types to
+    look up numpy's type for one.
+    """
     from triton.runtime import interpreter  # which settles whether triton's own functions are interpreted
 
     replace, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore

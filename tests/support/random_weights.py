@@ -1,4 +1,4 @@
-"""Random weights in canonical form, for the tests of schemes and of kernels."""
+"""Make random weights in canonical form, for the tests of schemes and of kernels."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ def random_weight(
     n: int, k: int, bits: int, group: int | None = None, *, symmetric: bool = True,
     dtype: torch.dtype = torch.float32, perm: bool = False, device: str | torch.device = "cpu", seed: int = 0,
 ) -> WeightData:  # fmt: skip
-    """Every code and zero point equally likely, scales within a factor of 3, weights of about 1 / sqrt(k)."""
+    """Return random codes and zero points, scales within a factor of 3, weights of about 1 / sqrt(k)."""
     gen = torch.Generator(device).manual_seed(seed)
     shape = (n, k // (group or k))
     scale = torch.rand(shape, generator=gen, device=device) + 0.5
@@ -25,11 +25,11 @@ def random_weight(
 
 
 def reference(x: Tensor, weight: WeightData, bias: Tensor | None = None) -> Tensor:
-    """x @ W.T + bias in fp64 from the canonical weight."""
+    """Return x @ W.T + bias in fp64 from the canonical weight."""
     y = x.double() @ weight.dequantize().double().T
     return y if bias is None else y + bias.double()
 
 
 def relative(y: Tensor, want: Tensor) -> float:
-    """Norm of the error over the norm of what is wanted."""
+    """Return the norm of the error over the norm of the expected value."""
     return ((y.double() - want).norm() / want.norm()).item()

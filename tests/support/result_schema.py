@@ -1,4 +1,4 @@
-"""Result files against eval/qrt_eval/results/schema.json."""
+"""Check result files against eval/qrt_eval/results/schema.json."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from qrt_eval.results.record import SCHEMA
 
 
 def checked(path: str | Path) -> dict[str, Any]:
-    """The result file of a path, once it has the schema of its command."""
+    """Return the result file at a path, after checking the schema of its command."""
     result = json.loads(Path(path).read_text())
     schema = json.loads(SCHEMA.read_text())
     kind = {"$ref": f"#/$defs/{result['command']}", "$defs": schema["$defs"]}

@@ -80,7 +80,7 @@ def random_checkpoint(
 
 
 def altered(source: Path, out: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """A copy of a checkpoint of one file, its tensors by name as `change` leaves them; returns `out`."""
+    """Copy a checkpoint of one file, with its tensors as `change` leaves them; return `out`."""
     shutil.copytree(source, out)
     tensors = load_file(out / "model.safetensors")
     change(tensors)

@@ -1,4 +1,4 @@
-"""The machine that executes PTX: what instructions are defined to do, and that it sees what is wrong."""
+"""Test the tool that executes PTX: what instructions do, and that it finds faults."""
 
 import numpy as np
 import pytest
@@ -36,8 +36,11 @@ SWIZZLED = 64  # bytes of a line of `source`
 
 
 def run(body, out, threads=32, programs=1, source=None, written=(), **options):
-    """`body`, with the address of out in %rd1, of the thread's word of it in %rd3, the thread in %r1, the
-    program in %r2, the descriptor of boxes of 8 x 32 of `source` in %rd2. written: by the kernel before."""
+    """Execute `body` and return `out`.
+
+    %rd1 holds the address of `out`, %rd3 that of the thread's word of it, %r1 the thread, %r2 the program,
+    and %rd2 the descriptor of boxes of 8 x 32 of `source`. The kernel before has `written` these tensors.
+    """
     before = {(x.data_ptr(), x.data_ptr() + x.nbytes): np.ones(x.nbytes, bool) for x in written}
     tensors = Tensors(before)
     tensors.add(out.data_ptr(), out.nbytes, "out")
@@ -82,7 +85,7 @@ def test_arithmetic(instruction, a, b, c, want):
 
 
 def test_threads_of_a_warp():
-    """A tree of sums; a branch that half of the threads take; a predicate of one of them."""
+    """Sum in a tree; branch with half of the threads; set a predicate in one."""
     body = """
     shfl.sync.bfly.b32 %r3, %r1, 16, 31, -1; add.s32 %r9, %r1, %r3;
     setp.lt.s32 %p1, %r1, 16; @%p1 bra $low;
@@ -96,7 +99,7 @@ def test_threads_of_a_warp():
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_programs_and_barriers(seed):
-    """A word goes round four warps through shared memory; two programs count in one place."""
+    """Pass a word through four warps in shared memory; count with two programs in one place."""
     body = """
     mov.b32 %r3, global_smem; mad.lo.s32 %r4, %r1, 4, %r3; st.shared.b32 [%r4], %r1;
     bar.sync 0;
@@ -153,7 +156,7 @@ def test_copy_has_not_arrived_before_its_wait():
 
 
 def product(wait, early):
-    """64 x 32 ones times what is in shared memory; threads change that after the wait, or early."""
+    """Multiply 64 x 32 ones by shared memory, which threads change after the wait, or too early."""
     store = "mov.b32 %r8, 0x02020202; st.shared.b32 [%r7], %r8;"
     return f"""
     mov.b32 %r3, global_smem; mad.lo.s32 %r7, %r1, 4, %r3; mov.b32 %r8, 0x01010101; st.shared.b32 [%r7], %r8;
@@ -218,7 +221,7 @@ WAITS = "griddepcontrol.wait;"
     (WAITS + fetching(), None),
 ])  # fmt: skip
 def test_kernels_that_start_early(body, why):
-    """Before the one before is done, which they have to wait for."""
+    """They start before the kernel before is done, and have to wait for it."""
     source, out = torch.ones(8, 32, dtype=torch.int16), torch.zeros(64, dtype=torch.int32)
     settings = {"threads": 64, "source": source, "written": (source, out)}
     run(body, out, **settings)
@@ -238,7 +241,7 @@ def test_unwritten_bytes_may_be_read_early():
 
 
 def launched(body, out, programs=1, overlaps=True):
-    """As `run`, behind what was launched before."""
+    """Execute like `run`, after the launches before."""
     tensors = Tensors()
     tensors.add(out.data_ptr(), out.nbytes, "out")
     code = parse(KERNEL % (64, body))
@@ -262,7 +265,7 @@ SECOND = "setp.eq.s32 %p1, %r2, 1;"  # of two programs
     (FIRST_WARP + "@%p1 griddepcontrol.wait; bar.sync 0;" + LETS, True),
 ])  # fmt: skip
 def test_older_kernels_may_still_run(between, fence):
-    """Unless that one has waited for them before it lets the next one start."""
+    """They may, unless the one between has waited for them before it let the next one start."""
     out, other = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     for times in 1, 2:
         launched(WRITE, out)
@@ -300,8 +303,10 @@ def test_writes_of_two_kernels_both_stay_pending():
 @pytest.mark.skipif(not PTX or PTX_SM != 90, reason="executes kernels compiled for Hopper")
 @pytest.mark.parametrize("between", [False, True])
 def test_pending_tokens_are_not_loaded_ahead(monkeypatch, between):
-    """decode_attention of a chunk all of whose tokens kv_write has just written, told that only the newest
-    are so, with or without a kernel between the two."""
+    """decode_attention is told that only the newest tokens are pending, but all of them are.
+
+    kv_write has just written the whole chunk, with or without a kernel between the two.
+    """
     monkeypatch.setattr(kv_write, "multiprocessors", lambda device: 132)
     count, dtype, fmt = 72, torch.bfloat16, KV_FORMATS["fp16"]
     q, k, v = torch.randn(count, 8, 64, dtype=dtype).split((4, 2, 2), 1)

@@ -1,4 +1,4 @@
-"""Lengths of requests against their definitions."""
+"""Compare the lengths of requests with their definitions."""
 
 import json
 import math
@@ -14,9 +14,9 @@ from qrt_eval.inputs.lengths import Fixed, Long, ShareGPT, parse
 
 
 def clipped_mean(mu, sigma, low, high):
-    """The mean of a lognormal that is clipped, by its integral: the two ends, and what is between them."""
+    """Return the mean of a clipped lognormal, by its integral: both ends, and what lies between them."""
     cdf = NormalDist(mu, sigma).cdf
-    shifted = NormalDist(mu + sigma**2, sigma).cdf  # a lognormal's density times its value is one again
+    shifted = NormalDist(mu + sigma**2, sigma).cdf  # a lognormal's density times its value is lognormal
     a, b = math.log(low), math.log(high)
     return low * cdf(a) + high * (1 - cdf(b)) + math.exp(mu + sigma**2 / 2) * (shifted(b) - shifted(a))
 
@@ -30,7 +30,7 @@ def test_sharegpt_has_the_means_it_names():
     for column, mu, mean in ((0, facts["input_mu"], 207), (1, facts["output_mu"], 201)):
         assert clipped_mean(mu, facts["sigma"], *ends) == pytest.approx(mean, abs=0.1)
         assert drawn[:, column].mean() == pytest.approx(mean, rel=0.01)
-        # the middle of a lognormal is exp(mu), which clipping leaves alone
+        # the median of a lognormal is exp(mu), and clipping does not move it
         assert np.median(drawn[:, column]) == pytest.approx(math.exp(mu), rel=0.02)
     assert abs(np.corrcoef(drawn.T)[0, 1]) < 0.01
 

@@ -1,4 +1,4 @@
-"""Prompts that files hold."""
+"""Read prompts and conversations from files."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_prompts_of_files(tmp_path):
 
 
 def test_prompts_of_rows_in_any_kind_of_file(tmp_path, caplog):
-    """A row without a prompt is left out and counted."""
+    """A row without a prompt is skipped and counted."""
     tokenizer = Tokenizer("tiny")
     wanted = [tokenizer.encode("one line"), tokenizer.encode("and another")]
     rows = [{"prompt": "one line"}, {"prompt": None}, {"prompt": "\ud83d"}, {"prompt": "and another"}]
@@ -53,7 +53,7 @@ def test_prompts_of_rows_in_any_kind_of_file(tmp_path, caplog):
 
 
 def test_conversations_end_with_the_user(tmp_path, caplog):
-    """Whatever the form of the row; what only the assistant says is left out."""
+    """This holds for every form of row; what only the assistant says is skipped."""
     asked, answered = {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}
     again = {"role": "user", "content": "three"}
     rows = [

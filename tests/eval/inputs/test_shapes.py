@@ -1,4 +1,4 @@
-"""Folders of known shapes, for servers without weights."""
+"""Write folders of known shapes, for servers without weights."""
 
 import json
 

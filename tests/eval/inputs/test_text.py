@@ -1,4 +1,4 @@
-"""Evaluation texts: the canonical wikitext, pydoc, files, and what happens when they are not there."""
+"""Load evaluation texts: the canonical wikitext, pydoc and files; report those that are missing."""
 
 import hashlib
 from pathlib import Path
@@ -15,7 +15,7 @@ RAW = Path(__file__).parents[4] / "shared" / "corpus" / "wikitext-2" / "wiki.tes
 
 @pytest.fixture(autouse=True)
 def progress_bars(monkeypatch):
-    """Restore what a download sets for the whole process: later tests start commands that show their bars."""
+    """Restore a variable that a download sets for the whole process, where later tests would inherit it."""
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
@@ -35,7 +35,7 @@ def test_wikitext_rows_join_like_the_dataset(tmp_path, caplog):
 
 
 def test_only_newlines_end_a_row(tmp_path):
-    """As the dataset's are cut; not at U+2028, U+0085 and others of the kind."""
+    """The dataset is cut that way too: U+2028, U+0085 and the like do not end a row."""
     raw = " a\u2028b \x85 c \x1c d \n \n e\x0b\x0c f \n"
     (tmp_path / "w").write_text(raw, newline="")
     text = texts.load_text("wikitext", str(tmp_path / "w"))
@@ -136,7 +136,7 @@ def test_chats_are_refused_as_text(tmp_path):
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_byte_order_mark_is_removed(encoding, tmp_path):
-    """Of a wikitext either, whose lines stay as they end otherwise."""
+    """A wikitext loses it too, but keeps its line ends."""
     (tmp_path / "a.txt").write_bytes("one\r\ntwo\r\n".encode(encoding))
     assert texts.load_text(str(tmp_path / "a.txt")).raw == "one\ntwo\n"
     (tmp_path / "wiki").write_bytes(" = A = \r\n b \n".encode(encoding))

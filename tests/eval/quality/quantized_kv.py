@@ -1,7 +1,7 @@
-"""A transformers model whose attention sees K and V quantized and restored with plain torch.
+"""Run a transformers model whose attention sees K and V quantized and restored with plain torch.
 
-The definition of qrt's int8 and int4 KV, for tests of perplexity: K and V go through the format's rotation,
-codes and one fp16 scale per half head, and back, before an ordinary causal attention in fp32.
+This is the definition of qrt's int8 and int4 KV, for tests of perplexity. K and V go through the format's
+rotation, its codes and one fp16 scale per half head, and back, before an ordinary causal attention in fp32.
 """
 
 import torch
@@ -11,10 +11,10 @@ from qrt.quant import rotation
 
 
 def restored(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x [..., D] -> what is left of it: codes with one scale per half head, fp16.
+    """Quantize x [..., D] with one fp16 scale per half head, and restore it.
 
-    int8: steps of absmax / 127 to either side of zero. int4: sixteen levels at odd half steps, of absmax
-    over 7 to 8 in quarters the one that loses least.
+    int8 has steps of absmax / 127 on both sides of zero. int4 has sixteen levels at odd half steps; of the
+    steps absmax / 7 to absmax / 8, in quarters, it takes the one that loses least.
     """
     halves = x.unflatten(-1, (2, -1))
     absmax = halves.abs().amax(-1, keepdim=True)
@@ -28,7 +28,7 @@ def restored(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def quantized_model(folder, bits: int, tables: list[torch.Tensor]):
-    """`folder` in fp32, attending restored K and V; `tables` smooth K, layer by layer (qrt.quant.kv)."""
+    """Load `folder` in fp32, attending to restored K and V; `tables` smooth K layer by layer."""
 
     def attend(module, query, key, value, mask, scaling, dropout=0.0, **options):
         gain, inverse, shift = (part[None, :, None] for part in tables[module.layer_idx])

@@ -1,4 +1,4 @@
-"""`qrt-eval answers`: where answers differ, near ties apart, transformers as the truth, other weights."""
+"""Test `qrt-eval answers`: where answers differ, near ties, and transformers as the truth."""
 
 import json
 
@@ -59,7 +59,7 @@ def test_bundled_conversations_are_20_different_ones():
 
 @pytest.mark.model
 def test_differences_match_transformers(tmp_path, capsys):
-    """The baseline's likeliest token there is transformers', and so is the gap to the next one."""
+    """Transformers has the same likeliest token there, and the same gap to the next one."""
     out = tmp_path / "a.json"
     words = f"answers --model tiny --kv fp16 int4 --limit 6 --max-tokens 32 --json {out}"
     assert main(words.split()) == 0

@@ -1,4 +1,4 @@
-"""`qrt-eval kld`: the figures by definition, transformers as the truth, saved baselines, chunks."""
+"""Test `qrt-eval kld`: figures by definition, transformers as the truth, saved baselines, chunks."""
 
 import json
 import math
@@ -23,7 +23,7 @@ TINY = model_path("tiny")
 
 
 def test_figures_match_their_definition():
-    """By hand, in numpy's way, on distributions that differ much."""
+    """Compute them with numpy, on distributions that differ much."""
     torch.manual_seed(0)
     base, model = torch.randn(40, 11), torch.randn(40, 11)
     targets = torch.randint(0, 11, (40,))
@@ -53,7 +53,7 @@ def test_figures_match_their_definition():
 
 
 def nucleus(p: torch.Tensor) -> set[int]:
-    """The smallest set of likeliest tokens with at least 0.7."""
+    """Return the smallest set of likeliest tokens with a probability of at least 0.7."""
     mass, found = 0.0, set()
     for token in p.argsort(descending=True).tolist():
         if mass >= 0.7:
@@ -69,12 +69,12 @@ def test_model_against_itself_is_zero():
     assert figures["kl_max"] == 0 == figures["top_p_flips"] == figures["ln_ppl_ratio"]
     assert figures["top1_agreement"] == 1
     exact = logits.double()
-    near = divergence.compare(exact, exact + 1 / 3, torch.arange(7), 0.9)  # the same but for rounding
+    near = divergence.compare(exact, exact + 1 / 3, torch.arange(7), 0.9)  # equal up to rounding
     assert 0 <= near.kl.min() and near.kl.max() < 1e-12
 
 
 def test_one_position_has_no_spread():
-    """And no NaN, which JSON cannot say."""
+    """The spread is 0 and not NaN, which JSON does not have."""
     base, model = torch.randn(2, 1, 50)
     figures = divergence.figures(divergence.compare(base, model, torch.tensor([3]), 0.9))
     assert figures["kl_se"] == figures["ln_ppl_ratio_se"] == figures["top1_agreement_se"] == 0
@@ -88,7 +88,7 @@ def changed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_transformers(changed):
-    """Mean KL, top-1 agreement and both perplexities over 3 windows of 200 tokens of pydoc."""
+    """Return mean KL, top-1 agreement and both perplexities over 3 windows of 200 tokens of pydoc."""
     windows = PROTOCOLS["gptq"].windows(load_text("pydoc"), tokenizer(), 200, None, 3)
     kl, same, nll = [], [], {"base": [], "model": []}
     models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (TINY, changed)]
@@ -149,7 +149,7 @@ def test_saved_baseline_gives_the_same_figures(changed, tmp_path, capsys):
 
 
 def test_full_disk_fails_save_base(tmp_path, monkeypatch):
-    """One line, and no part of a file; one that was there stays."""
+    """The error is one line, no part of a file is left, and an earlier file stays."""
 
     def full(tensors, path, metadata):
         path.write_bytes(b"the beginning")
@@ -167,7 +167,7 @@ def test_full_disk_fails_save_base(tmp_path, monkeypatch):
 
 @pytest.mark.model
 def test_interrupted_run_resumes(tmp_path, capsys, monkeypatch):
-    """In the second format: of the first nothing is computed again, and the baseline only where needed."""
+    """After a stop in the second format, the first is not computed again, and the baseline only as needed."""
     out = tmp_path / "k.json"
     words = f"kld pydoc --model tiny --kv int8 int4 --seqlen 64 --limit 4 --json {out}".split()
     states, compare, compared = kld.scored_states, kld.window_positions, []
@@ -181,7 +181,7 @@ def test_interrupted_run_resumes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(kld, "window_positions", interrupted)
     assert main(words) == 130 and not out.exists()
     partial = tmp_path / "k.json.partial"
-    partial.write_text(partial.read_text() + '{"run": "cut o')  # and the line that was being written
+    partial.write_text(partial.read_text() + '{"run": "cut o')  # an unfinished last line
     compared.clear()
     read = []
     monkeypatch.setattr(kld, "scored_states", lambda *a: read.append(a) or states(*a))
@@ -219,7 +219,7 @@ def test_baseline_has_no_worst_positions(tmp_path, capsys):
 
 @pytest.mark.model
 def test_rows_of_logits_are_bounded(monkeypatch):
-    """However long the window, no more rows than LOGITS_BYTES allows are compared at once."""
+    """No more rows than LOGITS_BYTES allows are compared at once, however long the window."""
     rows, compare = [], divergence.compare
     monkeypatch.setattr(kld, "LOGITS_BYTES", 8 * 4096 * 10)
     monkeypatch.setattr(kld.divergence, "compare", lambda *a: rows.append(len(a[0])) or compare(*a))
@@ -229,7 +229,7 @@ def test_rows_of_logits_are_bounded(monkeypatch):
 
 @pytest.mark.model
 def test_lmeval_documents_fill_whole_windows(tmp_path):
-    """lmeval's windows have one token more than --seqlen, all of them scored but the first."""
+    """lmeval's windows have one token more than --seqlen; all but the first token are scored."""
     (tmp_path / "a.txt").write_text("Some words of a short document. " * 9)
     out = tmp_path / "k.json"
     words = f"kld {tmp_path / 'a.txt'} --model tiny --kv int4 --protocol lmeval --seqlen 32 --json {out}"

@@ -1,4 +1,4 @@
-"""`qrt-eval lm`: lm-eval's tasks over the engine, against lm-eval's own class for transformers."""
+"""Test `qrt-eval lm`: lm-eval's tasks over the engine, against lm-eval's own class for transformers."""
 
 import json
 from functools import partial
@@ -112,7 +112,7 @@ def test_scores_equal_lm_eval_with_transformers():
 
 @pytest.mark.model
 def test_continuation_beyond_the_context_is_refused():
-    """All of 16 tokens are scored in a context of 16; a 17th would take the score of none."""
+    """A context of 16 scores 16 tokens; with 17 the first one would have no score."""
     from qrt_eval.quality.lm_model import QRTLM
 
     ids = [260 + 37 * i for i in range(17)]
@@ -148,7 +148,7 @@ def test_chat_template_and_generation_arguments(caplog):
 def test_bad_input(flags, named, capsys, monkeypatch):
     from lm_eval import tasks
 
-    few = partial(tasks.TaskManager, include_defaults=False)  # to read all of lm-eval's takes seconds
+    few = partial(tasks.TaskManager, include_defaults=False)  # reading all of lm-eval's takes seconds
     monkeypatch.setattr(tasks, "TaskManager", few)
     assert main(["lm", "--model", "tiny", *flags.split()]) == 1
     assert_error(capsys.readouterr().err, *named)

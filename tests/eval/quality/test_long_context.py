@@ -1,4 +1,4 @@
-"""`qrt-eval passkey` and `kv-error`: prompts as they say, and errors that a format's bits explain."""
+"""Test `qrt-eval passkey` and `kv-error`: the prompts, and errors that a format's bits explain."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_a_prompt_holds_its_key_at_its_depth():
 
 
 class Knowing:
-    """A model that finds the key, or never does, behind the interface of LLM."""
+    """Act as an LLM that always finds the key, or never does."""
 
     max_model_len = 2048
 
@@ -91,7 +91,7 @@ def test_kv_error_command(tmp_path, capsys):
 
 
 def test_kv_error_equals_torch_on_restored_kv():
-    """Attention over decode_ref's K and V, in the cache's basis, by torch's own operator."""
+    """Torch's own attention runs over decode_ref's K and V, in the cache's basis."""
     generator = torch.Generator().manual_seed(3)
     heads = kv_error.Heads.make("peaked", 4, 2, 64, generator)
     table, _ = kv_error.fitted(heads, generator)

@@ -1,4 +1,4 @@
-"""`qrt-eval ppl`: KV that is really quantized, batches, interrupted runs, bad input."""
+"""Test `qrt-eval ppl`: quantized KV, batches, interrupted runs, bad input."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def test_windows_do_not_overlap_and_drop_the_tail(tmp_path):
 
 
 def overflowing(folder):
-    """The bundled model with activations that float16 does not hold."""
+    """The bundled model with activations too large for float16."""
 
     def change(tensors):
         tensors["model.layers.2.post_attention_layernorm.weight"] *= 1e5
@@ -54,7 +54,7 @@ def overflowing(folder):
     ],
 )
 def test_nan_logits_give_an_error_and_no_result(command, tmp_path, capsys):
-    """A result file would hold NaN, which JSON has not, and figures that mean nothing."""
+    """A result file would hold NaN, which JSON does not have, and meaningless figures."""
     wide, result = overflowing(tmp_path / "wide"), tmp_path / "result.json"
     words = f"--model {wide} --json {result} --dtype".split()
     assert main([*command.split(), *words, "float16"]) == 1
@@ -66,9 +66,12 @@ def test_nan_logits_give_an_error_and_no_result(command, tmp_path, capsys):
 @pytest.mark.model
 @pytest.mark.parametrize(("kv", "bound"), [("int8", 1e-4), ("int4", 2e-3)])
 def test_quantized_kv_equals_torch_quantizing_every_k_and_v(kv, bound):
-    """A code on an edge rounds the other way in another order of summation, and what follows differs then:
-    weights changed by a millionth move int4's perplexity of these windows by up to 0.2 %, of which it costs
-    0.6. Most tokens agree far better."""
+    """Most tokens agree far better than the bound.
+
+    A code on an edge may round the other way in another order of summation, and later values then differ.
+    Weights changed by a millionth move int4's perplexity of these windows by up to 0.2 %, of the 0.6 % that
+    it costs.
+    """
     text, seqlen, count = load_text("pydoc"), 256, 6
     llm, plain = (LLM("tiny", kv=some, max_model_len=seqlen, **SETTINGS) for some in (kv, "fp16"))
     stored = llm.engine.runner.kv
@@ -88,7 +91,7 @@ def test_quantized_kv_equals_torch_quantizing_every_k_and_v(kv, bound):
 def test_quantized_kv_keeps_the_promised_perplexity():
     values = {}
     for kv in ("fp16", "int8", "int4"):
-        # 16,000 tokens: int4's cost is 1.2 % of any such sample, and anything up to 1.8 of an eighth of it
+        # 16,000 tokens; int4 costs 1.2 % on any such sample, but up to 1.8 % on an eighth of it
         values[kv] = quick_perplexity(LLM("tiny", kv=kv, **SETTINGS), load_text("pydoc"), 512, 32).ppl
     change = {kv: abs(value / values["fp16"] - 1) for kv, value in values.items()}
     assert 0 < change["int8"] < 0.001
@@ -97,7 +100,7 @@ def test_quantized_kv_keeps_the_promised_perplexity():
 
 @pytest.mark.model
 @pytest.mark.parametrize(
-    # another chunk size is another order of summation: in int8 a code on an edge may then round the other way
+    # another chunk size sums in another order, so in int8 a code on an edge may round the other way
     ("kv", "bound"),
     [("fp16", 1e-6), ("int8", 1e-4)],
 )
@@ -147,7 +150,7 @@ def test_interrupted_run_resumes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module, "score", interrupted)
     assert main(words) == 130 and not out.exists()
     partial = tmp_path / "r.json.partial"
-    partial.write_text(partial.read_text() + '{"run": "cut o')  # and the line that was being written
+    partial.write_text(partial.read_text() + '{"run": "cut o')  # an unfinished last line
     monkeypatch.setattr(
         module, "score", lambda llm, windows: calls.append(len(windows)) or score(llm, windows)
     )
@@ -170,7 +173,7 @@ def test_resume_ignores_other_runs(tmp_path):
 
 
 def test_resume_ignores_other_windows(tmp_path):
-    """Two short documents are cut alike by any --seqlen, and only what comes behind them differs."""
+    """Two short documents are cut alike by any --seqlen; only what follows them differs."""
     for name, words in (("a", 5), ("b", 7), ("c", 90)):
         (tmp_path / f"{name}.txt").write_text("some words " * words)
     text, tokenizer = load_text(str(tmp_path)), Tokenizer("tiny")
@@ -184,7 +187,7 @@ def test_resume_ignores_other_windows(tmp_path):
 
 @pytest.mark.model
 def test_overflowing_word_perplexity_is_infinite(tmp_path, capsys):
-    """A text without spaces is one word, whose loss is that of all its tokens."""
+    """A text without spaces is a single word; its loss is that of all its tokens."""
     (tmp_path / "a.txt").write_text("".join(str(number) for number in range(400)))
     words = (
         f"ppl {tmp_path / 'a.txt'} --model tiny --protocol lmeval --seqlen 128 --json {tmp_path / 'r.json'}"
@@ -198,7 +201,7 @@ def test_overflowing_word_perplexity_is_infinite(tmp_path, capsys):
 
 @pytest.mark.model
 def test_different_tokenizers_show_bits_per_byte(tmp_path, capsys):
-    """A model that reads the same text in other tokens: no change of perplexity is claimed."""
+    """A model with other tokens for the same text gets no change of perplexity."""
     other = fewer_merges(tmp_path / "other")
     words = f"ppl pydoc --model {other} --baseline tiny --seqlen 64 --limit 3".split()
     assert main(words) == 0

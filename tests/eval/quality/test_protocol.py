@@ -1,4 +1,4 @@
-"""Perplexity protocols against scripts written from their owners' definitions, over transformers in fp32."""
+"""Compare perplexity protocols with scripts of their owners' definitions, over transformers in fp32."""
 
 import math
 from pathlib import Path
@@ -44,7 +44,7 @@ def text(tmp_path):
 
 @torch.no_grad()
 def logprobs(hf, ids) -> torch.Tensor:
-    """log p of ids[1:], each given all before it."""
+    """Return log p of ids[1:], each given all before it."""
     ids = torch.tensor(ids)
     return hf(ids[None]).logits[0, :-1].double().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
@@ -70,7 +70,7 @@ def test_gptq_equals_its_evaluation_loop(hf, tokenizer, llm):
 
 @pytest.mark.model
 def test_llamacpp_scores_second_halves_after_a_bos(hf, tokenizer, llm):
-    """examples/perplexity: chunks of n_ctx, token 0 becomes BOS, logits n_ctx/2 .. n_ctx-2 are scored."""
+    """Like examples/perplexity: chunks of n_ctx; token 0 becomes BOS; logits n_ctx/2 .. n_ctx-2 count."""
     text, n_ctx = load_text("pydoc"), 256
     ids = tokenizer(text.raw, verbose=False).input_ids
     nll = nll2 = count = 0
@@ -108,8 +108,10 @@ def test_sliding_scores_every_token_once_with_context(hf, tokenizer, llm, text):
 
 @pytest.mark.model
 def test_lmeval_matches_its_definition(hf, tokenizer, text):
-    """Every token of every document once; the last window of a document looks back a whole length. The window
-    is the model's whole context, as lm-eval's is unless told otherwise."""
+    """Every token of every document is scored once, and a document's last window looks back a whole length.
+
+    The window is the model's whole context, which is lm-eval's default.
+    """
     seqlen, total, words, size = 128, 0.0, 0, 0
     for document in text.documents:
         ids = [tokenizer.bos_token_id, *tokenizer.encode(document.text)]
@@ -128,7 +130,7 @@ def test_lmeval_matches_its_definition(hf, tokenizer, text):
 
 @pytest.mark.model
 def test_lmeval_equals_lm_eval(text, llm, monkeypatch):
-    """lm-eval's class for transformers, its windows and its metrics, on the same documents."""
+    """Compare with lm-eval's class for transformers, its windows and its metrics, on the same documents."""
     reason = "pip install qrt[lm] accelerate"
     pytest.importorskip("accelerate", reason=reason)
     huggingface = pytest.importorskip("lm_eval.models.huggingface", reason=reason)

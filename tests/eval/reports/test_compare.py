@@ -1,4 +1,4 @@
-"""`qrt-eval compare`: noise from what the files hold, and files that do not compare."""
+"""Test `qrt-eval compare`: noise from what the files hold, and files that do not compare."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def throughput(*repeats):
 
 
 def test_perplexities_compare_window_by_window():
-    """The windows differ by 1.0, the models by 0.01 each time: far below the text's noise, above theirs."""
+    """Windows differ by 1.0, the models by 0.01 in each: far below the text's noise, above their own."""
     before, after = ppl(10.0, [2.0, 3.0, 1.0]), ppl(10.1, [2.010, 3.011, 1.009])
     (change,) = compare(before, after, 2)
     assert change.verdict == "worse" and not change.assumed
@@ -50,7 +50,7 @@ def test_perplexities_compare_window_by_window():
 
 
 def test_different_tokenizers_compare_by_bits_per_byte(tmp_path, capsys):
-    """Fewer, longer tokens: a higher perplexity of a better model. Windows are of different text."""
+    """Fewer, longer tokens give a better model a higher perplexity."""
     before = ppl(10.0, [2.0, 3.0, 1.0], bits_per_byte=1.0, stderr=0.1, tokenizer_sha256="a")
     after = ppl(20.0, [2.9, 3.9, 1.9], bits_per_byte=0.9, stderr=0.2, tokenizer_sha256="b")
     (change,) = compare(before, after, 2)
@@ -95,7 +95,7 @@ def test_steady_window_rate_comes_first():
 
 
 def test_passkey_noise_depends_on_the_trials():
-    """Of 4 trials the standard error of a half is a quarter: 1 of 4 is no change, 4 of 4 from none is one."""
+    """Of 4 trials, a half has a standard error of a quarter: 2 to 1 is no change, 0 to 4 is one."""
 
     def cells(retrieved):
         cell = {"kv": "int4", "context_tokens": 512, "depth": 0.5, "trials": 4, "retrieved": retrieved}
@@ -163,7 +163,7 @@ def test_files_that_are_no_results_are_refused(content, tmp_path, capsys):
 
 
 def test_recorded_results_compare_with_themselves(capsys):
-    """The files of eval/results, with and without the name of their command."""
+    """This covers files with and without the name of their command."""
     from pathlib import Path
 
     recorded = sorted((Path(__file__).parents[3] / "eval/results").rglob("*.json"))

@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 def test_a_page_shows_a_picture_of_the_recorded_results():
-    """By the hash that the picture carries: what matplotlib draws differs between its versions."""
+    """The picture carries the file's hash, since versions of matplotlib draw differently."""
     result = ROOT / picture.RESULT
     shown = result.with_name("kernels.svg")
     assert str(shown.relative_to(ROOT)) in PAGE.read_text()

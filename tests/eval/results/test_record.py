@@ -1,4 +1,4 @@
-"""Result files: the one schema, and what identifies a run."""
+"""Test result files: their schema, and what identifies a run."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ def test_every_command_with_a_result_can_be_compared():
     ],
 )
 def test_result_is_kept_when_stdout_is_closed(command, tmp_path, monkeypatch):
-    """`qrt-eval ... --json FILE | head` must not cost the run."""
+    """`qrt-eval ... --json FILE | head` must not lose the run."""
 
     def gone(*_, **options):
         raise BrokenPipeError
@@ -76,7 +76,7 @@ def test_checkpoint_hash_depends_on_content(tmp_path):
 
 
 def test_recorded_results_have_the_schema():
-    """Those written since there is one."""
+    """This covers the files that name a version of the schema."""
     schema = json.loads(record.SCHEMA.read_text())
     for path in (record.SCHEMA.parents[2] / "results").rglob("*.json"):
         result = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Feeding an engine: what is handed in when, and what is counted."""
+"""Test feeding an engine: what is handed in when, and what is counted."""
 
 import itertools
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def test_requests_in_flight_are_bounded(engine, in_flight, most):
     assert max(handed) == most and len(handed) == 5 and run.running == min(most, 4)
     total = run.total
     assert (total.output_tokens, total.started, total.finished, run.input_tokens) == (20, 5, 5, 15)
-    # each output token is drawn after attending the prompt and the outputs before it
+    # each output token attends to the prompt and the earlier outputs
     assert total.kv_tokens == 5 * (3 + 4 + 5 + 6)
     assert 20 / run.running <= total.steps <= 5 * 4 and run.window is None and run.timeline is None
 
@@ -45,7 +45,7 @@ def test_each_request_has_its_length(engine):
 
 
 def test_window_is_where_all_run_and_some_wait(engine):
-    """By its definition, from what the engine has said in each step."""
+    """Follow the definition, from the deltas of each step."""
     said, step = [], engine.step
 
     def noted():

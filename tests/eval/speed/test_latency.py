@@ -1,4 +1,4 @@
-"""`qrt-eval latency` on a small shape: the rows it writes, transformers' beside qrt's."""
+"""Test `qrt-eval latency` on a small shape: its rows, and those of transformers."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_compare_has_rows_of_qrt_and_transformers(tmp_path):
 def test_one_slow_step_of_a_hundred_is_not_the_99th_percentile():
     row = latency.summary(4, 8, 101, 0.5, [0.010] * 99 + [1.0])
     assert row["decode_ms_per_step"] == pytest.approx(10) and row["decode_tokens_per_s"] == pytest.approx(400)
-    assert row["decode_ms_p99"] == pytest.approx(10 + 0.01 * 990)  # numpy's, as of qrt-eval serve
+    assert row["decode_ms_p99"] == pytest.approx(10 + 0.01 * 990)  # as numpy and qrt-eval serve compute it
 
 
 @pytest.mark.parametrize("command", ["latency", "throughput"])

@@ -1,4 +1,4 @@
-"""`qrt-eval serve` against a server that is scripted, and the arithmetic of its figures."""
+"""Test `qrt-eval serve` against a scripted server, and the arithmetic of its figures."""
 
 import asyncio
 import json
@@ -16,8 +16,7 @@ from result_schema import checked
 
 
 class Server:
-    """An OpenAI-compatible server in a thread that answers each request with `output_len` chunks of a token,
-    or as `script` says."""
+    """Answer each request in a thread with `output_len` chunks of one token, or as `script` says."""
 
     def __init__(self, script=None):
         self.bodies, self.level, self.most = [], 0, 0
@@ -95,7 +94,7 @@ def test_figures_of_a_run(tmp_path, capsys):
     path, body, _ = server.bodies[1]
     assert path == "/v1/completions" and len(body["prompt"]) == 7 and body["ignore_eos"] is True
     assert body["stream_options"] == {"include_usage": True} and body["temperature"] == 0
-    assert len(server.bodies) == 7  # one to warm up
+    assert len(server.bodies) == 7  # one of them warms up
     assert "TTFT" in capsys.readouterr().out
 
 
@@ -110,7 +109,7 @@ def test_chat_sends_text_and_concurrency_is_bounded():
 
 
 def test_lengths_are_those_of_throughput(tmp_path):
-    """The same seed gives the same lengths; each request asks for its own output, whatever tokens come."""
+    """The same seed gives the same lengths, and each request asks for its own output length."""
     with Server() as server:
         asked = ["serve", "--base-url", server.url, "--tokenizer", "tiny", "--lengths", "sharegpt"]
         flags = ["--num-prompts", "5", "--seed", "3", "--json", str(tmp_path / "s.json")]
@@ -140,7 +139,7 @@ def test_a_file_has_as_many_requests_as_rows(words, count, tmp_path):
 
 
 def test_several_processes_send_one_load():
-    """Every request once, outcomes in the order of the prompts, the bound is that of all together."""
+    """Each request is sent once, outcomes come in the prompts' order, and all processes share one bound."""
     prompts = [load.Prompt([1] * size, size, 2) for size in range(1, 8)]
     with Server() as server:
         url = f"{server.url}/v1/completions"
@@ -154,7 +153,7 @@ def test_several_processes_send_one_load():
 
 
 def test_idle_stream_takes_the_remaining_prompts(monkeypatch):
-    """However long one request takes, the others' streams go on with all prompts: no share is left behind."""
+    """However long one request takes, the other streams send all remaining prompts."""
     done = []
 
     async def request(session, url, prompt, body):
@@ -249,7 +248,9 @@ def test_arrivals_have_the_rate_and_repeat():
     assert times == load.delays(1000, 50.0, 1.0, 7) and times[0] == 0
     assert times[-1] == pytest.approx(999 / 50) and times == sorted(times)
     gaps, smooth = np.diff(times), np.diff(load.delays(1000, 50.0, 100.0, 7))
-    assert gaps.std() == pytest.approx(1 / 50, rel=0.15)  # a Poisson process' gaps spread as their mean
+    assert gaps.std() == pytest.approx(
+        1 / 50, rel=0.15
+    )  # in a Poisson process the gaps' deviation equals their mean
     assert smooth.std() == pytest.approx(0.1 / 50, rel=0.15)
     assert load.delays(3, float("inf"), 1.0, 0) == [0, 0, 0]
 
@@ -259,7 +260,7 @@ def outcome(started, ttft, itls, tokens):
 
 
 def test_metric_definitions():
-    """TPOT over tokens, not chunks; goodput wants all objectives; the busiest second; overlap."""
+    """TPOT counts tokens, not chunks; goodput needs all objectives; also the busiest second and overlap."""
     a, b = outcome(0.0, 0.5, [0.1, 0.3], 5), outcome(0.2, 1.0, [], 1)
     assert a.tpot == pytest.approx(0.1) and b.tpot is None
     result = serve.summarize([a, b], 2.0, {"ttft": 0.6, "tpot": 0.2}, [50.0])

@@ -1,4 +1,4 @@
-"""`qrt-eval throughput`: counts against what was asked for, and what its tables show."""
+"""Test `qrt-eval throughput`: its counts, and its tables."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_batch_rows_count_tokens_and_requests(tmp_path):
         assert len(row["repeats"]) == 2 and row["tokens_per_second"] in row["repeats"]
         assert row["requests_per_second"] == pytest.approx(4 / row["elapsed_time"])
         assert row["host_gap"] is None or 0 <= row["host_gap"] < 1
-    # one after the other: of each prompt five steps, each reads all weights, and what it attends
+    # one after the other; each prompt takes five steps, which read all weights and the K/V they attend to
     weights = (2 if torch.cuda.is_available() else 4) * (
         6 * (512 * 256 + 256 * 256 + 3 * 768 * 256) + 4096 * 256
     )
@@ -39,7 +39,7 @@ def test_batch_rows_count_tokens_and_requests(tmp_path):
 
 @pytest.mark.model
 def test_lengths_have_a_row_each(tmp_path, capsys):
-    """Fixed lengths have a window, in which as many requests begin and end; a file's rows are as given."""
+    """Fixed lengths have a window, in which as many requests begin as end; a file's rows are as given."""
     out, file = tmp_path / "t.json", tmp_path / "lengths.jsonl"
     file.write_text('{"input_len": 4, "output_len": 2}\n{"input_len": 8, "output_len": 3}\n')
     words = f"throughput --model tiny --max-num-seqs 3 --lengths 9/6,5/4 {file} --json {out}"
@@ -74,7 +74,7 @@ def test_lengths_have_a_row_each(tmp_path, capsys):
 
 @pytest.mark.model
 def test_interrupted_run_keeps_finished_loads(tmp_path, monkeypatch):
-    """Ten loads take a quarter of an hour, and a machine may be taken away."""
+    """Ten loads take a quarter of an hour, and a machine may be taken away before."""
     out, measure = tmp_path / "t.json", throughput.measure
 
     def cut(engine, load, repeats):

@@ -1,4 +1,4 @@
-"""Loads: how many requests a steady one runs, and how its first ones begin."""
+"""Test loads: how many requests a steady one runs, and how its first ones begin."""
 
 from types import SimpleNamespace
 
@@ -20,8 +20,11 @@ def engine(seqs=10**6, slots=10**9, tokens=10**9):
 
 
 def test_running_requests_are_limited():
-    """2,048 in and 128 out: their K/V are 2,112 tokens on average; a step of 8,192 tokens in which R decode
-    brings (8,192 - R) / 2,048 new requests and ends R / 128, as many at R = 481.9."""
+    """Of 2,048 tokens in and 128 out, K/V take 2,112 tokens on average.
+
+    A step of 8,192 tokens in which R decode brings (8,192 - R) / 2,048 new requests and ends R / 128. These
+    are equal at R = 481.9.
+    """
     assert running_at_once(engine(seqs=100), 2048, 128) == 100
     assert running_at_once(engine(slots=211_200), 2048, 128) == int(100 * FULL)
     assert running_at_once(engine(tokens=8192), 2048, 128) == 481
@@ -29,8 +32,10 @@ def test_running_requests_are_limited():
 
 
 def test_steady_load_begins_spread_over_its_outputs():
-    """Steps of 100 tokens, prompts in their order beside the decodes of those before: when the tenth begins,
-    the first is at its end and each one after it 5 tokens younger."""
+    """Steps have 100 tokens; prompts run in order, beside the decodes of earlier requests.
+
+    When the tenth begins, the first is at its end, and each later one is 5 tokens younger.
+    """
     plain = Fixed(17, 50).requests(25, 3, 1000)
     found = begun(plain, 10, 100, 3, 1000)
     assert found[10:] == plain[10:] and begun(plain, 10, 100, 3, 1000) == found
@@ -45,8 +50,10 @@ def test_steady_load_begins_spread_over_its_outputs():
 
 
 class Simulated:
-    """An engine whose scheduler is the real one, on a clock of its own: a step takes some time, and more for
-    each of its tokens and for what its decodes attend."""
+    """Run the real scheduler on a simulated clock.
+
+    A step takes some time, and more for each of its tokens and for the positions that its decodes attend to.
+    """
 
     STEP, TOKEN, ATTENDED = 8e-3, 14e-5, 15e-8
 
@@ -62,7 +69,7 @@ class Simulated:
         return self.scheduler.has_work
 
     def clear(self):
-        """Nothing is asked of it afterwards."""
+        """Do nothing; the engine is not used afterwards."""
 
     def add(self, name, ids, params):
         self.scheduler.add(name, np.array(ids, np.int32), params)
@@ -82,8 +89,10 @@ class Simulated:
     "inputs, outputs, seqs", [(13, 13, 205), (100, 100, 60), (200, 13, 205), (500, 50, 205)]
 )
 def test_window_rate_equals_an_endless_load(monkeypatch, inputs, outputs, seqs):
-    """Then as many requests begin in each step as end: R / outputs of the R that run, each with all tokens
-    but the last to compute; they attend half of their outputs on average."""
+    """In each step as many requests begin as end: R / outputs of the R that run.
+
+    Each has all tokens but the last to compute, and attends to half of its outputs on average.
+    """
     engine = Simulated(17_500, seqs, 819, inputs + outputs)
     monkeypatch.setattr(feed, "time", SimpleNamespace(perf_counter=lambda: engine.seconds))
     first = running_at_once(engine, inputs, outputs)

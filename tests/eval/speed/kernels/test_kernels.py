@@ -1,4 +1,4 @@
-"""`qrt-eval kernels`: every cell is measured and counted rightly, on a machine without a GPU too."""
+"""Test `qrt-eval kernels`: every cell is measured and counted, even without a GPU."""
 
 import json
 
@@ -40,13 +40,13 @@ def test_every_operator_has_rows(small, tmp_path, capsys):
     }  # fmt: skip
     for row in cells.values():
         assert row["us"] > 0 and row["floor_us"] > 0 and row["num_bytes"] > 0
-    # 128 -> 2 * 256 in int4: codes, a scale and a zero word a group of 128, x and y in fp32
+    # 128 -> 2 * 256 in int4: codes, a scale and a zero word per group of 128, x and y in fp32
     gate_up = cells["linear", "w4a16 gate_up", "M=8"]
     assert gate_up["flops"] == 2 * 8 * 128 * 512
     assert cells["linear", "w4a16 sum", "M=8"]["us"] == pytest.approx(
         sum(cells["linear", f"w4a16 {name}", "M=8"]["us"] for name in ("qkv", "o", "gate_up", "down"))
     )
-    # of a layer its products, one K/V of 64 tokens by 2 requests; bf16 stands for what came before
+    # a layer's products, and K/V of 64 tokens for each of 2 requests; bf16 is the row to compare with
     layer = cells["layer", "w4a16, KV int4", "2 x 64"]
     assert layer["num_bytes"] > cells["decode", "int4", "2 x 64"]["num_bytes"] and layer["ours"]
     products = sum(
@@ -106,21 +106,23 @@ def test_every_key_has_a_trial_and_none_is_tried_twice():
         todo = list(trials.trials(k, n))
         assert len(todo) == len(set(todo)) and len({trial.key for trial in todo}) == 2 * 17 + 15
         for trial in todo:
-            if trial.scheme == "w8a8":  # what the launcher makes of it is what it says
+            if trial.scheme == "w8a8":  # the launcher splits as the plan says
                 plan, inputs = trial.plan, getattr(trial.plan, "inputs", 128)
                 assert -(-k // (-(-k // plan.splits // inputs) * inputs)) == plan.splits
 
 
 def test_tuning_all_shapes_takes_minutes():
-    """At 30 ms a measurement and 2 s of one of 16 cores a kernel; less what the file has already."""
+    """A measurement takes 30 ms, a kernel 2 s on one of 16 cores; the file already has some."""
     todo = trials.pending([shapes.shape(name) for name in shapes.SHAPES], {})
     assert len(todo) * 0.03 + len({trial.binary for trial in todo}) * 2 / 16 < 450
 
 
 def test_interrupted_tuning_resumes(small, monkeypatch, tmp_path):
-    """The winners of a scheme are in the file before the next one is measured. What the file has is kept,
-    unless it is no plan that is tried: of a kernel that is no more. Of the plans that are fast alone the one
-    that makes a layer fast wins."""
+    """The file holds the winners of a scheme before the next scheme is measured.
+
+    Entries of the file stay, unless their plan is no longer tried. Of the plans that are fastest alone, the
+    one that makes a layer fastest wins.
+    """
     table, file, cut = {"int8 128x512 16 wide": ["block", 16, 32, 256, 1, 4, 4]}, tmp_path / "gpu.json", [3]
     table["tiles 128x512 4 bits 128 wide"] = ["gone", 128, 1, 1, 4]
     file.write_text(json.dumps(table))
@@ -182,7 +184,7 @@ def test_tuned_files_are_complete():
     ("NVIDIA A100-SXM4-80GB", ((8, 0), 108), None),
 ])  # fmt: skip
 def test_unmeasured_gpu_uses_a_similar_gpus_plans(monkeypatch, caplog, name, chip, like):
-    """Those of one with the same chip, or none; said once."""
+    """It takes those of a GPU with the same chip, or none, and says so once."""
     caplog.set_level("INFO", logger=tuned.__name__)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip[0])

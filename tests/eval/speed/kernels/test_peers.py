@@ -1,4 +1,4 @@
-"""`--compare`: the rows of other projects' kernels; stand-ins for what needs a GPU or is not installed."""
+"""Test `--compare` of kernels, with stand-ins for what needs a GPU or is not installed."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def run(*ops, tokens=(1, 32)):
-    """Cells of the table by (name, size)."""
+    """Return the cells of the table by (name, size)."""
     rows = list(peers.rows(CONFIG, ops, tokens, [(2, 40)], [(16, 0), (16, 32)], RATES, CPU))
     cells = {(row.what, row.at): row for row in rows}
     assert len(cells) == len(rows) and not any(row.ours for row in rows)
@@ -31,7 +31,7 @@ def run(*ops, tokens=(1, 32)):
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
-    """Two copies of every operand, one call each; nothing is compiled; and none of the packages is here."""
+    """Use two copies of every operand and one call each, compile nothing, and hide all packages."""
     monkeypatch.setattr(peers, "copies", lambda num_bytes: 2)
     monkeypatch.setattr(
         peers, "microseconds", lambda operator, operands: [operator(*some) for some in operands] and 5.0
@@ -66,7 +66,7 @@ def test_failing_peer_does_not_stop_the_others(monkeypatch, capsys):
 
 
 def test_torchs_int8_product(monkeypatch):
-    """Only at the tokens it runs; int8 in, bytes counted as such."""
+    """It has rows only for the token counts it supports, and its int8 bytes are counted."""
     monkeypatch.setattr(peers, "PEERS", peers.PEERS[1:2])
     cells = run("linear")
     name = "torch._int_mm (without quantizing)"
@@ -92,7 +92,7 @@ def test_tinygemm(monkeypatch):
 
 
 def test_torchao(monkeypatch):
-    """Three configs; a weight of every product is quantized once a copy."""
+    """Three configs each quantize a weight of every product once per copy."""
     made = []
     configs = ("Int4WeightOnlyConfig", "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
     put(monkeypatch, "torchao")
@@ -137,13 +137,13 @@ def test_gemlite(monkeypatch):
     cells = run("linear")
     for name in ("gemlite w4a16", "gemlite w8a8"):
         assert cells[f"{name} sum", "M=1"].us == 20.0
-    # which gemlite finds by the name of an H100 only
+    # gemlite finds it only for a GPU named H100
     assert set(loaded) == {"/packages/gemlite/configs/h100.json"}
     assert cells["gemlite w4a16 down", "M=32"].num_bytes < cells["gemlite w8a8 down", "M=32"].num_bytes
 
 
 class Decode:
-    """Takes what flashinfer's wrapper takes, and attends."""
+    """Take the arguments of flashinfer's wrapper, and attend."""
 
     def __init__(self, workspace, layout, **settings):
         assert layout == "NHD" and settings["use_cuda_graph"] and workspace.dtype == torch.uint8
