@@ -153,7 +153,7 @@ def _add_method(parser: ArgumentParser) -> None:
         ("--n-samples", int, "n_samples", "windows of text"),
         ("--seqlen", int, "seqlen", "tokens of a window"),
         ("--seed", int, "seed", "of the choice of windows"),
-        ("--damp", float, "damping", "share of the Hessian's diagonal that GPTQ adds to it"),
+        ("--damp", float, "damping", "share of the Hessian's mean diagonal that GPTQ adds to it"),
     ):
         method.add_argument(
             flag, type=kind, dest=field, help=f"{what} (default: {getattr(Recipe, field)})", metavar="N"

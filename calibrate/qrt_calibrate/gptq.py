@@ -19,7 +19,7 @@ from qrt.quant.weight import WeightData
 from qrt_calibrate.precision import EXACT, products
 
 BLOCK = 128  # columns whose errors are spread one by one; beyond the block they are spread together
-ROW_BLOCKS = 16  # in which rows are rounded where they feel each other
+ROW_BLOCKS = 64  # in which rows are rounded where they feel each other
 CACHED_ROWS = 4096  # that a CPU rounds at a time: a block's columns stay in its cache
 WALK_BYTES = 13  # of a weight while its Linear is rounded: as it came, as it is moved, its error, its code
 MOVED_ROWS = 4096  # of a matrix that change places together
@@ -32,25 +32,31 @@ class Factor:
 
     order     [K] int64, columns by descending diagonal of H
     upper     [K, K] U
-    damping   the share of the diagonal that was added to it
+    damping   the share of each column's own diagonal that was added to it
     """
 
     def __init__(self, order: Tensor, upper: Tensor, damping: float) -> None:
         self.order, self.upper, self.damping = order, upper, damping
 
     @classmethod
-    def of(cls, hessian: Tensor, damping: float) -> Factor | None:
-        """Of H = E[x x^T] [K, K] with `damping` times its diagonal added; more where that is not enough, and
-        None where nothing is. An input that was never active gets a diagonal of its own, so its column is
-        rounded to nearest and no other column feels it."""
-        diagonal = hessian.diagonal()
-        mean = float(diagonal.mean()) or 1.0
-        order = torch.argsort(diagonal, descending=True, stable=True)
+    def of(cls, hessian: Tensor, damping: float, level: float = 0.0) -> Factor | None:
+        """Factorize H = E[x x^T] [K, K], damped: `damping` times its own diagonal and `level` times the mean
+        one are added to each column's. More is added where that is not enough, and None is returned where
+        nothing is enough.
+
+        The level keeps columns of hardly any input from taking over errors: their grids do not reach so far.
+        An input that was never active gets a diagonal of its own, so its column is rounded to nearest and no
+        other column feels it.
+        """
+        own = hessian.diagonal()
+        mean = float(own.mean()) or 1.0
+        order = torch.argsort(own, descending=True, stable=True)
         backwards = order.flip(0)
         for step in range(DAMPING_STEPS):
             damped = damping * 10**step
+            diagonal = own * (1 + damped) + mean * (level * (own > 0) + (own == 0))
             matrix = _reordered(hessian, backwards)
-            matrix.diagonal().mul_(1 + damped).add_(mean * (diagonal[backwards] == 0))
+            matrix.diagonal().copy_(diagonal[backwards])
             with products(EXACT):  # a damped Hessian of many inputs is too ill-conditioned for TF32
                 if _inverse_factor(matrix):
                     return cls(order, _turn(matrix), damped)

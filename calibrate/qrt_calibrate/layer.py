@@ -46,6 +46,7 @@ from qrt_calibrate.sensitivity import OutputMoments, output_moments
 from qrt_calibrate.streams import Share, Streams
 
 SEARCH_TOKENS = 4096  # that judge a candidate of AWQ and SmoothQuant; the moments come from all tokens
+OWN_DAMPING = 0.01  # share of each column's own diagonal that is added to it
 ROW_DAMPING = 0.08  # share of the gradients' moments' diagonal that is added to it
 
 
@@ -116,10 +117,10 @@ class LayerWork:
         """Fold and round `parts`, whose input has `moments`."""
         grid = self.grids[parts[0]]
         gptq = self.job.recipe.steps.gptq
-        factor = Factor.of(moments.hessian, self.job.recipe.damping) if gptq else None
+        factor = self._factor(moments) if gptq else None
         smooth = self._pair_of(parts)
         if smooth is not None and self._fold(smooth, moments, factor, grid) and gptq:
-            factor = Factor.of(moments.hessian, self.job.recipe.damping)  # of D^-1 H D^-1, in its own order
+            factor = self._factor(moments)  # of D^-1 H D^-1, in its own order
         weights = [linear(self.rounded, part).weight for part in parts]
         data = self._round(torch.cat(weights), moments, factor, felt, grid)
         rows = [linear(self.rounded, part).out_features for part in parts]
@@ -129,6 +130,9 @@ class LayerWork:
             if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
                 round_input(linear(self.rounded, part))
         self._note("damping", factor.damping if factor else 0.0)
+
+    def _factor(self, moments: Moments) -> Factor | None:
+        return Factor.of(moments.hessian, OWN_DAMPING, self.job.recipe.damping)
 
     def _output_moments(self) -> dict[tuple[str, ...], OutputMoments]:
         """What the loss feels of each stage's output, where the method asks. Folds do not change it: those

@@ -56,7 +56,7 @@ class Recipe:
     n_samples     windows of `seqlen` tokens each, drawn with `seed`
     eval_samples  further windows of the text on which the result is compared with the original; 0: none,
                   which `recipe_of` takes for a method that needs no text
-    damping       share of the Hessian's diagonal that GPTQ adds to it: less fits the windows' noise
+    damping       share of the Hessian's mean diagonal that GPTQ adds to it; less fits the windows' noise
     rotations     of ("R1", "R2"): turned into the weights before anything else (`qrt_calibrate.rotate`)
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
     tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.tune`)
@@ -77,7 +77,7 @@ class Recipe:
     seqlen: int = 512
     eval_samples: int = 8
     seed: int = 0
-    damping: float = 0.2
+    damping: float = 0.1
     exact_folds: bool = True
     rotations: tuple[str, ...] = ()
     tune: int = 0
@@ -117,7 +117,7 @@ class Recipe:
         if self.tune and self.rotations:
             raise ConfigError("--tune: trains a model that is not rotated; leave out it or --rotations")
         if not 0 < self.damping <= 1:
-            raise ConfigError(f"--damp: got {self.damping}, wanted above 0 and at most 1")
+            raise ConfigError(f"--damp: expected a number above 0 and at most 1, got {self.damping}")
         head_grid(self.scheme, self.head_bits)
 
     def _check_budget(self) -> None:

@@ -53,7 +53,7 @@ def test_default_output_and_summary(run, llama, calib, tmp_path):
     }
     text = {"text": "calib.txt", "sha256": hashlib.sha256(calib.read_bytes()).hexdigest()}
     calibration = {**text, "n_samples": 4, "seqlen": 64, "seed": 0}
-    recipe = {"version": qrt.__version__, "scheme": "w4a16", "method": "awq-yaqa", "damping": 0.2}
+    recipe = {"version": qrt.__version__, "scheme": "w4a16", "method": "awq-yaqa", "damping": 0.1}
     assert config["qrt"] == {**recipe, "calibration": calibration}
     report = json.loads((out / "qrt_report.json").read_text())
     counts = {"rows": 2, "rows_looked_at": 2, "rows_left_out": {}, "files_left_out": {}}
@@ -145,7 +145,7 @@ def test_figures_of_a_table_in_a_pipe_are_whole(run, llama):
         (["--override", "o_proj=w2a16"], 1, "scheme: got 'w2a16', wanted one of w8a16, w4a16, w8a8"),
         (["--override", "nothing=w8a16"], 1, "an override 'nothing' matches no Linear"),
         (["--override", "q_proj=w8a16"], 1, "engines run model.layers.0.self_attn.qkv_proj as one Linear"),
-        (["--damp", "0"], 1, "--damp: got 0.0, wanted above 0 and at most 1"),
+        (["--damp", "0"], 1, "--damp: expected a number above 0 and at most 1, got 0.0"),
         (["--recipe", "gone.yaml"], 1, "--recipe: gone.yaml cannot be read"),
         (
             ["--group-size", "96"],
