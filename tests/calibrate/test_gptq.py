@@ -77,7 +77,8 @@ def test_level_keeps_errors_out_of_a_nearly_silent_column():
     scale, zero = choose_qparams(weight, spec, torch.bfloat16)
     walked = [Factor.of(hessian, 1e-3, level) for level in (0.0, 0.1)]
     without, with_level = (
-        loss(weight, round_columns(weight.clone(), factor, scale, zero, spec), hessian).sum() for factor in walked
+        loss(weight, round_columns(weight.clone(), factor, scale, zero, spec), hessian).sum()
+        for factor in walked
     )
     assert with_level < 0.8 * without
 
