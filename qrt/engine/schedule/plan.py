@@ -58,7 +58,7 @@ class Adjustment:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingRules:
     """How the tokens of one request are drawn. temperature 0: greedy; top_k 0, top_p 1, min_p 0: off.
 
     plain   whether temperature and seed say all; it is asked of each request in each step
@@ -74,7 +74,7 @@ class Sampling:
     plain: bool = field(init=False, compare=False)
 
     @classmethod
-    def of(cls, params: SamplingParams, prompt_len: int, seed: int) -> Sampling:
+    def of(cls, params: SamplingParams, prompt_len: int, seed: int) -> SamplingRules:
         """Settle a request's parameters."""
         return cls(
             0.0 if params.greedy else params.temperature,
@@ -100,7 +100,7 @@ class Admission(NamedTuple):
     """A request that has got a row of the request table, with the tokens it has so far."""
 
     row: int
-    sampling: Sampling
+    sampling: SamplingRules
     prompt: Ints
     output: Sequence[int] = ()
 
@@ -118,7 +118,7 @@ class Decode(NamedTuple):
 
     request_id: str
     row: int
-    sampling: Sampling
+    sampling: SamplingRules
     banned: tuple[Ban, ...] = ()
 
 
@@ -144,7 +144,7 @@ class Chunk:
     start: int
     tokens: Ints
     samples: bool
-    sampling: Sampling
+    sampling: SamplingRules
     banned: tuple[Ban, ...] = ()
     scoring: Scoring | None = None
 

@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from qrt.engine.schedule.plan import Ban, Chunk, Decode, Sampling, Scoring
+from qrt.engine.schedule.plan import Ban, Chunk, Decode, SamplingRules, Scoring
 from qrt.mem.manager import SequenceKV
 from qrt.mem.slots import Ints
 from qrt.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ class Request:
     id: str
     prompt: Ints
     params: SamplingParams
-    sampling: Sampling
+    sampling: SamplingRules
     stop_ids: frozenset[int]
     max_len: int
     order: tuple[int, int]

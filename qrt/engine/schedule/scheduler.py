@@ -25,7 +25,7 @@ from qrt.engine.schedule.admission import Growing
 from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.lookahead import Lookahead, short
 from qrt.engine.schedule.output import RequestDelta
-from qrt.engine.schedule.plan import Admission, Chunk, Plan, Sampling, StepResult
+from qrt.engine.schedule.plan import Admission, Chunk, Plan, SamplingRules, StepResult
 from qrt.engine.schedule.queue import Queue, insert, remove
 from qrt.engine.schedule.request import FinishReason, Request
 from qrt.engine.schedule.rows import Rows
@@ -102,7 +102,7 @@ class Scheduler:
         max_len = self.limits.end(len(prompt), params.max_tokens if generate else 0, self.kv.num_slots)
         self.waiting.check_room(len(prompt))
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        sampling = Sampling.of(params, len(prompt), self._seed_of(params))
+        sampling = SamplingRules.of(params, len(prompt), self._seed_of(params))
         order = (priority, self._num_added)
         request = Request(request_id, prompt, params, sampling, stop_ids, max_len, order, cache_salt)
         self._num_added += 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qrt.engine.schedule.plan import Plan
 from qrt.engine.step.adjustments import Adjustments
-from qrt.engine.step.draws import Draws, sample_arrays
+from qrt.engine.step.sample_batch import SampleBatch, sample_arrays
 from qrt.engine.step.table import RequestTable
 from qrt.engine.step.transfer import to_device
 from qrt.kernels.decode_attention.plan import plan_parts
@@ -26,12 +26,12 @@ FROM_TABLE = -1  # instead of a position or a token: what the request table says
 class Batch:
     """What the runner needs of one step.
 
-    draws        None when nothing is sampled
+    samples      None when nothing is sampled
     targets      per chunk that scores prompt tokens: int64 [n]
     """
 
     step: StepMeta
-    draws: Draws | None
+    samples: SampleBatch | None
     targets: dict[str, Tensor]
 
 
@@ -78,7 +78,7 @@ def build(
     slots = table.slots(_join(rows), at)
     step = StepMeta(_join(tokens), at, slots, table.slot_table, decode, prefill)
     targets = {c.request_id: sent[f"targets {c.request_id}"] for c in plan.chunks if c.scoring}
-    return Batch(step, Draws.of(plan, sent), targets)
+    return Batch(step, SampleBatch.of(plan, sent), targets)
 
 
 def tokens_of(plan: Plan) -> NDArray[np.int32]:

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from qrt.engine.schedule.plan import Plan
 from qrt.engine.step.padded import PaddedInputs
 from qrt.engine.step.table import RequestTable
-from qrt.kernels.sample import sample as draw
+from qrt.kernels.sample import sample as sample_logits
 from qrt.mem.sizing import GIB
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
@@ -188,21 +188,21 @@ class TokenSteps:
         if not plan.chunks and rows == self._sent:
             return
         self._sent = None  # should an interrupt come between these
-        size, draws = self._size(plan), _holds(self.rows, len(plan.sampled))
-        assert size is not None and draws is not None, "a plan that is not handled"
-        self._inputs.send(plan, size, draws)
+        size, samples = self._size(plan), _holds(self.rows, len(plan.sampled))
+        assert size is not None and samples is not None, "a plan that is not handled"
+        self._inputs.send(plan, size, samples)
         self._sent = None if plan.chunks else rows
 
     def forward(self, plan: Plan) -> Tensor:
         """Hidden states [T, H] of the tokens that were sent, good until the next call."""
         return self._run(self._body(plan, forward=True), self._size(plan))[: _count(plan)]
 
-    def draw(self, plan: Plan) -> Tensor:
+    def sample(self, plan: Plan) -> Tensor:
         """Tokens int64 [S] of what was sent, for each of `plan.sampled`: greedy, or by temperature and seed.
         The request table is advanced."""
         if plan.chunks:
             self.forward(plan)
-            tokens = self._run(self._draw, _holds(self.rows, len(plan.sampled)))
+            tokens = self._run(self._sample, _holds(self.rows, len(plan.sampled)))
         else:
             tokens = self._run(self._step, self._size(plan))
         return tokens[: len(plan.sampled)].clone()  # what was recorded writes the same place again
@@ -211,7 +211,7 @@ class TokenSteps:
         """What is recorded, in order."""
         alone = [size for size in self.tokens if size <= ALONE]
         bodies = {
-            self._mixed: self.tokens, self._prompts: alone, self._forward: self.rows, self._draw: self.rows,
+            self._mixed: self.tokens, self._prompts: alone, self._forward: self.rows, self._sample: self.rows,
             self._step: self.rows,
         }  # fmt: skip
         return [(body, size) for body, sizes in bodies.items() for size in sizes[::-1]]
@@ -250,10 +250,10 @@ class TokenSteps:
         return self._hidden[:size].copy_(self._decode(size))
 
     def _step(self, size: int) -> Tensor:
-        return self._sample(self._decode(size), size)
+        return self._next_tokens(self._decode(size), size)
 
-    def _draw(self, size: int) -> Tensor:
-        return self._sample(self._hidden[self._inputs.draws(size)[0].long()], size)
+    def _sample(self, size: int) -> Tensor:
+        return self._next_tokens(self._hidden[self._inputs.samples(size)[0].long()], size)
 
     def _decode(self, size: int) -> Tensor:
         """Hidden states [size, H] of decodes alone."""
@@ -271,10 +271,12 @@ class TokenSteps:
         step = self._inputs.chunks(size, decodes, self._attended[:size])
         return self._hidden[:size].copy_(self._model.hidden(step, self._kv))
 
-    def _sample(self, hidden: Tensor, size: int) -> Tensor:
-        table, (_, rows, drawn) = self._table, self._inputs.draws(size)
+    def _next_tokens(self, hidden: Tensor, size: int) -> Tensor:
+        table, (_, rows, drawn) = self._table, self._inputs.samples(size)
         rows = rows.long()
-        tokens = draw(self._model.logits(hidden), rows, table.temperature, table.seed, table.length, None)
+        tokens = sample_logits(
+            self._model.logits(hidden), rows, table.temperature, table.seed, table.length, None
+        )
         table.advance(rows, tokens, drawn)
         return tokens
 

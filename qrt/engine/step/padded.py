@@ -25,7 +25,7 @@ TOKENS_PER_CHUNK = 16  # one more for so many tokens
 class PaddedInputs:
     """The inputs of padded steps, in one int32 tensor on the device that a plan fills in one copy.
 
-    What is drawn comes first (`draws`, [3, size]): the token behind which, its row, and 1, or 0 of padding.
+    What is drawn comes first (`samples`, [3, size]): the token behind which, its row, and 1, or 0 of padding.
     Then each token (`_tokens`, [3, size]): its row, its position and its id, or FROM_TABLE. Then the chunks
     (`_chunks`): their ends, and what PrefillMeta has, for `num_chunks` of them.
     """
@@ -57,7 +57,7 @@ class PaddedInputs:
         """Return how many tiles these may have: a chunk has at most one that is not whole."""
         return tokens * self._queries.group // self._queries.rows + self.num_chunks(tokens)
 
-    def draws(self, size: int) -> Tensor:
+    def samples(self, size: int) -> Tensor:
         """Return the inputs [3, size] of what is drawn."""
         return self._all[: 3 * size].view(3, size)
 
@@ -110,7 +110,7 @@ class PaddedInputs:
     def pad(self, size: int, *, chunks: bool) -> None:
         """Make them those of padding alone."""
         if size <= self._rows:
-            self.draws(size).copy_(torch.tensor([[0], [self._table.pad_row], [0]]))
+            self.samples(size).copy_(torch.tensor([[0], [self._table.pad_row], [0]]))
         none: list[NDArray[np.int32]] = [np.full((3, size), FROM_TABLE, np.int32)]
         none[0][0] = self._table.pad_row
         if chunks:
@@ -118,9 +118,9 @@ class PaddedInputs:
             none += self._of_chunks(empty, size)
         self._send(none, 3 * self._rows)
 
-    def send(self, plan: Plan, size: int, draws: int) -> None:
-        """Send those of a plan, which is padded to `size` tokens and `draws` rows drawn."""
-        self._send([self._of_draws(plan, draws)], 0)
+    def send(self, plan: Plan, size: int, samples: int) -> None:
+        """Send those of a plan, which is padded to `size` tokens and `samples` rows drawn."""
+        self._send([self._of_samples(plan, samples)], 0)
         arrays = [self._of_tokens(plan, size)]
         if plan.chunks:
             arrays += self._of_chunks(plan, size)
@@ -142,7 +142,7 @@ class PaddedInputs:
         inputs[0, given.shape[1] :] = self._table.pad_row
         return inputs
 
-    def _of_draws(self, plan: Plan, size: int) -> NDArray[np.int32]:
+    def _of_samples(self, plan: Plan, size: int) -> NDArray[np.int32]:
         inputs = np.zeros((3, size), np.int32)
         tokens, rows, drawn = inputs
         count = len(plan.sampled)

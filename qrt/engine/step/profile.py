@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qrt.engine.schedule.limits import Limits
-from qrt.engine.schedule.plan import Admission, Chunk, Placement, Plan, Sampling, Scoring
+from qrt.engine.schedule.plan import Admission, Chunk, Placement, Plan, SamplingRules, Scoring
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.graphs import TokenSteps
 from qrt.engine.step.runner import SCORED_ROWS, Runner
@@ -60,7 +60,7 @@ def largest_plan(limits: Limits) -> Plan:
     tokens = limits.max_num_batched_tokens
     requests = min(limits.max_num_seqs, tokens)
     tokens = min(tokens, requests * limits.max_model_len)
-    sampling = Sampling(temperature=1.0, top_k=0, top_p=0.9, seed=0, num_logprobs=1)
+    sampling = SamplingRules(temperature=1.0, top_k=0, top_p=0.9, seed=0, num_logprobs=1)
     chunks: list[Chunk] = []
     placed: list[Placement] = []
     done = 0

@@ -13,9 +13,9 @@ from qrt.engine.schedule.plan import Plan, StepResult
 from qrt.engine.schedule.scores import Scores, concat
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.batch import Batch, build
-from qrt.engine.step.draws import Draws, drawn_plainly, draws
 from qrt.engine.step.graphs import TokenSteps
 from qrt.engine.step.logprobs import score
+from qrt.engine.step.sample_batch import SampleBatch, is_plain, make_sample_batch
 from qrt.engine.step.sampler import sample
 from qrt.engine.step.table import RequestTable
 from qrt.engine.step.timeline import Kind, Timeline
@@ -107,7 +107,7 @@ class Runner:
         hidden = self.model.hidden(batch.step, self.kv)
         fetch = Fetch(self.table.device)
         prompt_scores = self._score_prompts(plan, batch, hidden, fetch)
-        tokens, logprobs = self._sample(plan, batch.draws, hidden, fetch)
+        tokens, logprobs = self._sample(plan, batch.samples, hidden, fetch)
         fetch.sent()
         return Launched(fetch, tokens, logprobs, prompt_scores)
 
@@ -119,29 +119,29 @@ class Runner:
             self.timeline.begin()
         tokens: Tensor | None = None
         logprobs: dict[int, Scores] = {}
-        if plan.sampled and drawn_plainly(plan):
-            tokens = fetch.take(steps.draw(plan))
+        if plan.sampled and is_plain(plan):
+            tokens = fetch.take(steps.sample(plan))
         else:
             hidden = steps.forward(plan)
-            drawn = draws(plan, self.adjustments, self.table.device)
-            tokens, logprobs = self._sample(plan, drawn, hidden, fetch)
+            samples = make_sample_batch(plan, self.adjustments, self.table.device)
+            tokens, logprobs = self._sample(plan, samples, hidden, fetch)
         fetch.sent()
         return Launched(fetch, tokens, logprobs, {})
 
     def _sample(
-        self, plan: Plan, drawn: Draws | None, hidden: Tensor, fetch: Fetch
+        self, plan: Plan, samples: SampleBatch | None, hidden: Tensor, fetch: Fetch
     ) -> tuple[Tensor | None, dict[int, Scores]]:
         """Draw behind the step's hidden states: tokens and log-probabilities, as in `Launched`."""
-        if drawn is None:
+        if samples is None:
             return None, {}
-        logits = self.model.logits(hidden[drawn.tokens])
-        tokens = sample(logits, self.table, self.adjustments, drawn.meta)
-        self.table.advance(drawn.meta.rows, tokens)
+        logits = self.model.logits(hidden[samples.tokens])
+        tokens = sample(logits, self.table, self.adjustments, samples.meta)
+        self.table.advance(samples.meta.rows, tokens)
         logprobs: dict[int, Scores] = {}
-        if drawn.logprobs is not None:
+        if samples.logprobs is not None:
             parts = [
-                score(logits[some].float(), tokens[some], drawn.num_top)
-                for some in drawn.logprobs.split(SCORED_ROWS)
+                score(logits[some].float(), tokens[some], samples.num_top)
+                for some in samples.logprobs.split(SCORED_ROWS)
             ]
             scores = concat(parts).map(fetch.take)
             wanted = [(i, work.sampling.num_logprobs) for i, work in enumerate(plan.sampled)]

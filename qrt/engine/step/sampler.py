@@ -15,7 +15,7 @@ from torch import Tensor
 from qrt.engine.schedule.plan import ANY
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.table import RequestTable
-from qrt.kernels.sample import sample as draw
+from qrt.kernels.sample import sample as sample_logits
 
 _INF = float("inf")
 ROWS = 256  # adjusted, or sorted, at a time: bounds the memory of copies
@@ -26,7 +26,7 @@ class SampleMeta:
     """Which rows of the logits are drawn how; the numbers themselves are in the request table.
 
     rows          int64 [S]      rows of the request table
-    careful       int64 [c]      of the S, those that ask for more than temperature and seed; None: none
+    custom_rows       int64 [c]      of the S, those that ask for more than temperature and seed; None: none
     adjusted      int64 [2, a]   (row of the c, place in Adjustments); None: none
     banned        int64 [3, b]   (row of the c, token, token that must come before it or ANY); None: none
     filtered      int64 [f]      of the c, those drawn from what top-k, top-p or min-p leave; None: none
@@ -34,7 +34,7 @@ class SampleMeta:
     """
 
     rows: Tensor
-    careful: Tensor | None = None
+    custom_rows: Tensor | None = None
     adjusted: Tensor | None = None
     banned: Tensor | None = None
     filtered: Tensor | None = None
@@ -43,17 +43,17 @@ class SampleMeta:
 
 def sample(logits: Tensor, table: RequestTable, adjustments: Adjustments, meta: SampleMeta) -> Tensor:
     """`logits` [S, V], in any float dtype, -> tokens int64 [S]. Does not change the logits."""
-    if meta.careful is None:
-        return draw(logits, meta.rows, table.temperature, table.seed, table.length, None)
-    rows = meta.rows[meta.careful]
-    x = _allowed(logits[meta.careful].float(), rows, table, adjustments, meta)
-    drawn = draw(x, rows, table.temperature, table.seed, table.length, _least(x, rows, table, meta))
+    if meta.custom_rows is None:
+        return sample_logits(logits, meta.rows, table.temperature, table.seed, table.length, None)
+    rows = meta.rows[meta.custom_rows]
+    x = _allowed(logits[meta.custom_rows].float(), rows, table, adjustments, meta)
+    drawn = sample_logits(x, rows, table.temperature, table.seed, table.length, _least(x, rows, table, meta))
     if meta.adjusted is not None:
         adjustments.count(meta.adjusted[1], drawn[meta.adjusted[0]])
     if len(drawn) == len(logits):
-        return drawn  # `careful` is in order
-    tokens = draw(logits, meta.rows, table.temperature, table.seed, table.length, None)
-    return tokens.index_copy_(0, meta.careful, drawn)
+        return drawn  # `custom_rows` is in order
+    tokens = sample_logits(logits, meta.rows, table.temperature, table.seed, table.length, None)
+    return tokens.index_copy_(0, meta.custom_rows, drawn)
 
 
 def _allowed(

@@ -21,7 +21,7 @@ from qrt.serve.http.strict_json import StrictJsonRoute
 from qrt.serve.routes.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
-    Sampling,
+    SamplingFields,
 )
 from qrt.serve.routes.replies import ChatReply, CompletionReply, Reply
 from qrt.text.collector import RequestCollector
@@ -88,7 +88,7 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-def _check_body(service: Service, body: Sampling) -> None:
+def _check_body(service: Service, body: SamplingFields) -> None:
     service.check_running()
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
@@ -165,7 +165,7 @@ def _check_length(service: Service, num_prompt: int, max_tokens: int | None, nam
 async def _answer(
     service: Service,
     request: Request,
-    body: Sampling,
+    body: SamplingFields,
     collectors: Sequence[RequestCollector],
     reply: Reply,
     arrived: float,

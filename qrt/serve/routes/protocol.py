@@ -23,7 +23,7 @@ from qrt.serve.settings import (
 )
 from qrt.text.tool_calls import MAX_CALLS
 
-# Fields of Sampling that SamplingParams has under the same name.
+# Those of SamplingFields that SamplingParams has under the same name.
 SAMPLING_FIELDS = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty",
@@ -39,7 +39,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class Sampling(Body):
+class SamplingFields(Body):
     """The fields both endpoints share."""
 
     model: str | None = None
@@ -96,7 +96,7 @@ class Sampling(Body):
         return SamplingParams(**{**shared, **own, "max_tokens": max_tokens, "logprobs": logprobs})
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
     prompt: (
@@ -207,7 +207,7 @@ RESERVED = {
 }  # fmt: skip
 
 
-class ChatCompletionRequest(Conversation, Sampling):
+class ChatCompletionRequest(Conversation, SamplingFields):
     """`POST /v1/chat/completions`."""
 
     max_tokens: Limit | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from qrt.serve.http.events import event
 from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, Sampling
+from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 from qrt.text.collector import RequestCollector
 from qrt.text.detokenizer import TokenPlaces
 from qrt.text.output import CompletionDelta, CompletionOutput
@@ -22,7 +22,9 @@ class Reply(ABC):
     kind: str
     chunk_kind: str
 
-    def __init__(self, id: str, model: str, body: Sampling, collectors: Sequence[RequestCollector]) -> None:
+    def __init__(
+        self, id: str, model: str, body: SamplingFields, collectors: Sequence[RequestCollector]
+    ) -> None:
         self.id = id
         self.model = model
         self.created = int(time.time())

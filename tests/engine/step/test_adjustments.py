@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qrt.engine.schedule.plan import Adjustment, Admission, Sampling
+from qrt.engine.schedule.plan import Adjustment, Admission, SamplingRules
 from qrt.engine.step.adjustments import Adjustments
 from qrt.errors import ConfigError
 from qrt.sampling_params import SamplingParams
@@ -33,7 +33,7 @@ def expected(logits, prompt, output, params):
 def test_a_place_that_has_no_memory_is_none(monkeypatch, short_at):
     """The next request finds all as it was, and grows it."""
     adjustments = Adjustments(VOCAB, [EOS], torch.device("cpu"))
-    sampling = Sampling(
+    sampling = SamplingRules(
         0.0, 0, 1.0, 0, None, adjustment=Adjustment.of(SamplingParams(presence_penalty=0.5), 1)
     )
     new = [Admission(row, sampling, np.array([1], np.int32)) for row in range(3)]
@@ -67,7 +67,7 @@ WAYS = [
 
 
 def admission(row, params, prompt, output=()):
-    sampling = Sampling(0.0, 0, 1.0, 0, None, 0.0, Adjustment.of(params, len(prompt)))
+    sampling = SamplingRules(0.0, 0, 1.0, 0, None, 0.0, Adjustment.of(params, len(prompt)))
     return Admission(row, sampling, np.array(prompt, np.int32), tuple(output))
 
 

@@ -14,13 +14,13 @@ from qrt.engine.schedule.plan import (
     Decode,
     Placement,
     Plan,
-    Sampling,
+    SamplingRules,
     Scoring,
 )
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.batch import build
-from qrt.engine.step.draws import drawn_plainly
 from qrt.engine.step.padded import PaddedInputs
+from qrt.engine.step.sample_batch import is_plain
 from qrt.engine.step.table import RequestTable
 from qrt.engine.step.transfer import Fetch, to_device
 from qrt.kernels.prefill_attention.tiles import Queries
@@ -28,7 +28,7 @@ from qrt.mem.storage import KVStorage
 from qrt.quant.kv import KV_FORMATS
 
 CPU = torch.device("cpu")
-GREEDY = Sampling(0.0, 0, 1.0, 0, None)
+GREEDY = SamplingRules(0.0, 0, 1.0, 0, None)
 PUNISHED = Adjustment({}, None, 1.2, 0.0, 0.0, None)
 
 
@@ -47,7 +47,7 @@ def table() -> RequestTable:
 
 def mixed_plan() -> Plan:
     """Two decodes, a chunk in the middle of a prompt, the end of one, and a whole one with cached prefix."""
-    random, top = Sampling(0.5, 0, 1.0, 11, 2), Sampling(0.7, 5, 0.9, -3, None, 0.25, PUNISHED)
+    random, top = SamplingRules(0.5, 0, 1.0, 11, 2), SamplingRules(0.7, 5, 0.9, -3, None, 0.25, PUNISHED)
     return Plan(
         admitted=(Admission(5, top, ints(3, 3, 6, 7, 8)),),
         placed=(Placement(3, 22, ints(7)), Placement(5, 0, ints(90, 91, 80, 81, 82))),
@@ -84,7 +84,7 @@ def test_mixed_step():
     assert step.tokens.tolist() == [43, 41, 1, 2, 3, 8, 6, 7, 8]
     assert step.positions.tolist() == [22, 20, 10, 11, 12, 5, 2, 3, 4]
     assert step.slots.tolist() == [7, 120, 10, 11, 12, 205, 80, 81, 82]
-    assert batch.draws.tokens.tolist() == [0, 1, 5, 8]
+    assert batch.samples.tokens.tolist() == [0, 1, 5, 8]
     assert step.num_decodes == 2
     assert step.decode.rows.tolist() == [3, 1] and step.decode.kv_lens.tolist() == [23, 21]
     assert step.decode.parts[:2, :6].tolist() == [[0, 3, 0, 23, 0, 1], [1, 1, 0, 21, 0, 1]]
@@ -96,7 +96,7 @@ def test_mixed_step():
     expected[3, 22] = 7
     expected[5, :5] = torch.tensor([90, 91, 80, 81, 82])
     assert torch.equal(step.slot_table, expected) and (expected[-1] == 999).all()
-    dtypes = (step.tokens, step.positions, step.slots, batch.draws.tokens, step.decode.kv_lens)
+    dtypes = (step.tokens, step.positions, step.slots, batch.samples.tokens, step.decode.kv_lens)
     assert [x.dtype for x in dtypes] == [torch.int64, torch.int32, torch.int32, torch.int64, torch.int32]
 
 
@@ -127,13 +127,13 @@ def test_a_padded_step_is_the_same_step_with_padding_behind_it():
 def test_sampling_of_a_mixed_step():
     t = table()
     batch = batch_of(mixed_plan(), t)
-    sample = batch.draws.meta
+    sample = batch.samples.meta
     assert sample.rows.tolist() == [3, 1, 2, 5]
-    assert sample.careful.tolist() == [1, 3], "what is greedy or drawn plainly is not among them"
+    assert sample.custom_rows.tolist() == [1, 3], "what is plain is not among them"
     assert sample.filtered.tolist() == [1] and sample.max_top_k == 5
     assert sample.banned.tolist() == [[0, 0, 1], [4, 9, 1], [-1, 2, -1]]
     assert sample.adjusted.tolist() == [[1], [0]]
-    assert batch.draws.logprobs.tolist() == [0] and batch.draws.num_top == 2
+    assert batch.samples.logprobs.tolist() == [0] and batch.samples.num_top == 2
     assert {name: ids.tolist() for name, ids in batch.targets.items()} == {"d": [17]}
     assert (t.top_k[5], t.seed[5], t.min_p[5]) == (5, -3, 0.25) and float(t.top_p[5]) == np.float32(0.9)
     # the position of the next token: known tokens of decodes, ends of chunks
@@ -148,32 +148,39 @@ def test_decodes_alone_and_chunks_alone():
     step = batch_of(Plan((), (), plan.decodes, ())).step
     assert step.prefill is None and step.tokens.tolist() == [43, 41] and step.slots.tolist() == [322, 120]
     batch = batch_of(Plan((), (), (), plan.chunks[:1]))
-    assert batch.step.decode is None and batch.draws is None
+    assert batch.step.decode is None and batch.samples is None
     assert batch.step.tokens.tolist() == [1, 2, 3]
 
 
-def test_what_is_drawn_plainly():
-    ways = [(GREEDY, True), (Sampling(0.5, 0, 1.0, 1, None), True), (Sampling(0.5, 2, 1.0, 1, None), False)]
-    ways += [(Sampling(0.5, 0, 1.0, 1, 0), False), (Sampling(0.5, 0, 1.0, 1, None, 0.1), False)]
-    ways += [(Sampling(0.0, 5, 0.5, 1, None), True), (Sampling(0.0, 0, 1.0, 0, None, 0.0, PUNISHED), False)]
+def test_is_plain():
+    ways = [
+        (GREEDY, True),
+        (SamplingRules(0.5, 0, 1.0, 1, None), True),
+        (SamplingRules(0.5, 2, 1.0, 1, None), False),
+    ]
+    ways += [(SamplingRules(0.5, 0, 1.0, 1, 0), False), (SamplingRules(0.5, 0, 1.0, 1, None, 0.1), False)]
+    ways += [
+        (SamplingRules(0.0, 5, 0.5, 1, None), True),
+        (SamplingRules(0.0, 0, 1.0, 0, None, 0.0, PUNISHED), False),
+    ]
     for sampling, plain in ways:
-        assert drawn_plainly(Plan((), (), (Decode("a", 0, GREEDY), Decode("b", 1, sampling)), ())) is plain
-    assert not drawn_plainly(Plan((), (), (Decode("a", 0, GREEDY, (Ban(3),)),), ()))
+        assert is_plain(Plan((), (), (Decode("a", 0, GREEDY), Decode("b", 1, sampling)), ())) is plain
+    assert not is_plain(Plan((), (), (Decode("a", 0, GREEDY, (Ban(3),)),), ()))
 
 
 def test_a_top_k_of_some_and_not_all_needs_the_full_sort():
     both = tuple(
-        Decode(str(i), i, Sampling(1.0, k, p, 0, None)) for i, (k, p) in enumerate([(5, 1.0), (0, 0.9)])
+        Decode(str(i), i, SamplingRules(1.0, k, p, 0, None)) for i, (k, p) in enumerate([(5, 1.0), (0, 0.9)])
     )
-    assert batch_of(Plan((), (), both, ())).draws.meta.max_top_k == 0
+    assert batch_of(Plan((), (), both, ())).samples.meta.max_top_k == 0
 
 
-def test_one_wish_alone_is_enough_to_be_drawn_with_care():
-    ways = [Sampling(1.0, 5, 1.0, 0, None), GREEDY, replace(GREEDY, adjustment=PUNISHED), GREEDY]
+def test_each_extra_rule_makes_a_custom_row():
+    ways = [SamplingRules(1.0, 5, 1.0, 0, None), GREEDY, replace(GREEDY, adjustment=PUNISHED), GREEDY]
     bans = [(), (), (), (Ban(4),)]
     decodes = tuple(Decode(str(i), i, way, ban) for i, (way, ban) in enumerate(zip(ways, bans, strict=True)))
-    meta = batch_of(Plan((Admission(2, ways[2], ints(1)),), (), decodes, ())).draws.meta
-    assert meta.careful.tolist() == [0, 2, 3] and meta.filtered.tolist() == [0]
+    meta = batch_of(Plan((Admission(2, ways[2], ints(1)),), (), decodes, ())).samples.meta
+    assert meta.custom_rows.tolist() == [0, 2, 3] and meta.filtered.tolist() == [0]
     assert meta.adjusted.tolist() == [[1], [0]] and meta.banned[:2].tolist() == [[2], [4]]
 
 

@@ -14,7 +14,7 @@ from qrt import EngineConfig, SamplingParams
 from qrt.engine.build import _capture_sizes
 from qrt.engine.engine import Engine
 from qrt.engine.schedule.limits import Limits
-from qrt.engine.schedule.plan import Chunk, Decode, Plan, Sampling, StepResult
+from qrt.engine.schedule.plan import Chunk, Decode, Plan, SamplingRules, StepResult
 from qrt.engine.schedule.scheduler import Scheduler
 from qrt.engine.step import graphs
 from qrt.engine.step.graphs import TokenSteps, default_rows, default_tokens
@@ -114,7 +114,7 @@ def test_steps_of_prompts_are_padded_and_answered_alike(folder, kv, monkeypatch)
 
 
 def plan_of(decodes, *chunks):
-    sampling = Sampling(0.0, 0, 1.0, 0, None)
+    sampling = SamplingRules(0.0, 0, 1.0, 0, None)
     return Plan(
         (),
         (),
@@ -290,8 +290,8 @@ def test_an_engine_that_is_gone_leaves_no_garbage(folder, monkeypatch):
 
 LAUNCHERS = (
     "layers.linear.linear", "model.fused.embed_rmsnorm", "kernels.attention.kv_write",
-    "engine.step.sampler.draw", "engine.step.graphs.draw", "engine.step.padded.token_inputs",
-    "engine.step.table.advance",
+    "engine.step.sampler.sample_logits", "engine.step.graphs.sample_logits",
+    "engine.step.padded.token_inputs", "engine.step.table.advance",
 )  # fmt: skip
 
 

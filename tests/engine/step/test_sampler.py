@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from qrt.engine.schedule.plan import ANY, Admission, Sampling
+from qrt.engine.schedule.plan import ANY, Admission, SamplingRules
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.sampler import SampleMeta, least_kept
-from qrt.engine.step.sampler import sample as draw
+from qrt.engine.step.sampler import sample as sample_step
 from qrt.engine.step.table import RequestTable
 from qrt.kernels.sample.ref import gumbel, uniform
 
@@ -66,7 +66,7 @@ def test_noise_is_uniform_and_independent():
 
 def sample(logits, table, meta):
     """Without adjustments."""
-    return draw(logits, table, Adjustments(logits.shape[1], (), logits.device), meta)
+    return sample_step(logits, table, Adjustments(logits.shape[1], (), logits.device), meta)
 
 
 def admit(table, samplings):
@@ -83,12 +83,12 @@ def table_of(samplings, positions=None) -> RequestTable:
 
 def meta_of(samplings, rows=None) -> SampleMeta:
     rows = list(range(len(samplings))) if rows is None else rows
-    careful = [i for i, row in enumerate(rows) if samplings[row].filtered]
-    ks = [samplings[rows[i]].top_k for i in careful]
+    custom_rows = [i for i, row in enumerate(rows) if samplings[row].filtered]
+    ks = [samplings[rows[i]].top_k for i in custom_rows]
     return SampleMeta(
         torch.tensor(rows),
-        torch.tensor(careful) if careful else None,
-        filtered=torch.arange(len(careful)) if careful else None,
+        torch.tensor(custom_rows) if custom_rows else None,
+        filtered=torch.arange(len(custom_rows)) if custom_rows else None,
         max_top_k=max(ks) if ks and min(ks) > 0 else 0,
     )
 
@@ -127,7 +127,7 @@ def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, min_p):
     logits = np.random.default_rng(3).normal(0, 1.5, 40)
     draws = 60_000
     truth = distribution(logits, temperature, top_k, top_p, min_p)
-    table = table_of([Sampling(temperature, top_k, top_p, 99, None, min_p)])
+    table = table_of([SamplingRules(temperature, top_k, top_p, 99, None, min_p)])
     counts = np.zeros(40)
     for start in range(0, draws, 6000):
         table.length = torch.arange(start, start + 6000, dtype=torch.int32)
@@ -179,7 +179,7 @@ def test_top_p_too_small_for_fp32_keeps_the_likeliest():
 def test_a_seeded_request_draws_the_same_whatever_it_is_batched_with():
     rng = np.random.default_rng(0)
     samplings = [
-        Sampling(t, k, p, s, None)
+        SamplingRules(t, k, p, s, None)
         for t, k, p, s in [
             (1.0, 0, 1.0, 5), (0.0, 0, 1.0, 0), (0.7, 8, 1.0, 6), (1.3, 0, 0.9, 7), (0.9, 3, 0.5, 8),
         ]
@@ -199,7 +199,7 @@ def test_banned_tokens_are_not_drawn_and_logits_stay():
     logits = torch.zeros(2, 4)
     logits[:, 2] = 50
     before = logits.clone()
-    samplings = [Sampling(0.0, 0, 1.0, 0, None), Sampling(1.0, 0, 1.0, 0, None)]
+    samplings = [SamplingRules(0.0, 0, 1.0, 0, None), SamplingRules(1.0, 0, 1.0, 0, None)]
     banned = torch.tensor([[0, 1, 1, 1], [2, 2, 0, 2], [ANY, ANY, ANY, ANY]])
     meta = SampleMeta(torch.arange(2), torch.arange(2), banned=banned)
     tokens = sample(logits, table_of(samplings), meta)
@@ -210,7 +210,7 @@ def test_banned_tokens_are_not_drawn_and_logits_stay():
 def test_a_token_banned_after_another_is_drawn_after_others():
     logits = torch.zeros(3, 4)
     logits[:, 2] = 50
-    samplings = [Sampling(0.0, 0, 1.0, 0, None)] * 3
+    samplings = [SamplingRules(0.0, 0, 1.0, 0, None)] * 3
     table = table_of(samplings)
     table.last_token[:3] = torch.tensor([1, 3, 1])
     banned = torch.tensor([[0, 1], [2, 2], [1, 1]])
@@ -220,9 +220,9 @@ def test_a_token_banned_after_another_is_drawn_after_others():
 
 def test_extreme_logits_give_a_token():
     samplings = [
-        Sampling(1e-5, 0, 1.0, 0, None),
-        Sampling(1.0, 1, 0.01, 0, None),
-        Sampling(1e4, 0, 1.0, 0, None),
+        SamplingRules(1e-5, 0, 1.0, 0, None),
+        SamplingRules(1.0, 1, 0.01, 0, None),
+        SamplingRules(1e4, 0, 1.0, 0, None),
     ]
     logits = torch.full((3, 10), -torch.inf)
     logits[:, 6] = 30.0
@@ -235,7 +235,7 @@ def test_gpu_draws_as_the_cpu_does():
     """Same bits, so the same tokens, save where two candidates are equal to the last bit of a logarithm."""
     torch.manual_seed(0)
     samplings = [
-        Sampling(0.8, k, p, s, None) for s, (k, p) in enumerate([(0, 1.0), (50, 1.0), (0, 0.9)] * 20)
+        SamplingRules(0.8, k, p, s, None) for s, (k, p) in enumerate([(0, 1.0), (50, 1.0), (0, 0.9)] * 20)
     ]
     logits = torch.randn(60, 128_256) * 3
     here = sample(logits, table_of(samplings, range(60)), meta_of(samplings))
@@ -246,7 +246,7 @@ def test_gpu_draws_as_the_cpu_does():
     meta = meta_of(samplings)
     meta = SampleMeta(
         meta.rows.to(cuda),
-        meta.careful.to(cuda),
+        meta.custom_rows.to(cuda),
         filtered=meta.filtered.to(cuda),
         max_top_k=meta.max_top_k,
     )

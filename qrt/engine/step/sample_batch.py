@@ -1,4 +1,4 @@
-"""Draws: which tokens a step samples, and how."""
+"""SampleBatch: which tokens a step samples, and how."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qrt.engine.step.transfer import to_device
 
 
 @dataclass(frozen=True)
-class Draws:
+class SampleBatch:
     """What is sampled in a step, and how.
 
     tokens       int64 [S]: which of the step's tokens each of the S is drawn after
@@ -33,14 +33,14 @@ class Draws:
     num_top: int
 
     @classmethod
-    def of(cls, plan: Plan, sent: Mapping[str, Tensor]) -> Draws | None:
+    def of(cls, plan: Plan, sent: Mapping[str, Tensor]) -> SampleBatch | None:
         """Make them of a plan whose `sample_arrays` are on the device; None when nothing is sampled."""
         if not plan.sampled:
             return None
         ks = [work.sampling.top_k for work in plan.sampled if work.sampling.filtered]
         meta = SampleMeta(
             sent["sample_rows"],
-            sent.get("careful"),
+            sent.get("custom_rows"),
             sent.get("adjusted"),
             sent.get("banned"),
             sent.get("filtered"),
@@ -50,20 +50,20 @@ class Draws:
         return cls(sent["sampled_at"], meta, sent.get("logprobs"), num_top)
 
 
-def draws(plan: Plan, adjustments: Adjustments, device: torch.device) -> Draws | None:
+def make_sample_batch(plan: Plan, adjustments: Adjustments, device: torch.device) -> SampleBatch | None:
     """Send what a plan samples to the device, by itself."""
     given = sample_arrays(plan, adjustments)
-    return Draws.of(plan, to_device({name: a for name, a in given.items() if a.size}, device))
+    return SampleBatch.of(plan, to_device({name: a for name, a in given.items() if a.size}, device))
 
 
-def drawn_plainly(plan: Plan) -> bool:
+def is_plain(plan: Plan) -> bool:
     """Whether all that is sampled is greedy, or drawn by temperature and seed alone, and no more is asked."""
     return all(work.sampling.plain and not work.banned for work in plan.sampled)
 
 
 def sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[Any]]:
     """Which hidden states are sampled, for which rows, and how."""
-    careful: list[int] = []
+    custom_rows: list[int] = []
     filtered: list[int] = []
     adjusted: list[tuple[int, int]] = []
     banned: list[tuple[int, int, int]] = []
@@ -72,17 +72,17 @@ def sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[Any
         if not (sampling.filtered or sampling.adjustment or work.banned):
             continue
         if sampling.filtered:
-            filtered.append(len(careful))
+            filtered.append(len(custom_rows))
         if sampling.adjustment:
-            adjusted.append((len(careful), work.row))
-        banned += [(len(careful), *ban) for ban in work.banned]
-        careful.append(index)
+            adjusted.append((len(custom_rows), work.row))
+        banned += [(len(custom_rows), *ban) for ban in work.banned]
+        custom_rows.append(index)
     scored = [i for i, work in enumerate(plan.sampled) if work.sampling.num_logprobs is not None]
     places = adjustments.places([row for _, row in adjusted])
     return {
         "sampled_at": np.array(plan.sampled_at, np.int64),
         "sample_rows": np.array([work.row for work in plan.sampled], np.int64),
-        "careful": np.array(careful, np.int64),
+        "custom_rows": np.array(custom_rows, np.int64),
         "filtered": np.array(filtered, np.int64),
         "adjusted": np.array([[index for index, _ in adjusted], places], np.int64),
         "banned": np.array(banned, np.int64).reshape(-1, 3).T,
