@@ -18,7 +18,7 @@ from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
 from qrt.engine.preflight import preflight
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.scores import Scores, concat
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.peer_fields import refuse_arguments
@@ -229,7 +229,7 @@ class LLM:
                 self.engine.clear()
                 raise
 
-    def _deltas(self) -> Iterator[RequestDelta]:
+    def _deltas(self) -> Iterator[StepDelta]:
         """Step until the engine has no work left; QrtError when a step has failed."""
         while self.engine.has_work:
             for delta in self.engine.step():

@@ -12,7 +12,7 @@ from qrt.config import EngineConfig
 from qrt.engine.build import build
 from qrt.engine.check import RequestCheck
 from qrt.engine.preflight import Preflight
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.plan import Plan
 from qrt.engine.schedule.scheduler import Scheduler
 from qrt.engine.step.runner import Launched
@@ -125,11 +125,11 @@ class Engine:
         """Forget a request; nothing happens when it is not, or no longer, there."""
         self.scheduler.abort(request_id)
 
-    def step(self) -> list[RequestDelta]:
+    def step(self) -> list[StepDelta]:
         """Launch the next step, and say what the oldest launched one added to each request once there are
         `depth` of them, or nothing can be launched.
 
-        An error in a step ends the requests that took part in it (`RequestDelta.error`); the others go on.
+        An error in a step ends the requests that took part in it (`StepDelta.error`); the others go on.
         """
         plan, deltas = self.scheduler.plan(), []
         if plan is not None:
@@ -159,7 +159,7 @@ class Engine:
         """Drop all cached prefixes that no running request reads."""
         self.scheduler.kv.reset()
 
-    def _finish(self) -> list[RequestDelta]:
+    def _finish(self) -> list[StepDelta]:
         """Wait for the oldest launched step and take in what it gave."""
         plan, launched = self._launched.popleft()
         try:
@@ -168,6 +168,6 @@ class Engine:
             return self._give_up(plan, error)
         return self.scheduler.commit(plan, result)
 
-    def _give_up(self, plan: Plan, error: Exception) -> list[RequestDelta]:
+    def _give_up(self, plan: Plan, error: Exception) -> list[StepDelta]:
         logger.error("a step failed; its %d requests are given up", len(plan.works), exc_info=error)
         return self.scheduler.fail(f"{type(error).__name__}: {error}".splitlines()[0])

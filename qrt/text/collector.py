@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qrt.engine.schedule.output import RequestDelta, merge
+from qrt.engine.schedule.output import StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
 from qrt.errors import ConfigError
 from qrt.sampling_params import MAX_TOKENS_LISTED, SamplingParams
 from qrt.text.detokenizer import Detokenizer, TokenPlaces
 from qrt.text.output import (
-    CompletionDelta,
     CompletionOutput,
     Logprob,
     RequestOutput,
+    TextDelta,
     TokenLogprobs,
 )
 from qrt.text.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class _Completion:
     """One completion in the making."""
 
     detokenizer: Detokenizer
-    gathered: list[RequestDelta] = field(default_factory=list)
+    gathered: list[StepDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -123,7 +123,7 @@ class RequestCollector:
         """Whether all completions have ended."""
         return all(completion.finish_reason for completion in self._completions)
 
-    def gather(self, delta: RequestDelta) -> RequestDelta | None:
+    def gather(self, delta: StepDelta) -> StepDelta | None:
         """Keep a delta, where nobody reads the text before the end; all that was kept is returned, to be fed,
         once it is worth the work or the request ends."""
         gathered = self._completions[self._indices[delta.request_id]].gathered
@@ -134,13 +134,13 @@ class RequestCollector:
         gathered.clear()
         return merged
 
-    def feed(self, delta: RequestDelta) -> CompletionDelta:
+    def feed(self, delta: StepDelta) -> TextDelta:
         """Take in a delta of one of `engine_ids`; what comes after the end is ignored."""
         index = self._indices[delta.request_id]
         completion = self._completions[index]
         if completion.finish_reason:
             reasons = completion.finish_reason, completion.stop_reason
-            return CompletionDelta(index, "", (), None, *reasons, abort=False)
+            return TextDelta(index, "", (), None, *reasons, abort=False)
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached)
         if delta.prompt_scores is not None:
             self._add_prompt(delta.prompt_scores)
@@ -158,9 +158,7 @@ class RequestCollector:
         elif delta.finish_reason:
             completion.finish_reason, completion.stop_reason = delta.finish_reason.value, delta.stop_reason
         abort = completion.finish_reason is not None and delta.finish_reason is None
-        return CompletionDelta(
-            index, text, new, logprobs, completion.finish_reason, completion.stop_reason, abort
-        )
+        return TextDelta(index, text, new, logprobs, completion.finish_reason, completion.stop_reason, abort)
 
     def output(self) -> RequestOutput:
         """Everything so far."""
@@ -267,7 +265,7 @@ def encode_bad_words(
     return tuple(encoded)
 
 
-def _new_tokens(completion: _Completion, delta: RequestDelta, stopped: bool) -> Sequence[int]:
+def _new_tokens(completion: _Completion, delta: StepDelta, stopped: bool) -> Sequence[int]:
     """The delta's tokens, up to the one that completed a stop string."""
     if not stopped:
         return delta.token_ids

@@ -50,7 +50,7 @@ class RequestOutput:
 
 
 @dataclass(slots=True)  # not frozen: one is made for every token
-class CompletionDelta:
+class TextDelta:
     """What a step added to one completion; `abort` says that the engine must be told to end it."""
 
     index: int

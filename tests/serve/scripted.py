@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from qrt.engine.engine import Engine
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.text.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ def script(engine: Engine, tokenizer: Tokenizer, answers: Mapping[str, str]) -> 
             params = replace(params, ignore_eos=True)  # the model's own end is not the answer's
         real_add(request_id, prompt_ids, params, **options)
 
-    def step() -> list[RequestDelta]:
+    def step() -> list[StepDelta]:
         deltas = []
         for delta in real_step():
             tokens = left.get(delta.request_id)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import small_tokenizers
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
 from qrt.sampling_params import SamplingParams
@@ -44,7 +44,7 @@ def deltas(ids, finish, logprobs):
         if logprobs is not None:
             top = torch.arange(logprobs)[None] + token
             scores = Scores(torch.tensor([-0.5]), torch.tensor([2]), top, torch.zeros(1, logprobs))
-        yield RequestDelta("r#0", (token,), finish if last else None, None, scores, num_cached=1)
+        yield StepDelta("r#0", (token,), finish if last else None, None, scores, num_cached=1)
 
 
 def collect(tokenizer, prompt, ids, params, finish, at_once: bool) -> tuple[RequestOutput, bool]:

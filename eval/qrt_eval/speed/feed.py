@@ -12,7 +12,7 @@ from typing import Any
 
 from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.errors import QrtError
 from qrt.sampling_params import SamplingParams
 from qrt_eval.inputs.lengths import Request
@@ -95,7 +95,7 @@ def feed(
     return Feed(tally, inputs, running, window, timeline.summary() if timeline else None)
 
 
-def step(engine: Engine) -> list[RequestDelta]:
+def step(engine: Engine) -> list[StepDelta]:
     """Run the engine's next step and return its deltas; QrtError if it failed."""
     deltas = engine.step()
     if failed := [delta.error for delta in deltas if delta.error]:
@@ -115,7 +115,7 @@ def _add(
     return len(lengths) - count
 
 
-def _count(tally: Tally, deltas: Sequence[RequestDelta], lengths: dict[str, int]) -> None:
+def _count(tally: Tally, deltas: Sequence[StepDelta], lengths: dict[str, int]) -> None:
     """Add a step's deltas to `tally`, and its tokens to the `lengths` of the requests in flight."""
     tally.steps += bool(deltas)
     for delta in deltas:

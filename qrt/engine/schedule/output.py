@@ -1,4 +1,4 @@
-"""RequestDelta: what one step added to one request."""
+"""StepDelta: what one step added to one request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores, concat
 
 
-class RequestDelta(NamedTuple):
+class StepDelta(NamedTuple):
     """What a step added to a request; the request is gone from the engine once `finish_reason` is set.
 
     token_ids       new tokens, an end-of-text or stop token included
@@ -30,7 +30,7 @@ class RequestDelta(NamedTuple):
     error: str | None = None
 
 
-def merge(deltas: Sequence[RequestDelta]) -> RequestDelta:
+def merge(deltas: Sequence[StepDelta]) -> StepDelta:
     """What several steps, one after the other, added to one request."""
     last = deltas[-1]
     if len(deltas) == 1:

@@ -24,7 +24,7 @@ from qrt.engine.schedule import lookahead
 from qrt.engine.schedule.admission import Growing
 from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.lookahead import Lookahead, short
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.plan import Admission, Chunk, Plan, SamplingRules, StepResult
 from qrt.engine.schedule.queue import Queue, insert, remove
 from qrt.engine.schedule.request import FinishReason, Request
@@ -150,7 +150,7 @@ class Scheduler:
         self._move_on(decoding, prefilling)
         return Plan(tuple(admitted), placed, decodes, chunks)
 
-    def commit(self, plan: Plan, result: StepResult) -> list[RequestDelta]:
+    def commit(self, plan: Plan, result: StepResult) -> list[StepDelta]:
         """Take in what the oldest launched step, `plan`, gave: tokens for its requests, the end of those that
         are done. What ended or was aborted meanwhile is left alone."""
         requests = self._planned.popleft()
@@ -176,7 +176,7 @@ class Scheduler:
             index += chunk.samples
         return deltas
 
-    def fail(self, error: str) -> list[RequestDelta]:
+    def fail(self, error: str) -> list[StepDelta]:
         """Give up the requests of the oldest launched step, which could not be run."""
         deltas = []
         for request in self._planned.popleft():
@@ -184,7 +184,7 @@ class Scheduler:
             if self._requests.get(request.id) is request:
                 del self._requests[request.id]
                 self._stop(request, keep=False)
-                deltas.append(RequestDelta(request.id, finish_reason=FinishReason.ABORT, error=error))
+                deltas.append(StepDelta(request.id, finish_reason=FinishReason.ABORT, error=error))
         return deltas
 
     def _seed_of(self, params: SamplingParams) -> int:
@@ -310,13 +310,13 @@ class Scheduler:
 
     def _take(
         self, request: Request, token: int, logprobs: Scores | None, prompt_scores: Scores | None = None
-    ) -> RequestDelta:
+    ) -> StepDelta:
         """What a request's token adds to it; it ends when it is done."""
         request.output.append(token)
         if token in request.stop_ids or request.length - request.pending >= request.max_len:
             return self._report(request, (token,), logprobs, prompt_scores)
         cached = request.num_cached or 0
-        return RequestDelta(request.id, (token,), None, None, logprobs, prompt_scores, cached)
+        return StepDelta(request.id, (token,), None, None, logprobs, prompt_scores, cached)
 
     def _report(
         self,
@@ -324,7 +324,7 @@ class Scheduler:
         token_ids: tuple[int, ...] = (),
         logprobs: Scores | None = None,
         prompt_scores: Scores | None = None,
-    ) -> RequestDelta:
+    ) -> StepDelta:
         """What the step added to a request that has been advanced; ends it when it is done."""
         reason = request.finish_reason
         if reason:
@@ -334,4 +334,4 @@ class Scheduler:
         if reason is FinishReason.STOP and (request.params.ignore_eos or token_ids[-1] not in self._eos):
             stop_reason = token_ids[-1]
         cached = request.num_cached or 0
-        return RequestDelta(request.id, token_ids, reason, stop_reason, logprobs, prompt_scores, cached)
+        return StepDelta(request.id, token_ids, reason, stop_reason, logprobs, prompt_scores, cached)

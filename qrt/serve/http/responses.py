@@ -17,7 +17,7 @@ from qrt.serve.http.events import encode, event
 from qrt.serve.http.http_errors import error_body, unexpected_error
 from qrt.serve.http.service import Service
 from qrt.serve.link.engine_client import RequestStream, ShutdownError
-from qrt.text.output import CompletionDelta
+from qrt.text.output import TextDelta
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody reads the reply
 PING_SECONDS = 15.0  # of silence, after which a comment shows proxies that the stream lives
@@ -25,7 +25,7 @@ INLINE_SCORES = 4096  # log-probabilities up to which writing a reply takes no t
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
-Events = Callable[[int, CompletionDelta], Iterable[bytes]]
+Events = Callable[[int, TextDelta], Iterable[bytes]]
 
 
 class Deadline:

@@ -14,7 +14,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from qrt.engine.schedule.output import RequestDelta, merge
+from qrt.engine.schedule.output import StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import ConfigError, QrtError, QueueFullError
 from qrt.serve.link.messages import (
@@ -27,9 +27,9 @@ from qrt.serve.link.messages import (
     Ready,
     fields_of,
 )
-from qrt.serve.link.step_output import FromEngine, Output
+from qrt.serve.link.step_output import FromEngine, StepOutput
 from qrt.text.collector import RequestCollector
-from qrt.text.output import CompletionDelta
+from qrt.text.output import TextDelta
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RequestStream:
         self._owners = {id: index for index, c in enumerate(collectors) for id in c.engine_ids}
         self._running = set(self._owners)
         self._unaccepted = set(self._owners)
-        self._deltas: dict[str, list[RequestDelta]] = {}
+        self._deltas: dict[str, list[StepDelta]] = {}
         self._error: QrtError | None = None
         self._news = asyncio.Event()
 
@@ -71,7 +71,7 @@ class RequestStream:
         self._unaccepted.discard(request_id)
         self._news.set()
 
-    def put(self, delta: RequestDelta) -> None:
+    def put(self, delta: StepDelta) -> None:
         """A step has added something."""
         if self._whole:
             gathered = self._collectors[self._owners[delta.request_id]].gather(delta)
@@ -112,7 +112,7 @@ class RequestStream:
     def __aiter__(self) -> RequestStream:
         return self
 
-    async def __anext__(self) -> tuple[int, CompletionDelta]:
+    async def __anext__(self) -> tuple[int, TextDelta]:
         """Raises EngineError when a step or the engine fails."""
         while self._running:
             if self._deltas:
@@ -123,7 +123,7 @@ class RequestStream:
             await self._wait()
         raise StopAsyncIteration
 
-    def _take(self, item: RequestDelta) -> tuple[int, CompletionDelta]:
+    def _take(self, item: StepDelta) -> tuple[int, TextDelta]:
         request_id = item.request_id
         if item.error:
             logger.error("request %s failed in a step: %s", request_id, item.error)
@@ -209,7 +209,7 @@ class EngineClient(ABC):
         self._send(Abort(list(request_ids)))
         for request_id in request_ids:
             if stream := self._streams.get(request_id):
-                stream.put(RequestDelta(request_id, finish_reason=FinishReason.ABORT))
+                stream.put(StepDelta(request_id, finish_reason=FinishReason.ABORT))
 
     @property
     def num_running(self) -> int:
@@ -247,10 +247,10 @@ class EngineClient(ABC):
             case Answer(id=id, body=body):
                 if (answer := self._answers.get(id)) is not None and not answer.done():
                     answer.set_result(body)
-            case Output():
+            case StepOutput():
                 self._hand_out(message)
 
-    def _hand_out(self, output: Output) -> None:
+    def _hand_out(self, output: StepOutput) -> None:
         for request_id in output.accepted:
             if stream := self._streams.get(request_id):
                 stream.accept(request_id)

@@ -2,8 +2,8 @@
 
 Torch-free, so that the supervisor need not load it.
 
-An API process tells the engine Hello once, then Add, Abort, Ask and Failed; the engine answers with Ready,
-one Output (`step_output.Output`) a step, and Answer. The supervisor says Gone when an API process dies.
+An API process tells the engine Hello once, then Add, Abort, Ask and Failed. The engine replies with Ready,
+one `step_output.StepOutput` a step, and Answer. The supervisor says Gone when an API process dies.
 """
 
 from __future__ import annotations

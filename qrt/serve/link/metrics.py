@@ -25,7 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from qrt.engine.engine import Engine
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.serve.link.messages import Add, EngineInfo
 
@@ -121,7 +121,7 @@ class EngineMetrics(Collector):
         """An HTTP request has been answered with an error."""
         self._errors[code] += 1
 
-    def step(self, started: float, deltas: Sequence[RequestDelta]) -> None:
+    def step(self, started: float, deltas: Sequence[StepDelta]) -> None:
         """A step that began at `started` has given `deltas`."""
         now, num_prompt = time.monotonic(), self._num_prompt
         if self._not_started:

@@ -1,8 +1,9 @@
 """Router: the loop that joins all clients to one engine.
 
 Takes requests and aborts of all API processes between two steps, runs the step, and sends each API process
-one Output with all that the step brought it. One whose requests get nothing hears once a second, by an empty
-Output, that the engine works. The engine process runs it; AsyncLLM runs it in a thread.
+one StepOutput with all that the step brought it. An API process whose requests get nothing receives an empty
+StepOutput once a second, so that it knows that the engine works. The engine process runs it; AsyncLLM runs it
+in a thread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from qrt.engine.engine import Engine
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import QrtError, QueueFullError
 from qrt.location import api_name
@@ -39,7 +40,7 @@ from qrt.serve.link.messages import (
     params_of,
 )
 from qrt.serve.link.metrics import EngineMetrics
-from qrt.serve.link.step_output import FromEngine, Output
+from qrt.serve.link.step_output import FromEngine, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Router:
         self._log_seconds = LOG_SECONDS if log_stats else None
         self._clients: dict[str, str] = {}  # request id -> who waits for it
         self._gone: set[str] = set()  # clients that have died; no name is given twice
-        self._outputs: defaultdict[str, Output] = defaultdict(lambda: Output([], [], []))
+        self._outputs: defaultdict[str, StepOutput] = defaultdict(lambda: StepOutput([], [], []))
         self._answers: list[tuple[str, FromEngine]] = []
         self._failed_steps = 0
 
@@ -166,7 +167,7 @@ class Router:
         if self._failed_steps >= FAILED_STEPS:
             raise RuntimeError(f"{FAILED_STEPS} steps in a row failed, the last one: {deltas[-1].error}")
 
-    def _hand_over(self, delta: RequestDelta) -> None:
+    def _hand_over(self, delta: StepDelta) -> None:
         client = self._clients.get(delta.request_id)
         if client is not None:
             self._outputs[client].deltas.append(delta)
@@ -178,7 +179,7 @@ class Router:
         if now - self._heartbeat_sent >= HEARTBEAT_SECONDS:
             self._heartbeat_sent = now
             for client in set(self._clients.values()) - self._outputs.keys():
-                port.send(client, Output([], [], []))
+                port.send(client, StepOutput([], [], []))
         for client, output in self._outputs.items():
             port.send(client, output)
         self._outputs.clear()

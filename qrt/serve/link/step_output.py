@@ -1,4 +1,4 @@
-"""Output: what a step brought the requests of one API process, with the engine's own RequestDeltas in it."""
+"""StepOutput: what a step brought the requests of one API process, with the engine's own StepDeltas in it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 import msgspec
 import torch
 
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.serve.link.messages import Answer, Message, Ready, Refusal
 
 
-class Output(Message):
+class StepOutput(Message):
     """What happened since the last one to the requests of one API process."""
 
     accepted: list[str]
     refused: list[Refusal]
-    deltas: list[RequestDelta]
+    deltas: list[StepDelta]
 
 
-FromEngine = Ready | Output | Answer
+FromEngine = Ready | StepOutput | Answer
 
 
 def _decode_tensor(kind: type, value: Any) -> Any:

@@ -22,7 +22,7 @@ from qrt.serve.http.strict_json import StrictJsonRoute
 from qrt.serve.routes.logprobs import LEAST_LOGPROB
 from qrt.serve.settings import MAX_N, MAX_STOPS
 from qrt.text.collector import RequestCollector
-from qrt.text.output import CompletionDelta, CompletionOutput, TokenLogprobs
+from qrt.text.output import CompletionOutput, TextDelta, TokenLogprobs
 
 DEFAULT_MAX_NEW_TOKENS = 16
 # SamplingParams' name -> LightLLM's
@@ -212,7 +212,7 @@ class LightllmShape:
             body["tokens"] = each([self._tokens(output) for output in outputs])
         return body
 
-    def events(self, index: int, delta: CompletionDelta) -> Iterable[bytes]:
+    def events(self, index: int, delta: TextDelta) -> Iterable[bytes]:
         """One event a token; the text of a token that shows nothing yet comes with a later one, and that of
         tokens that come together with the last of them."""
         before = self._collector.num_output_tokens - len(delta.token_ids)

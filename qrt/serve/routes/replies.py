@@ -12,7 +12,7 @@ from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 from qrt.text.collector import RequestCollector
 from qrt.text.detokenizer import TokenPlaces
-from qrt.text.output import CompletionDelta, CompletionOutput
+from qrt.text.output import CompletionOutput, TextDelta
 from qrt.text.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
 
 
@@ -65,7 +65,7 @@ class Reply(ABC):
         """Of a stream."""
         return self._usage(self._num_output, self._all_cached)
 
-    def events(self, index: int, delta: CompletionDelta) -> Iterator[bytes]:
+    def events(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         """Events of one delta of collector `index`; none while there is nothing to show."""
         number = index * self._n + delta.index
         cached = self.collectors[index].num_cached_tokens
@@ -95,7 +95,7 @@ class Reply(ABC):
         """Choices of chunks before its first token's."""
 
     @abstractmethod
-    def chunk_choices(self, number: int, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
+    def chunk_choices(self, number: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Choices of chunks, mostly one."""
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
@@ -143,7 +143,7 @@ class CompletionReply(Reply):
             choice["prompt_logprobs"] = prompt_logprobs(self.collectors[index])
         return choice
 
-    def chunk_choices(self, number: int, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
+    def chunk_choices(self, number: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """See Reply."""
         logprobs = None
         if delta.logprobs is not None:
@@ -242,7 +242,7 @@ class ChatReply(Reply):
             "stop_reason": completion.stop_reason,
         }
 
-    def chunk_choices(self, number: int, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
+    def chunk_choices(self, number: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """See Reply. A call comes whole, in one chunk: its name once, its arguments as a string."""
         text, reason = delta.text, delta.finish_reason
         logprobs = chat_logprobs(delta.logprobs, self._num_top, self.collectors[0])

@@ -5,14 +5,14 @@ import asyncio
 import pytest
 import torch
 
-from qrt.engine.schedule.output import RequestDelta, merge
+from qrt.engine.schedule.output import StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
 from qrt.errors import ConfigError, QueueFullError
 from qrt.sampling_params import SamplingParams
 from qrt.serve.link.engine_client import EngineClient, EngineError
 from qrt.serve.link.messages import Add, Refusal
-from qrt.serve.link.step_output import Output
+from qrt.serve.link.step_output import StepOutput
 from qrt.text.collector import TOKENS_AT_ONCE, RequestCollector
 from qrt.text.tokenizer import Tokenizer
 
@@ -51,15 +51,15 @@ async def submit(client, some, **options):
     submitting = asyncio.create_task(client.submit([some], **options))
     await asyncio.sleep(0)
     ids = [message.id for message in client.sent if isinstance(message, Add)]
-    client._handle(Output(ids, [], []))
+    client._handle(StepOutput(ids, [], []))
     return await submitting, ids
 
 
 def test_merged_deltas_are_the_sum():
     parts = [
-        RequestDelta("r", (), prompt_scores=scores([7, 8]), num_cached=3),
-        RequestDelta("r", (1,), logprobs=scores([1]), prompt_scores=scores([9])),
-        RequestDelta("r", (2, 3), FinishReason.STOP, 3, logprobs=scores([2, 3])),
+        StepDelta("r", (), prompt_scores=scores([7, 8]), num_cached=3),
+        StepDelta("r", (1,), logprobs=scores([1]), prompt_scores=scores([9])),
+        StepDelta("r", (2, 3), FinishReason.STOP, 3, logprobs=scores([2, 3])),
     ]
     whole = merge(parts)
     assert whole.token_ids == (1, 2, 3) and whole.finish_reason is FinishReason.STOP
@@ -74,8 +74,8 @@ def test_what_came_meanwhile_is_one_delta_a_request():
         stream, (one, two) = await submit(client, collector(n=2))
         assert not stream.waiting
         for token in (65, 66, 67):
-            client._handle(Output([], [], [RequestDelta(one, (token,)), RequestDelta(two, (token + 10,))]))
-        client._handle(Output([], [], [RequestDelta(two, (90,), FinishReason.LENGTH)]))
+            client._handle(StepOutput([], [], [StepDelta(one, (token,)), StepDelta(two, (token + 10,))]))
+        client._handle(StepOutput([], [], [StepDelta(two, (90,), FinishReason.LENGTH)]))
         assert stream.waiting
         got = [await anext(stream), await anext(stream)]
         assert [(delta.index, tuple(delta.token_ids), delta.finish_reason) for _, delta in got] == [
@@ -85,7 +85,7 @@ def test_what_came_meanwhile_is_one_delta_a_request():
         assert not stream.waiting and client.num_running == 1
         reading = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
-        client._handle(Output([], [], [RequestDelta(one, (70,), FinishReason.LENGTH)]))
+        client._handle(StepOutput([], [], [StepDelta(one, (70,), FinishReason.LENGTH)]))
         assert (await reading)[1].token_ids == (70,)
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
@@ -100,11 +100,11 @@ def test_what_is_read_whole_is_given_many_tokens_at_once():
         stream, (one, two) = await submit(client, collector(n=2), whole=True)
         for token in range(65, 65 + TOKENS_AT_ONCE):
             assert not stream.waiting
-            client._handle(Output([], [], [RequestDelta(one, (token,))]))
+            client._handle(StepOutput([], [], [StepDelta(one, (token,))]))
         assert len((await anext(stream))[1].token_ids) == TOKENS_AT_ONCE
-        client._handle(Output([], [], [RequestDelta(two, (80,))]))
+        client._handle(StepOutput([], [], [StepDelta(two, (80,))]))
         assert not stream.waiting
-        client._handle(Output([], [], [RequestDelta(two, (81,), FinishReason.LENGTH)]))
+        client._handle(StepOutput([], [], [StepDelta(two, (81,), FinishReason.LENGTH)]))
         client.abort([one])
         ends = [await anext(stream), await anext(stream)]
         assert [(tuple(delta.token_ids), delta.finish_reason) for _, delta in ends] == [
@@ -121,7 +121,7 @@ def test_tokens_before_a_failure_are_still_given():
     async def work():
         client = Client()
         stream, (one,) = await submit(client, collector())
-        client._handle(Output([], [], [RequestDelta(one, (65,))]))
+        client._handle(StepOutput([], [], [StepDelta(one, (65,))]))
         client.stop("gone")
         assert (await anext(stream))[1].token_ids == (65,)
         with pytest.raises(EngineError, match="gone"):
@@ -137,7 +137,7 @@ def test_a_refusal_raises_in_submit(busy, error):
         submitting = asyncio.create_task(client.submit([collector(n=2)]))
         await asyncio.sleep(0)
         first, second = (message.id for message in client.sent)
-        client._handle(Output([first], [Refusal(second, "no", busy)], []))
+        client._handle(StepOutput([first], [Refusal(second, "no", busy)], []))
         with pytest.raises(error, match="no"):
             await submitting
         assert client.num_running == 0, "the accepted one is ended too"

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from qrt import SamplingParams
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.step.logprobs import score
 from qrt.serve.link.messages import Abort, Add, Failed, Hello, Refusal, decode_to_engine, encode, fields_of
-from qrt.serve.link.step_output import Output, decode_from_engine
+from qrt.serve.link.step_output import StepOutput, decode_from_engine
 
 
 def test_to_the_engine():
@@ -24,11 +24,11 @@ def test_a_step_with_logprobs():
     logits = torch.randn(2, 50)
     scores = score(logits, torch.tensor([3, 4]), 5)
     deltas = [
-        RequestDelta("a", (7,), FinishReason.STOP, 7, logprobs=scores.part(0, 1, 0)),
-        RequestDelta("b", (9,), prompt_scores=scores, num_cached=3),
-        RequestDelta("c", error="gone", finish_reason=FinishReason.ABORT),
+        StepDelta("a", (7,), FinishReason.STOP, 7, logprobs=scores.part(0, 1, 0)),
+        StepDelta("b", (9,), prompt_scores=scores, num_cached=3),
+        StepDelta("c", error="gone", finish_reason=FinishReason.ABORT),
     ]
-    output = decode_from_engine(encode(Output(["a"], [Refusal("d", "no", True)], deltas)))
+    output = decode_from_engine(encode(StepOutput(["a"], [Refusal("d", "no", True)], deltas)))
     assert output.accepted == ["a"] and output.refused == [Refusal("d", "no", True)]
     for ours, theirs in zip(output.deltas, deltas, strict=True):
         assert ours[:4] == theirs[:4] and ours[6:] == theirs[6:]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.serve.link.messages import Add
 from qrt.serve.link.metrics import EngineMetrics
@@ -36,12 +36,12 @@ def test_a_request_waits_until_its_first_step():
     queue.metrics.step(20.0, [])
     assert queue.waits() == (0, 0.0)
     queue.start(2)
-    queue.metrics.step(21.0, [RequestDelta("0", (7,))])
+    queue.metrics.step(21.0, [StepDelta("0", (7,))])
     assert queue.waits() == (2, 11.0 + 10.0)
-    queue.metrics.step(22.0, [RequestDelta("1", (7,), FinishReason.LENGTH)])
+    queue.metrics.step(22.0, [StepDelta("1", (7,), FinishReason.LENGTH)])
     assert queue.waits() == (2, 21.0), "once"
     queue.scheduler.waiting.pop(0)  # starts and ends in one step
-    queue.metrics.step(23.0, [RequestDelta("2", (7,), FinishReason.LENGTH)])
+    queue.metrics.step(23.0, [StepDelta("2", (7,), FinishReason.LENGTH)])
     assert queue.waits() == (3, 21.0 + 11.0)
     queue.metrics.ended("3", FinishReason.ABORT)
     queue.metrics.step(24.0, [])

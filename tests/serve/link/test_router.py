@@ -8,7 +8,7 @@ from qrt.sampling_params import SamplingParams
 from qrt.serve.link import router as router_module
 from qrt.serve.link.messages import Add, Gone, Hello, fields_of
 from qrt.serve.link.router import Router
-from qrt.serve.link.step_output import Output
+from qrt.serve.link.step_output import StepOutput
 
 pytestmark = pytest.mark.model
 
@@ -51,7 +51,7 @@ def test_who_waits_hears_once_a_second_that_the_engine_works(router, monkeypatch
     (first, message), *later = [(when, message) for when, who, message in port.sent if who == "api-1"]
     assert (first, message.accepted) == (0.25, ["b"])
     assert [when for when, _ in later] == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert all(message == Output([], [], []) for _, message in later)
+    assert all(message == StepOutput([], [], []) for _, message in later)
     assert sum(bool(m.deltas) for _, who, m in port.sent if who == "api-0") > 15
     assert [type(m).__name__ for _, who, m in port.sent if who == "api-2"] == ["Ready"]
 

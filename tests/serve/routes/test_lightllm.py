@@ -9,7 +9,7 @@ import pytest
 from servers import ThreadServer, bearer, refused
 
 from qrt.assets import model_path
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.sampling_params import SamplingParams
 from qrt.serve.routes.lightllm import GenerateRequest, LightllmShape, Parameters
@@ -118,7 +118,7 @@ def test_tokens_that_come_together_are_events_of_their_own():
         GenerateRequest(inputs="The", parameters=Parameters()),
         collector,
     )
-    parts = [RequestDelta("r#0", tuple(ids[:3])), RequestDelta("r#0", tuple(ids[3:]), FinishReason.LENGTH)]
+    parts = [StepDelta("r#0", tuple(ids[:3])), StepDelta("r#0", tuple(ids[3:]), FinishReason.LENGTH)]
     got = [event for part in parts for event in shape.events(0, collector.feed(part))]
     got = [json.loads(event.removeprefix(b"data:")) for event in got]
     assert [event["token"]["id"] for event in got] == ids

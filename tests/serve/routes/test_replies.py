@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import small_tokenizers
-from qrt.engine.schedule.output import RequestDelta
+from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
 from qrt.sampling_params import SamplingParams
@@ -32,10 +32,10 @@ def scores(ids, others=()) -> Scores:
 
 def deltas(ids, others, prompt_ids):
     """The prompt's scores, and one token a step."""
-    yield RequestDelta("r#0", prompt_scores=scores(prompt_ids[1:]) if prompt_ids[1:] else None)
+    yield StepDelta("r#0", prompt_scores=scores(prompt_ids[1:]) if prompt_ids[1:] else None)
     for place, token in enumerate(ids):
         finish = FinishReason.LENGTH if place == len(ids) - 1 else None
-        yield RequestDelta("r#0", (token,), finish, logprobs=scores([token], others))
+        yield StepDelta("r#0", (token,), finish, logprobs=scores([token], others))
 
 
 def reply(kind, tokenizer, ids, others=(), *, prompt=None, prompt_ids=(5,), **body):
@@ -73,9 +73,7 @@ def test_usage_in_every_chunk_does_not_look_through_all_choices(tokenizer):
     for place, token in enumerate(ids):
         for index in range(count):
             finish = FinishReason.LENGTH if place == len(ids) - 1 else None
-            delta = RequestDelta(
-                f"r{index}#0", (token,), finish, num_cached=index % 2, logprobs=scores([token])
-            )
+            delta = StepDelta(f"r{index}#0", (token,), finish, num_cached=index % 2, logprobs=scores([token]))
             events = list(made.events(index, collectors[index].feed(delta)))
             usages += [json.loads(event.removeprefix(b"data: "))["usage"] for event in events]
     (last,) = [json.loads(event.removeprefix(b"data: "))["usage"] for event in made.closing()]
