@@ -44,11 +44,11 @@ def preflight(config: EngineConfig) -> Preflight:
     tokenizer = config.tokenizer
     if tokenizer is None and config.tokenizer_revision is not None:
         tokenizer = config.model
-    place: dict[str, Any] = {"download_dir": config.download_dir}
+    source: dict[str, Any] = {"download_dir": config.download_dir}
     weights = config.load_format != "dummy"
-    model = model_folder(config.model, revision=config.revision, weights=weights, check=check, **place)
+    model = model_folder(config.model, revision=config.revision, weights=weights, check=check, **source)
     if tokenizer is not None:
-        folder = tokenizer_folder(tokenizer, revision=config.tokenizer_revision, **place)
+        folder = tokenizer_folder(tokenizer, revision=config.tokenizer_revision, **source)
         tokenizer = _place(tokenizer, folder)
     names: dict[str, Any] = {"model": _place(config.model, model), "tokenizer": tokenizer}
     settled: dict[str, Any] = dict.fromkeys(("revision", "tokenizer_revision", "download_dir"))

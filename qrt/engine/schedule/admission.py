@@ -45,9 +45,9 @@ class Growing:
     def add(self, request: Request, need: int) -> None:
         """One more request, which is not yet running and has `need` tokens to compute."""
         left = int(self._expected([request])[0])
-        place = int(self._left.searchsorted(left))
-        self._left = np.concatenate((self._left[:place], (left,), self._left[place:]))
-        self._held = np.concatenate((self._held[:place], (need,), self._held[place:]))
+        index = int(self._left.searchsorted(left))
+        self._left = np.concatenate((self._left[:index], (left,), self._left[index:]))
+        self._held = np.concatenate((self._held[:index], (need,), self._held[index:]))
         self._slots += need
         self._most += need + left
         self.prefill += need

@@ -13,7 +13,7 @@ GROW_TOKENS = 16  # that a decoding request is given slots for at a time while t
 GROWN_AT_ONCE = 64  # requests that are given some before they must have them: each costs the host some time
 
 
-def short(decoding: Sequence[Request], ahead: int = 0) -> list[Request]:
+def lacking_slots(decoding: Sequence[Request], ahead: int = 0) -> list[Request]:
     """Those of requests that decode which lack slots for their tokens and `ahead` more."""
     return [request for request in decoding if request.covered < request.length + ahead]
 
@@ -51,15 +51,15 @@ class Lookahead:
         return tuple(placement for row in told for placement in self._placed.pop(row))
 
     def give(self, request: Request) -> bool:
-        """Slots for a request that is `short`; False when there is room for none."""
+        """Slots for a request that lacks some; False when there is room for none."""
         return self._extend(request, GROW_TOKENS) or self._extend(request, 1)
 
     def give_ahead(self, decoding: Sequence[Request]) -> None:
         """When some want slots soon, all others get theirs in the same step, if they are not too many: most
         steps then send the device nothing."""
         few = GROW_TOKENS // 4
-        soon = short(decoding, GROW_TOKENS - few)
-        if short(soon, few):
+        soon = lacking_slots(decoding, GROW_TOKENS - few)
+        if lacking_slots(soon, few):
             soon.sort(key=lambda request: request.covered - request.length)
             for request in soon[:GROWN_AT_ONCE]:
                 self._extend(request, GROW_TOKENS)

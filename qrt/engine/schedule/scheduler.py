@@ -23,7 +23,7 @@ import numpy as np
 from qrt.engine.schedule import lookahead
 from qrt.engine.schedule.admission import Growing
 from qrt.engine.schedule.limits import Limits
-from qrt.engine.schedule.lookahead import Lookahead, short
+from qrt.engine.schedule.lookahead import Lookahead, lacking_slots
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.plan import Admission, Chunk, Plan, SamplingRules, StepResult
 from qrt.engine.schedule.queue import Queue, insert, remove
@@ -156,11 +156,11 @@ class Scheduler:
         requests = self._planned.popleft()
         deltas, index = [], len(plan.decodes)
         tokens, logprobs = result.tokens, result.logprobs
-        for place, (request, token) in enumerate(zip(requests[:index], tokens[:index], strict=True)):
+        for at, (request, token) in enumerate(zip(requests[:index], tokens[:index], strict=True)):
             request.in_flight -= 1
             request.pending -= 1
             if request.seq is not None:
-                deltas.append(self._take(request, token, logprobs.get(place) if logprobs else None))
+                deltas.append(self._take(request, token, logprobs.get(at) if logprobs else None))
         requests = requests[index:]
         for request, chunk in zip(requests, plan.chunks, strict=True):
             request.in_flight -= 1
@@ -199,7 +199,7 @@ class Scheduler:
         other end of the order. None when one would have to be paused that a launched step works on."""
         decoding = [r for r in self.running if r.num_computed >= r.prefill_len and r.length < r.max_len]
         num_pauses = self.num_pauses
-        for request in short(decoding):
+        for request in lacking_slots(decoding):
             while request.seq is not None and not self._lookahead.give(request):
                 last = self.running[-1]
                 if last.in_flight:
@@ -300,11 +300,11 @@ class Scheduler:
         to which they would be padded: the rest of it is computed in the next step."""
         sizes = self.limits.step_sizes
         total = decodes + sum([len(chunk.tokens) for _, chunk in prefilling])
-        place = bisect_left(sizes, total)
-        if total <= PADDED_TOKENS or not 0 < place < len(sizes):
+        index = bisect_left(sizes, total)
+        if total <= PADDED_TOKENS or not 0 < index < len(sizes):
             return
         request, last = prefilling[-1]
-        surplus, padding = total - sizes[place - 1], sizes[place] - total
+        surplus, padding = total - sizes[index - 1], sizes[index] - total
         if surplus < min(padding, len(last.tokens)):
             prefilling[-1] = request, request.chunk(len(last.tokens) - surplus)
 

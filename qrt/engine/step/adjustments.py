@@ -20,7 +20,7 @@ _INF = float("inf")
 
 
 class Adjustments:
-    """C places, as many as have been needed at once, of a vocabulary of V tokens.
+    """C entries, as many as have been needed at once, of a vocabulary of V tokens.
 
     bias     fp32 [C, V]    logit_bias; -inf for what is not allowed
     prompt   bool [C, V]    tokens of the prompt
@@ -31,7 +31,7 @@ class Adjustments:
     def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], device: torch.device) -> None:
         self._vocab = vocab_size
         self._eos = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=device)
-        self._places: dict[int, int] = {}  # of rows of the request table
+        self._entries: dict[int, int] = {}  # of rows of the request table
         self._free: list[int] = []
         self.bias = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
         self.prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
@@ -41,27 +41,27 @@ class Adjustments:
     def admit(self, admitted: Sequence[Admission]) -> None:
         """Take note of who has got a row: its rules and the tokens it brings."""
         for new in admitted:
-            place = self._places.pop(new.row, None)
-            if place is not None:
-                self._free.append(place)
+            entry = self._entries.pop(new.row, None)
+            if entry is not None:
+                self._free.append(entry)
         for new in admitted:
             if (adjustment := new.sampling.adjustment) is not None:
                 if not self._free:
                     self._grow()
-                self._places[new.row] = self._free.pop()
-                self._write(self._places[new.row], adjustment, new)
+                self._entries[new.row] = self._free.pop()
+                self._write(self._entries[new.row], adjustment, new)
 
-    def places(self, rows: Sequence[int]) -> list[int]:
+    def entries(self, rows: Sequence[int]) -> list[int]:
         """Places of rows of the request table that have one."""
-        return [self._places[row] for row in rows]
+        return [self._entries[row] for row in rows]
 
-    def apply(self, logits: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
-        """`logits` fp32 [n, V] adjusted, by place int64 [n]; `lengths` [n] are the tokens known so far."""
-        counts = self.counts[places]
-        repetition, presence, frequency, growth, start = self.factors[places].T[..., None]
-        x = logits + self.bias[places]
+    def apply(self, logits: Tensor, entries: Tensor, lengths: Tensor) -> Tensor:
+        """`logits` fp32 [n, V] adjusted, by entry int64 [n]; `lengths` [n] are the tokens known so far."""
+        counts = self.counts[entries]
+        repetition, presence, frequency, growth, start = self.factors[entries].T[..., None]
+        x = logits + self.bias[entries]
         repeated = torch.where(x > 0, x / repetition, x * repetition)
-        x = torch.where(self.prompt[places] | (counts > 0), repeated, x)
+        x = torch.where(self.prompt[entries] | (counts > 0), repeated, x)
         x = x - frequency * counts - presence * (counts > 0)
         eos = x[:, self._eos]
         grown = (growth ** (lengths[:, None] - start).clamp(min=0)).clamp(max=LARGE)
@@ -69,11 +69,11 @@ class Adjustments:
         x[:, self._eos] = torch.where(eos == -_INF, eos, eos + eos.abs() * (grown - 1))
         return x
 
-    def count(self, places: Tensor, tokens: Tensor) -> None:
+    def count(self, entries: Tensor, tokens: Tensor) -> None:
         """Note the sampled `tokens` int64 [n]."""
-        self.counts.index_put_((places, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+        self.counts.index_put_((entries, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
 
-    def _write(self, place: int, adjustment: Adjustment, new: Admission) -> None:
+    def _write(self, entry: int, adjustment: Adjustment, new: Admission) -> None:
         start, growth = adjustment.growth or (0, 1.0)
         factors = adjustment.repetition, adjustment.presence, adjustment.frequency, growth, start
         bias = adjustment.bias
@@ -88,18 +88,18 @@ class Adjustments:
             },
             self.bias.device,
         )
-        self.factors[place] = sent["factors"]
-        self.bias[place] = 0.0
+        self.factors[entry] = sent["factors"]
+        self.bias[entry] = 0.0
         if adjustment.allowed is not None:
-            self.bias[place] = -_INF
-            self.bias[place, sent["allowed"]] = 0.0
-        self.bias[place, sent["biased"]] += sent["values"]
-        self.prompt[place] = False
-        self.prompt[place, sent["prompt"]] = True
-        self.counts[place] = torch.bincount(sent["output"], minlength=self._vocab)
+            self.bias[entry] = -_INF
+            self.bias[entry, sent["allowed"]] = 0.0
+        self.bias[entry, sent["biased"]] += sent["values"]
+        self.prompt[entry] = False
+        self.prompt[entry, sent["prompt"]] = True
+        self.counts[entry] = torch.bincount(sent["output"], minlength=self._vocab)
 
     def _grow(self) -> None:
-        """Twice as many places; none where memory is short."""
+        """Twice as many entries; none where memory is short."""
         more = max(1, len(self.bias))
         grown = [
             torch.cat([old, old.new_zeros(more, old.shape[1])])

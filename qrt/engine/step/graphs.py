@@ -237,8 +237,8 @@ class TokenSteps:
         """To which it is padded, if there is such a size."""
         if not plan.chunks:
             return _holds(self.rows, len(plan.decodes))
-        place = bisect_left(self.tokens, _count(plan))
-        enough = (n for n in self.tokens[place:] if self._inputs.num_chunks(n) >= len(plan.chunks))
+        index = bisect_left(self.tokens, _count(plan))
+        enough = (n for n in self.tokens[index:] if self._inputs.num_chunks(n) >= len(plan.chunks))
         return next(enough, None)
 
     def _pad(self, body: Callable[[int], Tensor], size: int) -> None:
@@ -288,5 +288,5 @@ def _count(plan: Plan) -> int:
 
 def _holds(sizes: Sequence[int], count: int) -> int | None:
     """The smallest of some sorted sizes that holds `count`, if one does."""
-    place = bisect_left(sizes, count)
-    return sizes[place] if place < len(sizes) else None
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else None

@@ -90,7 +90,7 @@ class Runner:
             self.table.admit(plan.admitted)
             self.adjustments.admit(plan.admitted)
         if plan.placed:
-            self.table.place(plan.placed)
+            self.table.write_slots(plan.placed)
         if self.token_steps is not None and self.token_steps.handles(plan):
             return self._padded(self.token_steps, plan)
         batch = build(

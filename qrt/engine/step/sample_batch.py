@@ -78,13 +78,13 @@ def sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[Any
         banned += [(len(custom_rows), *ban) for ban in work.banned]
         custom_rows.append(index)
     scored = [i for i, work in enumerate(plan.sampled) if work.sampling.num_logprobs is not None]
-    places = adjustments.places([row for _, row in adjusted])
+    entries = adjustments.entries([row for _, row in adjusted])
     return {
         "sampled_at": np.array(plan.sampled_at, np.int64),
         "sample_rows": np.array([work.row for work in plan.sampled], np.int64),
         "custom_rows": np.array(custom_rows, np.int64),
         "filtered": np.array(filtered, np.int64),
-        "adjusted": np.array([[index for index, _ in adjusted], places], np.int64),
+        "adjusted": np.array([[index for index, _ in adjusted], entries], np.int64),
         "banned": np.array(banned, np.int64).reshape(-1, 3).T,
         "logprobs": np.array(scored, np.int64),
     }

@@ -27,7 +27,7 @@ class SampleMeta:
 
     rows          int64 [S]      rows of the request table
     custom_rows       int64 [c]      of the S, those that ask for more than temperature and seed; None: none
-    adjusted      int64 [2, a]   (row of the c, place in Adjustments); None: none
+    adjusted      int64 [2, a]   (row of the c, entry of Adjustments); None: none
     banned        int64 [3, b]   (row of the c, token, token that must come before it or ANY); None: none
     filtered      int64 [f]      of the c, those drawn from what top-k, top-p or min-p leave; None: none
     max_top_k     the largest top-k of the filtered, if all of them have one, else 0

@@ -63,13 +63,13 @@ class RequestTable:
         for name in columns:
             getattr(self, name).index_copy_(0, sent["rows"], sent[name])
 
-    def place(self, placed: Sequence[Placement]) -> None:
+    def write_slots(self, placed: Sequence[Placement]) -> None:
         """Write new slots of requests."""
         width = self.slot_table.shape[1]
-        places = [np.arange(new.start, new.start + len(new.slots)) + new.row * width for new in placed]
+        indices = [np.arange(new.start, new.start + len(new.slots)) + new.row * width for new in placed]
         slots = np.concatenate([new.slots for new in placed])
-        sent = to_device({"places": np.concatenate(places), "slots": slots}, self.device)
-        self.slot_table.view(-1).index_copy_(0, sent["places"], sent["slots"])
+        sent = to_device({"indices": np.concatenate(indices), "slots": slots}, self.device)
+        self.slot_table.view(-1).index_copy_(0, sent["indices"], sent["slots"])
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """The slots int32 [n] of `positions` [n] in `rows` [n]."""

@@ -50,9 +50,9 @@ def test_a_place_that_has_no_memory_is_none(monkeypatch, short_at):
     with pytest.raises(torch.OutOfMemoryError):
         adjustments.admit(new[1:2])
     adjustments.admit(new[2:])
-    place, logits = torch.tensor(adjustments.places([2])), torch.zeros(1, VOCAB)
-    adjustments.count(place, torch.tensor([4]))
-    assert adjustments.apply(logits, place, torch.ones(1))[0].tolist() == [
+    entry, logits = torch.tensor(adjustments.entries([2])), torch.zeros(1, VOCAB)
+    adjustments.count(entry, torch.tensor([4]))
+    assert adjustments.apply(logits, entry, torch.ones(1))[0].tolist() == [
         -0.5 * (i == 4) for i in range(VOCAB)
     ]
 
@@ -80,20 +80,20 @@ def test_what_is_applied_is_the_definition(device):
     outputs = [rng.integers(0, VOCAB, i % 3).tolist() for i in range(len(WAYS))]
     rows = [10 + i for i in range(len(WAYS))]
     adjustments.admit([admission(*new) for new in zip(rows, params, prompts, outputs, strict=True)])
-    places = torch.tensor(adjustments.places(rows), device=device)
-    assert len(set(places.tolist())) == len(rows)
+    entries = torch.tensor(adjustments.entries(rows), device=device)
+    assert len(set(entries.tolist())) == len(rows)
     for _ in range(8):
         logits = rng.normal(0, 3, (len(WAYS), VOCAB)).astype(np.float32)
         lengths = torch.tensor(
             [len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)], device=device
         )
-        got = adjustments.apply(torch.tensor(logits, device=device), places, lengths).cpu().numpy()
+        got = adjustments.apply(torch.tensor(logits, device=device), entries, lengths).cpu().numpy()
         wanted = [
             expected(*each) for each in zip(logits.astype(float), prompts, outputs, params, strict=True)
         ]
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
         drawn = rng.integers(0, VOCAB, len(WAYS))
-        adjustments.count(places, torch.tensor(drawn, device=device))
+        adjustments.count(entries, torch.tensor(drawn, device=device))
         for output, token in zip(outputs, drawn, strict=True):
             output.append(int(token))
 
@@ -105,11 +105,11 @@ def test_a_row_that_goes_to_another_request_forgets_the_first():
     adjustments.admit([admission(3, SamplingParams(), [4])])
     adjustments.admit([admission(3, second, [6])])
     with pytest.raises(KeyError):
-        adjustments.places([5])
-    place = torch.tensor(adjustments.places([3]))
-    got = adjustments.apply(torch.ones(1, VOCAB), place, torch.tensor([1]))
+        adjustments.entries([5])
+    entry = torch.tensor(adjustments.entries([3]))
+    got = adjustments.apply(torch.ones(1, VOCAB), entry, torch.tensor([1]))
     assert got[0].tolist() == [0.5 if token == 6 else 1.0 for token in range(VOCAB)]
-    assert len(adjustments.bias) == 2, "places are used again"
+    assert len(adjustments.bias) == 2, "entries are used again"
 
 
 def test_nothing_asked_for_is_no_adjustment():

@@ -68,7 +68,7 @@ def batch_of(plan, t=None, **options):
         t.admit(plan.admitted)
         adjustments.admit(plan.admitted)
     if plan.placed:
-        t.place(plan.placed)
+        t.write_slots(plan.placed)
     options = {
         "queries": Queries(2, 32),
         "num_kv_heads": 2,
@@ -108,7 +108,7 @@ def test_without_attend_cache_the_cached_tokens_are_the_prefixes():
 
 def test_a_padded_step_is_the_same_step_with_padding_behind_it():
     plan, t = replace(mixed_plan(), admitted=()), table()
-    t.place(plan.placed)
+    t.write_slots(plan.placed)
     kv = KVStorage([KV_FORMATS["fp16"]], 999, 1, 16, torch.float32, "cpu")
     inputs = PaddedInputs(4, 16, FakeDecoder(), kv, t, num_cached=50, attend_cache=True)
     inputs.send(plan, 16, 4)
