@@ -39,8 +39,8 @@ def calibrate(
     model in memory.
 
     `settings` are a recipe's entries, as in a --recipe file: bits, scheme, group_size, symmetric, head_bits,
-    method, calib, n_samples, seqlen, eval_samples, seed, damping, exact_folds, rotations, tune, target_bits,
-    max_size, ignore, override.
+    method, calib, n_samples, seqlen, eval_samples, seed, damping, exact_folds, tune, target_bits, max_size,
+    ignore, override.
     `device` is as for --device: "cuda", or None where there is one, means all GPUs.
     A model in memory needs its `tokenizer`, unless method is "rtn" and no eval_samples are asked for. Raises
     QrtError as the command line does; an unknown entry is a ConfigError.

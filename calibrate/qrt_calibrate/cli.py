@@ -135,7 +135,7 @@ def _add_grid(parser: ArgumentParser) -> None:
 def _add_method(parser: ArgumentParser) -> None:
     from qrt.text.data.files import KINDS
     from qrt_calibrate.method import METHODS
-    from qrt_calibrate.recipe import ROTATIONS, Recipe
+    from qrt_calibrate.recipe import Recipe
 
     method = parser.add_argument_group("method")
     method.add_argument(
@@ -161,11 +161,6 @@ def _add_method(parser: ArgumentParser) -> None:
     method.add_argument(
         "--eval-samples", type=int, metavar="N",
         help=f"further windows that measure the cost, 0: none (default: {Recipe.eval_samples}; 0 for rtn)",
-    )  # fmt: skip
-    method.add_argument(
-        "--rotations", nargs="+", choices=ROTATIONS, metavar="R",
-        help="turn Hadamard matrices into the weights first: R1 of the residual stream (unties the head), "
-        "R2 of the value heads (default: none)",
     )  # fmt: skip
     method.add_argument(
         "--tune", type=int, metavar="STEPS",

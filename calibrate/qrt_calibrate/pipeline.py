@@ -22,14 +22,13 @@ from qrt_calibrate.bits import WINDOWS, Budget, Point, allocate, budget_of
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read, read_layer
 from qrt_calibrate.evaluate import Cost, measure_cost
 from qrt_calibrate.fold import linear
-from qrt_calibrate.head import AnyHead, PlainHead, RoundedHead, round_head
+from qrt_calibrate.head import RoundedHead, round_head
 from qrt_calibrate.layer import LayerResult, LayerWork
 from qrt_calibrate.plan import Job, plan
 from qrt_calibrate.precision import EXACT, TF32, products
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe import Recipe
 from qrt_calibrate.report import LayerReport, Report, bits_per_weight, source_of
-from qrt_calibrate.rotate import Gate, RotatedCheckpoint
 from qrt_calibrate.rtn import for_writer
 from qrt_calibrate.search import round_input
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients
@@ -129,8 +128,6 @@ class Run:
         self._job, self._writer, self._text = job, writer, text
         self._decoder: Decoder | None = None
         self._streams: Streams | None = None
-        turned = job.checkpoint if isinstance(job.checkpoint, RotatedCheckpoint) else None
-        self._gate = None if turned is None else Gate(turned, job.arch, job.device)
         if text is not None:
             self._decoder = Decoder(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
             hidden = self._decoder.embed(text.windows)
@@ -153,8 +150,6 @@ class Run:
         tensors = read_layer(self._job.checkpoint, name)
         label = _label(index)
         if label not in self._writer.finished:
-            if self._gate is not None:
-                self._gate.check(index, tensors)
             work = LayerWork(self._job, self._decoder, index, tensors, self._streams)
             result = work.quantize()
             del work
@@ -271,13 +266,8 @@ class Run:
         """What the whole cost, on the windows kept apart for it."""
         if self._decoder is None or self._streams is None or self._text is None:
             return None
-        weight, grid, checkpoint = self._head(), self._job.recipe.head, self._job.checkpoint
-        head: AnyHead | None = None
-        if weight and grid:
-            head = RoundedHead(weight, grid, self._job.device)
-        elif isinstance(checkpoint, RotatedCheckpoint) and checkpoint.turns_stream:
-            stored = self._writer.read_tensor(REST, f"{self._job.arch.head}.weight")
-            head = PlainHead(stored.to(self._job.device))
+        weight, grid = self._head(), self._job.recipe.head
+        head = RoundedHead(weight, grid, self._job.device) if weight and grid else None
         return measure_cost(self._decoder, self._streams, self._text.windows, head)
 
     def _head(self) -> WeightData | None:

@@ -21,7 +21,6 @@ from qrt_calibrate.groups import check_groups, choose_groups
 from qrt_calibrate.method import Scales
 from qrt_calibrate.names import check_names
 from qrt_calibrate.recipe import Grid, Recipe
-from qrt_calibrate.rotate import RotatedCheckpoint
 from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.selection import matched, select
 from qrt_calibrate.untie import UntiedCheckpoint
@@ -31,7 +30,7 @@ from qrt_calibrate.untie import UntiedCheckpoint
 class Job:
     """One calibration.
 
-    checkpoint  the source as it is calibrated: rotated, with a head of its own
+    checkpoint  the source as it is calibrated: with a head of its own where that is rounded
     devices     where it is computed: the first one rounds, and all share the windows
     grids       full name of every Linear of the layers ("model.layers.0.self_attn.q_proj") -> what it
                 becomes, None where it stays as it is
@@ -122,10 +121,6 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     if recipe.head:
         checkpoint = UntiedCheckpoint(checkpoint, arch)
     job = Job(checkpoint, arch, config, recipe, devices, grids, notes)
-    if recipe.rotations:
-        exact = frozenset((*checkpoint.names(), f"{arch.head}.weight"))  # the writer rounds what is left
-        turned = RotatedCheckpoint(checkpoint, arch, recipe.rotations, exact, devices[0])
-        job = replace(job, checkpoint=turned)
     tied = bool(job.checkpoint.config.get("tie_word_embeddings"))
     job = replace(job, config=replace(config, tied_embeddings=tied))
     if getattr(torch, config.dtype, None) not in FLOATS:
@@ -158,16 +153,13 @@ def _architecture(config: Mapping[str, Any], model: str | Path) -> tuple[Arch, M
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:
     """What a job's checkpoint was made from."""
-    while isinstance(checkpoint, RotatedCheckpoint | UntiedCheckpoint):
-        checkpoint = checkpoint.base
-    return checkpoint
+    return checkpoint.base if isinstance(checkpoint, UntiedCheckpoint) else checkpoint
 
 
 def _for_mixture(recipe: Recipe, arch: Arch) -> Recipe:
     """The recipe with its default for experts, no zero points; UnsupportedError for what they do not have."""
     unknown = {
         "--tune": recipe.tune > 0,
-        "--rotations": bool(recipe.rotations),
         "--target-bits": recipe.target_bits is not None,
         "--max-size": recipe.max_size is not None,
     }

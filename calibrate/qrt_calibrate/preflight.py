@@ -192,10 +192,9 @@ def _findings(job: Job) -> list[str]:
         found += _mixture_findings(job)
     head = f"{job.arch.head}.weight"
     if job.checkpoint.has(head) and not job.source.has(head):
-        grid = job.recipe.head
-        size = _stored_bytes(job, job.arch.head, grid) if grid else job.checkpoint.spec(head).num_bytes
-        why = "quantized" if grid else "rotated"
-        found.append(f"{why}, the head differs from the embedding: it is stored too, {_gigabytes(size)}")
+        assert job.recipe.head is not None
+        size = _stored_bytes(job, job.arch.head, job.recipe.head)
+        found.append(f"quantized, the head differs from the embedding: it is stored too, {_gigabytes(size)}")
     if job.recipe.head is not None:
         found.append(
             "vLLM before PR 37291 (March 2026) and SGLang before PR 35228 (August 2026) do not read a "

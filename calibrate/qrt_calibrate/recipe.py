@@ -14,7 +14,6 @@ from qrt.version import __version__
 from qrt_calibrate.method import METHODS, Method
 
 UNQUANTIZED = "fp16"
-ROTATIONS = ("R1", "R2")  # of the residual stream, of the value heads
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Recipe:
     eval_samples  further windows of the text on which the result is compared with the original; 0: none,
                   which `recipe_of` takes for a method that needs no text
     damping       share of the Hessian's mean diagonal that GPTQ adds to it; less fits the windows' noise
-    rotations     of ("R1", "R2"): turned into the weights before anything else (`qrt_calibrate.rotate`)
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
     tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.tune`)
     target_bits   most bits per weight of the result, as `preflight.bits_per_weight` counts; each fused Linear
@@ -79,7 +77,6 @@ class Recipe:
     seed: int = 0
     damping: float = 0.1
     exact_folds: bool = True
-    rotations: tuple[str, ...] = ()
     tune: int = 0
     target_bits: float | None = None
     max_size: float | None = None
@@ -104,18 +101,10 @@ class Recipe:
             raise ConfigError("--target-bits and --max-size are two budgets for one choice; give one of them")
         if self.has_budget:
             self._check_budget()
-        for rotation in self.rotations:
-            if rotation not in ROTATIONS or self.rotations.count(rotation) > 1:
-                wanted = ", ".join(ROTATIONS)
-                raise ConfigError(
-                    f"--rotations: got {' '.join(self.rotations)}, wanted some of {wanted}, each once"
-                )
         if self.tune and not self.steps.needs_text:
             raise ConfigError(
                 f"--tune: goes on from calibration text, which --method {self.method} does not read"
             )
-        if self.tune and self.rotations:
-            raise ConfigError("--tune: trains a model that is not rotated; leave out it or --rotations")
         if not 0 < self.damping <= 1:
             raise ConfigError(f"--damp: expected a number above 0 and at most 1, got {self.damping}")
         head_grid(self.scheme, self.head_bits)
@@ -177,8 +166,6 @@ class Recipe:
             found["target_bits"] = self.target_bits
         if self.max_size is not None:
             found["max_size"] = self.max_size
-        if self.rotations:
-            found["rotations"] = list(self.rotations)
         if self.tune:
             found["tune"] = self.tune
         if not self.exact_folds:

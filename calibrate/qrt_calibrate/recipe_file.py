@@ -31,7 +31,7 @@ PLAIN: dict[str, type | tuple[type, ...]] = {  # entries that go into the recipe
     "target_bits": (int, float), "max_size": (int, float),
 }  # fmt: skip
 GRID: dict[str, type | tuple[type, ...]] = {"bits": int, "scheme": str, "group_size": int, "symmetric": bool}
-LISTS = ("ignore", "override", "rotations")
+LISTS = ("ignore", "override")
 ALIASES = {"damp": "damping", "sym": "symmetric"}  # flags' names that are not the entry's
 OPPOSITES = {"asym": "symmetric", "no_exact_fold": "exact_folds"}
 BUDGETS = {"target_bits", "max_size"}
@@ -103,7 +103,6 @@ def recipe_of(entries: Mapping[str, Any]) -> Recipe:
         group_open=grid.group_open,
         ignore=tuple(entries.get("ignore", ())),
         overrides=overrides,
-        rotations=tuple(entries.get("rotations", ())),
         zeros_asked="symmetric" in entries,
         **plain,
     )
@@ -118,6 +117,8 @@ def _check(key: str, value: Any) -> None:
             if key != "override" and not isinstance(entry, str):
                 raise ConfigError(f"{key}: got {entry!r} in the list, wanted text")
         return
+    if key == "rotations":
+        raise ConfigError("rotations: qrt rotates no weights (it gained nothing); remove this entry")
     if key not in known:
         raise ConfigError(f"recipe: unknown key {key!r}{nearest(key, [*known, *LISTS])}")
     wanted = known[key]

@@ -100,7 +100,6 @@ class Report:
                 "method": recipe.method,
                 "damping": recipe.damping,
                 "exact_folds": recipe.exact_folds,
-                "rotations": list(recipe.rotations),
                 "tune": recipe.tune,
                 "seed": recipe.seed,
                 "ignore": list(recipe.ignore),

@@ -1,4 +1,4 @@
-"""A head of its own: what rotating or rounding the head needs where it is tied to the embedding."""
+"""A head of its own: what rounding the head needs where it is tied to the embedding."""
 
 from __future__ import annotations
 

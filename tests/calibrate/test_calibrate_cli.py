@@ -352,7 +352,7 @@ def test_recipes_from_a_file_and_flags_that_win(run, llama, tmp_path):
         ("a: [", "is not YAML"),
         ("ignore: lm_head", "ignore: got 'lm_head', wanted a list"),
         ("ignore: [5]", "ignore: got 5 in the list, wanted text"),
-        ("rotations: [1]", "rotations: got 1 in the list, wanted text"),
+        ("rotations: []", "rotations: qrt rotates no weights (it gained nothing); remove this entry"),
     ):
         (tmp_path / "r.yaml").write_text(content)
         code, shown = run("--recipe", "r.yaml", "--out", "other", model=llama)

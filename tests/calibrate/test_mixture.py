@@ -241,7 +241,6 @@ def test_calibrated_experts_are_better_than_nearest(best, calibrate, tmp_path):
         (["--scheme", "w8a8", "--group-size", "-1"], "loads none in w8a8; use --scheme w4a16 or w8a16"),
         (["--override", "o_proj=w8a8"], "loads none in w8a8"),
         (["--tune", "3"], "--tune: not for .*ForCausalLM, a mixture of experts"),
-        (["--rotations", "R2"], "--rotations: not for"),
         (["--target-bits", "5"], "--target-bits: not for"),
         (["--max-size", "1"], "--max-size: not for"),
         (
