@@ -7,7 +7,7 @@ before, groups stay where they are, and nothing of the order is left in the file
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import gcd
 
 import torch
@@ -149,7 +149,8 @@ class _Walk:
     target    [R, K, N/R] weights that errors of earlier rows have moved; columns in the order of the walk
     groups    [K] the group of each of these columns, whose scales and zeros are [R, K/G, N/R]
     errors    [R, K, N/R] errors / U_ii of the columns rounded so far, which move those behind them
-    spread    for each row block and run of rows: what its error is to later rows of the run
+    spread    for each row block, what its error is to later rows of its run: [runs, n, later rows] for
+              successive runs of one length, n rows of each being in the block
     """
 
     def __init__(
@@ -166,11 +167,14 @@ class _Walk:
         runs = [len(own.order) for own in rows]
         self._count = gcd(ROW_BLOCKS, *runs) if runs else 1
         self._width = gcd(BLOCK, k)
-        self._shares = [run // self._count for run in runs]  # of each run in a row block
+        alike = [list(own) for _, own in groupby(rows, lambda own: len(own.order))]
+        self._shares = [sum(len(own.order) for own in some) // self._count for some in alike]
         orders = [own.order + begin for own, begin in zip(rows, accumulate([0, *runs]), strict=False)]
         blocks = [order.view(self._count, -1) for order in orders]
         self._members = torch.cat(blocks, 1) if blocks else torch.arange(n, device=weight.device)[None]
-        self._spread = [[_spread(own, block, self._count) for own in rows] for block in range(self._count)]
+        factors = [torch.stack([own.upper for own in some]) for some in alike]
+        self._spread = [[_spread(own, block, self._count) for own in factors] for block in range(self._count)]
+        del factors
         self._groups = factor.order // (k // scale.shape[1])
         each = torch.arange(scale.shape[1], device=weight.device)
         self._target = self._arranged(weight, factor.order)
@@ -233,17 +237,19 @@ class _Walk:
         for later, spread, own in zip(
             behind, self._spread[block], wrong.split(self._shares, -1), strict=True
         ):
-            later -= (own @ spread).unflatten(1, (len(later), -1)).transpose(0, 1)
+            runs = len(spread)
+            moves = torch.bmm(own.unflatten(-1, (runs, -1)).transpose(0, 1), spread)
+            moves = moves.unflatten(-1, (len(later), -1)).permute(2, 1, 0, 3)
+            later.unflatten(-1, (runs, -1)).sub_(moves)
 
 
-def _spread(rows: Factor, block: int, count: int) -> Tensor:
-    """[n, later rows]: what errors of row block `block` of `count` in a run are to the rows after it."""
-    n = len(rows.order) // count
+def _spread(upper: Tensor, block: int, count: int) -> Tensor:
+    """Return [runs, n, later rows]: what errors of row block `block` of `count` are to the rows after it in
+    each of some runs, whose factors are `upper` [runs, rows, rows]."""
+    n = upper.shape[1] // count
     span = slice(block * n, (block + 1) * n)
     with products(EXACT):
-        return torch.linalg.solve_triangular(
-            rows.upper[span, span], rows.upper[span, span.stop :], upper=True
-        )
+        return torch.linalg.solve_triangular(upper[:, span, span], upper[:, span, span.stop :], upper=True)
 
 
 def _round_block(
