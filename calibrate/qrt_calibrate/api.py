@@ -17,7 +17,7 @@ from qrt.errors import ConfigError
 from qrt_calibrate.devices import devices_of
 from qrt_calibrate.pipeline import calibrate as run
 from qrt_calibrate.plan import source_folder
-from qrt_calibrate.recipe_file import recipe_of
+from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.report import Report
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # of `quantize`: removed when the process ends

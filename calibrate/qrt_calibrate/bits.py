@@ -24,9 +24,9 @@ from qrt_calibrate.decoder import Decoder, read_layer
 from qrt_calibrate.fold import linear
 from qrt_calibrate.plan import Job
 from qrt_calibrate.preflight import COUNTED, bits_per_weight, linear_bytes, linear_weights, output_bytes
-from qrt_calibrate.recipe import Grid, Override, Recipe, grid_of
+from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
+from qrt_calibrate.recipe.selection import matches
 from qrt_calibrate.rtn import round_weight
-from qrt_calibrate.selection import matches
 
 WINDOWS = 4  # that measure; hidden states of all candidates are kept
 SLACK = 1e-9  # rounding error of sums, in bits per weight

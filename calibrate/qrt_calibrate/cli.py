@@ -13,7 +13,7 @@ from qrt.cli import ArgumentParser, add_hub_flags, run_main
 from qrt.location import EXPECTED, short_name
 
 if TYPE_CHECKING:
-    from qrt_calibrate.recipe import Recipe
+    from qrt_calibrate.recipe.recipe import Recipe
 
 WIDTH = 110  # of the table in a file or a pipe, where there is no terminal to fit
 
@@ -134,8 +134,8 @@ def _add_grid(parser: ArgumentParser) -> None:
 
 def _add_method(parser: ArgumentParser) -> None:
     from qrt.text.data.files import KINDS
-    from qrt_calibrate.method import METHODS
-    from qrt_calibrate.recipe import Recipe
+    from qrt_calibrate.recipe.method import METHODS
+    from qrt_calibrate.recipe.recipe import Recipe
 
     method = parser.add_argument_group("method")
     method.add_argument(
@@ -175,7 +175,7 @@ def _add_method(parser: ArgumentParser) -> None:
 
 def _run(arguments: Namespace) -> None:
     from qrt_calibrate.plan import source_folder
-    from qrt_calibrate.recipe_file import read_recipe, recipe_of, with_flags
+    from qrt_calibrate.recipe.recipe_file import read_recipe, recipe_of, with_flags
 
     entries = read_recipe(Path(arguments.recipe)) if arguments.recipe else {}
     given = {key: value for key, value in vars(arguments).items() if value is not None}

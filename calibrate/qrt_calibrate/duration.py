@@ -23,9 +23,9 @@ from qrt_calibrate.experts import inside
 from qrt_calibrate.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
 from qrt_calibrate.head import PlainHead
 from qrt_calibrate.layer import SEARCH_TOKENS
-from qrt_calibrate.method import Scales
 from qrt_calibrate.plan import Job
-from qrt_calibrate.recipe import Grid
+from qrt_calibrate.recipe.method import Scales
+from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rtn import round_weight
 from qrt_calibrate.search import GRID, STRENGTHS
 from qrt_calibrate.sensitivity import block_sizes, gradient_windows

@@ -30,10 +30,10 @@ from qrt_calibrate.decoder import Decoder
 from qrt_calibrate.experts import EXPERT_BYTES, inside
 from qrt_calibrate.fold import Pair, check_unchanged, linear
 from qrt_calibrate.gptq import Factor, round_columns
-from qrt_calibrate.method import Scales
 from qrt_calibrate.observe import Moments, inputs_of, norm_weights, record_call
 from qrt_calibrate.plan import Job
-from qrt_calibrate.recipe import Grid
+from qrt_calibrate.recipe.method import Scales
+from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rtn import for_writer, round_weight, split
 from qrt_calibrate.search import (
     ColumnCost,

@@ -27,7 +27,7 @@ from qrt_calibrate.layer import LayerResult, LayerWork
 from qrt_calibrate.plan import Job, plan
 from qrt_calibrate.precision import EXACT, TF32, products
 from qrt_calibrate.preflight import preflight
-from qrt_calibrate.recipe import Recipe
+from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.report import LayerReport, Report, bits_per_weight, source_of
 from qrt_calibrate.rtn import for_writer
 from qrt_calibrate.search import round_input

@@ -18,7 +18,7 @@ from qrt_calibrate import bits, cli
 from qrt_calibrate.bits import Unit, budget_of, measure, spend
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import bits_per_weight, output_bytes
-from qrt_calibrate.recipe import Grid, Override, Recipe, grid_of
+from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
 
 W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
 W4_BITS, W8_BITS = 4 + (16 + 4) / 128, 8 + 16 / 128  # per weight, with scales and zeros

@@ -13,7 +13,7 @@ from outliers import Profile, make_hard
 import qrt
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, hub, layer, pipeline, search, text
-from qrt_calibrate.recipe import grid_of
+from qrt_calibrate.recipe.recipe import grid_of
 from tiny_models import altered
 
 

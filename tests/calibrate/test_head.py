@@ -16,7 +16,7 @@ from qrt_calibrate import cli, pipeline, tune
 from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
-from qrt_calibrate.recipe_file import recipe_of
+from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.text import cut_windows
 from tiny_models import altered
 

@@ -22,7 +22,7 @@ from qrt_calibrate.layer import LayerWork
 from qrt_calibrate.observe import Moments
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
-from qrt_calibrate.recipe_file import recipe_of
+from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.streams import Streams
 
 CPU = torch.device("cpu")

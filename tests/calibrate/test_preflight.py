@@ -13,7 +13,7 @@ from qrt_calibrate.bits import budget_of
 from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
-from qrt_calibrate.recipe_file import recipe_of
+from qrt_calibrate.recipe.recipe_file import recipe_of
 
 CPU = torch.device("cpu")
 

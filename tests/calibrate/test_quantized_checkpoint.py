@@ -14,7 +14,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate import cli
 from qrt_calibrate.pipeline import calibrate
-from qrt_calibrate.recipe import Recipe
+from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.text import cut_windows
 from tiny_models import LLAMA3_ROPE, altered
 

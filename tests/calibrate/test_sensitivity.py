@@ -11,7 +11,7 @@ from qrt_calibrate import sensitivity
 from qrt_calibrate import streams as streams_module
 from qrt_calibrate.decoder import Decoder, read_layer
 from qrt_calibrate.plan import plan
-from qrt_calibrate.recipe_file import recipe_of
+from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients, output_moments
 from qrt_calibrate.streams import Streams
 

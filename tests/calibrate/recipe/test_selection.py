@@ -4,8 +4,8 @@ import pytest
 
 from qrt.arch import ARCHS
 from qrt.errors import ConfigError
-from qrt_calibrate.recipe import Grid, Override, Recipe, grid_of
-from qrt_calibrate.selection import select as select_grids
+from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
+from qrt_calibrate.recipe.selection import select as select_grids
 
 ARCH = ARCHS["LlamaForCausalLM"]
 W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from qrt.arch import Arch
 from qrt.errors import ConfigError
 from qrt.registry import nearest
-from qrt_calibrate.recipe import Grid, Recipe
+from qrt_calibrate.recipe.recipe import Grid, Recipe
 
 REGEX = "re:"
 

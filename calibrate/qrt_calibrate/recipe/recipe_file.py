@@ -21,8 +21,16 @@ import yaml
 from qrt.errors import ConfigError
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt.registry import nearest
-from qrt_calibrate.method import METHODS, Scales
-from qrt_calibrate.recipe import UNQUANTIZED, Grid, Override, Recipe, default_method, grid_of, scheme_of
+from qrt_calibrate.recipe.method import METHODS, Scales
+from qrt_calibrate.recipe.recipe import (
+    UNQUANTIZED,
+    Grid,
+    Override,
+    Recipe,
+    default_method,
+    grid_of,
+    scheme_of,
+)
 
 PLAIN: dict[str, type | tuple[type, ...]] = {  # entries that go into the recipe as they are
     "method": str, "calib": str, "n_samples": int, "seqlen": int, "eval_samples": int, "seed": int,

@@ -11,7 +11,7 @@ from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
 from qrt.quant.weight.head import head_grid
 from qrt.version import __version__
-from qrt_calibrate.method import METHODS, Method
+from qrt_calibrate.recipe.method import METHODS, Method
 
 UNQUANTIZED = "fp16"
 

@@ -9,7 +9,7 @@ from math import gcd
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.spec import GROUP_SIZES, largest_group
-from qrt_calibrate.recipe import Grid, Recipe
+from qrt_calibrate.recipe.recipe import Grid, Recipe
 
 Inputs = Mapping[str, int]  # full names of Linears -> their input features
 

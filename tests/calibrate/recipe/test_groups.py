@@ -14,7 +14,7 @@ from qrt_calibrate import cli
 from qrt_calibrate.bits import budget_of
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
-from qrt_calibrate.recipe_file import recipe_of
+from qrt_calibrate.recipe.recipe_file import recipe_of
 
 CPU = torch.device("cpu")
 INNER = "model.layers.0.mlp.down_proj"
