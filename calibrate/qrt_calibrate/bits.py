@@ -21,12 +21,12 @@ from tqdm import tqdm
 from qrt.errors import ConfigError
 from qrt.quant.weight import WEIGHT_ONLY
 from qrt_calibrate.decoder import Decoder, read_layer
-from qrt_calibrate.fold import linear
 from qrt_calibrate.plan import Job
 from qrt_calibrate.preflight import COUNTED, bits_per_weight, linear_bytes, linear_weights, output_bytes
 from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
 from qrt_calibrate.recipe.selection import matches
-from qrt_calibrate.rtn import round_weight
+from qrt_calibrate.rounding.fold import linear
+from qrt_calibrate.rounding.rtn import round_weight
 
 WINDOWS = 4  # that measure; hidden states of all candidates are kept
 SLACK = 1e-9  # rounding error of sums, in bits per weight

@@ -17,17 +17,17 @@ from torch.nn import functional as F
 from qrt.quant.spec import QuantSpec
 from qrt_calibrate import tune
 from qrt_calibrate.bits import WINDOWS, Budget
-from qrt_calibrate.clip import search_clip
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read_layer
 from qrt_calibrate.experts import inside
-from qrt_calibrate.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
 from qrt_calibrate.head import PlainHead
 from qrt_calibrate.layer import SEARCH_TOKENS
 from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.recipe.recipe import Grid
-from qrt_calibrate.rtn import round_weight
-from qrt_calibrate.search import GRID, STRENGTHS
+from qrt_calibrate.rounding.clip import search_clip
+from qrt_calibrate.rounding.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
+from qrt_calibrate.rounding.rtn import round_weight
+from qrt_calibrate.rounding.search import GRID, STRENGTHS
 from qrt_calibrate.sensitivity import block_sizes, gradient_windows
 
 SLICE = 256  # columns that GPTQ rounds, and rows whose clipping is searched

@@ -12,7 +12,7 @@ from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.base import fuse
 from qrt_calibrate.recipe.recipe import Grid
-from qrt_calibrate.rtn import for_writer, round_weight, split
+from qrt_calibrate.rounding.rtn import for_writer, round_weight, split
 
 HEAD_ROWS = 16384  # of the head that are rounded or multiplied at a time
 

@@ -25,17 +25,17 @@ from torch import Tensor, nn
 from qrt.arch.base import Smooth
 from qrt.quant.affine import choose_qparams
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
-from qrt_calibrate.clip import search_clip
 from qrt_calibrate.decoder import Decoder
 from qrt_calibrate.experts import EXPERT_BYTES, inside
-from qrt_calibrate.fold import Pair, check_unchanged, linear
-from qrt_calibrate.gptq import Factor, round_columns
-from qrt_calibrate.observe import Moments, inputs_of, norm_weights, record_call
 from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.recipe.recipe import Grid
-from qrt_calibrate.rtn import for_writer, round_weight, split
-from qrt_calibrate.search import (
+from qrt_calibrate.rounding.clip import search_clip
+from qrt_calibrate.rounding.fold import Pair, check_unchanged, linear
+from qrt_calibrate.rounding.gptq import Factor, round_columns
+from qrt_calibrate.rounding.observe import Moments, inputs_of, norm_weights, record_call
+from qrt_calibrate.rounding.rtn import for_writer, round_weight, split
+from qrt_calibrate.rounding.search import (
     ColumnCost,
     RoundedCost,
     awq_candidates,

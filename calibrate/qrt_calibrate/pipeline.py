@@ -21,16 +21,16 @@ from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.bits import WINDOWS, Budget, Point, allocate, budget_of
 from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read, read_layer
 from qrt_calibrate.evaluate import Cost, measure_cost
-from qrt_calibrate.fold import linear
 from qrt_calibrate.head import RoundedHead, round_head
 from qrt_calibrate.layer import LayerResult, LayerWork
 from qrt_calibrate.plan import Job, plan
-from qrt_calibrate.precision import EXACT, TF32, products
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.report import LayerReport, Report, bits_per_weight, source_of
-from qrt_calibrate.rtn import for_writer
-from qrt_calibrate.search import round_input
+from qrt_calibrate.rounding.fold import linear
+from qrt_calibrate.rounding.precision import EXACT, TF32, products
+from qrt_calibrate.rounding.rtn import for_writer
+from qrt_calibrate.rounding.search import round_input
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients
 from qrt_calibrate.streams import Share, Streams, drift_figures
 from qrt_calibrate.text import Calibration, calibration

@@ -22,7 +22,7 @@ from qrt_calibrate.recipe.groups import check_groups, choose_groups
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.recipe.recipe import Grid, Recipe
 from qrt_calibrate.recipe.selection import matched, select
-from qrt_calibrate.rtn import round_weight
+from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.untie import UntiedCheckpoint
 
 

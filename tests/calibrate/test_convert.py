@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from qrt.quant.checkpoint import gptq, open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate import cli
-from qrt_calibrate.rtn import round_weight
+from qrt_calibrate.rounding.rtn import round_weight
 from tiny_models import quantize_checkpoint, random_checkpoint
 
 

@@ -13,10 +13,10 @@ from qrt_calibrate import cli, pipeline
 from qrt_calibrate.decoder import Decoder, read_layer
 from qrt_calibrate.devices import at_once, devices_of, replica
 from qrt_calibrate.layer import LayerWork
-from qrt_calibrate.observe import Moments
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe_file import recipe_of
+from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.streams import Streams
 
 CPU = torch.device("cpu")

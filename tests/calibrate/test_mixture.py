@@ -17,12 +17,12 @@ from qrt.errors import QrtError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.decoder import Decoder, read_layer
-from qrt_calibrate.fold import Pair
 from qrt_calibrate.layer import LayerWork
-from qrt_calibrate.observe import Moments
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe_file import recipe_of
+from qrt_calibrate.rounding.fold import Pair
+from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.streams import Streams
 
 CPU = torch.device("cpu")

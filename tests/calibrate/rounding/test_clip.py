@@ -5,8 +5,8 @@ import torch
 
 from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt_calibrate import clip
-from qrt_calibrate.clip import SHRINKS, search_clip
+from qrt_calibrate.rounding import clip
+from qrt_calibrate.rounding.clip import SHRINKS, search_clip
 
 
 def errors(weight, importance, spec, shrink):

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from qrt.arch import ARCHS, ModelConfig
 from qrt.arch.base import Smooth
 from qrt.errors import QrtError
-from qrt_calibrate.fold import Pair, check_unchanged
+from qrt_calibrate.rounding.fold import Pair, check_unchanged
 from tiny_models import random_checkpoint
 
 CASES = [

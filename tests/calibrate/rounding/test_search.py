@@ -7,10 +7,10 @@ from torch import nn
 from qrt.arch.base import Smooth
 from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt_calibrate.fold import Pair
-from qrt_calibrate.gptq import Factor, round_columns
-from qrt_calibrate.observe import Call
-from qrt_calibrate.search import ColumnCost, RoundedCost, awq_candidates, smooth_candidates
+from qrt_calibrate.rounding.fold import Pair
+from qrt_calibrate.rounding.gptq import Factor, round_columns
+from qrt_calibrate.rounding.observe import Call
+from qrt_calibrate.rounding.search import ColumnCost, RoundedCost, awq_candidates, smooth_candidates
 
 SPEC = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=32)
 

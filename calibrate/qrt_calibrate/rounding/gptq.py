@@ -16,7 +16,7 @@ from torch import Tensor
 from qrt.quant import affine
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight import WeightData
-from qrt_calibrate.precision import EXACT, products
+from qrt_calibrate.rounding.precision import EXACT, products
 
 BLOCK = 128  # columns whose errors are spread one by one; beyond the block they are spread together
 ROW_BLOCKS = 64  # in which rows are rounded where they feel each other
@@ -258,7 +258,7 @@ def _round_block(
     """Round the columns of `block` [blocks, columns, rows] in turn, spreading each error over the rest of
     them by `upper` [blocks, columns, columns]: their codes and errors / U_ii, both fp32 and of its shape."""
     if block.is_cuda:
-        from qrt_calibrate.gptq_kernel import round_block
+        from qrt_calibrate.rounding.gptq_kernel import round_block
 
         known = None if isinstance(zeros, int) else zeros
         return round_block(block, scales, known, upper, spec.midpoint, spec.levels)

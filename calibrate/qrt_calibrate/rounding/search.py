@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from qrt.quant import affine
 from qrt.quant.spec import QuantSpec
 from qrt.quant.tokens import QuantizedTokens
-from qrt_calibrate.fold import Pair
-from qrt_calibrate.gptq import Factor
-from qrt_calibrate.observe import Call
-from qrt_calibrate.rtn import round_weight
+from qrt_calibrate.rounding.fold import Pair
+from qrt_calibrate.rounding.gptq import Factor
+from qrt_calibrate.rounding.observe import Call
+from qrt_calibrate.rounding.rtn import round_weight
 
 GRID = 20  # candidates of AWQ's search, the identity among them
 STRENGTHS = (0.3, 0.5, 0.65, 0.8, 0.9)  # SmoothQuant's alpha: how much of an outlier the weights take over

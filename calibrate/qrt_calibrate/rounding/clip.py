@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qrt.quant.spec import QuantSpec
-from qrt_calibrate.rtn import round_weight
+from qrt_calibrate.rounding.rtn import round_weight
 
 SHRINKS = tuple(1 - step / 40 for step in range(15))  # 1.00, 0.975, ... 0.65
 _BLOCK_ELEMENTS = 1 << 19  # rows are independent: searched in blocks, which stay in a CPU's cache

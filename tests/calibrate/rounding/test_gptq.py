@@ -7,8 +7,8 @@ import torch
 
 from qrt.quant.affine import choose_qparams
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt_calibrate import gptq
-from qrt_calibrate.gptq import Factor, round_columns
+from qrt_calibrate.rounding import gptq
+from qrt_calibrate.rounding.gptq import Factor, round_columns
 
 
 def problem(n=6, k=64, tokens=200, seed=0):
@@ -97,7 +97,7 @@ def test_rows_in_parts_are_the_same_rows(symmetric, monkeypatch):
 @pytest.mark.parametrize("columns, rows, symmetric", [(32, 40, True), (24, 70, False)])
 def test_the_kernel_rounds_as_the_loop_does(columns, rows, symmetric, device):
     """One launch for two blocks: codes, and errors / U_ii."""
-    from qrt_calibrate.gptq_kernel import round_block
+    from qrt_calibrate.rounding.gptq_kernel import round_block
 
     torch.manual_seed(0)
     spec = QuantSpec(4, symmetric, Granularity.GROUP, 16)
