@@ -196,8 +196,8 @@ def _work(arguments: Namespace, recipe: Recipe) -> None:
 
     from qrt.quant.checkpoint import open_checkpoint
     from qrt_calibrate import hub
-    from qrt_calibrate.devices import devices_of
     from qrt_calibrate.duration import expected_seconds, in_words
+    from qrt_calibrate.model.devices import devices_of
     from qrt_calibrate.pipeline import calibrate, prepare
     from qrt_calibrate.plan import plan
     from qrt_calibrate.preflight import preflight

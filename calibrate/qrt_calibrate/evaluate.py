@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qrt_calibrate.decoder import Decoder
-from qrt_calibrate.head import AnyHead
-from qrt_calibrate.streams import Streams
+from qrt_calibrate.model.decoder import Decoder
+from qrt_calibrate.model.head import AnyHead
+from qrt_calibrate.model.streams import Streams
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from qrt.arch.base import Smooth
 from qrt.quant.affine import choose_qparams
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
-from qrt_calibrate.decoder import Decoder
-from qrt_calibrate.experts import EXPERT_BYTES, inside
+from qrt_calibrate.model.decoder import Decoder
+from qrt_calibrate.model.experts import EXPERT_BYTES, inside
+from qrt_calibrate.model.streams import Share, Streams
 from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.recipe.recipe import Grid
@@ -43,7 +44,6 @@ from qrt_calibrate.rounding.search import (
     smooth_candidates,
 )
 from qrt_calibrate.sensitivity import OutputMoments, output_moments
-from qrt_calibrate.streams import Share, Streams
 
 SEARCH_TOKENS = 4096  # that judge a candidate of AWQ and SmoothQuant; the moments come from all tokens
 OWN_DAMPING = 0.01  # share of each column's own diagonal that is added to it

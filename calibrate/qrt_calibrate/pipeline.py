@@ -19,10 +19,11 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.bits import WINDOWS, Budget, Point, allocate, budget_of
-from qrt_calibrate.decoder import BATCH_TOKENS, Decoder, read, read_layer
 from qrt_calibrate.evaluate import Cost, measure_cost
-from qrt_calibrate.head import RoundedHead, round_head
 from qrt_calibrate.layer import LayerResult, LayerWork
+from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read, read_layer
+from qrt_calibrate.model.head import RoundedHead, round_head
+from qrt_calibrate.model.streams import Share, Streams, drift_figures
 from qrt_calibrate.plan import Job, plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe import Recipe
@@ -32,7 +33,6 @@ from qrt_calibrate.rounding.precision import EXACT, TF32, products
 from qrt_calibrate.rounding.rtn import for_writer
 from qrt_calibrate.rounding.search import round_input
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients
-from qrt_calibrate.streams import Share, Streams, drift_figures
 from qrt_calibrate.text import Calibration, calibration
 from qrt_calibrate.tune import check_room, is_tuned_norm, tune
 

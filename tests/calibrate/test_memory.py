@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from qrt.errors import CheckpointError
-from qrt_calibrate import cli, layer, pipeline, sensitivity, streams
+from qrt_calibrate import cli, layer, pipeline, sensitivity
+from qrt_calibrate.model import streams
 from qrt_calibrate.rounding import search
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from qrt.errors import CheckpointError
-from qrt_calibrate.decoder import BATCH_TOKENS
-from qrt_calibrate.devices import at_once, replica
+from qrt_calibrate.model.decoder import BATCH_TOKENS
+from qrt_calibrate.model.devices import at_once, replica
 
 SHARE_OF_GPU = 0.4  # of its free memory that both streams may take
 SHARE_OF_RAM = 0.4  # of what is available

@@ -10,14 +10,14 @@ from torch import nn
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, pipeline
-from qrt_calibrate.decoder import Decoder, read_layer
-from qrt_calibrate.devices import at_once, devices_of, replica
 from qrt_calibrate.layer import LayerWork
+from qrt_calibrate.model.decoder import Decoder, read_layer
+from qrt_calibrate.model.devices import at_once, devices_of, replica
+from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.rounding.observe import Moments
-from qrt_calibrate.streams import Streams
 
 CPU = torch.device("cpu")
 STAGES = ("q_proj", "o_proj", "gate_proj", "down_proj")
@@ -85,7 +85,7 @@ def test_work_at_once_keeps_its_order_its_setting_and_its_errors():
 
 def test_batches_go_round_the_devices_and_the_halves(tmp_path, monkeypatch):
     """Eleven windows, nine of them calibrating, in batches of two."""
-    monkeypatch.setattr("qrt_calibrate.streams.BATCH_TOKENS", 80)
+    monkeypatch.setattr("qrt_calibrate.model.streams.BATCH_TOKENS", 80)
     hidden = torch.arange(11.0)[:, None, None].expand(11, 40, 4)
     streams = Streams(hidden, 9, [CPU] * 3, tmp_path)
     batches = [
@@ -145,7 +145,7 @@ def check_same_moments(folder, alone, several, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_moments_are_those_of_one_device(count, llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("qrt_calibrate.streams.BATCH_TOKENS", 80)  # two windows: six batches
+    monkeypatch.setattr("qrt_calibrate.model.streams.BATCH_TOKENS", 80)  # two windows: six batches
     check_same_moments(llama, [CPU], [CPU] * count, tmp_path, monkeypatch)
 
 

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qrt.arch import Arch
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import Checkpoint
-from qrt_calibrate.experts import spell_out
-from qrt_calibrate.head import HEAD_ROWS, AnyHead, PlainHead
+from qrt_calibrate.model.experts import spell_out
+from qrt_calibrate.model.head import HEAD_ROWS, AnyHead, PlainHead
 
 BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations inside it
 

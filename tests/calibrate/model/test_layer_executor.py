@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 from qrt.arch import ARCHS
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
-from qrt_calibrate import decoder as decoder_module
-from qrt_calibrate.decoder import Decoder
+from qrt_calibrate.model import decoder as decoder_module
+from qrt_calibrate.model.decoder import Decoder
 from qrt_calibrate.rounding.observe import Moments, inputs_of, norm_weights
 from tiny_models import LLAMA3_ROPE
 
