@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qrt.errors import ConfigError
+from qrt_calibrate.job.plan import source_folder
 from qrt_calibrate.model.devices import devices_of
 from qrt_calibrate.pipeline import calibrate as run
-from qrt_calibrate.plan import source_folder
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.report import Report
 

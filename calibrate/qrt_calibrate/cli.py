@@ -174,7 +174,7 @@ def _add_method(parser: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> None:
-    from qrt_calibrate.plan import source_folder
+    from qrt_calibrate.job.plan import source_folder
     from qrt_calibrate.recipe.recipe_file import read_recipe, recipe_of, with_flags
 
     entries = read_recipe(Path(arguments.recipe)) if arguments.recipe else {}
@@ -197,9 +197,9 @@ def _work(arguments: Namespace, recipe: Recipe) -> None:
     from qrt.quant.checkpoint import open_checkpoint
     from qrt_calibrate import hub
     from qrt_calibrate.duration import expected_seconds, in_words
+    from qrt_calibrate.job.plan import plan
     from qrt_calibrate.model.devices import devices_of
     from qrt_calibrate.pipeline import calibrate, prepare
-    from qrt_calibrate.plan import plan
     from qrt_calibrate.preflight import preflight
 
     name = short_name(arguments.model)

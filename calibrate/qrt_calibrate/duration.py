@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from qrt.quant.spec import QuantSpec
 from qrt_calibrate import tune
 from qrt_calibrate.bits import WINDOWS, Budget
+from qrt_calibrate.job.plan import Job
 from qrt_calibrate.layer import SEARCH_TOKENS
 from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read_layer
 from qrt_calibrate.model.experts import inside
 from qrt_calibrate.model.head import PlainHead
-from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.clip import search_clip

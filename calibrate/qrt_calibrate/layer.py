@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from qrt.arch.base import Smooth
 from qrt.quant.affine import choose_qparams
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.decoder import Decoder
 from qrt_calibrate.model.experts import EXPERT_BYTES, inside
 from qrt_calibrate.model.streams import Share, Streams
-from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.clip import search_clip

@@ -8,9 +8,9 @@ from math import prod
 
 from qrt.quant.checkpoint.shard import TensorSpec
 from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.experts import EXPERT_BYTES
 from qrt_calibrate.model.streams import stream_bytes
-from qrt_calibrate.plan import Job
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.gptq import WALK_BYTES
 from qrt_calibrate.sensitivity import block_sizes, gradient_windows

@@ -20,9 +20,9 @@ from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.version import __version__
 from qrt_calibrate.bits import Point
 from qrt_calibrate.evaluate import Cost
+from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.streams import LARGEST_TOKEN
 from qrt_calibrate.page import NEAREST, figure, render
-from qrt_calibrate.plan import Job
 from qrt_calibrate.preflight import COUNTED, linear_weights, preflight
 
 WORST = 5  # layers that the report names

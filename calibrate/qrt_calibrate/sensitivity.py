@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read_layer
 from qrt_calibrate.model.streams import Share, Streams, place
-from qrt_calibrate.plan import Job
 from qrt_calibrate.rounding.fold import linear
 
 TOKENS = 32768  # that gradients are taken of: they say where errors hurt, not by how much to correct them

@@ -22,7 +22,7 @@ from qrt.text.data.rows import Row, read_rows
 from qrt.text.data.texts import Render, Texts
 from qrt.text.loading import load
 from qrt.text.tokenizer import Tokenizer
-from qrt_calibrate.plan import Job
+from qrt_calibrate.job.plan import Job
 from qrt_calibrate.windows import choose_windows
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from transformers.cache_utils import DynamicLayer
 
 from qrt.errors import ConfigError
 from qrt.quant.weight import WeightData
+from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.streams import available_ram, stream_bytes
-from qrt_calibrate.plan import Job
 
 BATCH = 4  # windows a step
 LAUNCHED_BATCH = 16  # where a step is launches more than work: more windows cost little and are worth much

@@ -16,7 +16,7 @@ from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import bits, cli
 from qrt_calibrate.bits import Unit, budget_of, measure, spend
-from qrt_calibrate.plan import plan
+from qrt_calibrate.job.plan import plan
 from qrt_calibrate.preflight import bits_per_weight, output_bytes
 from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
 

@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM
 
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import sensitivity
+from qrt_calibrate.job.plan import plan
 from qrt_calibrate.model import decoder as decoder_module
 from qrt_calibrate.model import streams as streams_module
 from qrt_calibrate.model.decoder import Decoder, read_layer
 from qrt_calibrate.model.streams import Streams
-from qrt_calibrate.plan import plan
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients, output_moments
 

@@ -12,7 +12,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import largest_group
 from qrt_calibrate import cli
 from qrt_calibrate.bits import budget_of
-from qrt_calibrate.plan import plan
+from qrt_calibrate.job.plan import plan
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe_file import recipe_of
 

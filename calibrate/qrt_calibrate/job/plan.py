@@ -17,8 +17,8 @@ from qrt.location import model_folder
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+from qrt_calibrate.job.names import check_names
 from qrt_calibrate.model.untie import UntiedCheckpoint
-from qrt_calibrate.names import check_names
 from qrt_calibrate.recipe.groups import check_groups, choose_groups
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.recipe.recipe import Grid, Recipe
