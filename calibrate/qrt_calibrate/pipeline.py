@@ -33,7 +33,7 @@ from qrt_calibrate.rounding.precision import EXACT, TF32, products
 from qrt_calibrate.rounding.rtn import for_writer
 from qrt_calibrate.rounding.search import round_input
 from qrt_calibrate.sensitivity import gradient_windows, loss_gradients
-from qrt_calibrate.text import Calibration, calibration
+from qrt_calibrate.text.text import Calibration, calibration
 from qrt_calibrate.tune import check_room, is_tuned_norm, tune
 
 REST = "rest"  # the step that ends with what is outside the layers written

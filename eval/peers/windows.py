@@ -11,7 +11,7 @@ from pathlib import Path
 from record import WINDOWS
 from safetensors.torch import save_file
 
-from qrt_calibrate.text import cut_windows, load_tokenizer, read_texts
+from qrt_calibrate.text.text import cut_windows, load_tokenizer, read_texts
 
 
 def main() -> None:

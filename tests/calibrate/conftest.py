@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from qrt_calibrate.text import read_texts
+from qrt_calibrate.text.text import read_texts
 from tiny_models import random_checkpoint
 
 

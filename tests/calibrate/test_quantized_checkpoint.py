@@ -15,7 +15,7 @@ from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate import cli
 from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.recipe.recipe import Recipe
-from qrt_calibrate.text import cut_windows
+from qrt_calibrate.text.text import cut_windows
 from tiny_models import LLAMA3_ROPE, altered
 
 CASES = [

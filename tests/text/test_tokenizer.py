@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import small_tokenizers
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.text.tokenizer import Tokenizer
-from qrt_calibrate.text import load_tokenizer
+from qrt_calibrate.text.text import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "the dog 🎉"}]
 

@@ -17,7 +17,7 @@ from qrt_calibrate.job.plan import plan
 from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe_file import recipe_of
-from qrt_calibrate.text import cut_windows
+from qrt_calibrate.text.text import cut_windows
 from tiny_models import altered
 
 CPU = torch.device("cpu")

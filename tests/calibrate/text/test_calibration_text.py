@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from qrt.assets import model_path
 from qrt.errors import CheckpointError, ConfigError
-from qrt_calibrate.text import cut_windows, docstrings, load_tokenizer, read_texts
+from qrt_calibrate.text.text import cut_windows, docstrings, load_tokenizer, read_texts
 
 
 def test_docstrings_in_order_and_without_tests(tmp_path):

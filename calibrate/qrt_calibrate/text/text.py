@@ -23,7 +23,7 @@ from qrt.text.data.texts import Render, Texts
 from qrt.text.loading import load
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.job.plan import Job
-from qrt_calibrate.windows import choose_windows
+from qrt_calibrate.text.windows import choose_windows
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from qrt.errors import ConfigError
 from qrt.text.data.rows import Row, pieces
 from qrt.text.data.texts import Render, Texts
-from qrt_calibrate.sample import Sample, take
+from qrt_calibrate.text.sample import Sample, take
 
 SMALL = 2**22  # characters; data up to this size are used whole, which takes some seconds
 CHARACTERS = 8  # characters of a sample for each token needed; English has 4 per token

@@ -8,10 +8,11 @@ import torch
 from qrt.assets import model_path
 from qrt.errors import ConfigError
 from qrt.text.data.rows import Row
-from qrt_calibrate import cli, text, windows
-from qrt_calibrate.sample import take
-from qrt_calibrate.text import load_tokenizer
-from qrt_calibrate.windows import choose_windows
+from qrt_calibrate import cli
+from qrt_calibrate.text import text, windows
+from qrt_calibrate.text.sample import take
+from qrt_calibrate.text.text import load_tokenizer
+from qrt_calibrate.text.windows import choose_windows
 
 
 def rows(count, size=9):

@@ -1,0 +1,1 @@
+"""The calibration text, and the token windows cut from it."""
