@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.quant.spec import QuantSpec
-from qrt_calibrate import tune
 from qrt_calibrate.bits import WINDOWS, Budget
 from qrt_calibrate.job.plan import Job
-from qrt_calibrate.layer import SEARCH_TOKENS
 from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read_layer
 from qrt_calibrate.model.experts import inside
 from qrt_calibrate.model.head import PlainHead
@@ -28,7 +26,9 @@ from qrt_calibrate.rounding.clip import search_clip
 from qrt_calibrate.rounding.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
 from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.rounding.search import GRID, STRENGTHS
-from qrt_calibrate.sensitivity import block_sizes, gradient_windows
+from qrt_calibrate.steps import tune
+from qrt_calibrate.steps.layer import SEARCH_TOKENS
+from qrt_calibrate.steps.sensitivity import block_sizes, gradient_windows
 
 SLICE = 256  # columns that GPTQ rounds, and rows whose clipping is searched
 ROWS = 4096  # that GPTQ rounds, and of a head

@@ -19,9 +19,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.bits import WINDOWS, Budget, Point, allocate, budget_of
-from qrt_calibrate.evaluate import Cost, measure_cost
 from qrt_calibrate.job.plan import Job, plan
-from qrt_calibrate.layer import LayerResult, LayerWork
 from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read, read_layer
 from qrt_calibrate.model.head import RoundedHead, round_head
 from qrt_calibrate.model.streams import Share, Streams, drift_figures
@@ -32,9 +30,11 @@ from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.precision import EXACT, TF32, products
 from qrt_calibrate.rounding.rtn import for_writer
 from qrt_calibrate.rounding.search import round_input
-from qrt_calibrate.sensitivity import gradient_windows, loss_gradients
+from qrt_calibrate.steps.evaluate import Cost, measure_cost
+from qrt_calibrate.steps.layer import LayerResult, LayerWork
+from qrt_calibrate.steps.sensitivity import gradient_windows, loss_gradients
+from qrt_calibrate.steps.tune import check_room, is_tuned_norm, tune
 from qrt_calibrate.text.text import Calibration, calibration
-from qrt_calibrate.tune import check_room, is_tuned_norm, tune
 
 REST = "rest"  # the step that ends with what is outside the layers written
 TUNED = "tuned"  # the step that ends with trained codes, scales and norms written

@@ -13,8 +13,8 @@ from qrt_calibrate.model.experts import EXPERT_BYTES
 from qrt_calibrate.model.streams import stream_bytes
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.gptq import WALK_BYTES
-from qrt_calibrate.sensitivity import block_sizes, gradient_windows
-from qrt_calibrate.tune import tune_bytes
+from qrt_calibrate.steps.sensitivity import block_sizes, gradient_windows
+from qrt_calibrate.steps.tune import tune_bytes
 
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
 SHARE_BYTES = 10**9  # of weights, at least, that a GPU should have: less is not worth what GPUs then exchange

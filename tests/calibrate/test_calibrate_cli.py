@@ -12,9 +12,10 @@ from outliers import Profile, make_hard
 
 import qrt
 from qrt.quant.checkpoint import open_checkpoint
-from qrt_calibrate import cli, hub, layer, pipeline
+from qrt_calibrate import cli, hub, pipeline
 from qrt_calibrate.recipe.recipe import grid_of
 from qrt_calibrate.rounding import search
+from qrt_calibrate.steps import layer
 from qrt_calibrate.text import text
 from tiny_models import altered
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from qrt.errors import CheckpointError
-from qrt_calibrate import cli, layer, pipeline, sensitivity
+from qrt_calibrate import cli, pipeline
 from qrt_calibrate.model import streams
 from qrt_calibrate.rounding import search
+from qrt_calibrate.steps import layer, sensitivity
 
 
 @pytest.fixture

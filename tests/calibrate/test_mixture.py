@@ -17,13 +17,13 @@ from qrt.errors import QrtError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.job.plan import plan
-from qrt_calibrate.layer import LayerWork
 from qrt_calibrate.model.decoder import Decoder, read_layer
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.rounding.fold import Pair
 from qrt_calibrate.rounding.observe import Moments
+from qrt_calibrate.steps.layer import LayerWork
 
 CPU = torch.device("cpu")
 QWEN = {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
@@ -139,7 +139,7 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
     entries = {**ENTRIES, "bits": 8, "method": "gptq", "ignore": ["self_attn.*"]}
     job = plan(open_checkpoint(mixture), recipe_of(entries), *devices)
     three = 3 * 3 * 4 * job.config.intermediate_size**2  # of four experts
-    monkeypatch.setattr("qrt_calibrate.layer.EXPERT_BYTES", three)
+    monkeypatch.setattr("qrt_calibrate.steps.layer.EXPERT_BYTES", three)
     decoder, ids = Decoder(job.checkpoint, job.arch, 40, CPU), windows(8)
     streams = Streams(decoder.embed(ids), 8, devices, tmp_path)
     found, correction = [], Moments.take_correction

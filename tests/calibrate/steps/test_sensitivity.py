@@ -6,14 +6,14 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from qrt.quant.checkpoint import open_checkpoint
-from qrt_calibrate import sensitivity
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.model import decoder as decoder_module
 from qrt_calibrate.model import streams as streams_module
 from qrt_calibrate.model.decoder import Decoder, read_layer
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe_file import recipe_of
-from qrt_calibrate.sensitivity import gradient_windows, loss_gradients, output_moments
+from qrt_calibrate.steps import sensitivity
+from qrt_calibrate.steps.sensitivity import gradient_windows, loss_gradients, output_moments
 
 CPU = torch.device("cpu")
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -43,7 +43,7 @@ from qrt_calibrate.rounding.search import (
     round_input,
     smooth_candidates,
 )
-from qrt_calibrate.sensitivity import OutputMoments, output_moments
+from qrt_calibrate.steps.sensitivity import OutputMoments, output_moments
 
 SEARCH_TOKENS = 4096  # that judge a candidate of AWQ and SmoothQuant; the moments come from all tokens
 OWN_DAMPING = 0.01  # share of each column's own diagonal that is added to it

@@ -1,0 +1,1 @@
+"""The steps of a calibration: gradients, layers, training and evaluation."""
