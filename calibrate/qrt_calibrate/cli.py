@@ -196,11 +196,11 @@ def _work(arguments: Namespace, recipe: Recipe) -> None:
 
     from qrt.quant.checkpoint import open_checkpoint
     from qrt_calibrate import hub
-    from qrt_calibrate.duration import expected_seconds, in_words
+    from qrt_calibrate.estimate.duration import expected_seconds, in_words
+    from qrt_calibrate.estimate.preflight import preflight
     from qrt_calibrate.job.plan import plan
     from qrt_calibrate.model.devices import devices_of
     from qrt_calibrate.pipeline import calibrate, prepare
-    from qrt_calibrate.preflight import preflight
 
     name = short_name(arguments.model)
     out = Path(arguments.out or f"{name}-{recipe.scheme.removesuffix('a16')}")

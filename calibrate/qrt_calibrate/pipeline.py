@@ -18,12 +18,12 @@ from tqdm import tqdm
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
-from qrt_calibrate.bits import WINDOWS, Budget, Point, allocate, budget_of
+from qrt_calibrate.estimate.bits import WINDOWS, Budget, Point, allocate, budget_of
+from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import Job, plan
 from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read, read_layer
 from qrt_calibrate.model.head import RoundedHead, round_head
 from qrt_calibrate.model.streams import Share, Streams, drift_figures
-from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.report import LayerReport, Report, bits_per_weight, source_of
 from qrt_calibrate.rounding.fold import linear

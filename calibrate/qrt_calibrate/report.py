@@ -18,11 +18,11 @@ from qrt.errors import CheckpointError
 from qrt.location import api_name, model_commit, model_name
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.version import __version__
-from qrt_calibrate.bits import Point
+from qrt_calibrate.estimate.bits import Point
+from qrt_calibrate.estimate.preflight import COUNTED, linear_weights, preflight
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.streams import LARGEST_TOKEN
 from qrt_calibrate.page import NEAREST, figure, render
-from qrt_calibrate.preflight import COUNTED, linear_weights, preflight
 from qrt_calibrate.steps.evaluate import Cost
 
 WORST = 5  # layers that the report names

@@ -16,10 +16,10 @@ from qrt.arch import MIXTURES
 from qrt.errors import QrtError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
+from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.model.decoder import Decoder, read_layer
 from qrt_calibrate.model.streams import Streams
-from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.rounding.fold import Pair
 from qrt_calibrate.rounding.observe import Moments

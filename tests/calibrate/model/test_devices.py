@@ -10,11 +10,11 @@ from torch import nn
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, pipeline
+from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.model.decoder import Decoder, read_layer
 from qrt_calibrate.model.devices import at_once, devices_of, replica
 from qrt_calibrate.model.streams import Streams
-from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.steps.layer import LayerWork

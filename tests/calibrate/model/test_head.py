@@ -13,9 +13,9 @@ from qrt.errors import ConfigError
 from qrt.quant import affine
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, pipeline
+from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.pipeline import calibrate
-from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.steps import tune
 from qrt_calibrate.text.text import cut_windows

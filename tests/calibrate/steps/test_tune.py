@@ -15,8 +15,8 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WeightData
 from qrt_calibrate import cli, pipeline
+from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
-from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.steps import tune
 from qrt_calibrate.steps.tune import TunedNorm, TunedWeight, check_room, tune_bytes

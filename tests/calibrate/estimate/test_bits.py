@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM
 from qrt.errors import ConfigError
 from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.checkpoint import open_checkpoint
-from qrt_calibrate import bits, cli
-from qrt_calibrate.bits import Unit, budget_of, measure, spend
+from qrt_calibrate import cli
+from qrt_calibrate.estimate import bits
+from qrt_calibrate.estimate.bits import Unit, budget_of, measure, spend
+from qrt_calibrate.estimate.preflight import bits_per_weight, output_bytes
 from qrt_calibrate.job.plan import plan
-from qrt_calibrate.preflight import bits_per_weight, output_bytes
 from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
 
 W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))

@@ -7,12 +7,13 @@ import torch
 
 from qrt.arch import ARCHS
 from qrt.quant.checkpoint import open_checkpoint
-from qrt_calibrate import cli, duration
-from qrt_calibrate import preflight as preflight_module
-from qrt_calibrate.bits import budget_of
+from qrt_calibrate import cli
+from qrt_calibrate.estimate import duration
+from qrt_calibrate.estimate import preflight as preflight_module
+from qrt_calibrate.estimate.bits import budget_of
+from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.pipeline import calibrate
-from qrt_calibrate.preflight import preflight
 from qrt_calibrate.recipe.recipe_file import recipe_of
 
 CPU = torch.device("cpu")

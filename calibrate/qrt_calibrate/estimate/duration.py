@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.quant.spec import QuantSpec
-from qrt_calibrate.bits import WINDOWS, Budget
+from qrt_calibrate.estimate.bits import WINDOWS, Budget
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read_layer
 from qrt_calibrate.model.experts import inside

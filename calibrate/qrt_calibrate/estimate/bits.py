@@ -20,9 +20,15 @@ from tqdm import tqdm
 
 from qrt.errors import ConfigError
 from qrt.quant.weight import WEIGHT_ONLY
+from qrt_calibrate.estimate.preflight import (
+    COUNTED,
+    bits_per_weight,
+    linear_bytes,
+    linear_weights,
+    output_bytes,
+)
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.decoder import Decoder, read_layer
-from qrt_calibrate.preflight import COUNTED, bits_per_weight, linear_bytes, linear_weights, output_bytes
 from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
 from qrt_calibrate.recipe.selection import matches
 from qrt_calibrate.rounding.fold import linear
