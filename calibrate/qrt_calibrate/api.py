@@ -18,7 +18,7 @@ from qrt_calibrate.job.plan import source_folder
 from qrt_calibrate.model.devices import devices_of
 from qrt_calibrate.pipeline import calibrate as run
 from qrt_calibrate.recipe.recipe_file import recipe_of
-from qrt_calibrate.report import Report
+from qrt_calibrate.report.report import Report
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # of `quantize`: removed when the process ends
 

@@ -25,7 +25,7 @@ from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read, read_layer
 from qrt_calibrate.model.head import RoundedHead, round_head
 from qrt_calibrate.model.streams import Share, Streams, drift_figures
 from qrt_calibrate.recipe.recipe import Recipe
-from qrt_calibrate.report import LayerReport, Report, bits_per_weight, source_of
+from qrt_calibrate.report.report import LayerReport, Report, bits_per_weight, source_of
 from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.precision import EXACT, TF32, products
 from qrt_calibrate.rounding.rtn import for_writer

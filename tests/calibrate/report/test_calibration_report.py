@@ -11,7 +11,7 @@ from rich.console import Console
 
 from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.recipe.recipe_file import recipe_of
-from qrt_calibrate.report import LayerReport
+from qrt_calibrate.report.report import LayerReport
 
 ERRORS = ((0.1, 0.2), (0.4, 0.25), (0.3, 0.3))  # of a layer, and of rounding to nearest
 

@@ -22,7 +22,7 @@ from qrt_calibrate.estimate.bits import Point
 from qrt_calibrate.estimate.preflight import COUNTED, linear_weights, preflight
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.streams import LARGEST_TOKEN
-from qrt_calibrate.page import NEAREST, figure, render
+from qrt_calibrate.report.page import NEAREST, figure, render
 from qrt_calibrate.steps.evaluate import Cost
 
 WORST = 5  # layers that the report names
