@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qrt.errors import QrtError
+from qrt.kernels.decode_attention.blocks import measured_block
 from qrt.kernels.step import KVLayer
 from qrt.mem.sizing import GIB, PAD_SLOTS, pool_bytes
 from qrt.quant.kv.base import KVFormat
@@ -61,7 +62,7 @@ class KVStorage:
 
     def heads_per_sm(self, requests: int, num_heads: int) -> int:
         """Of decode attention with so many query heads, as `plan_parts` wants to know it."""
-        return self._usual.block(requests, num_heads, self._num_kv_heads).heads_per_sm
+        return measured_block(self._usual, requests, num_heads, self._num_kv_heads).heads_per_sm
 
     def layer(self, index: int) -> KVLayer:
         """The format and tensors of layer `index`."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qrt.kernels.attention import append
 from qrt.kernels.chain import Link, chain, fits
-from qrt.kernels.decode_attention.blocks import block_of
+from qrt.kernels.decode_attention.blocks import block_of, measured_block
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.linear import (
     linear_int8,
@@ -213,7 +213,7 @@ def _appends(attention: Attention, q: Tensor, step: StepMeta, kv: KVLayer) -> bo
     """Return whether there are decodes alone, and `append` is the fastest for them."""
     if step.prefill is not None or step.decode is None or not step.decode.newest:
         return False
-    block = KV_FORMATS[kv.format].block(len(q), *attention.qkv_heads[:2])
+    block = measured_block(KV_FORMATS[kv.format], len(q), *attention.qkv_heads[:2])
     return block_of(block, attention.head_dim, q.dtype).appends
 
 

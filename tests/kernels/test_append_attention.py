@@ -7,7 +7,7 @@ from operators import check_operator
 
 from backends import COMPILED
 from qrt.kernels.decode_attention import append_attention, kernel, ref
-from qrt.kernels.decode_attention.blocks import block_of
+from qrt.kernels.decode_attention.blocks import MEASURED, block_of, measured_block
 from qrt.kernels.decode_attention.plan import cut
 from qrt.kernels.kv_write import kernel as write_kernel
 from qrt.kernels.kv_write import ref as write_ref
@@ -103,7 +103,7 @@ def check(step, append, write, cuts):
 @FORMATS
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lengths_around_a_tile(device, append, write, name, dtype):
-    tile = block_of(KV_FORMATS[name].block(7, 4, 2), 64, dtype).tokens
+    tile = block_of(measured_block(KV_FORMATS[name], 7, 4, 2), 64, dtype).tokens
     lens = [1, tile - 1, tile, tile + 1, 2 * tile + 1, 3 * tile + 5, 4 * tile + 3]
     step = Step(name, lens, 4, 2, 64, dtype, device, smooth=True)
     check(step, append, write, [1, 2, 1, 2, 1, 3, 1])
@@ -122,7 +122,7 @@ def test_heads_and_head_dims(device, name, Hq, Hkv, D):
 @FORMATS
 def test_every_block(device, name, requests):
     """Also those for which nobody calls it."""
-    if device.type == "cpu" and requests not in KV_FORMATS[name].decode_blocks:
+    if device.type == "cpu" and requests not in MEASURED[KV_FORMATS[name].widths].single:
         pytest.skip("the interpreter takes a block once, with the fewest requests it is for")
     step = Step(name, [1 + i % 89 for i in range(requests)], 8, 2, 64, torch.float16, device)
     if device.type == "cpu":  # where many take long
@@ -167,7 +167,7 @@ def test_smoothing_of_another_model_is_refused(device):
 @BOTH
 @pytest.mark.parametrize("name", ["int4", "k8v4"])
 def test_other_formats_are_refused(device, append, write, name):
-    with pytest.raises(ValueError, match=f"got {name}, wanted one of fp16, int8; call kv_write"):
+    with pytest.raises(ValueError, match=f"expected one of fp16, int8, got {name}; call kv_write"):
         Step(name, [9], 4, 2, 64, torch.float32, device).run(append, 1)
 
 

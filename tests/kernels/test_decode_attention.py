@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from backends import COMPILED, GPU
 from qrt.kernels.decode_attention import decode_attention, kernel, plan, ref
+from qrt.kernels.decode_attention.blocks import MEASURED, measured_block
 from qrt.kernels.decode_attention.plan import cut, max_cuts, max_parts, plan_parts
 from qrt.kernels.kv_write import kernel as kv_write_kernel
 from qrt.kernels.kv_write.kernel import kv_write
@@ -51,7 +52,7 @@ def truth(q, held: Cache, attend=attend) -> torch.Tensor:
 @FORMATS
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lengths_around_a_tile(device, attention, name, dtype):
-    tile = kernel.block_of(KV_FORMATS[name].block(5, 4, 2), 64, dtype).tokens
+    tile = kernel.block_of(measured_block(KV_FORMATS[name], 5, 4, 2), 64, dtype).tokens
     lens = [1, tile - 1, tile, tile + 1, 3 * tile + 5]
     held, q = cache(name, lens, 2, 64, dtype, device), queries(5, 4, 64, dtype, device, name)
     out = run(attention, q, held, [1, 2, 1, 2, 3])
@@ -65,7 +66,7 @@ def test_lengths_around_a_tile(device, attention, name, dtype):
 def test_right_after_its_last_token_is_written(device, name, requests):
     """What is loaded before kv_write is done must be older than what that one writes."""
     dtype = torch.bfloat16 if COMPILED else torch.float16
-    tile = kernel.block_of(KV_FORMATS[name].block(requests, 4, 2), 64, dtype).tokens
+    tile = kernel.block_of(measured_block(KV_FORMATS[name], requests, 4, 2), 64, dtype).tokens
     held = cache(name, [n * tile + 1 for n in range(5)][-requests:], 2, 64, dtype, device)
     fused = torch.randn(requests, 8 * 64, generator=torch.Generator().manual_seed(requests))
     q, k, v = fused.to(device, dtype).unflatten(1, (8, 64)).split((4, 2, 2), 1)
@@ -94,7 +95,7 @@ def test_a_request_whose_last_tokens_are_all_just_written(device, monkeypatch, n
     positions = held.kv_lens - 1
     slots = held.slot_table[held.rows.long(), positions.long()]
     kv_write(q, k, v, still.cos(), still.sin(), positions, slots, held.buffers, None, name)
-    block = kernel.block_of(KV_FORMATS[name].block(count, 4, 2), 64, dtype)
+    block = kernel.block_of(measured_block(KV_FORMATS[name], count, 4, 2), 64, dtype)
     parts = plan_parts(held.rows, held.kv_lens, 2, block.heads_per_sm)
     got = run_parts(kernel.decode_attention, q, held, parts, newest=False)
     whole = replace(held, rows=held.rows[:1], kv_lens=held.kv_lens[-1:])
@@ -128,7 +129,8 @@ def test_query_heads_of_a_kv_head(device, group):
 BLOCKS = [
     (name, columns, block)
     for name in KV_FORMATS
-    for columns, blocks in [(8, KV_FORMATS[name].decode_blocks), *KV_FORMATS[name].pair_blocks.items()]
+    for measured in [MEASURED[KV_FORMATS[name].widths]]
+    for columns, blocks in [(8, measured.single), *measured.paired.items()]
     for block in dict.fromkeys(blocks.values())
 ]
 
@@ -147,7 +149,7 @@ def test_which_heads_go_in_pairs():
     """int4's where two share the columns of a dot, of many requests, and not an odd number of them."""
     shapes = ((32, 8), (16, 16), (12, 4), (64, 8), (32, 2), (12, 3))
     for requests, wanted in {1: [1] * 6, 2: [2, 2, 2, 2, 1, 1], 256: [2, 2, 2, 1, 1, 1]}.items():
-        assert [KV_FORMATS["int4"].block(requests, *heads).heads for heads in shapes] == wanted
+        assert [measured_block(KV_FORMATS["int4"], requests, *heads).heads for heads in shapes] == wanted
 
 
 @FORMATS

@@ -313,7 +313,7 @@ def test_pending_tokens_are_not_loaded_ahead(monkeypatch, between):
     buffers = [spec.zeros("cpu") for spec in fmt.buffers(count, 2, 64, dtype).values()]
     angles, slots = torch.ones(count, 32), torch.arange(count, dtype=torch.int32)
     rows, lens = torch.zeros_like(slots), slots + 1
-    block = decode_attention.block_of(fmt.block(count, 4, 2), 64, dtype)
+    block = decode_attention.block_of(decode_attention.measured_block(fmt, count, 4, 2), 64, dtype)
     parts = plan_parts(rows, lens, 2, block.heads_per_sm)
 
     def attend(newest):

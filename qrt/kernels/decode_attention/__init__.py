@@ -13,7 +13,7 @@ append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, pa
 `kv_write` of the newest token of each request, whose q [B, Hq, D] and k, v [B, Hkv, D] are given before RoPE,
 at position kv_lens - 1 and the slot of that, and decode_attention of it, in one launch. q, k and v stay as
 they are. No request may come twice. out: [as above], or [codes, facts] of it as `Digits`, D = 128. ValueError
-for a format that is not `KVFormat.appends`.
+for a format whose `KVFormat.appends` is false.
 
 On a GPU whose kernels overlap the one launched before may write q, k, v and tokens of the cache. With
 `newest`, by which tiles are loaded before that one is done, and in `append_attention` it may write no tokens

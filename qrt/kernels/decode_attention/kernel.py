@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.checks import expect
-from qrt.kernels.decode_attention.blocks import block_of, refuse_others
+from qrt.kernels.decode_attention.blocks import DOT_COLUMNS, block_of, measured_block, refuse_others
 from qrt.kernels.decode_attention.plan import FIELDS
 from qrt.kernels.device import (
     enter_basis,
@@ -42,7 +42,6 @@ from qrt.kernels.sizes import next_power_of_2
 from qrt.quant.device import store_digits_of_halves
 from qrt.quant.digits import GROUP
 from qrt.quant.kv import KV_FORMATS
-from qrt.quant.kv.base import DOT_COLUMNS
 from qrt.quant.kv.device import KVDevice, all_tokens, no_sums, part_columns
 
 FAN_IN = 16  # parts that one program merges, and groups of parts; where there are more parts, half of them
@@ -360,7 +359,7 @@ def _launch(
         return
     fmt = KV_FORMATS[format]
     device: KVDevice = fmt.device
-    block = block_of(fmt.block(B, Hq, Hkv), D, q.dtype)
+    block = block_of(measured_block(fmt, B, Hq, Hkv), D, q.dtype)
     partial = torch.empty(P, Hq, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(P, Hq, dtype=torch.float32, device=q.device)
     heads = max(DOT_COLUMNS, block.heads * next_power_of_2(Hq // Hkv))

@@ -11,7 +11,8 @@ tokens' angles once. All arithmetic, the order of sums included, is that of `ker
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from qrt.kernels.gpu import multiprocessors, overlaps
 from qrt.kernels.launch import variant
 from qrt.kernels.sizes import cdiv
 from qrt.quant.kv import KVFormat
-from qrt.quant.kv.device import ASM, floor_above, stored_scale
-from qrt.quant.kv.int4.device import bytes_of, parts_of
-from qrt.quant.kv.int8.device import codes_of
+from qrt.quant.kv.device import ASM
+from qrt.quant.kv.many.device import exchanged, has_bit
 from qrt.quant.kv.planes import PlaneFormat
 
 HEAD_DIMS = (64, 128)  # of which a half vector's factor is a power of two: exact wherever it is multiplied in
@@ -45,20 +45,6 @@ def rows(columns: int, warps: int) -> gl.BlockedLayout:
 
 
 @gluon.jit
-def _exchanged(x, APART: gl.constexpr):
-    """What the thread has whose number differs in the bit APART."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=r,r,r", [x, APART], dtype=x.dtype, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _has(BIT: gl.constexpr, THREADS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Whether the thread's number has the bit, [THREADS, 1]."""
-    return gl.expand_dims((gl.arange(0, THREADS, layout=gl.SliceLayout(1, LAYOUT)) & BIT) != 0, 1)
-
-
-@gluon.jit
 def _hadamard(x, LANES: gl.constexpr, ROWS: gl.constexpr):
     """`device.hadamard` of half vectors x [threads, 16]: the same rounds one after the other."""
     for i in gl.static_range(3):
@@ -66,78 +52,9 @@ def _hadamard(x, LANES: gl.constexpr, ROWS: gl.constexpr):
     x = gl.convert_layout(x, ROWS, assert_trivial=True)
     for i in gl.static_range(2):
         if 1 << i < LANES:
-            sign = gl.where(_has(1 << i, x.shape[0], ROWS), -1.0, 1.0)
-            x = gl.fma(x, sign, _exchanged(x, 1 << i))
+            sign = gl.where(has_bit(1 << i, x.shape[0], ROWS), -1.0, 1.0)
+            x = gl.fma(x, sign, exchanged(x, 1 << i))
     return gl.convert_layout(sums_and_differences(x, RUN), ROWS, assert_trivial=True)
-
-
-@gluon.jit
-def _largest(half, LANES: gl.constexpr):
-    """The largest magnitude of each half vector, in each of its threads: [threads]."""
-    largest = gl.max(gl.abs(half), 1)
-    for i in gl.static_range(2):
-        if 1 << i < LANES:
-            largest = gl.maximum(largest, _exchanged(largest, 1 << i))
-    return largest
-
-
-@gluon.jit
-def _swapped(x, SPAN: gl.constexpr):
-    """x [threads, N] with columns SPAN apart in each other's place."""
-    a, b = gl.split(gl.permute(gl.reshape(x, (x.shape[0], x.shape[1] // (2 * SPAN), 2, SPAN)), (0, 1, 3, 2)))
-    return gl.reshape(gl.permute(gl.join(b, a), (0, 1, 3, 2)), x.shape)
-
-
-@gluon.jit
-def _for_trades(x, LANES: gl.constexpr, ROWS: gl.constexpr):
-    """x [threads, 16] with what a thread gives away in the trades of `_sum_of_squares` in odd columns."""
-    for i in gl.static_range(2):
-        if LANES >> (i + 1) > 0:
-            swapped = gl.convert_layout(_swapped(x, 1 << i), ROWS, assert_trivial=True)
-            x = gl.where(_has(LANES >> (i + 1), x.shape[0], ROWS), swapped, x)
-    return x
-
-
-@gluon.jit
-def _sum_of_squares(x, LANES: gl.constexpr, ROWS: gl.constexpr):
-    """Of each half vector `_for_trades`, in each of its threads: [threads]. The order is that of a warp which
-    has a channel a lane: those half a half apart first, neighbours last. So threads trade sums: each goes on
-    with half of those that two have."""
-    low, high = parts_of(x)
-    x = gl.fma(low, low, high * high)
-    for i in gl.static_range(2):
-        if LANES >> (i + 1) > 0:
-            kept, given = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-            x = kept + _exchanged(given, LANES >> (i + 1))
-    for _ in gl.static_range(2):
-        if x.shape[1] > 1:
-            low, high = parts_of(x)
-            x = low + high
-    x = gl.convert_layout(gl.reshape(x, (x.shape[0],)), gl.SliceLayout(1, ROWS), assert_trivial=True)
-    for i in gl.static_range(2):
-        if 1 << i < LANES:
-            x += _exchanged(x, 1 << i)
-    return x
-
-
-@gluon.jit
-def _lost(unit, STEPS: gl.constexpr, LANES: gl.constexpr, ROWS: gl.constexpr):
-    """`int4.device._lost`, in each of a half vector's threads: [threads]."""
-    lost = unit * STEPS - (floor_above(unit, STEPS, 8388608.0) - 8388607.5)
-    return _sum_of_squares(lost, LANES, ROWS) * (1.0 / (STEPS * STEPS))
-
-
-@gluon.jit
-def _best_scale(half, LANES: gl.constexpr, ROWS: gl.constexpr):
-    """`int4.device._best_scale`, the same bits."""
-    absmax = _largest(half, LANES)
-    unit = gl.abs(half) * gl.expand_dims(1.0 / gl.maximum(absmax, 1e-30), 1)
-    unit = _for_trades(unit, LANES, ROWS)
-    best, least = gl.full_like(absmax, 8.0), gl.full_like(absmax, float("inf"))
-    for i in gl.static_range(5):
-        lost = _lost(unit, 8.0 - 0.25 * i, LANES, ROWS)
-        best, least = gl.where(lost < least, 8.0 - 0.25 * i, best), gl.minimum(lost, least)
-    return stored_scale(absmax, best)
 
 
 @gluon.jit
@@ -150,17 +67,11 @@ def _times(x, y):
 
 @gluon.jit
 def _store(
-    lo, hi, words, scales, head, which, lane, live, BITS: gl.constexpr, D: gl.constexpr,
-    LANES: gl.constexpr, ROWS: gl.constexpr, num_warps: gl.constexpr,
+    lo, hi, words, scales, head, which, ENCODE: gl.constexpr, BITS: gl.constexpr, lane, live,
+    D: gl.constexpr, LANES: gl.constexpr, ROWS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Encode K (which 0) or V (which 1) into the heads [threads] of the cache."""
-    if BITS == 8:
-        scale_lo = stored_scale(_largest(lo, LANES), 127.0)
-        scale_hi = stored_scale(_largest(hi, LANES), 127.0)
-        codes = codes_of(lo, scale_lo) + (codes_of(hi, scale_hi) << 8)
-    else:
-        scale_lo, scale_hi = _best_scale(lo, LANES, ROWS), _best_scale(hi, LANES, ROWS)
-        codes = bytes_of(lo, scale_lo) + (bytes_of(hi, scale_hi) << 8)
+    codes, scale_lo, scale_hi = ENCODE(lo, hi, LANES, ROWS)
     WORDS: gl.constexpr = rows(codes.shape[1], num_warps)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, WORDS)
     codes = gl.convert_layout(codes.to(gl.int16), WORDS, assert_trivial=True)
@@ -197,7 +108,7 @@ def _kv_write_many(
     q, k, v, cos, sin, positions, slots, buffers, smoothing, signs, tokens,
     stride_q, stride_k, stride_v,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, K_BITS: gl.constexpr, V_BITS: gl.constexpr,
-    G: gl.constexpr, STEPS: gl.constexpr,
+    ENCODE_K: gl.constexpr, ENCODE_V: gl.constexpr, SAME: gl.constexpr, G: gl.constexpr, STEPS: gl.constexpr,
     launch_pdl: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """grid: tiles of tokens, tiles of STEPS steps; a step is G heads of q, of k or of v."""
@@ -247,13 +158,22 @@ def _kv_write_many(
         gl.store(at + D // 2, hi.to(q.dtype.element_ty), mask=some)
         if step >= HQ // G:
             head = slot * HKV + (step * G - HQ + own - gl.where(is_v, HKV, 0))
-            if K_BITS == V_BITS:
+            if SAME:
                 words, which = gl.where(is_v, buffers[1], buffers[0]), is_v.to(gl.int32)
-                _store(lo, hi, words, buffers[2], head, which, lane, live, K_BITS, D, LANES, ROWS, num_warps)
+                _store(
+                    lo, hi, words, buffers[2], head, which, ENCODE_K, K_BITS,
+                    lane, live, D, LANES, ROWS, num_warps,
+                )  # fmt: skip
             elif is_v:
-                _store(lo, hi, buffers[1], buffers[2], head, 1, lane, live, V_BITS, D, LANES, ROWS, num_warps)
+                _store(
+                    lo, hi, buffers[1], buffers[2], head, 1, ENCODE_V, V_BITS,
+                    lane, live, D, LANES, ROWS, num_warps,
+                )  # fmt: skip
             else:
-                _store(lo, hi, buffers[0], buffers[2], head, 0, lane, live, K_BITS, D, LANES, ROWS, num_warps)
+                _store(
+                    lo, hi, buffers[0], buffers[2], head, 0, ENCODE_K, K_BITS,
+                    lane, live, D, LANES, ROWS, num_warps,
+                )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -263,9 +183,17 @@ def _scaled_signs(head_dim: int, device: torch.device) -> Tensor:
     return matrix[:, 0].float() * factor
 
 
+@cache
+def _encoder(name: str) -> Any:
+    """Return the Gluon function of a `Grid.many`."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
 def fits(fmt: KVFormat, head_dim: int) -> bool:
-    """Whether `kv_write_many` takes the format."""
-    return bool(ASM) and isinstance(fmt, PlaneFormat) and head_dim in HEAD_DIMS
+    """Return whether `kv_write_many` takes the format: planes whose grids hand in their encoders."""
+    takes = isinstance(fmt, PlaneFormat) and bool(fmt.k.many and fmt.v.many)
+    return bool(ASM) and takes and head_dim in HEAD_DIMS
 
 
 def kv_write_many(
@@ -289,7 +217,9 @@ def kv_write_many(
     each = steps if tiles * WARPS >= sms * WARPS_PER_SM else 1
     grid = (tiles, cdiv(steps, each))
     kernel = variant(
-        _kv_write_many, HQ=Hq, HKV=Hkv, D=D, K_BITS=fmt.k.bits, V_BITS=fmt.v.bits, G=heads, STEPS=each,
+        _kv_write_many, HQ=Hq, HKV=Hkv, D=D, K_BITS=fmt.k.bits, V_BITS=fmt.v.bits,
+        ENCODE_K=_encoder(fmt.k.many), ENCODE_V=_encoder(fmt.v.many), SAME=fmt.k == fmt.v,
+        G=heads, STEPS=each,
         num_warps=WARPS, maxnreg=REGISTERS,
         launch_pdl=overlaps(q.device) and math.prod(grid) <= OVERLAPPED_PER_SM * sms,
     )  # fmt: skip

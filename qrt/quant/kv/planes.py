@@ -33,11 +33,14 @@ class Grid:
     """How K or V is rounded and packed: codes 0..2^bits-1, value (code - center) * scale.
 
     quantize   (x [..., D], group) -> codes uint8 [..., D] and scale fp16 [..., D/group], from `affine`
+    many       "module:ATTR" of the Gluon function that does it for many tokens, as `qrt.quant.kv.many.device`
+               says, or "": then `kv_write` encodes every token with the format's `device.py`
     """
 
     bits: int
     center: float
     quantize: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    many: str = ""
 
     @property
     def planes(self) -> int:
@@ -68,6 +71,11 @@ class PlaneFormat(KVFormat):
     rotated = True
     k: ClassVar[Grid]
     v: ClassVar[Grid]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """See KVFormat."""
+        return self.k.bits, self.v.bits
 
     def buffers(
         self, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype

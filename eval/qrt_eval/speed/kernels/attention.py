@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from qrt.arch import ModelConfig
 from qrt.kernels.decode_attention import decode_attention
+from qrt.kernels.decode_attention.blocks import measured_block
 from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
@@ -62,7 +63,7 @@ def decode_rows(
             fmt = KV_FORMATS[name]
             num_bytes = tokens * fmt.bytes_per_slot(config.num_kv_heads, dim, q.dtype)
             caches = [_cache(fmt, tokens, config, device) for _ in range(copies(num_bytes))]
-            block = fmt.block(batch, heads, config.num_kv_heads)
+            block = measured_block(fmt, batch, heads, config.num_kv_heads)
             parts = plan_parts(index, lens, config.num_kv_heads, block.heads_per_sm)
             out = torch.empty_like(q)
             operands = [(q, kv, table, index, lens, parts, out, name, scale, True) for kv in caches]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qrt.quant.kv.base import DecodeBlock, KVFormat
+from qrt.quant.kv.base import KVFormat
 from qrt.quant.spec import TensorSpec
 
 
@@ -17,12 +17,7 @@ class Fp16Format(KVFormat):
     name = "fp16"
     bits = 16
     rotated = False
-    decode_blocks = {
-        1: DecodeBlock(tokens=128, stages=2, warps=4, registers=255, ahead=True),
-        2: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True, appends=True),
-        33: DecodeBlock(tokens=64, stages=2, warps=2, registers=255, ahead=True),
-        128: DecodeBlock(tokens=64, stages=2, warps=2, registers=255),
-    }
+    appends = True
 
     def buffers(
         self, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype

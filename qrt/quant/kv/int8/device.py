@@ -6,6 +6,8 @@ K stays biased (1024 + u, an fp16 whose low byte is u) and is corrected per quer
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from qrt.quant.kv.device import (
     ASM,
@@ -23,6 +25,7 @@ from qrt.quant.kv.device import (
     together,
     words_weight,
 )
+from qrt.quant.kv.many.device import largest
 
 K_BIAS = tl.constexpr(1024.0 + 128.0)
 
@@ -138,6 +141,14 @@ def _encode(
     store_words(words, buffer, slots, heads, live, HEADS, D // 2, 1)
     store_scale(scale_lo, buffers, slots, heads, live, HEADS, 2 * which)
     store_scale(scale_hi, buffers, slots, heads, live, HEADS, 2 * which + 1)
+
+
+@gluon.jit
+def encode_many(lo, hi, LANES: gl.constexpr, ROWS: gl.constexpr):
+    """Encode half vectors: their words and scales, as `qrt.quant.kv.many.device` says."""
+    scale_lo = stored_scale(largest(lo, LANES), 127.0)
+    scale_hi = stored_scale(largest(hi, LANES), 127.0)
+    return codes_of(lo, scale_lo) + (codes_of(hi, scale_hi) << 8), scale_lo, scale_hi
 
 
 DEVICE = KVDevice(

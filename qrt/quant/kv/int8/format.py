@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from qrt.quant import affine
-from qrt.quant.kv.base import DecodeBlock
 from qrt.quant.kv.planes import Grid, PlaneFormat
 
 
@@ -12,18 +11,8 @@ class Int8Format(PlaneFormat):
 
     name = "int8"
     bits = 8
-    k = v = Grid(8, 128.0, affine.quantize_midtread8)
-    decode_blocks = {
-        1: DecodeBlock(tokens=128, stages=3, warps=4, registers=255, ahead=True),
-        2: DecodeBlock(tokens=64, stages=5, warps=2, registers=255, ahead=True),
-        4: DecodeBlock(tokens=64, stages=5, warps=2, registers=255, ahead=True, appends=True),
-        17: DecodeBlock(tokens=64, stages=5, warps=2, registers=255, ahead=True),
-        48: DecodeBlock(tokens=64, stages=2, warps=2, registers=128),
-        192: DecodeBlock(tokens=32, stages=2, warps=1, registers=128),
-    }
-    pair_blocks = {
-        8: decode_blocks | {192: DecodeBlock(tokens=32, stages=2, warps=1, registers=200, heads=2)}
-    }
+    appends = True
+    k = v = Grid(8, 128.0, affine.quantize_midtread8, many="qrt.quant.kv.int8.device:encode_many")
 
 
 INT8 = Int8Format()

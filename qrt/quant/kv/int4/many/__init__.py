@@ -1,0 +1,1 @@
+"""int4 for many tokens at once."""

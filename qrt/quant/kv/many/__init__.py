@@ -1,0 +1,1 @@
+"""Device code that formats share for writing many tokens at once."""
