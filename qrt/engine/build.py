@@ -105,7 +105,7 @@ def _checked(
 
 
 def _load(config: EngineConfig) -> tuple[Decoder, GenerationConfig]:
-    """The checkpoint's model and defaults."""
+    """Load the checkpoint's model and its generation defaults."""
     device = _device(config)
     dummy = config.load_format == "dummy"
     checkpoint = open_checkpoint(config.model, weights=not dummy)
@@ -116,7 +116,7 @@ def _load(config: EngineConfig) -> tuple[Decoder, GenerationConfig]:
 
 
 def _device(config: EngineConfig) -> torch.device:
-    """ConfigError for one that this machine has not."""
+    """Return the device of `config`; raise ConfigError if this machine does not have it."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = ("cuda" if count else "cpu") if config.device is None else config.device
     device = torch.device(name)
@@ -144,7 +144,7 @@ def _is_bf16_fast() -> bool:
 
 
 def _layer_formats(config: EngineConfig, num_layers: int) -> list[KVFormat]:
-    """The format of each layer."""
+    """Return the KV format of each layer."""
     skipped = KV_FORMATS["fp16"]
     format = skipped if config.kv in UNQUANTIZED_KV else KV_FORMATS[config.kv]
     return [skipped if layer in config.kv_skip_layers else format for layer in range(num_layers)]
@@ -163,7 +163,7 @@ def _limits(config: EngineConfig, model: Decoder, formats: Sequence[KVFormat]) -
 
 
 def _num_seqs(config: EngineConfig, model: Decoder, formats: Sequence[KVFormat], max_model_len: int) -> int:
-    """Requests that run at once, unless told."""
+    """Return how many requests run at once if the config does not say."""
     if model.device.type != "cuda":
         return LEAST_SEQS
     shape = model.config

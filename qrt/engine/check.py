@@ -14,7 +14,7 @@ from qrt.sampling_params import SamplingParams
 
 
 class RequestCheck:
-    """The checks of one engine. Each raises ConfigError; any thread may ask.
+    """Checks requests for one engine. Each check raises ConfigError; any thread may call it.
 
     vocab_size    of the model
     eos           tokens that end the text
@@ -27,7 +27,7 @@ class RequestCheck:
         self._priorities = priorities
 
     def tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> NDArray[np.int32]:
-        """Return the prompt as an array, its and the parameters' token ids checked."""
+        """Check the token ids of the prompt and the parameters; return the prompt as int32 [P]."""
         ids, vocab = _array(prompt_ids), self._vocab_size
         for name, given in (
             ("prompt", ids),
@@ -48,7 +48,7 @@ class RequestCheck:
         return ids.astype(np.int32)
 
     def _check_allowed(self, params: SamplingParams) -> None:
-        """Raise ConfigError where no token may be drawn, at first or ever."""
+        """Raise ConfigError if the rules may leave no token to sample."""
         allowed = params.allowed_token_ids
         banned = {word[-1] for word in params.bad_words if isinstance(word, tuple)}
         if params.min_tokens:
@@ -56,8 +56,8 @@ class RequestCheck:
         if banned.issuperset(range(self._vocab_size) if allowed is None else allowed):
             left = "no token" if allowed is None else f"none of {list(allowed)[:8]}"
             raise ConfigError(
-                "allowed_token_ids: the ends of bad_words, or min_tokens and what ends the text, may leave "
-                f"{left}; wanted one that may always be drawn"
+                "allowed_token_ids: expected a token that no other rule bans, but bad_words, or min_tokens "
+                f"together with the stop tokens, may leave {left}; allow more tokens or ban fewer"
             )
 
     def order(self, priority: object, cache_salt: object) -> None:
@@ -74,7 +74,7 @@ class RequestCheck:
 
 
 def _array(prompt_ids: Sequence[int]) -> NDArray[Any]:
-    """Return token ids as an array; ConfigError for what is no list of integers."""
+    """Return token ids as an array; raise ConfigError if they are not a list of integers."""
     try:
         ids = np.asarray(prompt_ids)
     except ValueError:  # lists of different lengths

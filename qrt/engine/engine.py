@@ -26,15 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """A model and the requests it works on. One thread at a time calls it:
+    """Runs a model on requests. One thread at a time may call it.
+
+    Usage:
 
         engine.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
         while engine.has_work:
             for delta in engine.step(): ...
 
-    With `overlap` a step is planned and launched while the one before it runs, reading its tokens on the
-    device; what that one gave is reported meanwhile. A request that ends by a token it has just drawn is then
-    in one launched step too many, whose token for it is dropped.
+    With `overlap` a step is planned and launched while the one before it runs. It reads that step's tokens on
+    the device. A request may finish while the next step is already running; the token of that extra step is
+    discarded.
 
     model         the decoder
     formats       KV format of each layer
@@ -52,9 +54,9 @@ class Engine:
     ) -> None:
         """Load the checkpoint `config.model`, or take `model` (then nothing is read from disk).
 
-        A config is checked first, unless it comes as what `preflight` returned. `eos_token_ids` (the
-        tokenizer's) end the text beside those that the checkpoint names. Raises QrtError kinds as the loader
-        and the pool do, ConfigError for a max_model_len beyond the model.
+        An EngineConfig is checked first; a Preflight has been checked already. `eos_token_ids` (the
+        tokenizer's) end the text, and so do those that the checkpoint names. Raises the errors of the loader
+        and the KV pool, all kinds of QrtError, and ConfigError for a max_model_len beyond the model's.
         """
         parts = build(config, model, eos_token_ids)
         self.config = parts.config
@@ -71,7 +73,7 @@ class Engine:
         self._forget()
 
     def _forget(self) -> None:
-        """No request, no launched step, an empty pool."""
+        """Start with no requests, no launched steps and an empty pool."""
         config = self.config
         self.scheduler = Scheduler(
             KVManager(self.pool.num_slots, prefix_caching=config.enable_prefix_caching),
@@ -84,18 +86,18 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of one request, prompt and output together."""
+        """The most tokens of one request, prompt and output together."""
         return self.scheduler.limits.max_model_len
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's K and V, all layers, scales included."""
+        """Bytes of one token's K and V in all layers, scales included."""
         config = self.model.config
         return slot_bytes(self.formats, config.num_kv_heads, config.head_dim, self.model.dtype)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs, or a step does, so that `step` is worth calling."""
+        """Whether `step` has something to do: a request waits or runs, or a step has been launched."""
         return self.scheduler.has_work or bool(self._launched)
 
     def add(
@@ -108,12 +110,12 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue a request (`params.n` is the caller's business); generate=False only scores the prompt.
+        """Queue a request; generate=False only scores the prompt. `params.n` is ignored.
 
-        The smallest `priority` runs first under that scheduling policy; a request finds cached prefixes only
-        of requests with its `cache_salt`. Raises ConfigError when the prompt is empty or too long, a token id
-        is outside the vocabulary, or the id is in use; QueueFullError when as many requests or tokens wait as
-        may.
+        With the priority scheduling policy the smallest `priority` runs first. A request shares cached
+        prefixes only with requests of the same `cache_salt`. Raises ConfigError when the prompt is empty or
+        too long, a token id is outside the vocabulary, or the id is in use; QueueFullError when the queue of
+        requests or tokens is full.
         """
         self._check.order(priority, cache_salt)
         ids = self._check.tokens(prompt_ids, params)
@@ -122,13 +124,13 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; nothing happens when it is not, or no longer, there."""
+        """Forget a request; do nothing if there is none of that id."""
         self.scheduler.abort(request_id)
 
     def step(self) -> list[StepDelta]:
-        """Launch the next step, and say what the oldest launched one added to each request once there are
-        `depth` of them, or nothing can be launched.
+        """Launch the next step and return what the oldest finished step added to each request.
 
+        With overlap the first call returns nothing: the result of a step is read after the next is launched.
         An error in a step ends the requests that took part in it (`StepDelta.error`); the others go on.
         """
         plan, deltas = self.scheduler.plan(), []
@@ -136,7 +138,7 @@ class Engine:
             try:
                 self._launched.append((plan, self.runner.launch(plan)))
             except Exception as error:
-                while self._launched:  # what is known of its requests comes first
+                while self._launched:  # report the results of earlier steps first
                     deltas += self._finish()
                 return deltas + self._give_up(plan, error)
         while self._launched and (plan is None or len(self._launched) >= self._depth):
@@ -144,14 +146,17 @@ class Engine:
         return deltas
 
     def clear(self) -> None:
-        """Forget all requests and cached prefixes, wherever an exception that is no QrtError (Ctrl-C, say)
-        has left them; what has been launched is waited for."""
+        """Forget all requests and cached prefixes, after waiting for launched steps.
+
+        Call it after an exception that is not a QrtError, such as Ctrl-C: it may have left the engine in the
+        middle of a step.
+        """
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self._forget()
 
     def start_timeline(self) -> Timeline:
-        """Note from now on which steps the GPU runs, how long they take and how long it waits."""
+        """Record from now on which steps the GPU runs, how long they take and how long it waits."""
         self.runner.timeline = Timeline()
         return self.runner.timeline
 
@@ -160,7 +165,7 @@ class Engine:
         self.scheduler.kv.reset()
 
     def _finish(self) -> list[StepDelta]:
-        """Wait for the oldest launched step and take in what it gave."""
+        """Wait for the oldest launched step and commit its result."""
         plan, launched = self._launched.popleft()
         try:
             result = launched.result()

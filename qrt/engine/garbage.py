@@ -1,4 +1,4 @@
-"""Garbage: Python's full collections, kept short while an engine runs in the process of its user."""
+"""Keep Python's full garbage collections short while an engine runs in its user's process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import Lock
 
 
 class _Freezer:
-    """Keeps the objects that there are out of collections as long as somebody wants it."""
+    """Keeps existing objects out of garbage collections while at least one holder asks for it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -17,7 +17,7 @@ class _Freezer:
         self._frozen = False
 
     def hold(self) -> None:
-        """One more wants it; nothing happens where the user of the process keeps some out already."""
+        """Add a holder; freeze, unless the user of the process has frozen objects already."""
         with self._lock:
             if self._holders == 0 and gc.get_freeze_count() == 0:
                 gc.freeze()
@@ -25,7 +25,7 @@ class _Freezer:
             self._holders += 1
 
     def release(self) -> None:
-        """One less."""
+        """Remove a holder; unfreeze after the last one."""
         with self._lock:
             self._holders -= 1
             if self._holders == 0 and self._frozen:
@@ -38,9 +38,9 @@ _freezer = _Freezer()
 
 @contextmanager
 def short_collections() -> Iterator[None]:
-    """Leave all objects that there are out of garbage collections meanwhile.
+    """Keep all existing objects out of garbage collections inside the block.
 
-    A full collection of a process with torch and transformers takes 0.1 s, in which no step is launched.
+    A full collection in a process with torch and transformers takes 0.1 s, during which no step is launched.
     """
     _freezer.hold()
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json says: where text ends, and how its makers sample."""
+"""Read a checkpoint's generation_config.json: where text ends, and how its makers sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from qrt.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# our name -> theirs; and theirs that change what is sampled and are not taken over, with their "off"
+# SAME, USED: our name -> name in the file. NOT_TAKEN: settings that change sampling but are ignored, with the
+# value that means "off".
 SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 USED = {**dict(zip(SAME, SAME, strict=True)), "max_tokens": "max_new_tokens"}
 NOT_TAKEN = {
@@ -55,11 +56,10 @@ class GenerationConfig:
 
     @classmethod
     def read(cls, folder: Path, *, sampling: bool = True) -> GenerationConfig:
-        """From `folder`/generation_config.json; neutral without the file, CheckpointError when it is damaged
-        or a link to one that is gone.
+        """Read `folder`/generation_config.json; without the file the settings are neutral.
 
-        A setting that changes what is sampled and is not taken over is logged by name. Without `sampling`
-        only the ends of the text are read.
+        Logs each setting that changes sampling but is not supported. sampling=False reads only the tokens
+        that end the text. Raises CheckpointError when the file is damaged or a broken link.
         """
         path = folder / "generation_config.json"
         if not is_file(path):
@@ -79,7 +79,7 @@ class GenerationConfig:
 def _sampling(entries: dict[str, Any]) -> SamplingParams:
     for name, off in NOT_TAKEN.items():
         if entries.get(name) not in (None, off):
-            logger.warning("generation_config.json: %s %s is not taken over", name, entries[name])
+            logger.warning("generation_config.json: %s %s is not supported; ignored", name, entries[name])
     given = {ours: entries[theirs] for ours, theirs in USED.items() if entries.get(theirs) is not None}
     try:
         return SamplingParams(**given)

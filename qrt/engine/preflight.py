@@ -1,5 +1,7 @@
-"""What is wrong with an EngineConfig as far as config.json tells: in milliseconds and without torch, so that
-nobody waits for processes or weights to be told. The GPU and the weights are the engine's to check."""
+"""Check an EngineConfig against the model's config.json, in milliseconds and without torch.
+
+A mistake is reported before processes start or weights load. The engine checks the GPU and the weights later.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from qrt.folder import read_config
 from qrt.location import model_commit, model_folder, model_name, tokenizer_folder
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV
 
-DEVICE = re.compile(r"(cuda|cpu)(:\d{1,2})?|\d{1,2}")  # an index alone is a GPU's, as in torch
+DEVICE = re.compile(r"(cuda|cpu)(:\d{1,2})?|\d{1,2}")  # an index alone names a GPU, as in torch
 
 
 class Preflight(NamedTuple):
-    """Settings that are checked, with folders for names of the Hub, and the model's sizes."""
+    """Checked settings, with names of the Hub replaced by folders, and the model's sizes."""
 
     config: EngineConfig
     sizes: ModelConfig
@@ -29,9 +31,9 @@ class Preflight(NamedTuple):
 def preflight(config: EngineConfig) -> Preflight:
     """Check `config` as far as config.json allows.
 
-    A model of the Hub is downloaded: config.json first, and the rest after it is checked.
-    ConfigError for a setting that the model does not allow, CheckpointError for a folder that holds no
-    model, UnsupportedError for a KV format or an architecture that qrt does not have.
+    A model of the Hub is downloaded: config.json first, the rest after the check. Raises ConfigError for a
+    setting that the model does not allow, CheckpointError for a folder without a model, UnsupportedError for
+    a KV format or an architecture that qrt does not have.
     """
     check_settings(config)
     found: list[ModelConfig] = []
@@ -61,7 +63,7 @@ def _place(given: str, folder: Path) -> str:
 
 
 def check_settings(config: EngineConfig) -> None:
-    """What is wrong whatever the model is."""
+    """Raise a QrtError for a setting that is wrong for every model."""
     if config.kv not in UNQUANTIZED_KV:
         KV_FORMATS.check(config.kv)
     if config.device is not None and not DEVICE.fullmatch(str(config.device)):
@@ -69,7 +71,7 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
-    """ConfigError for a length or a layer that the model does not have."""
+    """Raise ConfigError for a length or a layer that the model does not have."""
     if config.max_model_len is not None and config.max_model_len > model.context:
         raise ConfigError(
             f"max_model_len: got {config.max_model_len}, wanted at most {model.context}, the model's context"

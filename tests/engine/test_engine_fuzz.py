@@ -238,7 +238,7 @@ def test_a_full_queue_refuses_and_what_waits_is_answered():
     engine.step()
     for name in "12":
         engine.add(name, [1], params)
-    with pytest.raises(QueueFullError, match="2 requests wait already"):
+    with pytest.raises(QueueFullError, match="2 requests waiting"):
         engine.add("3", [1], params)
     assert {name: len(tokens(own)) for name, own in run(engine).items()} == {"0": 3, "1": 3, "2": 3}
 
@@ -387,7 +387,7 @@ def test_what_waits_is_bounded_in_tokens_too():
     engine.add("0", [1] * 20, params)
     engine.step()
     engine.add("1", [1] * 7, params)
-    with pytest.raises(QueueFullError, match="7 tokens wait already, and 10 are the most"):
+    with pytest.raises(QueueFullError, match="7 tokens waiting, at most 10"):
         engine.add("2", [1] * 4, params)
     engine.add("3", [1] * 3, params)
     assert {name: len(tokens(own)) for name, own in run(engine).items()} == {"0": 3, "1": 3, "3": 3}

@@ -37,9 +37,9 @@ def test_what_is_not_taken_is_said(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         read(tmp_path, typical_p=0.9, no_repeat_ngram_size=3, num_beams=1, suppress_tokens=[3])
     assert [r.getMessage() for r in caplog.records] == [
-        "generation_config.json: typical_p 0.9 is not taken over",
-        "generation_config.json: no_repeat_ngram_size 3 is not taken over",
-        "generation_config.json: suppress_tokens [3] is not taken over",
+        "generation_config.json: typical_p 0.9 is not supported; ignored",
+        "generation_config.json: no_repeat_ngram_size 3 is not supported; ignored",
+        "generation_config.json: suppress_tokens [3] is not supported; ignored",
     ]
 
 

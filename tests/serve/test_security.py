@@ -324,7 +324,7 @@ def test_a_full_queue_answers_429_and_what_runs_goes_on(server, client, monkeypa
     assert set(codes) == {200, 429} and codes.count(200) == 8 + 1
     assert all(reply.json()["usage"]["completion_tokens"] == 6 for reply in replies if reply.is_success)
     full = next(reply for reply in replies if reply.status_code == 429)
-    assert "wait already" in refused(full, 429) and full.headers["Retry-After"] == "1"
+    assert "queue is full" in refused(full, 429) and full.headers["Retry-After"] == "1"
     assert 'request_errors_total{code="429",model_name="tiny"}' in client.get("/metrics").text
     wait_idle(server)
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from qrt.errors import ConfigError
 
-# Before the chunks of a step together, unless one context is longer: K and V of them are laid out for it.
+# Most cached tokens before the chunks of one step, all together, unless one context is longer. Prefill copies
+# the K and V of these tokens into memory of its own.
 CACHED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The caps of `EngineConfig`, settled; and the sizes to which steps with prompts are padded, in order."""
+    """The caps of `EngineConfig`, resolved, and the sorted sizes to which steps with prompts are padded."""
 
     max_model_len: int
     max_num_seqs: int
@@ -23,14 +24,14 @@ class Limits:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most tokens of the cache before the chunks of one step."""
+        """The most cached tokens before the chunks of one step."""
         return max(self.max_model_len, CACHED_TOKENS)
 
     def end(self, prompt_len: int, max_tokens: int | None, pool: int) -> int:
-        """Return the tokens at which a request ends, in a KV pool of `pool` slots.
+        """Return the length in tokens at which a request ends, in a KV pool of `pool` slots.
 
-        Raises ConfigError when even one output would not fit, or, of a prompt that is only scored
-        (`max_tokens` 0), when what predicts its last token would not.
+        Raises ConfigError when the prompt and one output token do not fit. A prompt that is only scored
+        (`max_tokens` 0) needs one slot less: nothing is predicted from its last token.
         """
         if not prompt_len:
             raise ConfigError("prompt: got no tokens, wanted at least one")

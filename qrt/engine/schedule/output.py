@@ -10,12 +10,12 @@ from qrt.engine.schedule.scores import Scores, concat
 
 
 class StepDelta(NamedTuple):
-    """What a step added to a request; the request is gone from the engine once `finish_reason` is set.
+    """What a step added to a request. The engine forgets the request once `finish_reason` is set.
 
     token_ids       new tokens, an end-of-text or stop token included
     stop_reason     the stop token id that ended it (None: end-of-text)
     logprobs        one row per new token, where asked for
-    prompt_scores   one row for each prompt token scored in this step, in order from the second, where asked
+    prompt_scores   one row per prompt token scored in this step, where asked for; the first token has none
     num_cached      prompt tokens found in the prefix cache
     error           why the engine gave the request up (finish_reason is ABORT)
     """
@@ -31,7 +31,7 @@ class StepDelta(NamedTuple):
 
 
 def merge(deltas: Sequence[StepDelta]) -> StepDelta:
-    """What several steps, one after the other, added to one request."""
+    """Merge what consecutive steps added to one request."""
     last = deltas[-1]
     if len(deltas) == 1:
         return last

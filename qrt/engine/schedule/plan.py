@@ -1,6 +1,6 @@
-"""Plan: one step as the scheduler decided it, and what came of it. Immutable, on the host.
+"""Plan: one step as the scheduler decided it, and StepResult: what it gave. Immutable, on the host.
 
-A plan repeats everything the step needs, so that it stays true while the scheduler moves on: the next plan is
+A plan holds copies of everything the step needs. It stays valid while the scheduler goes on: the next plan is
 made before the tokens of this one are known.
 """
 
@@ -15,11 +15,11 @@ from qrt.engine.schedule.scores import Scores
 from qrt.mem.slots import Ints
 from qrt.sampling_params import SamplingParams
 
-ANY = -1  # of `Ban.after`: whatever came before
+ANY = -1  # as `Ban.after`: the token is banned whatever came before
 
 
 class Ban(NamedTuple):
-    """A token that must not be drawn, if the token before it is `after`."""
+    """A token that must not be sampled if the token before it is `after`."""
 
     token: int
     after: int = ANY
@@ -27,12 +27,12 @@ class Ban(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """What of a request's parameters changes its logits by what it has seen, or is given as a list.
+    """Logit adjustments of one request: bias, allowed tokens and penalties.
 
     bias         token id -> value added
-    allowed      no other tokens; None: all
+    allowed      the only tokens that may be sampled; None: all
     repetition, presence, frequency   the penalties
-    growth       (tokens known from which EOS grows likelier, factor a token); None: never
+    growth       (length from which EOS grows likelier, factor per token); None: never
     """
 
     bias: Mapping[int, float]
@@ -44,7 +44,7 @@ class Adjustment:
 
     @classmethod
     def of(cls, params: SamplingParams, prompt_len: int) -> Adjustment | None:
-        """None when nothing is asked for."""
+        """Return the adjustments that `params` asks for; None if there are none."""
         growth = params.exponential_decay_length_penalty
         made = cls(
             params.logit_bias,
@@ -59,9 +59,9 @@ class Adjustment:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """How the tokens of one request are drawn. temperature 0: greedy; top_k 0, top_p 1, min_p 0: off.
+    """How the tokens of one request are sampled. temperature 0: greedy; top_k 0, top_p 1, min_p 0: off.
 
-    plain   whether temperature and seed say all; it is asked of each request in each step
+    plain   whether temperature and seed say all; stored, as each step asks each request
     """
 
     temperature: float
@@ -75,7 +75,7 @@ class SamplingRules:
 
     @classmethod
     def of(cls, params: SamplingParams, prompt_len: int, seed: int) -> SamplingRules:
-        """Settle a request's parameters."""
+        """Make the rules of a request from its parameters."""
         return cls(
             0.0 if params.greedy else params.temperature,
             max(params.top_k, 0),
@@ -92,12 +92,12 @@ class SamplingRules:
 
     @property
     def filtered(self) -> bool:
-        """Whether tokens are left out before drawing."""
+        """Whether top-k, top-p or min-p leave tokens out."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 class Admission(NamedTuple):
-    """A request that has got a row of the request table, with the tokens it has so far."""
+    """A request that has just got a row of the request table, with its tokens so far."""
 
     row: int
     sampling: SamplingRules
@@ -106,7 +106,7 @@ class Admission(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """New slots int32 [n] of a request, of positions [start, start + n)."""
+    """New slots int32 [n] of a request, for positions [start, start + n)."""
 
     row: int
     start: int
@@ -114,7 +114,7 @@ class Placement(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """A request that computes the token it sampled last and samples the next one; where, its row knows."""
+    """A request that computes the token it sampled last and samples the next; the row has the position."""
 
     request_id: str
     row: int
@@ -124,8 +124,11 @@ class Decode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Log-probabilities wanted of `targets` int32 [n], which follow a chunk's tokens [first, first + n);
-    the `num_top` likeliest tokens of each place are named too."""
+    """Log-probabilities to return for a chunk's tokens [first, first + n).
+
+    targets   int32 [n], the tokens that follow them
+    num_top   likeliest tokens to name at each position too
+    """
 
     first: int
     targets: Ints
@@ -156,7 +159,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: new rows and slots, then all decodes, and chunks of prefill."""
+    """One step: new rows and slots, all decodes, and chunks of prefill."""
 
     admitted: tuple[Admission, ...]
     placed: tuple[Placement, ...]
@@ -165,12 +168,12 @@ class Plan:
 
     @cached_property
     def sampled(self) -> tuple[Decode | Chunk, ...]:
-        """What samples a token, in the order of `StepResult.tokens`."""
+        """The decodes and chunks that sample a token, in the order of `StepResult.tokens`."""
         return self.decodes + tuple(chunk for chunk in self.chunks if chunk.samples)
 
     @cached_property
     def sampled_at(self) -> Sequence[int]:
-        """Which of the step's tokens each of `sampled` comes behind."""
+        """The index of the step's token after which each of `sampled` samples."""
         at, ends = len(self.decodes), []
         for chunk in self.chunks:
             at += len(chunk.tokens)
@@ -180,17 +183,17 @@ class Plan:
 
     @property
     def works(self) -> tuple[Decode | Chunk, ...]:
-        """All that is computed, a request each."""
+        """All decodes and chunks, one per request."""
         return self.decodes + self.chunks
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave.
+    """The result of a step.
 
     tokens          one for each of `Plan.sampled`
-    logprobs        by index into `tokens`, where asked for: one row
-    prompt_scores   by request id, where asked for: one row for each of the chunk's targets
+    logprobs        index into `tokens` -> one row, where asked for
+    prompt_scores   request id -> one row for each of the chunk's targets, where asked for
     """
 
     tokens: Sequence[int]

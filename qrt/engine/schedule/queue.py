@@ -1,4 +1,4 @@
-"""Queue: the requests that wait, in their order."""
+"""Queue: the waiting requests, in their order."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _order = attrgetter("order")
 
 
 def insert(requests: list[Request], request: Request) -> None:
-    """Put a request into a list in the order of the requests."""
+    """Insert a request into a sorted list."""
     insort(requests, request, key=_order)
 
 
 def remove(requests: list[Request], request: Request) -> None:
-    """Take a request out of a list in the order of the requests."""
+    """Remove a request from a sorted list."""
     del requests[bisect_left(requests, request.order, key=_order)]
 
 
 class Queue:
-    """Requests that do not run, new or paused.
+    """Requests that wait, new or paused.
 
-    num_tokens   tokens that wait, of prompts and of outputs so far
+    num_tokens   their tokens, prompts and outputs so far
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -42,32 +42,32 @@ class Queue:
 
     @property
     def first(self) -> Request:
-        """The one to run next."""
+        """The request to run next."""
         return self._requests[0]
 
     @property
     def has_priorities(self) -> bool:
-        """Whether some come before others whenever they arrive."""
+        """Whether the requests have different priorities."""
         return self._requests[0].order[0] != self._requests[-1].order[0]
 
     def check_room(self, num_tokens: int) -> None:
-        """Raise QueueFullError when as many requests, or tokens with `num_tokens` more, wait as may."""
+        """Raise QueueFullError when there is no room for one more request of `num_tokens` tokens."""
         requests, tokens = self._limits.max_num_queued_reqs, self._limits.max_num_queued_tokens
         if requests is not None and len(self._requests) >= requests:
             raise QueueFullError(
-                f"{len(self._requests)} requests wait already, the most that may; try again later"
+                f"the queue is full ({len(self._requests)} requests waiting); try again later"
             )
         if tokens is not None and self.num_tokens and self.num_tokens + num_tokens > tokens:
             raise QueueFullError(
-                f"{self.num_tokens} tokens wait already, and {tokens} are the most that may; try again later"
+                f"the queue is full ({self.num_tokens} tokens waiting, at most {tokens}); try again later"
             )
 
     def add(self, request: Request) -> None:
-        """Let a request wait, new ones and paused ones alike: the order knows who comes first."""
+        """Add a new or paused request at the position that its order gives."""
         insert(self._requests, request)
         self.num_tokens += request.length
 
     def remove(self, request: Request) -> None:
-        """Forget a request that waits, or that runs from now on."""
+        """Remove a request that ends, or that runs from now on."""
         remove(self._requests, request)
         self.num_tokens -= request.length

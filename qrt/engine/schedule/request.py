@@ -31,21 +31,21 @@ class Request:
 
     prompt        int32 [P]
     prompt_len    P
-    stop_ids      tokens that end it, not one of them before `params.min_tokens` outputs
-    max_len       tokens, prompt and output together, at which it ends; P for a request that only scores
-    order         what comes first among requests: (priority, number of arrival)
-    cache_salt    requests share cached prefixes only with those of the same salt
-    output        tokens sampled so far and known
-    pending       tokens that launched steps sample, not known yet
-    length        tokens of prompt and output, pending ones too
-    in_flight     launched steps it takes part in, that have not been committed
-    seq, row      its slots and its row of the request table; None while it waits
-    covered       length up to which it has slots; ALL once they are all that it may need
-    num_computed  its first tokens, whose K/V are written, by launched steps too
-    prefill_len   tokens it was (re)started with: it decodes once they are computed
-    num_scored    tokens after the first whose log-probability has been handed out
+    stop_ids      tokens that end it, but not before `params.min_tokens` outputs
+    max_len       length, prompt and output together, at which it ends; P for a request that only scores
+    order         sort key of requests: (priority, number of arrival)
+    cache_salt    it shares cached prefixes only with requests of the same salt
+    output        sampled tokens that are known
+    pending       number of tokens that launched steps sample and that are not known yet
+    length        number of tokens, prompt, output and pending
+    in_flight     launched steps that it takes part in and that have not been committed
+    seq, row      its slots and its row of the request table; seq is None while it waits
+    covered       length up to which it has slots; ALL once it has all that it may need
+    num_computed  tokens whose K/V have been written, or will be by launched steps
+    prefill_len   tokens it was started or resumed with; it decodes once they are computed
+    num_scored    prompt tokens after the first whose log-probability has been reported
     num_cached    tokens found in the prefix cache when it first ran
-    published     whether others can share all of its prompt
+    published     whether others can share its whole prompt
     """
 
     id: str
@@ -79,14 +79,14 @@ class Request:
 
     @property
     def ids(self) -> Ints:
-        """All its known tokens, int32 [length - pending]."""
+        """All known tokens, int32 [length - pending]."""
         return (
             np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
         )
 
     @property
     def generates(self) -> bool:
-        """Whether tokens are to be sampled at all."""
+        """Whether it samples tokens at all."""
         return self.max_len > len(self.prompt)
 
     @property
@@ -101,12 +101,12 @@ class Request:
 
     @property
     def banned(self) -> tuple[Ban, ...]:
-        """What must not be drawn next."""
+        """The tokens that must not be sampled next."""
         return tuple(self._banned()) if self.length < self._banned_until else ()
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ends with what is known of it; None when it goes on."""
+        """Why it ends, by the tokens known so far; None while it goes on."""
         if self.output:
             if len(self.output) > self.params.min_tokens and self.output[-1] in self.stop_ids:
                 return FinishReason.STOP
@@ -115,7 +115,7 @@ class Request:
         return FinishReason.LENGTH if done else None
 
     def scores(self, start: int, end: int) -> Scoring | None:
-        """The prompt tokens that follow positions [start, end) and have not been scored yet."""
+        """Return the scoring of the prompt tokens after positions [start, end), without those done before."""
         if not self.scoring or self.params.prompt_logprobs is None:
             return None
         first, last = max(start, self.num_scored), min(end, len(self.prompt) - 1)
@@ -125,14 +125,14 @@ class Request:
         return Scoring(first - start, targets, self.params.prompt_logprobs)
 
     def decode(self) -> Decode:
-        """Its part of a step that decodes."""
+        """Return its part of a step in which it decodes."""
         made = self._decode
         if made is None or made.row != self.row or self.length < self._banned_until or made.banned:
             self._decode = made = Decode(self.id, self.row, self.sampling, self.banned)
         return made
 
     def chunk(self, budget: int) -> Chunk:
-        """The next tokens of its prefill, at most `budget`."""
+        """Return the next tokens of its prefill, at most `budget`."""
         start = self.num_computed
         end = min(start + budget, self.prefill_len)
         return Chunk(
@@ -151,8 +151,8 @@ class Request:
             yield from map(Ban, self.stop_ids)
         output, pending = self.output, bool(self.pending)  # at most one is pending when a step is planned
         for word in cast("tuple[tuple[int, ...], ...]", self.params.bad_words):  # the engine takes no text
-            # the word but its last token must be what the text ends with; a pending token is compared on
-            # the device, those before it here
+            # The ban applies if the text ends with the word's tokens but the last. A pending token is
+            # compared on the device, those before it here.
             known = len(word) - 1 - pending
             if known > 0 and not (
                 output and output[-1] == word[known - 1] and tuple(output[-known:]) == word[:known]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.queue import Queue
 
-# One of so many rows may stay empty while requests wait, so that several get rows in one step.
+# One of this many rows may stay empty while requests wait, so that several get rows in one step.
 ROWS_PER_ADMISSION = 64
 # Plans for which a free row waits for others.
 PATIENCE = 16
 
 
 class Rows:
-    """Each running request has one, and needs a token of the step's budget for its decode."""
+    """Free rows; each running request has one, and needs one token of the step's budget to decode."""
 
     def __init__(self, limits: Limits) -> None:
         self._free = list(range(min(limits.max_num_seqs, limits.max_num_batched_tokens)))[::-1]
@@ -23,19 +23,18 @@ class Rows:
         return len(self._free)
 
     def take(self) -> int:
-        """Return a row that is free, the one given back last."""
+        """Take the free row that was given back last."""
         return self._free.pop()
 
     def give_back(self, row: int) -> None:
-        """Note that a request has left its row."""
+        """Give back the row of a request."""
         self._free.append(row)
 
     def wait_for_more(self, waiting: Queue) -> bool:
-        """Return whether more requests should end before others take their rows; ask once a plan.
+        """Return whether to wait until more rows are free before requests take them; call once per plan.
 
-        Where more wait than rows are free, the prompts of several in one step take less time than one after
-        the other. A free row waits for PATIENCE plans at most, and not at all for a request of higher
-        priority than others.
+        When many requests wait, the prompts of several take less time in one step than one after the other.
+        A free row waits for at most PATIENCE plans, and never while requests of different priorities wait.
         """
         free = len(self._free)
         waits = free < min(self._admitted_at_once, len(waiting)) and not waiting.has_priorities

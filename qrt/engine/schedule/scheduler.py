@@ -1,15 +1,14 @@
-"""Scheduler: which requests run in the next step, and what a step's tokens mean for them.
+"""Scheduler: decides which requests run in the next step, and applies a step's tokens to them.
 
-Continuous batching. A step decodes one token for every request whose prompt is done and fills the rest of the
-token budget with chunks of prefill, in the order of the requests: as they came, or by priority. When the pool
-has no slot left for a decode, the request that is last in that order is paused: its K/V go to the prefix
-cache (from where they may be evicted) and it waits first among its equals. The first in the order always
-advances.
+It batches continuously. A step decodes one token for every request whose prompt is done. It fills the rest of
+the token budget with chunks of prefill, in the order of the requests: as they came, or by priority. When the
+pool has no slot left for a decode, the last request in that order is paused. Its K/V go to the prefix cache,
+which may evict them, and it waits first among its equals. The first request always advances.
 
-The next step may be planned while one runs: `plan` moves requests on by what the step will surely do, and
-`commit` adds the tokens when they are known. What must not happen to a request that is in a launched step (a
-pause) waits: `plan` then gives None until that step is committed. Slots may be given back at once: whoever
-gets them writes behind that step, on the same stream.
+The next step may be planned while one runs. `plan` advances the requests by what the step will surely do, and
+`commit` adds the tokens when they are known. A request in a launched step cannot be paused: `plan` then
+returns None until that step is committed. Slots may be given back at once: whoever gets them writes after
+that step, on the same stream.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
 from qrt.sampling_params import SamplingParams
 
-# Steps of more tokens that are padded take longer by that; below, the weights' bytes are what counts.
+# In steps of more tokens than this, padding costs time. Smaller steps take as long as reading the weights.
 PADDED_TOKENS = 512
-# Plans for which a request without room is not looked at: until then the expected peak has hardly fallen.
+# Plans for which a request that found no room is skipped: the expected peak hardly falls in between.
 PATIENCE = 16
 
 
 class Scheduler:
-    """Waiting and running requests, and the slots they hold. One thread at a time.
+    """Holds the waiting and running requests and their slots. One thread at a time may call it.
 
-    waiting, running   each in the order of the requests
-    num_pauses         how often a request had to give its slots back so far
+    waiting, running   requests, sorted by their order
+    num_pauses         how often a request was paused so far
     """
 
     def __init__(
@@ -68,9 +67,9 @@ class Scheduler:
         self._rows = Rows(limits)
         self._lookahead = Lookahead(kv)
         self._unpublished = Unpublished()
-        self._growing: Growing | None = None  # of the plan in the making
-        self._refused: Request | None = None  # had no room, and none has been given back since
-        self._patience = 0  # plans until it is looked at again
+        self._growing: Growing | None = None  # the estimate of the plan that is being made
+        self._refused: Request | None = None  # found no room, and no slots have been given back since
+        self._patience = 0  # plans until `_refused` is tried again
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
         self._conservative = conservative
@@ -91,14 +90,13 @@ class Scheduler:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue a request for `prompt` int32 [P], the smallest `priority` first; generate=False only scores
-        the prompt.
+        """Queue a request for `prompt` int32 [P], the smallest `priority` first.
 
-        Raises ConfigError when the id is in use, or the prompt is empty or can never fit; QueueFullError when
-        as many wait as may.
+        generate=False only scores the prompt. Raises ConfigError when the id is in use, or the prompt is
+        empty or can never fit; QueueFullError when the queue is full.
         """
         if request_id in self._requests:
-            raise ConfigError(f"request id {request_id!r}: already in use; ids of live requests must differ")
+            raise ConfigError(f"request id {request_id!r}: already in use; choose another id")
         max_len = self.limits.end(len(prompt), params.max_tokens if generate else 0, self.kv.num_slots)
         self.waiting.check_room(len(prompt))
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
@@ -110,7 +108,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request and free its slots; nothing happens when it is not, or no longer, there."""
+        """Forget a request and free its slots; do nothing if there is none of that id."""
         request = self._requests.pop(request_id, None)
         if request is not None and request.seq is not None:
             self._stop(request, keep=True)
@@ -118,7 +116,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def plan(self) -> Plan | None:
-        """The next step; None when nothing can run, or nothing before the launched step is committed."""
+        """Plan the next step; None when nothing can run, at least until the launched step is committed."""
         decoding = self._grow()
         if decoding is None:
             return None
@@ -151,8 +149,10 @@ class Scheduler:
         return Plan(tuple(admitted), placed, decodes, chunks)
 
     def commit(self, plan: Plan, result: StepResult) -> list[StepDelta]:
-        """Take in what the oldest launched step, `plan`, gave: tokens for its requests, the end of those that
-        are done. What ended or was aborted meanwhile is left alone."""
+        """Apply the result of the oldest launched step, `plan`: add tokens, end requests that are done.
+
+        Requests that have ended or been aborted since are left alone.
+        """
         requests = self._planned.popleft()
         deltas, index = [], len(plan.decodes)
         tokens, logprobs = result.tokens, result.logprobs
@@ -177,7 +177,7 @@ class Scheduler:
         return deltas
 
     def fail(self, error: str) -> list[StepDelta]:
-        """Give up the requests of the oldest launched step, which could not be run."""
+        """End the requests of the oldest launched step, which failed with `error`."""
         deltas = []
         for request in self._planned.popleft():
             request.in_flight -= 1
@@ -188,15 +188,18 @@ class Scheduler:
         return deltas
 
     def _seed_of(self, params: SamplingParams) -> int:
-        """Return the request's seed; without one it draws from the engine's, by order of arrival."""
+        """Return the request's seed; without one, make it from the engine's seed and the arrival number."""
         if params.seed is not None:
             return params.seed
         sequence = np.random.SeedSequence([self._seed % 2**64, self._num_added])
         return int(sequence.generate_state(1, np.uint64).view(np.int64)[0])
 
     def _grow(self) -> list[Request] | None:
-        """The requests that decode, each with a slot for its next token; others are paused for that from the
-        other end of the order. None when one would have to be paused that a launched step works on."""
+        """Give each decoding request a slot for its next token and return these requests.
+
+        Requests at the end of the order are paused when there is no room. Returns None if a request that
+        would have to be paused is in a launched step.
+        """
         decoding = [r for r in self.running if r.num_computed >= r.prefill_len and r.length < r.max_len]
         num_pauses = self.num_pauses
         for request in lacking_slots(decoding):
@@ -212,7 +215,7 @@ class Scheduler:
         return decoding
 
     def _move_on(self, decoding: list[Request], prefilling: list[tuple[Request, Chunk]]) -> None:
-        """Note what the planned step will have done."""
+        """Advance the requests by what the planned step will do."""
         for request in decoding:
             request.num_computed += 1
             request.length += 1
@@ -225,7 +228,7 @@ class Scheduler:
             request.in_flight += 1
 
     def _publish(self, request: Request, end: int) -> None:
-        """Share the first `end` tokens of a prompt, which have been computed."""
+        """Share the first `end` tokens of a prompt; they have been computed."""
         if request.generates and request.seq is not None:
             self._lookahead.publish(request, request.prompt[:end])
             if end >= len(request.prompt):
@@ -233,15 +236,15 @@ class Scheduler:
                 self._unpublished.remove(request)
 
     def _pause(self, request: Request) -> None:
-        """Take back the slots of a running request; it waits with what it has."""
+        """Take back the slots of a running request; it waits and keeps its tokens."""
         self._stop(request, keep=True)
         self.waiting.add(request)
         self.num_pauses += 1
 
     def _stop(self, request: Request, keep: bool) -> None:
-        """Take a running request's slots (kept as cache or not) and its row.
+        """Take back the row and slots of a running request; `keep` keeps its K/V in the prefix cache.
 
-        Its last token is not kept: nothing needs it, and only a launched step, if any, has computed it.
+        The last token is not kept: nothing needs it, and at most a launched step has computed it.
         """
         assert request.seq is not None
         ids = request.ids
@@ -253,8 +256,10 @@ class Scheduler:
         self._refused = None
 
     def _admit(self, room: int) -> Request | None:
-        """Start the first waiting request, whose prefix in the cache has at most `room` tokens; None when
-        there is none or it must wait on."""
+        """Start the first waiting request and return it; None if there is none or it must wait longer.
+
+        Its cached prefix may have at most `room` tokens.
+        """
         if not self.waiting or not self._rows:
             return None
         request = self.waiting.first
@@ -263,7 +268,7 @@ class Scheduler:
             return None
         ids, reuse = request.ids, not request.scoring
         if not request.generates and len(ids) > 1:
-            ids = ids[:-1]  # it is predicted, and predicts nothing
+            ids = ids[:-1]  # nothing is predicted from the last token
         cached = self.kv.cached(ids, request.cache_salt) if reuse else 0
         if cached > room or reuse and self._unpublished.shares(request, ids, cached):
             return None
@@ -286,8 +291,10 @@ class Scheduler:
         return request
 
     def _spare(self, request: Request, num_tokens: int, cached: int) -> int:
-        """Slots that must stay available beside those of a new request, of whose tokens some are cached, for
-        all to grow. It joins those that run in this plan's estimate."""
+        """Return the slots that must stay free, beside those of a new request, for all to grow.
+
+        `cached` of its `num_tokens` tokens are cached. The request joins this plan's estimate.
+        """
         if self._growing is None:
             self._growing = Growing(self.running, conservative=self._conservative)
         self._growing.add(request, num_tokens - cached)
@@ -296,8 +303,10 @@ class Scheduler:
         return self._growing.spare(slack, self.kv.available - num_tokens)
 
     def _fit(self, decodes: int, prefilling: list[tuple[Request, Chunk]]) -> None:
-        """Shorten the last chunk where the step's tokens are nearer to the size below than to that above,
-        to which they would be padded: the rest of it is computed in the next step."""
+        """Shorten the last chunk if the step is nearer to the padded size below than to the one above.
+
+        The next step computes the rest of the chunk.
+        """
         sizes = self.limits.step_sizes
         total = decodes + sum([len(chunk.tokens) for _, chunk in prefilling])
         index = bisect_left(sizes, total)
@@ -311,7 +320,7 @@ class Scheduler:
     def _take(
         self, request: Request, token: int, logprobs: Scores | None, prompt_scores: Scores | None = None
     ) -> StepDelta:
-        """What a request's token adds to it; it ends when it is done."""
+        """Add a token to a request, and end the request if it is done."""
         request.output.append(token)
         if token in request.stop_ids or request.length - request.pending >= request.max_len:
             return self._report(request, (token,), logprobs, prompt_scores)
@@ -325,7 +334,7 @@ class Scheduler:
         logprobs: Scores | None = None,
         prompt_scores: Scores | None = None,
     ) -> StepDelta:
-        """What the step added to a request that has been advanced; ends it when it is done."""
+        """Return what the step added to a request that has been advanced; end it if it is done."""
         reason = request.finish_reason
         if reason:
             del self._requests[request.id]

@@ -1,4 +1,4 @@
-"""Scores: log-probabilities of tokens and of the likeliest tokens at their places."""
+"""Scores: log-probabilities of given tokens, and of the likeliest tokens at the same positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probabilities at n places, natural logarithm.
+    """Log-probabilities at n positions, natural logarithm.
 
     logprobs       fp32 [n]      of the token that came
     ranks          int64 [n]     its rank by probability, 1 = likeliest (ties share the better rank)
@@ -26,7 +26,7 @@ class Scores:
 
     @classmethod
     def empty(cls) -> Scores:
-        """No places."""
+        """Return scores of no positions."""
         none, ids = torch.empty(0), torch.empty(0, dtype=torch.int64)
         return cls(none, ids, ids.view(0, 0), none.view(0, 0))
 
@@ -34,13 +34,13 @@ class Scores:
         return len(self.logprobs)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Scores:
-        """Each tensor changed."""
+        """Return the scores with `change` applied to each tensor."""
         return Scores(
             change(self.logprobs), change(self.ranks), change(self.top_ids), change(self.top_logprobs)
         )
 
     def part(self, start: int, stop: int, num_top: int) -> Scores:
-        """Places [start, stop), the `num_top` likeliest tokens of each."""
+        """Return positions [start, stop) with the `num_top` likeliest tokens of each."""
         rows = slice(start, stop)
         return Scores(
             self.logprobs[rows],
@@ -51,7 +51,7 @@ class Scores:
 
 
 def concat(parts: Sequence[Scores]) -> Scores:
-    """The places of all parts, in order."""
+    """Join the positions of all parts, in order."""
     return Scores(
         torch.cat([part.logprobs for part in parts]),
         torch.cat([part.ranks for part in parts]),

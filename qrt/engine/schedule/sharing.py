@@ -1,4 +1,4 @@
-"""Sharing: running prompts that others may soon find in the prefix cache."""
+"""Unpublished: running prompts that other requests may soon find in the prefix cache."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import numpy as np
 from qrt.engine.schedule.request import Request
 from qrt.mem.slots import Ints
 
-# A request waits for a running prefill that computes at least so many tokens that it can then share.
+# A request waits for a running prefill if it can then share at least this many more tokens.
 SHARED_TOKENS = 32
 
 
 class Unpublished:
-    """Running requests whose prompts are not all in the prefix cache, by how the prompts begin: thousands
-    that come at once are not compared with each other."""
+    """Running requests whose prompts are not yet whole in the prefix cache.
+
+    They are looked up by how the prompts begin, so that thousands of requests are not compared one by one.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[tuple[str | None, bytes], list[Request]] = {}
@@ -33,8 +35,11 @@ class Unpublished:
                 del self._requests[key]
 
     def shares(self, request: Request, ids: Ints, cached: int) -> bool:
-        """Whether one of them computes tokens that a request with `ids`, of which the first `cached` are
-        there, can share once they are published."""
+        """Return whether a running request computes tokens that `request` can share later.
+
+        ids      tokens of `request`
+        cached   how many of them are in the prefix cache now
+        """
         size = cached + SHARED_TOKENS
         if len(ids) <= size:
             return False
@@ -45,5 +50,5 @@ class Unpublished:
 
 
 def _beginning(ids: Ints, request: Request) -> tuple[str | None, bytes]:
-    """What two must have in common to share anything."""
+    """Return the key that two requests must have in common to share anything."""
     return request.cache_salt, ids[:SHARED_TOKENS].tobytes()

@@ -1,7 +1,7 @@
-"""Adjustments: logits of the requests that ask for biases, allowed tokens, penalties or a growing EOS.
+"""Adjustments: change the logits of requests with biases, allowed tokens, penalties or a growing EOS.
 
-Only such requests have rows here, of the size of the vocabulary, and only their logits are touched. Counts of
-tokens live on the device, so that a step can follow another before its tokens are known on the host.
+Only such requests have an entry here, of the size of the vocabulary, and only their logits change. Counts of
+tokens live on the device, so that a step can be launched before the host knows the tokens of the last one.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _INF = float("inf")
 
 
 class Adjustments:
-    """C entries, as many as have been needed at once, of a vocabulary of V tokens.
+    """C entries over a vocabulary of V tokens; C grows to the most that were needed at once.
 
-    bias     fp32 [C, V]    logit_bias; -inf for what is not allowed
+    bias     fp32 [C, V]    logit_bias; -inf for tokens that are not allowed
     prompt   bool [C, V]    tokens of the prompt
     counts   int32 [C, V]   how often each token is in the output
-    factors  fp32 [C, 5]    repetition, presence, frequency, growth of EOS per token, from this many tokens on
+    factors  fp32 [C, 5]    repetition, presence, frequency, growth of EOS per token, length where it starts
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], device: torch.device) -> None:
         self._vocab = vocab_size
         self._eos = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=device)
-        self._entries: dict[int, int] = {}  # of rows of the request table
+        self._entries: dict[int, int] = {}  # row of the request table -> entry
         self._free: list[int] = []
         self.bias = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
         self.prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
@@ -39,7 +39,7 @@ class Adjustments:
         self.factors = torch.zeros(0, 5, dtype=torch.float32, device=device)
 
     def admit(self, admitted: Sequence[Admission]) -> None:
-        """Take note of who has got a row: its rules and the tokens it brings."""
+        """Store the rules and tokens of requests that have just got a row."""
         for new in admitted:
             entry = self._entries.pop(new.row, None)
             if entry is not None:
@@ -52,11 +52,11 @@ class Adjustments:
                 self._write(self._entries[new.row], adjustment, new)
 
     def entries(self, rows: Sequence[int]) -> list[int]:
-        """Places of rows of the request table that have one."""
+        """Return the entries of rows of the request table; each row must have one."""
         return [self._entries[row] for row in rows]
 
     def apply(self, logits: Tensor, entries: Tensor, lengths: Tensor) -> Tensor:
-        """`logits` fp32 [n, V] adjusted, by entry int64 [n]; `lengths` [n] are the tokens known so far."""
+        """Adjust `logits` fp32 [n, V] by `entries` int64 [n]; `lengths` [n] count the known tokens."""
         counts = self.counts[entries]
         repetition, presence, frequency, growth, start = self.factors[entries].T[..., None]
         x = logits + self.bias[entries]
@@ -65,12 +65,12 @@ class Adjustments:
         x = x - frequency * counts - presence * (counts > 0)
         eos = x[:, self._eos]
         grown = (growth ** (lengths[:, None] - start).clamp(min=0)).clamp(max=LARGE)
-        # a token that is not allowed stays so: -inf + inf would be NaN
+        # -inf stays as it is: -inf + inf would be NaN
         x[:, self._eos] = torch.where(eos == -_INF, eos, eos + eos.abs() * (grown - 1))
         return x
 
     def count(self, entries: Tensor, tokens: Tensor) -> None:
-        """Note the sampled `tokens` int64 [n]."""
+        """Count the sampled `tokens` int64 [n] of `entries` int64 [n]."""
         self.counts.index_put_((entries, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
 
     def _write(self, entry: int, adjustment: Adjustment, new: Admission) -> None:
@@ -99,7 +99,7 @@ class Adjustments:
         self.counts[entry] = torch.bincount(sent["output"], minlength=self._vocab)
 
     def _grow(self) -> None:
-        """Twice as many entries; none where memory is short."""
+        """Double the entries; change nothing if there is no memory for it."""
         more = max(1, len(self.bias))
         grown = [
             torch.cat([old, old.new_zeros(more, old.shape[1])])

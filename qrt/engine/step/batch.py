@@ -1,4 +1,4 @@
-"""Batch: a plan as tensors of its own sizes. Only new slots, prompt tokens and row numbers travel."""
+"""Batch: a plan as tensors of exact sizes. Only new slots, prompt tokens and row numbers are sent."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.prefill_attention.tiles import Queries
 from qrt.kernels.step import Chunks, DecodeMeta, PrefillMeta, StepMeta
 
-FROM_TABLE = -1  # instead of a position or a token: what the request table says
+FROM_TABLE = -1  # as a position or token: read it from the request table
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the runner needs of one step.
+    """The tensors of one step.
 
     samples      None when nothing is sampled
-    targets      per chunk that scores prompt tokens: int64 [n]
+    targets      request id -> prompt tokens to score, int64 [n]
     """
 
     step: StepMeta
@@ -45,9 +45,9 @@ def build(
     attend_cache: bool,
     heads_per_sm: int,
 ) -> Batch:
-    """Describe the step, whose `admitted` and `placed` the table knows. Decodes come first, then the chunks.
+    """Make the tensors of a step: first its decodes, then its chunks.
 
-    `heads_per_sm` as in `plan_parts`.
+    The table must know the plan's `admitted` and `placed`. `heads_per_sm` is that of `plan_parts`.
     """
     chunks = chunks_of(plan, queries, attend_cache=attend_cache)
     arrays = {**_token_arrays(plan), **sample_arrays(plan, adjustments)}
@@ -82,7 +82,7 @@ def build(
 
 
 def tokens_of(plan: Plan) -> NDArray[np.int32]:
-    """Return the row, the position and the id of each token of a step, [3, T]; FROM_TABLE of decodes."""
+    """Return row, position and id of each token of a step, int32 [3, T]; decodes have FROM_TABLE."""
     at = len(plan.decodes)
     sizes = [len(chunk.tokens) for chunk in plan.chunks]
     described = np.full((3, at + sum(sizes)), FROM_TABLE, np.int32)
@@ -95,7 +95,7 @@ def tokens_of(plan: Plan) -> NDArray[np.int32]:
 
 
 def chunks_of(plan: Plan, queries: Queries, *, attend_cache: bool) -> Chunks:
-    """Return the plan's chunks as a step describes them."""
+    """Return the plan's chunks as the step's metadata."""
     return Chunks(
         [chunk.row for chunk in plan.chunks],
         [len(chunk.tokens) for chunk in plan.chunks],
@@ -107,7 +107,7 @@ def chunks_of(plan: Plan, queries: Queries, *, attend_cache: bool) -> Chunks:
 
 
 def _token_arrays(plan: Plan) -> dict[str, NDArray[Any]]:
-    """Return the rows of its tokens, and the tokens of its chunks."""
+    """Return the rows of a plan's tokens, and the tokens of its chunks."""
     (rows, positions, tokens), decodes = tokens_of(plan), len(plan.decodes)
     return {
         "decode_rows": rows[:decodes],

@@ -1,14 +1,14 @@
-"""Graphs: steps padded to some sizes and recorded as CUDA graphs, which cost the host two launches each.
+"""Graphs: steps padded to some sizes and recorded as CUDA graphs, so that a step is two launches for the host.
 
-There are two kinds. A step of decodes alone is one graph, from the request table to the next tokens in it. A
-step with chunks of prompts, whatever else is in it, is two: one from tokens to hidden states, and one that
-makes the logits of the rows that sample, draws and advances the request table. A graph depends on its size
-alone. Which tokens, rows, chunks and tiles of attention there are lies in one tensor of inputs
-(`PaddedInputs`), which travels in one copy, and for decodes alone only when the rows change.
+There are two kinds of steps. A step of decodes alone is one graph, from the request table to the next tokens
+in it. A step with chunks of prompts is two graphs: one from tokens to hidden states, and one that makes the
+logits of the rows that sample, samples them and advances the request table. A graph depends on its size
+alone. Tokens, rows, chunks and tiles of attention are in one tensor of inputs (`PaddedInputs`). It is sent in
+one copy, and for decodes alone only when the rows change.
 
-Rows that ask for more than greedy, temperature and seed are drawn outside, from the hidden states. Padding
-tokens are of the table's last row: they attend nothing and write the pad slot. Where nothing is recorded
-(`--enforce-eager`, a CPU) the same padded steps run kernel by kernel, so that the tokens do not depend on it.
+Rows with rules beyond temperature and seed are sampled outside the graph, from the hidden states. Padding
+tokens belong to the table's last row: they attend nothing and write the pad slot. With `--enforce-eager`
+nothing is recorded and the same padded steps run kernel by kernel, so that both give the same tokens.
 """
 
 from __future__ import annotations
@@ -36,22 +36,26 @@ from qrt.model.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
-LARGEST = 2048  # rows that decode, by default
-ALONE = 2048  # most tokens of a step of prompts alone that is recorded without attention of decodes
-NUM_CACHED = 1 << 15  # cached tokens that a step has room for, by default; with more it takes long anyway
+LARGEST = 2048  # most decoding rows of a recorded step, by default
+ALONE = 2048  # most tokens of a step of prompts alone that has a graph of its own, without decodes
+NUM_CACHED = 1 << 15  # most cached tokens of a padded step, by default; steps with more take long anyway
 
 
 def default_rows(max_num_seqs: int) -> list[int]:
-    """Return sizes of steps that decode: each a few percent above the one before, up to the first that holds
-    `max_num_seqs` or LARGEST."""
+    """Return the sizes of decode steps, each a few percent above the one before.
+
+    The last one holds `max_num_seqs`, or is LARGEST.
+    """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, 1024, 64)]
     sizes += range(1024, LARGEST + 1, 128)
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs]
 
 
 def default_tokens(max_num_batched_tokens: int) -> list[int]:
-    """Return sizes of steps with prompts, up to `max_num_batched_tokens`: multiples of what a product takes
-    at a time."""
+    """Return the sizes of steps with prompts, up to `max_num_batched_tokens`.
+
+    They are multiples of the rows that a matrix product computes at a time.
+    """
     sizes = [16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256)]
     sizes += range(4096, 8193, 512)
     most = min(max_num_batched_tokens, sizes[-1])
@@ -60,8 +64,7 @@ def default_tokens(max_num_batched_tokens: int) -> list[int]:
 
 @contextmanager
 def _garbage_left() -> Iterator[None]:
-    """No garbage is collected: a graph in it, of an engine that is gone, cannot be destroyed while another is
-    recorded."""
+    """Collect no garbage inside the block: CUDA cannot destroy an old graph while it records another."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -73,16 +76,16 @@ def _garbage_left() -> Iterator[None]:
 
 @cache
 def _recording(device: torch.device) -> torch.cuda.Stream:
-    """The stream of what is recorded; torch's is of the device on which the first graph was."""
+    """Return the stream to record on; torch's default one belongs to the device of the first graph."""
     return torch.cuda.Stream(device)
 
 
 class TokenSteps:
-    """Padded steps over one model, K/V storage and request table.
+    """Runs padded steps over one model, K/V storage and request table.
 
-    rows          sizes of steps of decodes alone, and of the rows drawn in any step
+    rows          sizes of steps of decodes alone, and of the sampled rows of any step
     tokens        sizes of steps with chunks of prompts
-    num_cached    most tokens that the chunks of a step attend through the cache
+    num_cached    most cached tokens that the chunks of a step attend
     attend_cache  as in PrefillMeta
     """
 
@@ -108,15 +111,15 @@ class TokenSteps:
         self._inputs = PaddedInputs(
             self.rows[-1], most, model, kv, table, num_cached=num_cached, attend_cache=attend_cache
         )
-        self._sent: list[int] | None = None  # the rows of a step of decodes alone that the device knows
+        self._sent: list[int] | None = None  # rows on the device, if it has a step of decodes alone
         self._hidden = torch.zeros(most, config.hidden_size, dtype=model.dtype, device=table.device)
         heads = most if self.tokens else 0, config.num_heads, config.head_dim
         self._attended = torch.zeros(heads, dtype=model.dtype, device=table.device)
-        # by names: methods would keep this, the model and the pool alive until garbage is collected
+        # keyed by name: bound methods would keep the model and the pool alive until garbage is collected
         self._recorded: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def handles(self, plan: Plan) -> bool:
-        """Whether the plan is such a step."""
+        """Return whether the plan fits a padded step."""
         if len(plan.sampled) > self.rows[-1] or any(chunk.scoring for chunk in plan.chunks):
             return False
         if not plan.chunks:
@@ -125,12 +128,12 @@ class TokenSteps:
         return cached <= self._num_cached and self._size(plan) is not None
 
     def is_recorded(self, plan: Plan) -> bool:
-        """Whether a step that it handles is replayed, not launched kernel by kernel."""
+        """Return whether a plan that `handles` accepts is replayed, not launched kernel by kernel."""
         return (self._body(plan).__name__, self._size(plan)) in self._recorded
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record every size, the largest first: the others fit into its memory."""
+        """Record every size, the largest first, so that the others fit into its memory."""
         started, device = time.perf_counter(), self._table.device
         before = torch.cuda.memory_reserved(device)
         pool, stream = torch.cuda.graph_pool_handle(), _recording(device)
@@ -146,9 +149,11 @@ class TokenSteps:
         logger.info("recorded %d CUDA graphs: %.1f s, %.2f GiB", len(steps), took, memory / GIB)
 
     def _compile(self, steps: Sequence[tuple[Callable[[int], Tensor], int]]) -> None:
-        """Compile the kernels of all steps, several at a time, and load them: by the first layers alone, as
-        the others have the same."""
-        from qrt.kernels.launch import compiling  # with Triton, which is only where GPUs are
+        """Compile the kernels of all steps, several at a time, and load them.
+
+        The first layers are enough: the other layers use the same kernels.
+        """
+        from qrt.kernels.launch import compiling  # imports Triton, which is installed only with GPUs
 
         whole, self._model = self._model, self._model.of_layers(self._distinct_layers())
         try:
@@ -160,13 +165,13 @@ class TokenSteps:
             self._model = whole
 
     def _run_all(self, steps: Sequence[tuple[Callable[[int], Tensor], int]]) -> None:
-        """Run steps of padding, kernel by kernel."""
+        """Run each step on padding alone, kernel by kernel."""
         for body, size in steps:
             self._pad(body, size)
             body(size)
 
     def _distinct_layers(self) -> int:
-        """Return how many first layers have all kinds of layers in them, and all kinds that follow them."""
+        """Return how many of the first layers hold every kind of layer and every pair of neighbours."""
         kinds = [
             (self._kv.layer(i).format, *(linear.scheme for linear in layer.linears()))
             for i, layer in enumerate(self._model.layers)
@@ -176,39 +181,41 @@ class TokenSteps:
 
     @torch.inference_mode()
     def run_largest(self) -> None:
-        """The largest steps, of padding, kernel by kernel: what memory they take."""
+        """Run the largest steps on padding alone, kernel by kernel, to measure their memory."""
         for body, sizes in ((self._mixed, self.tokens), (self._step, self.rows)):
             for size in sizes[-1:]:
                 self._pad(body, size)
                 body(size)
 
     def send(self, plan: Plan) -> None:
-        """Tell the device what is in the step, if it does not know."""
+        """Send the inputs of the step, unless the device has them."""
         rows = [decode.row for decode in plan.decodes]
         if not plan.chunks and rows == self._sent:
             return
-        self._sent = None  # should an interrupt come between these
+        self._sent = None  # in case an interrupt comes before the last line
         size, samples = self._size(plan), _holds(self.rows, len(plan.sampled))
         assert size is not None and samples is not None, "a plan that is not handled"
         self._inputs.send(plan, size, samples)
         self._sent = None if plan.chunks else rows
 
     def forward(self, plan: Plan) -> Tensor:
-        """Hidden states [T, H] of the tokens that were sent, good until the next call."""
+        """Return the hidden states [T, H] of the sent tokens, valid until the next call."""
         return self._run(self._body(plan, forward=True), self._size(plan))[: _count(plan)]
 
     def sample(self, plan: Plan) -> Tensor:
-        """Tokens int64 [S] of what was sent, for each of `plan.sampled`: greedy, or by temperature and seed.
-        The request table is advanced."""
+        """Run the sent step, sample by temperature and seed, and advance the request table.
+
+        Returns tokens int64 [S], one for each of `plan.sampled`.
+        """
         if plan.chunks:
             self.forward(plan)
             tokens = self._run(self._sample, _holds(self.rows, len(plan.sampled)))
         else:
             tokens = self._run(self._step, self._size(plan))
-        return tokens[: len(plan.sampled)].clone()  # what was recorded writes the same place again
+        return tokens[: len(plan.sampled)].clone()  # the graph writes the same memory again
 
     def _steps(self) -> list[tuple[Callable[[int], Tensor], int]]:
-        """What is recorded, in order."""
+        """Return the steps to record, in order."""
         alone = [size for size in self.tokens if size <= ALONE]
         bodies = {
             self._mixed: self.tokens, self._prompts: alone, self._forward: self.rows, self._sample: self.rows,
@@ -217,7 +224,10 @@ class TokenSteps:
         return [(body, size) for body, sizes in bodies.items() for size in sizes[::-1]]
 
     def _body(self, plan: Plan, *, forward: bool = False) -> Callable[[int], Tensor]:
-        """What a plan runs up to the hidden states, or, of decodes alone unless `forward`, the tokens."""
+        """Return what a plan runs: up to the tokens for decodes alone, else up to the hidden states.
+
+        With `forward` it stops at the hidden states in any case.
+        """
         if not plan.chunks:
             return self._forward if forward else self._step
         size = self._size(plan)
@@ -225,7 +235,7 @@ class TokenSteps:
         return self._mixed if plan.decodes or size > ALONE else self._prompts
 
     def _run(self, body: Callable[[int], Tensor], size: int | None) -> Tensor:
-        """As it was recorded, or kernel by kernel."""
+        """Replay the recorded graph; without one, run kernel by kernel."""
         assert size is not None, "a plan that is not handled"
         if recorded := self._recorded.get((body.__name__, size)):
             graph, result = recorded
@@ -234,7 +244,7 @@ class TokenSteps:
         return body(size)
 
     def _size(self, plan: Plan) -> int | None:
-        """To which it is padded, if there is such a size."""
+        """Return the size to which a plan is padded; None if none is large enough."""
         if not plan.chunks:
             return _holds(self.rows, len(plan.decodes))
         index = bisect_left(self.tokens, _count(plan))
@@ -242,7 +252,7 @@ class TokenSteps:
         return next(enough, None)
 
     def _pad(self, body: Callable[[int], Tensor], size: int) -> None:
-        """Inputs of padding alone."""
+        """Set the inputs to padding alone."""
         self._inputs.pad(size, chunks=body in (self._mixed, self._prompts))
         self._sent = None
 
@@ -256,15 +266,15 @@ class TokenSteps:
         return self._next_tokens(self._hidden[self._inputs.samples(size)[0].long()], size)
 
     def _decode(self, size: int) -> Tensor:
-        """Hidden states [size, H] of decodes alone."""
+        """Return the hidden states [size, H] of decodes alone."""
         return self._model.hidden(self._inputs.decodes(size), self._kv)
 
     def _mixed(self, size: int) -> Tensor:
-        """Hidden states [size, H] of decodes, as many as may be, and chunks."""
+        """Return the hidden states [size, H] of decodes, at most `rows[-1]`, and chunks."""
         return self._with_chunks(size, min(size, self.rows[-1]))
 
     def _prompts(self, size: int) -> Tensor:
-        """Hidden states [size, H] of chunks alone."""
+        """Return the hidden states [size, H] of chunks alone."""
         return self._with_chunks(size, 0)
 
     def _with_chunks(self, size: int, decodes: int) -> Tensor:
@@ -282,11 +292,11 @@ class TokenSteps:
 
 
 def _count(plan: Plan) -> int:
-    """Tokens of the step."""
+    """Return the number of tokens of a step."""
     return len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks)
 
 
 def _holds(sizes: Sequence[int], count: int) -> int | None:
-    """The smallest of some sorted sizes that holds `count`, if one does."""
+    """Return the smallest of the sorted `sizes` that holds `count`; None if none does."""
     index = bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else None

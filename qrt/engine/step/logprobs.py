@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and of the likeliest, from raw logits: no temperature, no filters."""
+"""Score given tokens and the likeliest ones, from raw logits without temperature or filters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qrt.engine.schedule.scores import Scores
 
 
 def score(logits: Tensor, targets: Tensor, num_top: int) -> Scores:
-    """Scores of `targets` int64 [n] under softmax(`logits` fp32 [n, V]), on the logits' device."""
+    """Score `targets` int64 [n] under softmax(`logits` fp32 [n, V]), on the logits' device."""
     total = logits.logsumexp(-1)
     chosen = logits.gather(-1, targets[:, None])
     ranks = (logits > chosen).sum(-1) + 1

@@ -1,4 +1,4 @@
-"""PaddedInputs: a plan as tensors of a fixed size, so that one recorded graph serves many plans."""
+"""PaddedInputs: a plan as tensors of fixed sizes, so that one recorded graph serves many plans."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from qrt.kernels.token_inputs import token_inputs
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 
-LEAST_CHUNKS = 16  # of a step, and
-TOKENS_PER_CHUNK = 16  # one more for so many tokens
+LEAST_CHUNKS = 16  # every padded step has room for this many chunks
+TOKENS_PER_CHUNK = 16  # a larger one has room for one chunk per this many tokens
 
 
 class PaddedInputs:
-    """The inputs of padded steps, in one int32 tensor on the device that a plan fills in one copy.
+    """The inputs of padded steps, in one int32 tensor on the device that one copy fills.
 
-    What is drawn comes first (`samples`, [3, size]): the token behind which, its row, and 1, or 0 of padding.
-    Then each token (`_tokens`, [3, size]): its row, its position and its id, or FROM_TABLE. Then the chunks
-    (`_chunks`): their ends, and what PrefillMeta has, for `num_chunks` of them.
+    samples   [3, size]   per sample: index of the token it follows, row of the request table, 0 for padding
+                          else 1
+    _tokens   [3, size]   per token: row, position and id, or FROM_TABLE
+    _chunks               ends of `num_chunks` chunks, and the fields of PrefillMeta
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class PaddedInputs:
         num_cached: int,
         attend_cache: bool,
     ) -> None:
-        """Make room for `rows` drawn and `tokens`, whose chunks attend `num_cached` tokens of the cache."""
+        """Make room for `rows` samples and `tokens`, whose chunks attend `num_cached` in the cache."""
         self._rows, self._kv, self._table, self._queries = rows, kv, table, model.queries
         self._num_cached, self._attend_cache = num_cached, attend_cache
         self._num_heads, self._num_kv_heads = model.config.num_heads, model.config.num_kv_heads
@@ -50,19 +51,19 @@ class PaddedInputs:
         self._all = torch.zeros(length, dtype=torch.int32, device=table.device)
 
     def num_chunks(self, tokens: int) -> int:
-        """Return how many chunks a step of so many tokens may have."""
+        """Return how many chunks a step of `tokens` tokens may have."""
         return min(self._table.pad_row, max(LEAST_CHUNKS, tokens // TOKENS_PER_CHUNK))
 
     def num_tiles(self, tokens: int) -> int:
-        """Return how many tiles these may have: a chunk has at most one that is not whole."""
+        """Return how many tiles these chunks may have; each chunk has at most one partial tile."""
         return tokens * self._queries.group // self._queries.rows + self.num_chunks(tokens)
 
     def samples(self, size: int) -> Tensor:
-        """Return the inputs [3, size] of what is drawn."""
+        """Return the inputs [3, size] of the samples."""
         return self._all[: 3 * size].view(3, size)
 
     def _tokens(self, size: int) -> Tensor:
-        """Return the inputs [3, size] of tokens."""
+        """Return the inputs [3, size] of the tokens."""
         return self._rest(3 * size).view(3, size)
 
     def _chunks(self, size: int) -> dict[str, Tensor]:
@@ -82,9 +83,9 @@ class PaddedInputs:
         return StepMeta(ids, positions, slots, self._table.slot_table, decode, None)
 
     def chunks(self, size: int, decodes: int, attended: Tensor) -> StepMeta:
-        """Return a step of `size` tokens, of which the first `decodes` may decode; the rest are of chunks.
+        """Return a step of `size` tokens: the first `decodes` may decode, the rest belong to chunks.
 
-        The request table learns the chunks' ends. `attended` is StepMeta's.
+        Writes the chunks' ends to the request table. `attended` is that of StepMeta.
         """
         chunks = self._chunks(size)
         self._table.length.index_copy_(0, chunks["rows"].long(), chunks.pop("ends"))
@@ -93,7 +94,7 @@ class PaddedInputs:
         return StepMeta(ids, positions, slots, self._table.slot_table, decode, prefill, attended)
 
     def _described(self, size: int, decodes: int) -> tuple[Tensor, Tensor, Tensor, DecodeMeta | None]:
-        """Return ids, positions and slots of the tokens, and the first `decodes` of them as decodes."""
+        """Return ids, positions and slots of the tokens, and the metadata of the first `decodes`."""
         table, inputs = self._table, self._tokens(size)
         ids, positions, slots, kv_lens, parts = token_inputs(
             inputs,
@@ -108,7 +109,7 @@ class PaddedInputs:
         return ids, positions, slots, decode
 
     def pad(self, size: int, *, chunks: bool) -> None:
-        """Make them those of padding alone."""
+        """Fill the inputs with padding alone."""
         if size <= self._rows:
             self.samples(size).copy_(torch.tensor([[0], [self._table.pad_row], [0]]))
         none: list[NDArray[np.int32]] = [np.full((3, size), FROM_TABLE, np.int32)]
@@ -119,7 +120,7 @@ class PaddedInputs:
         self._send(none, 3 * self._rows)
 
     def send(self, plan: Plan, size: int, samples: int) -> None:
-        """Send those of a plan, which is padded to `size` tokens and `samples` rows drawn."""
+        """Send the inputs of a plan, padded to `size` tokens and `samples` samples."""
         self._send([self._of_samples(plan, samples)], 0)
         arrays = [self._of_tokens(plan, size)]
         if plan.chunks:
@@ -127,7 +128,7 @@ class PaddedInputs:
         self._send(arrays, 3 * self._rows)
 
     def _of_chunks(self, plan: Plan, size: int) -> list[NDArray[np.int32]]:
-        """Return the values of `_chunks`, in its order."""
+        """Return the values of `_chunks`, in order."""
         count, pad_row = self.num_chunks(size), self._table.pad_row
         ends = np.zeros(count, np.int32)
         ends[: len(plan.chunks)] = [chunk.end for chunk in plan.chunks]
@@ -155,7 +156,7 @@ class PaddedInputs:
         return self._all[3 * self._rows : 3 * self._rows + length]
 
     def _send(self, arrays: Sequence[NDArray[np.int32]], at: int) -> None:
-        """Copy arrays, one after the other, to place `at`, without waiting for the device."""
+        """Copy arrays, one after the other, to offset `at`, without waiting for the device."""
         length = sum(array.size for array in arrays)
         host = torch.empty(length, dtype=torch.int32, pin_memory=self._all.is_cuda)
         np.concatenate([array.reshape(-1) for array in arrays], out=host.numpy())

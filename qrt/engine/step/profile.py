@@ -1,4 +1,4 @@
-"""How much memory a step takes besides weights and K/V: measured by running the largest one once."""
+"""Measure the memory that a step takes besides weights and K/V, by running the largest one."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ def peak_step_bytes(
     rows: Sequence[int],
     tokens: Sequence[int],
 ) -> int:
-    """Bytes of GPU memory that a request table, the most expensive step and, in memory of its own, the
-    largest recorded step (of `rows` and `tokens`, as TokenSteps has them) take besides weights and K/V. K and
-    V of the cache before a step's chunks are counted, not run: `prefill_attention` lays them out."""
-    from qrt.kernels.launch import compiling  # with Triton, which is only where GPUs are
+    """Return the bytes of GPU memory that steps take besides weights and K/V.
+
+    They are those of the request table, of the most expensive step, and of the largest recorded step (of the
+    sizes `rows` and `tokens`, as in TokenSteps), which has memory of its own. The copies of cached K and V
+    that prefill makes are computed, not measured.
+    """
+    from qrt.kernels.launch import compiling  # imports Triton, which is installed only with GPUs
 
     config, slots = model.config, limits.max_num_batched_tokens
     heads, dim = config.num_kv_heads, config.head_dim
@@ -55,8 +58,10 @@ def peak_step_bytes(
 
 
 def largest_plan(limits: Limits) -> Plan:
-    """A step of as many tokens, of as many requests, as the limits allow: all sampled the expensive way, the
-    first also scored. Its slots are 0, 1, 2, ..."""
+    """Return the step with the most tokens and requests that the limits allow, and the costliest sampling.
+
+    The first request is also scored. The slots are 0, 1, 2, ...
+    """
     tokens = limits.max_num_batched_tokens
     requests = min(limits.max_num_seqs, tokens)
     tokens = min(tokens, requests * limits.max_model_len)

@@ -1,4 +1,4 @@
-"""Runner: a plan through the model to tokens. Holds the device state; never edits a Request."""
+"""Runner: run a plan on the model and sample its tokens. Holds the device state; never edits a Request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCORED_ROWS = 1024  # logits of prompt tokens exist for this many rows at a time
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that the device works on; what it gives is on its way to the host."""
+    """A step that the device works on, whose result is being copied to the host."""
 
     fetch: Fetch
     tokens: Tensor | None
@@ -37,16 +37,17 @@ class Launched:
     prompt_scores: Mapping[str, Scores]
 
     def result(self) -> StepResult:
-        """Wait for it."""
+        """Wait for the step and return its result."""
         self.fetch.wait()
         tokens = [] if self.tokens is None else self.tokens.tolist()
         return StepResult(tokens, self.logprobs, self.prompt_scores)
 
 
 class Runner:
-    """The model, its K/V and the request table on one device; `token_steps` run the steps they take.
+    """Runs steps on the model, its K/V and the request table of one device.
 
-    timeline   notes every step when set (on a GPU)
+    token_steps   runs the plans that fit padded steps; None: no plan is padded
+    timeline      if set, records every step (on a GPU)
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launched:
-        """Compute the step's tokens and sample, without waiting for the device: the next plan's step may be
-        launched behind it before its result is read."""
+        """Launch a step without waiting for the device.
+
+        The next step may be launched before the result of this one is read.
+        """
         with launches_on(self.table.device):
             started = time.perf_counter()
             launched = self._launch(plan)
@@ -79,7 +82,7 @@ class Runner:
             return launched
 
     def _note(self, timeline: Timeline, plan: Plan, host_s: float) -> None:
-        """Tell the timeline what has just been launched."""
+        """Tell the timeline about the step that has just been launched."""
         steps = self.token_steps
         recorded = steps is not None and steps.handles(plan) and steps.is_recorded(plan)
         prompt_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
@@ -112,7 +115,7 @@ class Runner:
         return Launched(fetch, tokens, logprobs, prompt_scores)
 
     def _padded(self, steps: TokenSteps, plan: Plan) -> Launched:
-        """Launch a padded step; plain sampling is recorded with it."""
+        """Launch a padded step; its graph includes plain sampling."""
         fetch = Fetch(self.table.device)
         steps.send(plan)
         if self.timeline is not None:
@@ -131,7 +134,7 @@ class Runner:
     def _sample(
         self, plan: Plan, samples: SampleBatch | None, hidden: Tensor, fetch: Fetch
     ) -> tuple[Tensor | None, dict[int, Scores]]:
-        """Draw behind the step's hidden states: tokens and log-probabilities, as in `Launched`."""
+        """Sample from the step's hidden states; return tokens and log-probabilities, as in `Launched`."""
         if samples is None:
             return None, {}
         logits = self.model.logits(hidden[samples.tokens])

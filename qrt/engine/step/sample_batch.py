@@ -19,12 +19,12 @@ from qrt.engine.step.transfer import to_device
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """What is sampled in a step, and how.
+    """The S tokens that a step samples.
 
-    tokens       int64 [S]: which of the step's tokens each of the S is drawn after
-    meta         how
-    logprobs     int64 [l]: which of the S want log-probabilities; None: none
-    num_top      likeliest tokens to name at each of them, the most that any of them asks for
+    tokens       int64 [S]: index of the step's token after which each is sampled
+    meta         how each is sampled
+    logprobs     int64 [l]: which of the S need log-probabilities; None: none
+    num_top      likeliest tokens to name with each, the most that any of them asks for
     """
 
     tokens: Tensor
@@ -34,7 +34,7 @@ class SampleBatch:
 
     @classmethod
     def of(cls, plan: Plan, sent: Mapping[str, Tensor]) -> SampleBatch | None:
-        """Make them of a plan whose `sample_arrays` are on the device; None when nothing is sampled."""
+        """Make the batch of a plan from its `sample_arrays` on the device; None when nothing is sampled."""
         if not plan.sampled:
             return None
         ks = [work.sampling.top_k for work in plan.sampled if work.sampling.filtered]
@@ -51,18 +51,18 @@ class SampleBatch:
 
 
 def make_sample_batch(plan: Plan, adjustments: Adjustments, device: torch.device) -> SampleBatch | None:
-    """Send what a plan samples to the device, by itself."""
+    """Make the batch of a plan and send it to the device."""
     given = sample_arrays(plan, adjustments)
     return SampleBatch.of(plan, to_device({name: a for name, a in given.items() if a.size}, device))
 
 
 def is_plain(plan: Plan) -> bool:
-    """Whether all that is sampled is greedy, or drawn by temperature and seed alone, and no more is asked."""
+    """Return whether all samples of a plan need no more than temperature and seed."""
     return all(work.sampling.plain and not work.banned for work in plan.sampled)
 
 
 def sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[Any]]:
-    """Which hidden states are sampled, for which rows, and how."""
+    """Return the arrays of a SampleBatch, by name."""
     custom_rows: list[int] = []
     filtered: list[int] = []
     adjusted: list[tuple[int, int]] = []

@@ -1,8 +1,7 @@
-"""Sampler: which rows of the logits are drawn how; `qrt::sample` draws them.
+"""Sampler: sample a token from each row of the logits, with `qrt::sample`.
 
-Greedy, temperature and seed need nothing but the logits. Rows that ask for more (adjusted or banned tokens,
-top-k, top-p, min-p) are drawn on their own, from fp32 copies. A draw does not depend on what it is batched
-with.
+Temperature and seed need nothing but the logits. Custom rows (with adjusted or banned tokens, top-k, top-p or
+min-p) are sampled from fp32 copies. A row's token does not depend on the rows it is batched with.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from qrt.engine.step.table import RequestTable
 from qrt.kernels.sample import sample as sample_logits
 
 _INF = float("inf")
-ROWS = 256  # adjusted, or sorted, at a time: bounds the memory of copies
+ROWS = 256  # rows that are adjusted or sorted at a time, which bounds the memory of copies
 
 
 @dataclass(frozen=True)
 class SampleMeta:
-    """Which rows of the logits are drawn how; the numbers themselves are in the request table.
+    """Which rules apply to which of S rows; the rules' numbers are in the request table.
 
     rows          int64 [S]      rows of the request table
-    custom_rows       int64 [c]      of the S, those that ask for more than temperature and seed; None: none
-    adjusted      int64 [2, a]   (row of the c, entry of Adjustments); None: none
-    banned        int64 [3, b]   (row of the c, token, token that must come before it or ANY); None: none
-    filtered      int64 [f]      of the c, those drawn from what top-k, top-p or min-p leave; None: none
-    max_top_k     the largest top-k of the filtered, if all of them have one, else 0
+    custom_rows   int64 [c]      which of the S need more than temperature and seed; None: none
+    adjusted      int64 [2, a]   (index into custom_rows, entry of Adjustments); None: none
+    banned        int64 [3, b]   (index into custom_rows, token, token before it or ANY); None: none
+    filtered      int64 [f]      indices into custom_rows of rows with top-k, top-p or min-p; None: none
+    max_top_k     largest top-k of the filtered rows if all have one, else 0
     """
 
     rows: Tensor
@@ -42,7 +41,7 @@ class SampleMeta:
 
 
 def sample(logits: Tensor, table: RequestTable, adjustments: Adjustments, meta: SampleMeta) -> Tensor:
-    """`logits` [S, V], in any float dtype, -> tokens int64 [S]. Does not change the logits."""
+    """Sample tokens int64 [S] from `logits` [S, V] of any float dtype, which stay unchanged."""
     if meta.custom_rows is None:
         return sample_logits(logits, meta.rows, table.temperature, table.seed, table.length, None)
     rows = meta.rows[meta.custom_rows]
@@ -51,7 +50,7 @@ def sample(logits: Tensor, table: RequestTable, adjustments: Adjustments, meta: 
     if meta.adjusted is not None:
         adjustments.count(meta.adjusted[1], drawn[meta.adjusted[0]])
     if len(drawn) == len(logits):
-        return drawn  # `custom_rows` is in order
+        return drawn  # all rows are custom, in order
     tokens = sample_logits(logits, meta.rows, table.temperature, table.seed, table.length, None)
     return tokens.index_copy_(0, meta.custom_rows, drawn)
 
@@ -59,7 +58,7 @@ def sample(logits: Tensor, table: RequestTable, adjustments: Adjustments, meta: 
 def _allowed(
     x: Tensor, rows: Tensor, table: RequestTable, adjustments: Adjustments, meta: SampleMeta
 ) -> Tensor:
-    """The logits x fp32 [c, V] of `rows` int64 [c], adjusted, with -inf for banned tokens."""
+    """Return the logits x fp32 [c, V] of `rows` int64 [c], adjusted, with -inf for banned tokens."""
     if meta.adjusted is not None:
         for index, places in zip(*(part.split(ROWS) for part in meta.adjusted), strict=True):
             x[index] = adjustments.apply(x[index], places, table.length[rows[index]])
@@ -72,7 +71,7 @@ def _allowed(
 
 
 def _least(x: Tensor, rows: Tensor, table: RequestTable, meta: SampleMeta) -> Tensor | None:
-    """The smallest logits / temperature that the filters keep, fp32 [c]; None: nothing is filtered."""
+    """Return the smallest logits / temperature that the filters keep, fp32 [c]; None: no filters."""
     if meta.filtered is None:
         return None
     least = x.new_full(x.shape[:1], -_INF)
@@ -87,12 +86,16 @@ def _least(x: Tensor, rows: Tensor, table: RequestTable, meta: SampleMeta) -> Te
 
 
 def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int = 0) -> Tensor:
-    """The smallest logit that top-k, then top-p, keep: fp32 [B, 1] of `logits` [B, V], top_k and top_p [B].
+    """Return the smallest logit that top-k and then top-p keep in each row.
 
-    Top-k keeps the k largest; top-p, of their softmax, the fewest likeliest whose probability reaches p
-    (Holtzman et al., arXiv:1904.09751), at least one. Tokens as likely as the last one kept are kept too, so
-    that the choice does not depend on their order. `max_top_k` is the largest top_k where every row has one
-    (0: some row has none): then a partial sort is enough.
+    logits       [B, V]
+    top_k        [B], 0: off; keeps the k largest logits
+    top_p        [B], 1: off; keeps the fewest likeliest of these whose probability reaches p, at least one
+                 (Holtzman et al., arXiv:1904.09751)
+    max_top_k    largest top_k if every row has one, else 0; with it a partial sort is enough
+
+    Tokens as likely as the last one kept are kept too, so that their order does not matter. Returns fp32
+    [B, 1].
     """
     vocab = logits.shape[-1]
     if max_top_k:
@@ -103,6 +106,6 @@ def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int = 0)
     beyond = torch.arange(ordered.shape[-1], device=logits.device) >= last
     probability = ordered.masked_fill(beyond, -_INF).softmax(-1)
     before = probability.cumsum(-1) - probability
-    most = top_p.masked_fill(top_p >= 1, _INF)  # off: not even what rounding puts beyond 1 is cut
+    most = top_p.masked_fill(top_p >= 1, _INF)  # off: keep even tokens whose rounded sum exceeds 1
     kept = ((before < most[:, None]) & ~beyond).sum(-1, keepdim=True)
-    return ordered.gather(-1, kept.clamp_(min=1) - 1)  # fp32 knows no top_p below 1e-45
+    return ordered.gather(-1, kept.clamp_(min=1) - 1)  # keep one even if top_p underflows to 0 in fp32

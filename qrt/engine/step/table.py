@@ -1,7 +1,7 @@
-"""RequestTable: what the device knows of the running requests, one row each.
+"""RequestTable: the running requests on the device, one row each.
 
-It lives on the device so that a step of decodes can follow another without anything but slot numbers going
-there: last tokens, lengths and sampling parameters are already in place.
+Last tokens, lengths and sampling parameters are already there when a step of decodes follows another. Only
+new slot numbers have to be sent.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from qrt.engine.schedule.plan import Admission, Placement
 from qrt.engine.step.transfer import to_device
 from qrt.kernels.token_inputs import advance
 
-ROW_MULTIPLE = 64  # rows of the slot table start on 256 bytes: wide loads, one Triton specialization
+ROW_MULTIPLE = 64  # rows of the slot table start at multiples of 256 bytes, for wide loads in Triton
 
 
 class RequestTable:
-    """R = max_num_seqs + 1 rows; the last one pads batches of fixed size and always points to the pad slot.
+    """R = max_num_seqs + 1 rows; the last one is for padding and always points to the pad slot.
 
-    last_token    [R] int64   sampled last, its K/V not yet written
-    length        [R] int32   tokens known, the last one included: the position of the next sampled token
+    last_token    [R] int64   token sampled last; its K/V are not yet written
+    length        [R] int32   number of known tokens, so the position of the next one
     temperature   [R] fp32    0: greedy
     top_k         [R] int64   0: off
     top_p         [R] fp32
     seed          [R] int64
     min_p         [R] fp32    0: off
-    slot_table    [R, Lmax] int32   slot of each position; what lies beyond a request's length is stale
+    slot_table    [R, Lmax] int32   slot of each position; stale beyond a request's length
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, pad_slot: int, device: torch.device) -> None:
@@ -72,9 +72,9 @@ class RequestTable:
         self.slot_table.view(-1).index_copy_(0, sent["indices"], sent["slots"])
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """The slots int32 [n] of `positions` [n] in `rows` [n]."""
+        """Return the slots int32 [n] of `positions` [n] in `rows` [n]."""
         return self.slot_table.view(-1)[rows.long() * self.slot_table.shape[1] + positions]
 
     def advance(self, rows: Tensor, tokens: Tensor, drawn: Tensor | None = None) -> None:
-        """Note the sampled `tokens` int64 [n] of `rows` int64 [n]; drawn int32 [n]: 0 for rows of padding."""
+        """Store the sampled `tokens` int64 [n] of `rows` int64 [n]; `drawn` int32 [n] is 0 for padding."""
         advance(rows, tokens, drawn, self.last_token, self.length)

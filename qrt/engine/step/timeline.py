@@ -1,4 +1,4 @@
-"""Timeline: what kinds of steps the GPU ran, how long each took, and how long the GPU waited between them."""
+"""Timeline: measure the steps that the GPU runs, and how long it waits between them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-PENDING = 64  # steps whose events are kept; the older half is added up when there are more
+PENDING = 64  # steps whose events are kept; when there are more, the older half is summed up
 
 
 class Kind(NamedTuple):
-    """A step computes decodes alone, or prompts (beside decodes or not); it is recorded, or launched kernel
-    by kernel."""
+    """Whether a step has prompts, and whether it is recorded or launched kernel by kernel."""
 
     prompts: bool
     recorded: bool
@@ -21,7 +20,7 @@ class Kind(NamedTuple):
 
 @dataclass
 class Sums:
-    """Steps of one kind, added up. `span_ms` is `busy_ms` and the wait before each step."""
+    """Sums over the steps of one kind. `span_ms` is `busy_ms` plus the wait before each step."""
 
     count: int = 0
     span_ms: float = 0.0
@@ -41,30 +40,30 @@ class _Step(NamedTuple):
 
 
 class Timeline:
-    """Events around each step, from its first kernel to its last.
+    """Records events around each step, from its first kernel to its last.
 
-    Events are reused and read when they are done, a batch at a time: no step waits for them, and a long run
-    keeps few. A step's span is from the end of the step before it to its own end, so that spans add up to the
-    whole time, and a wait counts for the step that the GPU waited for. Waits between the kernels of one step
-    are not seen; a step that is launched kernel by kernel and whose span is about its host time has them.
+    Events are read in batches when they are done, and reused. So no step waits for them, and a long run keeps
+    few. A step's span goes from the end of the step before it to its own end: spans add up to the whole time,
+    and a wait counts for the step that the GPU waited for. Waits between the kernels of one step are not
+    seen. A step that is launched kernel by kernel and takes about its host time has such waits.
     """
 
     def __init__(self) -> None:
         self.kinds: dict[Kind, Sums] = {}
         self._free: list[torch.cuda.Event] = []
-        self._start: torch.cuda.Event | None = None  # of the step that is being launched
+        self._start: torch.cuda.Event | None = None  # start of the step that is being launched
         self._pending: deque[_Step] = deque()
-        self._last: _Step | None = None  # of those that are added up
+        self._last: _Step | None = None  # the last step that has been summed up
         self._decode_busy_ms = self._decode_wait_ms = 0.0
 
     def begin(self) -> None:
-        """Note that a step's first kernel is launched next."""
-        self._start = self._start or self._event()  # one is left of a step that failed
+        """Record the start of a step, whose first kernel is launched next."""
+        self._start = self._start or self._event()  # a step that failed leaves its event
         self._start.record()
 
     def end(self, kind: Kind, host_s: float, decodes: int, prompt_tokens: int) -> None:
-        """Note that the step's last kernel has been launched; `host_s` is what the launch took the host."""
-        assert self._start is not None, "a step ends that has not begun"
+        """Record the end of a step, whose last kernel has been launched in `host_s` seconds."""
+        assert self._start is not None, "end without begin"
         end = self._event()
         end.record()
         self._pending.append(_Step(kind, self._start, end, 1e3 * host_s, decodes, prompt_tokens))
@@ -73,13 +72,13 @@ class Timeline:
             self._add_up(PENDING // 2)
 
     def summary(self) -> dict[str, Any]:
-        """Wait for the last step and return what all of them took.
+        """Wait for the last step and return what all steps took.
 
-        host_gap          share of the time from the first step to the last in which the GPU waits between two
-        decode_host_gap   the same of steps of decodes alone, without the waits before and after other steps
-        steps             of each kind, the longest in all first: `count`, `share` of the time, and means of a
-                          step: `ms` from step to step, `wait_ms` of these before it starts, `host_ms` of its
-                          launch, `decodes` and `prompt_tokens`
+        host_gap          share of the whole time in which the GPU waits between two steps
+        decode_host_gap   the same for decode steps, without waits before and after steps with prompts
+        steps             per kind, the one with the most time first: `count`, `share` of the time, and means
+                          per step: `ms` from step to step, `wait_ms` before it starts, `host_ms` to launch it,
+                          `decodes` and `prompt_tokens`
         """
         if self._pending:
             self._pending[-1].end.synchronize()
@@ -98,7 +97,7 @@ class Timeline:
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
 
     def _add_up(self, count: int) -> None:
-        """Add the oldest `count` steps to the sums. All their events but the last one are free again."""
+        """Add the oldest `count` steps to the sums and free their events, except the last one."""
         for _ in range(count):
             step, before = self._pending.popleft(), self._last
             busy, wait = step.start.elapsed_time(step.end), 0.0

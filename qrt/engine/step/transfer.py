@@ -1,4 +1,4 @@
-"""Between host and device without waiting: arrays there, one copy per dtype, and tensors back."""
+"""Copy arrays to the device, one copy per dtype, and tensors back to the host, without waiting."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_ALIGN_BYTES = 64  # pointers of equal alignment: Triton compiles one variant, and it loads wide
+_ALIGN_BYTES = 64  # with equal alignment Triton compiles one variant, with wide loads
 
 
 def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
-    """Each array as a tensor of its shape on `device`. All arrays of one dtype travel together through one
-    pinned buffer, without waiting for the device; the buffer is not reused before the copy is done (torch's
-    host allocator sees to that)."""
+    """Copy each array to a tensor of its shape on `device`, without waiting for the device.
+
+    All arrays of one dtype share one pinned buffer and one copy. Torch's host allocator does not reuse the
+    buffer before the copy is done.
+    """
     groups: dict[np.dtype[Any], list[str]] = {}
     for name, array in arrays.items():
         groups.setdefault(array.dtype, []).append(name)
@@ -42,20 +44,22 @@ def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[
 
 @cache
 def _to_host(device: torch.device) -> torch.cuda.Stream:
-    """The stream of copies to the host: what is computed next need not wait for them."""
+    """Return the stream of copies to the host, so that later computation need not wait for them."""
     return torch.cuda.Stream(device)
 
 
 class Fetch:
-    """Tensors on their way to the host: `take` them, `sent` ends the list, `wait` before they are read."""
+    """Copies tensors to the host: `take` each, call `sent` after the last, `wait` before reading them."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _to_host(device) if device.type == "cuda" else None
         self._event: torch.cuda.Event | None = None
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The host's copy of `tensor`, which nothing may write any more, filled when `wait` returns; on a CPU
-        the tensor itself."""
+        """Return the host's copy of `tensor`, which is complete when `wait` returns.
+
+        Nothing may write the tensor afterwards. On a CPU the tensor itself is returned.
+        """
         if self._stream is None:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -66,13 +70,13 @@ class Fetch:
         return host
 
     def sent(self) -> None:
-        """Nothing more is taken; `wait` waits for all that the device has been given so far."""
+        """End the list of tensors; `wait` then waits for all work that the device has been given so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            self._event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, others get the GIL
+            self._event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps without the GIL
             self._event.record(self._stream)
 
     def wait(self) -> None:
-        """Until everything has arrived."""
+        """Wait until everything has arrived."""
         if self._event is not None:
             self._event.synchronize()
