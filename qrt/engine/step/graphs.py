@@ -1,4 +1,4 @@
-"""Graphs: steps padded to some sizes and recorded as CUDA graphs, so that a step is two launches for the host.
+"""Graphs: steps padded to some sizes and recorded as CUDA graphs; a step is two launches for the host.
 
 There are two kinds of steps. A step of decodes alone is one graph, from the request table to the next tokens
 in it. A step with chunks of prompts is two graphs: one from tokens to hidden states, and one that makes the

@@ -77,7 +77,7 @@ class Timeline:
         host_gap          share of the whole time in which the GPU waits between two steps
         decode_host_gap   the same for decode steps, without waits before and after steps with prompts
         steps             per kind, the one with the most time first: `count`, `share` of the time, and means
-                          per step: `ms` from step to step, `wait_ms` before it starts, `host_ms` to launch it,
+                          per step: `ms` from step to step, `wait_ms` before it, `host_ms` to launch it,
                           `decodes` and `prompt_tokens`
         """
         if self._pending:
