@@ -90,8 +90,7 @@ class Arch:
         return tuple(name for pair in self.smooth for name in pair.routers)
 
     def is_expert(self, name: str) -> bool:
-        """Whether the module `name` of a layer belongs to an expert that only some tokens are sent to, or is
-        all of them fused."""
+        """Return whether the module `name` of a layer is part of the experts, which see only some tokens."""
         return self.experts is not None and name.startswith(f"{self.experts}.")
 
     @property
@@ -120,7 +119,7 @@ class Mixture:
     shared: str | None = None
 
     def arch(self, config: Mapping[str, Any]) -> tuple[Arch, Mapping[str, Any]]:
-        """The architecture of one checkpoint with its experts by name, and `config` with their inner size."""
+        """Return the architecture with the checkpoint's experts, and `config` with their inner size."""
         count = next((name for name in self.counts if name in config), "num_experts")
         config = self.dense.filled(config)
         if not self.all_sparse(config):
@@ -225,8 +224,11 @@ class ModelConfig:
 
     @property
     def context(self) -> int:
-        """Most tokens of a request. Within its first `sliding_window` tokens a sliding layer is a full one:
-        qrt runs that far and no further."""
+        """The most tokens of a request.
+
+        qrt does not slide windows. Within the first `sliding_window` tokens a sliding layer equals a full
+        one, so a request may have at most that many.
+        """
         return min(self.max_position, self.sliding_window or self.max_position)
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Token-granular KV memory: slots, prefix tree, manager (no torch); storage and sizing (torch)."""
+"""Manage KV memory by single tokens: slots, prefix tree, manager (no torch); storage and sizing (torch)."""

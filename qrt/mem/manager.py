@@ -1,9 +1,9 @@
-"""KVManager: who holds which slots. The only class of `qrt.mem` that the scheduler sees.
+"""KVManager: track who holds which slots. The scheduler uses no other class of `qrt.mem`.
 
 Every slot is free, or owned by the prefix cache (evictable, or locked by running sequences), or private to
-one running sequence. All work is on the host; the caller orders it against the GPU: a slot may be written by
-a later step as soon as it is released, so release a sequence only when no launched step still reads or
-writes it, or when later steps run behind that one on the same stream.
+one running sequence. All work is on the host, and the caller orders it against the GPU. A later step may
+write a slot as soon as it is released. So release a sequence only when no launched step still reads or writes
+it, or when later steps run after that one on the same stream.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from qrt.mem.slots import RUN, Ints, SlotAllocator
 class SequenceKV:
     """The slots of one running sequence, made by `KVManager.start`.
 
-    length       slots it has
-    num_cached   its first tokens, whose K/V the prefix cache holds (shared, read-only)
-    salt         of the cached prefixes that it shares
+    length       number of slots
+    num_cached   number of first tokens whose K/V the prefix cache holds (shared, read-only)
+    salt         the salt of the cached prefixes that it shares
     """
 
     __slots__ = ("_buffer", "_node", "length", "num_cached", "salt")
@@ -61,7 +61,7 @@ class SequenceKV:
 
 @dataclass(frozen=True)
 class KVStats:
-    """Where the slots are (the first four add up to the pool), and the prefix cache's use so far."""
+    """Counts of slots (the first four add up to the pool), and of the prefix cache's use so far."""
 
     free_slots: int
     evictable_slots: int
@@ -72,18 +72,18 @@ class KVStats:
 
 
 class KVManager:
-    """Slots and prefix cache of a pool of `num_slots` tokens.
+    """Manages the slots and the prefix cache of a pool of `num_slots` tokens.
 
     A sequence is started with all its known tokens, extended as it grows, and released once. To pause one,
-    release it with keep=True and start it again later with all its tokens: what has not been evicted in the
-    meantime is not computed again. Without `prefix_caching` nothing is kept.
+    release it with keep=True and start it again later with all its tokens. Tokens that have not been evicted
+    in the meantime are not computed again. Without `prefix_caching` nothing is kept.
     """
 
     def __init__(self, num_slots: int, *, prefix_caching: bool = True, run: int = RUN) -> None:
         self._slots = SlotAllocator(num_slots, run)
         self._cache = RadixCache()
         self.prefix_caching = prefix_caching
-        # evict many slots at a time, as quick as one; leave up to `_max_gaps` free ones outside whole runs
+        # evicting many slots takes as long as evicting one; up to `_max_gaps` free slots may lie in gaps
         self._evict_slots = run * max(1, min(64, num_slots // (64 * run)))
         self._max_gaps = num_slots // 16
         self._running: set[SequenceKV] = set()
@@ -96,30 +96,28 @@ class KVManager:
 
     @property
     def available(self) -> int:
-        """Slots that can be had now: free ones and those of cached tokens that nobody reads."""
+        """Slots that can be taken now: free ones, and those of cached tokens that nobody reads."""
         return self._slots.num_free + self._cache.evictable
 
     @property
     def stats(self) -> KVStats:
-        """A snapshot."""
+        """A snapshot of the counts."""
         free, evictable, locked = self._slots.num_free, self._cache.evictable, self._cache.locked
         private = self.num_slots - free - evictable - locked
         return KVStats(free, evictable, locked, private, self._hit_tokens, self._query_tokens)
 
     def cached(self, ids: Ints, salt: str | None = None) -> int:
-        """How many tokens of `ids` int32 [n] a sequence that starts with them would share. Changes
-        nothing."""
+        """Return how many tokens of `ids` int32 [n] a new sequence would share; change nothing."""
         return self._cache.match(ids[:-1], salt).length if self.prefix_caching else 0
 
     def start(
         self, ids: Sequence[int] | Ints, *, reuse: bool = True, spare: int = 0, salt: str | None = None
     ) -> SequenceKV | None:
-        """Slots for a sequence whose known tokens are `ids` [n] (int32 array: no conversion), or None (and
-        no change) when there is no room, or when fewer than `spare` slots would stay available.
+        """Start a sequence whose known tokens are `ids` [n]; an int32 array is not converted.
 
-        The longest cached prefix of `ids[:-1]` is shared, so at least one token is always left to compute;
-        with reuse=False all are. Only what was cached with the same `salt` is found. Never None when n +
-        spare <= `available`.
+        It shares the longest cached prefix of `ids[:-1]` with the same `salt`, so at least one token is left
+        to compute; with reuse=False all are. Returns None, without a change, when there is no room or fewer
+        than `spare` slots would stay available; never when n + spare <= `available`.
         """
         ids = np.asarray(ids, np.int32)
         if not len(ids):
@@ -140,7 +138,7 @@ class KVManager:
         return seq
 
     def extend(self, seq: SequenceKV, n: int = 1) -> Ints | None:
-        """`n` more slots at the end of `seq`, int32 [n], or None (and no change) when there is no room."""
+        """Add `n` slots to `seq` and return them, int32 [n]; None, without a change, if there is no room."""
         if n > self.available:
             return None
         slots = self._alloc(n, seq._tail)
@@ -148,13 +146,12 @@ class KVManager:
         return slots
 
     def publish(self, seq: SequenceKV, ids: Ints) -> Ints:
-        """Let others share the first tokens of a running sequence, `ids` int32 [n], whose K/V have been
-        written.
+        """Share the first tokens of a running sequence, `ids` int32 [n], whose K/V have been written.
 
-        They move to the prefix cache, locked by `seq`. Of those that another sequence has put there, `seq`
-        goes on with the slots in the cache, and its own become free: the former are returned, int32 [m], the
-        first for the position that `num_cached` was. Nothing happens without prefix caching, or where others
-        have put all of them there: then the slots of `seq` stay its own.
+        They move to the prefix cache, locked by `seq`. Where another sequence has cached the same tokens,
+        `seq` goes on with the cached slots and frees its own. These cached slots are returned, int32 [m]; the
+        first is for position `num_cached` as it was before. Nothing happens without prefix caching, or when
+        all of the tokens are cached already: then `seq` keeps its own slots.
         """
         taken = np.empty(0, np.int32)
         if not self.prefix_caching or len(ids) <= seq.num_cached:
@@ -168,10 +165,10 @@ class KVManager:
         return taken
 
     def release(self, seq: SequenceKV, ids: Sequence[int] | Ints, keep: bool = True) -> None:
-        """End or pause `seq`. `ids` [n <= len(seq)] are the tokens whose K/V have been written, the first n
-        of the sequence; with `keep` they stay in the prefix cache, all else becomes free.
+        """End or pause `seq`, whose first tokens `ids` [n <= len(seq)] have their K/V written.
 
-        ValueError when `seq` is not running, or `ids` are too many or not what it was started with.
+        With `keep` these stay in the prefix cache; all other slots become free. Raises ValueError when `seq`
+        is not running, or when `ids` are too many or differ from those it was started with.
         """
         if seq not in self._running:
             raise ValueError("release: the sequence is not running (released twice?)")
@@ -192,7 +189,7 @@ class KVManager:
         self._running.remove(seq)
 
     def reset(self) -> None:
-        """Drop the prefix cache, save what running sequences read."""
+        """Drop the prefix cache, except for what running sequences read."""
         self._slots.free(self._cache.evict(self._cache.evictable))
 
     def check(self) -> None:
@@ -213,7 +210,7 @@ class KVManager:
         assert all(node.ref == locks[node] for node in self._cache.nodes())
 
     def _publish(self, seq: SequenceKV, ids: Ints) -> bool:
-        """Whether nobody else has put the first of the tokens there that `seq` has not shared so far."""
+        """Publish the tokens that `seq` does not share yet; return False if another sequence was first."""
         new = slice(seq.num_cached, len(ids))
         end = self._cache.extend(seq._node, ids[new], seq.slots[new], seq.salt)
         if end is not None:
@@ -221,8 +218,7 @@ class KVManager:
         return end is not None
 
     def _share(self, seq: SequenceKV, match: Match) -> Ints:
-        """The slots of what `seq` has not shared so far of a cached prefix: it reads them, and no longer its
-        own."""
+        """Replace slots of `seq` by those of the cached prefix, free its own, and return the new ones."""
         old = seq._node
         seq._node = self._cache.lock(match)
         self._cache.unlock(old)
@@ -234,7 +230,7 @@ class KVManager:
         return slots
 
     def _alloc(self, n: int, tail: int | None = None) -> Ints:
-        """`n` slots of which the caller knows that they can be had."""
+        """Return `n` slots; the caller knows that they are available."""
         if n > self._slots.num_whole and self._cache.evictable:
             self._make_room(n)
         slots = self._slots.alloc(n, tail)
@@ -242,10 +238,10 @@ class KVManager:
         return slots
 
     def _make_room(self, n: int) -> None:
-        """Evict until `n` slots are free in whole runs; or free at all, when gaps hold more than `_max_gaps`.
+        """Evict until `n` slots are free in whole runs; or free anywhere, if gaps exceed `_max_gaps`.
 
-        A full cache is the normal state of a busy server. Were its gaps filled before anything is evicted,
-        sequences would soon lie scattered, and every extension would search: measured on a mixed load, they
+        A full cache is the normal state of a busy server. If gaps were filled before anything is evicted,
+        sequences would soon be scattered, and every extension would search. On a mixed load sequences then
         touched 3.6 times the runs they needed, against 1.003 this way, and `extend` took ten times as long.
         """
         num_gaps = self._slots.num_free - self._slots.num_whole

@@ -1,9 +1,9 @@
-"""The prefix cache: a radix tree from token ids to the slots that hold their K/V, one token at a time.
+"""RadixCache: the prefix cache, a radix tree from token ids to the slots that hold their K/V.
 
-A node owns the slots of its tokens until they are evicted. Running sequences lock the path they read. What is
-not locked can be evicted, least recently used leaf token first. What was cached with a salt is found with
-that salt only: nobody else can tell, by the time of an answer, that it is there. (SGLang's RadixAttention,
-arXiv:2312.07104, with pages of one token as in LightLLM.)
+A node owns the slots of its tokens until they are evicted. Running sequences lock the path they read. Tokens
+that are not locked can be evicted, the least recently used leaf token first. Tokens cached with a salt are
+found only with that salt, so nobody else can tell from the time of an answer that they are cached. (This is
+SGLang's RadixAttention, arXiv:2312.07104, with pages of one token as in LightLLM.)
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 
 from qrt.mem.slots import Ints
 
-# the first token of a key; below the root with the salt, if there is one
+# The first token of a key; directly below the root, together with the salt if there is one.
 Edge = int | tuple[str, int]
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """An edge and its end: the tokens `key` [n], which follow the parent's, and their `slots` [n]."""
+    """An edge and its end: the tokens `key` [n] after the parent's, and their `slots` [n]."""
 
     key: Ints
     slots: Ints
     parent: Node | None = None
-    edge: Edge = 0  # its place among the parent's children
+    edge: Edge = 0  # its key among the parent's children
     children: dict[Edge, Node] = field(default_factory=dict)
     ref: int = 0  # locks whose path contains this node
     last_use: int = 0  # never earlier than a child's
@@ -37,13 +37,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix of some ids; valid until the tree changes.
+    """The longest cached prefix of a lookup; valid until the tree changes.
 
-    node       where it ends
+    node       the node in which it ends
     within     how many tokens of `node` belong to it
-    length     tokens in total
+    length     number of its tokens
     unlocked   how many of them are evictable now
-    salt       that it was looked up with
+    salt       the salt of the lookup
     """
 
     node: Node
@@ -60,14 +60,16 @@ class RadixCache:
         self.evictable = self.locked = 0
         self._root = Node(np.empty(0, np.int32), np.empty(0, np.int32))
         self._clock = 0
-        # Nodes that were an unlocked leaf once, by the last use of that time: at most one entry per node,
-        # and `evict` sets it right when it comes up.
+        # Nodes that were an unlocked leaf when they were queued, by their last use at that time. Each node
+        # has at most one entry, and `evict` corrects a stale one when it comes up.
         self._queue: list[tuple[int, int, Node]] = []
         self._serial = count()
 
     def match(self, ids: Ints, salt: str | None = None) -> Match:
-        """The longest prefix of `ids` [n] cached with `salt`. Changes nothing, not even the order of
-        eviction."""
+        """Find the longest prefix of `ids` [n] cached with `salt`.
+
+        Changes nothing, not even the order of eviction.
+        """
         node, within, length, unlocked = self._root, 0, 0, 0
         while length < len(ids):
             child = node.children.get(_edge(node, int(ids[length]), salt))
@@ -83,7 +85,7 @@ class RadixCache:
         return Match(node, within, length, unlocked, salt)
 
     def lock(self, match: Match) -> Node:
-        """Keep the matched prefix until `unlock` of the node returned, which is where the prefix ends."""
+        """Keep the matched prefix until `unlock` is called with the returned node, where the prefix ends."""
         end = self._end(match)
         for node in _path(end):
             if not node.ref:
@@ -93,7 +95,7 @@ class RadixCache:
         return end
 
     def unlock(self, end: Node) -> None:
-        """Undo one `lock`; the prefix counts as used just now."""
+        """Undo one `lock` and mark the prefix as just used."""
         for node in _path(end):
             node.ref -= 1
             assert node.ref >= 0, "prefix unlocked more often than locked"
@@ -104,14 +106,16 @@ class RadixCache:
         self._offer(end)
 
     def slots(self, end: Node) -> Ints:
-        """The slots of the whole prefix that ends at `end`, int32 [its length], a copy."""
+        """Return a copy of the slots of the whole prefix that ends at `end`, int32 [its length]."""
         parts = [node.slots for node in _path(end)]
         return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
 
     def insert(self, match: Match, ids: Ints, slots: Ints) -> Node:
-        """Add `ids` [n], of which `match` is the cached prefix; returns where they end. The tree becomes the
-        owner of `slots[match.length:]`; the first `match.length` slots are duplicates and stay the
-        caller's."""
+        """Add `ids` [n], whose cached prefix is `match`, and return the node where they end.
+
+        The tree becomes the owner of `slots[match.length:]`. The first `match.length` slots are duplicates
+        and stay the caller's.
+        """
         end = self._end(match)
         if match.length < len(ids):
             rest = slice(match.length, None)
@@ -125,8 +129,11 @@ class RadixCache:
         return end
 
     def extend(self, end: Node, ids: Ints, slots: Ints, salt: str | None = None) -> Node | None:
-        """Add `ids` [n > 0] and their `slots` behind the prefix that ends at `end`; one lock of it moves to
-        their end, which is returned; None, and no change, where the first of them is cached there already."""
+        """Add `ids` [n > 0] and their `slots` after the prefix that ends at `end`.
+
+        One lock of that prefix moves to the new end, which is returned. Returns None, without a change, if
+        the first of the ids is cached there already.
+        """
         edge = _edge(end, int(ids[0]), salt)
         if edge in end.children:
             return None
@@ -136,8 +143,10 @@ class RadixCache:
         return leaf
 
     def evict(self, need: int) -> Ints:
-        """Forget `need` unlocked tokens (all of them, if there are fewer), least recently used leaf token
-        first, so that a long leaf is shortened from its end. Their slots are the caller's."""
+        """Forget `need` unlocked tokens, or all if there are fewer, and return their slots.
+
+        The least recently used leaf token goes first, so a long leaf is shortened from its end.
+        """
         freed = []
         while need > 0 and self._queue:
             last_use, _, node = heapq.heappop(self._queue)
@@ -157,7 +166,7 @@ class RadixCache:
         return np.concatenate(freed) if freed else np.empty(0, np.int32)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the root, parents first."""
+        """Yield every node but the root, parents first."""
         stack = [self._root]
         while stack:
             node = stack.pop()
@@ -184,7 +193,7 @@ class RadixCache:
         assert (self.evictable, self.locked) == (evictable, locked)
 
     def _end(self, match: Match) -> Node:
-        """The node that ends where the match ends, split off if need be."""
+        """Return the node that ends where the match ends; split a node if there is none."""
         node, within, parent = match.node, match.within, match.node.parent
         if within == len(node.key):
             return node
@@ -222,14 +231,14 @@ def _edge(parent: Node, token: int, salt: str | None) -> Edge:
 
 
 def _path(node: Node) -> Iterator[Node]:
-    """From `node` up to the root, which is left out."""
+    """Yield the nodes from `node` up to the root, without the root."""
     while node.parent is not None:
         yield node
         node = node.parent
 
 
 def _common_prefix(a: Ints, b: Ints) -> int:
-    """Of two keys with at least one token."""
+    """Return the length of the common prefix of two keys, which are not empty."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     first = int(differ.argmax())

@@ -1,4 +1,4 @@
-"""How many tokens of K/V fit: bytes left on the device -> slots."""
+"""Compute how many tokens of K/V fit into the memory that is left on the device."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from qrt.mem.slots import RUN
 from qrt.quant.kv import KV_FORMATS, KVFormat
 
 GIB = 1 << 30
-# Requests that run at once by default: fewest and most. More of them raise a GPU's rate only a little.
+# Bounds of the requests that run at once by default. More of them raise a GPU's rate only a little.
 LEAST_SEQS, MOST_SEQS = 256, 1024
-USUAL_TOKENS = 1024  # of a request, to see how many fit
-TABLE_BYTES = 1 << 29  # most of the request table by default
-CPU_BUDGET_BYTES = 4 * GIB  # what a CPU run takes unless told otherwise
-PAD_SLOTS = 16  # behind the pool; one takes the writes of padded rows, 16 keep strides over slots aligned
+USUAL_TOKENS = 1024  # assumed length of a request, to estimate how many fit
+TABLE_BYTES = 1 << 29  # largest request table by default
+CPU_BUDGET_BYTES = 4 * GIB  # size of the pool on a CPU by default
+PAD_SLOTS = 16  # slots after the pool: one takes the writes of padded rows; 16 keep strides aligned
 
 
 @dataclass(frozen=True)
 class PoolSize:
-    """A KV pool that fits.
+    """The size of a KV pool.
 
-    num_slots       tokens it holds, a multiple of the allocator's run
-    num_bytes       memory it takes, `PAD_SLOTS` included
-    kv              its formats, e.g. "int8" or "fp16+int4" where layers differ
+    num_slots       tokens that it holds, a multiple of the allocator's run
+    num_bytes       memory that it takes, `PAD_SLOTS` included
+    kv              its formats, e.g. "int8", or "fp16+int4" if layers differ
     max_model_len   most tokens of one request
     """
 
@@ -37,11 +37,11 @@ class PoolSize:
 
     @property
     def concurrency(self) -> float:
-        """How many requests of full length it holds."""
+        """How many requests of full length fit into the pool."""
         return self.num_slots / self.max_model_len
 
     def __str__(self) -> str:
-        """The start-up line."""
+        """Return the line that is logged at start."""
         return (
             f"KV pool: {self.num_slots:,} tokens, {self.concurrency:.1f}x concurrent requests of "
             f"{self.max_model_len:,} tokens, {self.num_bytes / GIB:.2f} GiB as {self.kv}"
@@ -49,14 +49,14 @@ class PoolSize:
 
 
 def slot_bytes(formats: Sequence[KVFormat], num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one token over all layers."""
+    """Return the bytes of one token's K and V in all layers."""
     return sum(format.bytes_per_slot(num_kv_heads, head_dim, dtype) for format in formats)
 
 
 def pool_bytes(
     formats: Sequence[KVFormat], num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of the tensors of `num_slots` slots and `PAD_SLOTS`; `formats` [layers]."""
+    """Return the bytes of the tensors for `num_slots` slots and `PAD_SLOTS`; `formats` [layers]."""
     return (num_slots + PAD_SLOTS) * slot_bytes(formats, num_kv_heads, head_dim, dtype)
 
 
@@ -67,11 +67,11 @@ def kv_budget_bytes(
     reserve_bytes: int,
     kv_cache_memory_bytes: int | None = None,
 ) -> int:
-    """Bytes that the KV pool may take on `device`, to be asked when the weights are loaded.
+    """Return the bytes that the KV pool may take on `device`; call it after the weights are loaded.
 
-    `kv_cache_memory_bytes` if given. Else on a GPU: the share `gpu_memory_utilization` of its memory, less
-    what is in use (by anyone) and `reserve_bytes`, the caller's peak for the activations of one step and for
-    graphs; ConfigError when nothing is left. Else, on a CPU, 4 GiB.
+    It is `kv_cache_memory_bytes` if given. Else, on a CPU, it is 4 GiB. On a GPU it is the share
+    `gpu_memory_utilization` of its memory, less what any process has in use, less `reserve_bytes` for the
+    activations of one step and for graphs. Raises ConfigError when nothing is left.
     """
     if kv_cache_memory_bytes is not None:
         return kv_cache_memory_bytes
@@ -85,17 +85,17 @@ def kv_budget_bytes(
             f"no memory left for the KV pool: {(total - free) / GIB:.2f} GiB in use and "
             f"{reserve_bytes / GIB:.2f} GiB reserved for activations, of {total / GIB:.2f} GiB x "
             f"--gpu-memory-utilization {gpu_memory_utilization}; raise it, lower --max-num-batched-tokens, "
-            "end what else runs on the GPU, or use a quantized checkpoint or a GPU with more memory"
+            "stop other programs on the GPU, or use a quantized checkpoint or a GPU with more memory"
         )
     return budget
 
 
 def default_num_seqs(budget_bytes: int, slot_bytes: int, max_model_len: int) -> int:
-    """Return how many requests a GPU runs at once unless told otherwise: a power of two.
+    """Return how many requests a GPU runs at once by default, a power of two.
 
-    It is LEAST_SEQS, or up to MOST_SEQS where `budget_bytes` hold so many requests of USUAL_TOKENS (of
-    `max_model_len` if that is less), each token of `slot_bytes`. The request table, 4 bytes for each token
-    that each request may have, takes TABLE_BYTES at most.
+    It is between LEAST_SEQS and MOST_SEQS: as many requests of USUAL_TOKENS tokens (or `max_model_len` if
+    that is less) as fit into `budget_bytes`, at `slot_bytes` per token. The request table, with 4 bytes for
+    each token that a request may have, takes at most TABLE_BYTES.
     """
     fitting = budget_bytes // (slot_bytes * min(USUAL_TOKENS, max_model_len))
     fitting = min(fitting, TABLE_BYTES // (4 * max_model_len), MOST_SEQS)
@@ -113,9 +113,10 @@ def pool_size(
     max_num_seqs: int,
     run: int = RUN,
 ) -> PoolSize:
-    """The largest pool within `budget_bytes` that `max_num_seqs` requests of `max_model_len` tokens can use.
+    """Return the largest pool within `budget_bytes` that `max_num_seqs` requests of full length can use.
 
-    `formats` [layers]; `dtype` is the model's. ConfigError when one such request does not fit.
+    `formats` [layers]; `dtype` is the model's. Raises ConfigError when one request of `max_model_len` tokens
+    does not fit.
     """
     per_slot = slot_bytes(formats, num_kv_heads, head_dim, dtype)
     fitting = max(0, budget_bytes // per_slot - PAD_SLOTS) // run * run

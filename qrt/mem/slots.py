@@ -1,8 +1,8 @@
-"""Slots: which of the pool's token positions are free. Integers only; the bytes are in `storage.py`.
+"""SlotAllocator: track which slots of the pool are free. Integers only; the bytes are in `storage.py`.
 
-A slot holds the K/V of one token. Slots are handed out in aligned runs where possible, so that the tokens of
-a sequence lie together in memory (wide loads, few DRAM rows), yet any free slot can serve any token, so that
-nothing is lost to fragmentation.
+A slot holds the K/V of one token. Slots are given out in aligned runs where possible, so that the tokens of a
+sequence lie together in memory (wide loads, few DRAM rows). But any free slot can hold any token, so no
+memory is lost to fragmentation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
-RUN = 16  # slots of a run
+RUN = 16  # slots per run
 
 
 class SlotAllocator:
@@ -41,9 +41,9 @@ class SlotAllocator:
         self._list(np.flatnonzero(~is_whole))
 
     def alloc(self, n: int, tail: int | None = None) -> Ints | None:
-        """`n` slots, int32 [n], or None (and no change) when fewer are free.
+        """Return `n` slots, int32 [n]; None, without a change, when fewer are free.
 
-        `tail` is the sequence's last slot: the rest of its run is used first.
+        `tail` is the sequence's last slot; the rest of its run is used first.
         """
         if n > self.num_free:
             return None
@@ -62,7 +62,7 @@ class SlotAllocator:
         return self._whole.size * self.run
 
     def free(self, slots: Ints) -> None:
-        """Give back `slots` int [n]. ValueError, and no change, when one is not in use or comes twice."""
+        """Give back `slots` int [n]; ValueError, without a change, if one is not in use or comes twice."""
         if not len(slots):
             return
         if slots.min() < 0 or slots.max() >= self.capacity:
@@ -97,7 +97,7 @@ class SlotAllocator:
         assert self._listed[(free_in > 0) & (free_in < self.run)].all()
 
     def _fill_from_tail(self, out: Ints, tail: int) -> int:
-        """The free slots that directly follow `tail` inside its run."""
+        """Fill `out` with the free slots that directly follow `tail` in its run; return how many."""
         first = tail + 1
         room = min(len(out), -first % self.run)
         used, done = self._used_at, 0
@@ -109,8 +109,8 @@ class SlotAllocator:
         return done
 
     def _fill_from_whole(self, out: Ints) -> int:
-        """Whole runs; what is left of the last one stays free for its sequence to grow into."""
-        if len(out) <= self.run and self._whole.size:  # most extensions: several times faster by itself
+        """Fill `out` from whole runs; the rest of the last run stays free for its sequence to grow into."""
+        if len(out) <= self.run and self._whole.size:  # the usual case; several times faster on its own
             row = self._whole.pop_one()
             first, done = row * self.run, len(out)
             out[:] = range(first, first + done)
@@ -133,11 +133,11 @@ class SlotAllocator:
         return done
 
     def _fill_from_partial(self, out: Ints) -> None:
-        """The gaps of partial runs. Fills `out` completely: `alloc` has counted."""
+        """Fill all of `out` from the gaps of partial runs; `alloc` has made sure that they are enough."""
         done = 0
         while done < len(out):
             need = len(out) - done
-            rows = self._partial.peek(need)  # at least one gap each, save those that are partial no longer
+            rows = self._partial.peek(need)  # each has a gap, except those that are no longer partial
             gaps = np.where(self._free_in[rows] < self.run, self._free_in[rows], 0)
             total = np.cumsum(gaps)
             rows = self._partial.pop(min(len(rows), int(np.searchsorted(total, need)) + 1))
@@ -155,26 +155,26 @@ class SlotAllocator:
                 self._keep_rest(rows[-1:], rest)
 
     def _keep_rest(self, row: Ints, num_free: int) -> None:
-        """`num_free` slots of `row` [1] were not needed."""
+        """Note that `num_free` slots of `row` [1] were not needed."""
         self._free_in[row] = num_free
         self._list(row)
 
     def _distinct(self, rows: NDArray[np.integer]) -> NDArray[np.integer]:
-        """`rows` without repetition, ascending; a scan of the marks is faster than a sort of 32k rows."""
+        """Return `rows` ascending and without repetition; scanning marks is faster than sorting 32k rows."""
         self._marks[rows] = True
         rows = np.flatnonzero(self._marks)
         self._marks[rows] = False
         return rows
 
     def _list(self, rows: NDArray[np.integer]) -> None:
-        """Put `rows` among the partial runs."""
+        """Add `rows` to the partial runs."""
         rows = rows[~self._listed[rows]]
         self._listed[rows] = True
         self._partial.push(rows)
 
 
 class _RunQueue:
-    """First in, first out, in one array; holds a run at most once, so `capacity` places are enough."""
+    """A first-in first-out queue in one array; it holds a run at most once, so `capacity` is enough."""
 
     def __init__(self, capacity: int) -> None:
         self._runs = np.empty(capacity, np.int32)
@@ -188,11 +188,11 @@ class _RunQueue:
             self.size += len(runs)
 
     def peek(self, n: int) -> Ints:
-        """The next `n` runs, or as many as there are."""
+        """Return the next `n` runs, or as many as there are."""
         return self._runs[self._places(0, min(n, self.size))]
 
     def pop(self, n: int) -> Ints:
-        """`peek(n)`, removed."""
+        """Remove and return the next `n` runs, or as many as there are."""
         runs = self.peek(n)
         self._head = (self._head + len(runs)) % len(self._runs)
         self.size -= len(runs)
@@ -204,7 +204,7 @@ class _RunQueue:
         self.size += 1
 
     def pop_one(self) -> int:
-        """The next run, removed; there must be one."""
+        """Remove and return the next run; there must be one."""
         run = self._runs.item(self._head)
         self._head = (self._head + 1) % len(self._runs)
         self.size -= 1

@@ -1,4 +1,4 @@
-"""KVStorage: the tensors behind the slots, one KV format per layer over the same slot ids."""
+"""KVStorage: the tensors of the slots, one KV format per layer over the same slot ids."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from qrt.quant.spec import TensorSpec
 
 
 class KVStorage:
-    """The K/V of `num_slots` tokens, for all layers, zero at first.
+    """The K/V of `num_slots` tokens for all layers.
 
-    Behind them lies `pad_slot` (= num_slots), which takes the writes of padded rows and is never handed out.
-    Zeros, so that a padded row that reads a slot sees no NaN.
+    After them comes `pad_slot` (= num_slots). It takes the writes of padded rows and belongs to no request.
+    All bytes are zero at first, so that a padded row that reads a slot sees no NaN.
     """
 
     def __init__(
@@ -34,12 +34,15 @@ class KVStorage:
         device: torch.device | str,
         smoothing: Sequence[Tensor] | None = None,
     ) -> None:
-        """`formats` [layers]; `dtype` is the model's; `smoothing` [layers], of those that quantize.
+        """Allocate the tensors; QrtError when there is not enough memory.
 
-        QrtError when the memory cannot be had."""
+        formats     [layers]
+        dtype       the model's
+        smoothing   [layers], used by those that quantize with a rotation
+        """
         self.num_slots = self.pad_slot = num_slots
         self._num_kv_heads = num_kv_heads
-        # decode attention is planned once for all layers: for the format that most of them have
+        # decode attention is planned once for all layers, for the format that most of them have
         self._usual = Counter(formats).most_common(1)[0][0]
         self._layers = []
         try:
@@ -57,25 +60,25 @@ class KVStorage:
             ) from error
 
     def __len__(self) -> int:
-        """Number of layers."""
+        """Return the number of layers."""
         return len(self._layers)
 
     def heads_per_sm(self, requests: int, num_heads: int) -> int:
-        """Of decode attention with so many query heads, as `plan_parts` wants to know it."""
+        """Return `heads_per_sm` of decode attention for `plan_parts`."""
         return measured_block(self._usual, requests, num_heads, self._num_kv_heads).heads_per_sm
 
     def layer(self, index: int) -> KVLayer:
-        """The format and tensors of layer `index`."""
+        """Return the format and tensors of layer `index`."""
         return self._layers[index]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, the pad slot's included."""
+        """Bytes of all tensors, pad slots included."""
         return sum(buffer.nbytes for layer in self._layers for buffer in layer.buffers)
 
 
 def _zeros(spec: TensorSpec, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cpu":
         return spec.zeros(device)
-    # numpy's zeros are pages the system hands out when they are first written, torch's are written at once
+    # numpy's zeros take memory when they are first written, torch's at once
     return torch.from_numpy(np.zeros(spec.num_bytes, np.uint8)).view(spec.dtype).view(spec.shape)
