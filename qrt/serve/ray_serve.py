@@ -1,4 +1,4 @@
-"""Replicas behind Ray Serve, which routes, scales and restarts them (`pip install 'qrt[serve,ray]'`).
+"""Run replicas behind Ray Serve, which routes, scales and restarts them (`pip install 'qrt[serve,ray]'`).
 
     serve run qrt.serve.ray_serve:app model=Qwen/Qwen3-8B kv=int8 replicas=2
 
@@ -33,7 +33,7 @@ SERVER_FIELDS = {field.name for field in fields(ServerConfig)}
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
-    """The application for `serve run` and `serve.run`; ConfigError for unknown or missing arguments."""
+    """Make the application for `serve run` and `serve.run`; ConfigError for wrong arguments."""
     given = {name: _value(value) for name, value in arguments.items()}
     replicas, gpus = int(given.pop("replicas", 1)), float(given.pop("gpus", 0))
     model = given.pop("model", None)
@@ -45,7 +45,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
             own[name] = (own[name],) if isinstance(own[name], str) else tuple(own[name])
     server = ServerConfig(**{"model_names": (api_name(str(model)),), **own})
     try:
-        engine_config(model, given)  # here, not in every replica
+        engine_config(model, given)  # find mistakes here, not in every replica
     except ConfigError as error:
         names = [*SERVER_FIELDS, "replicas", "gpus"]
         hint = next((nearest(name, names) for name in given if nearest(name, names)), "")
@@ -60,16 +60,16 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 
 
 def _replica(model: str, settings: dict[str, Any], server: ServerConfig) -> FastAPI:
-    """In the replica's process: a loaded model with its routes."""
+    """Load the model and make its routes, in the replica's process."""
     llm = AsyncLLM(model, **settings)
     llm.client.router.metrics.model_name = server.model_names[0]
     app = create_app(Service(llm.client, llm.tokenizer, server))
-    app.state.llm = llm  # dropped, it would end the engine
+    app.state.llm = llm  # keep it: without a reference the engine would end
     return app
 
 
 def _value(value: Any) -> Any:
-    """`serve run` hands over text."""
+    """Read an argument; `serve run` passes text."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""ServerConfig: the server's settings, frozen; and the caps on what one HTTP request may ask for."""
+"""ServerConfig: the server's settings, and the limits on what one HTTP request may ask for."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from dataclasses import dataclass
 from qrt.errors import ConfigError
 from qrt.sampling_params import MAX_LOGPROBS
 
-# Caps on every amplifier. Those with a flag are in ServerConfig and EngineConfig, those of SamplingParams in
-# qrt.sampling_params.
+# Limits on everything by which a small request could cause much work. Those with a flag are in ServerConfig
+# and EngineConfig, those of SamplingParams in qrt.sampling_params.
 MAX_BODY_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_HEADERS = 128
 MAX_JSON_DEPTH = 64
 MAX_PROMPTS = 1024
 MAX_N = 128
-MAX_SCORES = 2**22  # log-probabilities of prompts in one reply, each some 250 bytes until it is written
-MAX_LISTED = 2**18  # token ids that logit_bias and its like list, in all requests of one body together
+MAX_SCORES = 2**22  # log-probabilities of prompts in one reply; each takes some 250 bytes until then
+MAX_LISTED = 2**18  # token ids in lists such as logit_bias, in all requests of one body together
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
-MAX_SECONDS = 10**6  # of a time limit: eleven days; timers of the system do not take all that a float holds
-MAX_ECHO_CHARS = 200  # of the client's own input in an error
+MAX_SECONDS = 10**6  # longest time limit, eleven days; the system's timers do not take every float
+MAX_ECHO_CHARS = 200  # characters of the client's own input that an error repeats
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#*]+")
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
 MAX_SOCKET_PATH_BYTES = 107  # the kernel's sockaddr_un has 108, the last one zero
 
 
 def check_socket_path(name: str, path: str) -> None:
-    """ConfigError for one that the kernel would not take; `name` is the setting it comes from."""
+    """Raise ConfigError for a path that is too long for the kernel; `name` is its setting."""
     if (size := len(os.fsencode(path))) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
             f"{name}: got the socket {path} of {size} bytes, wanted at most {MAX_SOCKET_PATH_BYTES}; take a "
@@ -42,10 +42,10 @@ def check_socket_path(name: str, path: str) -> None:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What an HTTP server is built from.
+    """The settings of an HTTP server.
 
-    model_names             what requests may call the model, the first one first
-    api_keys                any of them is let in; none lets everybody in
+    model_names             names of the model in requests, the main one first
+    api_keys                each of them gives access; without any, everybody has access
     allowed_origins         of web pages elsewhere that may ask: "*" (any), or scheme://host
     root_path               prefix of all paths outside of a proxy, which may strip it
     chat_template           Jinja text instead of the checkpoint's
@@ -79,7 +79,7 @@ class ServerConfig:
     disable_log_stats: bool = False
     log_level: str = "info"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: C901 -- a flat list of checks
         if self.api_server_count < 1:
             raise ConfigError(f"api_server_count: got {self.api_server_count}, wanted at least 1")
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:

@@ -1,4 +1,4 @@
-"""The old place of `qrt.text.tokenizer.Tokenizer`, for scripts that import it from here."""
+"""Offer `qrt.text.tokenizer.Tokenizer` under its old path, for scripts that import it from here."""
 
 from qrt.text.tokenizer import Tokenizer
 

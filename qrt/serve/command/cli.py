@@ -26,14 +26,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of `qrt-serve`; returns the exit code."""
+    """Run `qrt-serve` and return its exit code."""
     return run_main(lambda: serve(parse(sys.argv[1:] if argv is None else argv)))
 
 
 def serve(arguments: Namespace) -> int:
-    """Serve until SIGINT, SIGTERM or a failure; the exit code."""
+    """Serve until SIGINT, SIGTERM or a failure; return the exit code."""
     try:
-        import fastapi  # noqa: F401 -- what the API processes need is missed here, not there
+        import fastapi  # noqa: F401 -- if it is missing, say so here and not in every API process
         import httptools  # noqa: F401
 
         from qrt.serve.processes.process import set_up_logging
@@ -41,7 +41,7 @@ def serve(arguments: Namespace) -> int:
     except ImportError as error:
         raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
     set_up_logging(arguments.log_level, f"qrt-serve pid={os.getpid()}")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for each request to the Hub
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs each request to the Hub
     engine, server = engine_config(arguments), server_config(arguments)
     engine, _ = preflight(engine)
     if server.host not in LOOPBACK and not server.uds and not server.api_keys:
@@ -50,12 +50,12 @@ def serve(arguments: Namespace) -> int:
 
 
 def engine_config(arguments: Namespace) -> EngineConfig:
-    """The engine's part of the command line; ConfigError without a model, or with two."""
+    """Return the engine's settings of the command line; ConfigError without a model, or with two."""
     return EngineConfig(**{**_given(arguments, EngineConfig), "model": _model(arguments)})
 
 
 def server_config(arguments: Namespace) -> ServerConfig:
-    """The server's part of the command line; ConfigError for files that cannot be read."""
+    """Return the server's settings of the command line; ConfigError for files that cannot be read."""
     server = ServerConfig(
         **{
             **_given(arguments, ServerConfig),
@@ -71,7 +71,7 @@ def server_config(arguments: Namespace) -> ServerConfig:
 
 
 def _given(arguments: Namespace, config: type[EngineConfig | ServerConfig]) -> dict[str, Any]:
-    """The flags that are fields of `config`."""
+    """Return the flags that are fields of `config`, by name."""
     return {field.name: getattr(arguments, field.name) for field in fields(config) if field.name in arguments}
 
 
@@ -106,7 +106,7 @@ def _chat_template(path: str | None) -> str | None:
 
 
 def _check_certificate(certificate: str, key: str) -> None:
-    """ConfigError for what the API processes could not load; nobody is there to type a key's password."""
+    """Raise ConfigError if the API processes cannot load the pair; a key with a password is refused too."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     loads = {
         ("--ssl-certfile", certificate): lambda: context.load_verify_locations(certificate),

@@ -1,4 +1,4 @@
-"""The groups of qrt-serve's flags: vLLM's names, LightLLM's as aliases."""
+"""Define qrt-serve's flags in groups, by vLLM's names, with LightLLM's as aliases."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SUFFIXES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**
 SERVER = ServerConfig(model_names=("",))
 ENGINE = EngineConfig(model="")
 MAX_NUM_QUEUED_REQS = 1024
-MAX_NUM_QUEUED_TOKENS = 2**22  # about 160 MB of ids in an API process
+MAX_NUM_QUEUED_TOKENS = 2**22  # their ids take about 160 MB in an API process
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default=SERVER.host, help="address to listen on")
-    group.add_argument("--port", type=int, default=SERVER.port, help="TCP port, 0: any that is free")
+    group.add_argument("--port", type=int, default=SERVER.port, help="TCP port; 0 takes any free one")
     group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead (default: none)")
     group.add_argument(
         "--api-server-count",
@@ -30,7 +30,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=SERVER.api_server_count,
         metavar="N",
-        help="processes for HTTP and text",
+        help="number of processes for HTTP and text",
     )
     group.add_argument(
         "--root-path",
@@ -39,20 +39,20 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         help="prefix of all paths, such as /llm, which a proxy may strip or forward (default: none)",
     )
     group.add_argument("--ssl-keyfile", metavar="FILE", help="key in PEM, to serve HTTPS (default: HTTP)")
-    group.add_argument("--ssl-certfile", metavar="FILE", help="its certificate in PEM (default: none)")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="certificate in PEM (default: none)")
     group.add_argument(
         "--shutdown-timeout",
         type=float,
         default=SERVER.shutdown_timeout,
         metavar="SECONDS",
-        help="seconds that running requests have after SIGTERM",
+        help="time that running requests have to finish after SIGTERM",
     )
     group.add_argument(
         "--watchdog-timeout",
         type=float,
         default=SERVER.watchdog_timeout,
         metavar="SECONDS",
-        help="seconds; a step that takes longer ends the server",
+        help="end the server if a step takes longer than this",
     )
 
 
@@ -62,38 +62,45 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
         "--model-name",
         nargs="+",
         metavar="NAME",
-        help="names of the model in the API (default: ORG/NAME, or its folder's)",
+        help="names of the model in the API (default: ORG/NAME, or the folder's name)",
     )
     group.add_argument(
         "--api-key",
         nargs="+",
         default=[],
         metavar="KEY",
-        help="any one lets a request in; every user of the machine can read it here, unlike in QRT_API_KEY "
+        help="accepted API keys; visible in the process list, so prefer QRT_API_KEY or --api-key-file "
         "(default: QRT_API_KEY, or no key)",
     )
-    group.add_argument("--api-key-file", metavar="FILE", help="keys, one a line (default: none)")
+    group.add_argument(
+        "--api-key-file", metavar="FILE", help="file with API keys, one per line (default: none)"
+    )
     group.add_argument(
         "--allowed-origins",
         type=_origins,
         nargs="+",
         default=[],
         metavar="ORIGIN",
-        help="web pages elsewhere that may ask: * or scheme://host, or a JSON list of them (default: none)",
+        help="origins of other web pages that may send requests: * or scheme://host, or a JSON list "
+        "(default: none)",
     )
-    group.add_argument("--chat-template", metavar="FILE", help="Jinja file (default: the checkpoint's)")
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja template file (default: the checkpoint's)"
+    )
     group.add_argument(
         "--tool-call-parser",
         default=SERVER.tool_call_parser,
         choices=("auto", "none", *FORMATS),
-        help="how the model writes tool calls; auto goes by its chat template",
+        help="format of the model's tool calls; auto finds it from the chat template",
     )
     group.add_argument(
-        "--enable-auto-tool-choice", action="store_true", help="always on; accepted for vLLM's sake"
+        "--enable-auto-tool-choice", action="store_true", help="always on; accepted as in vLLM"
     )
-    group.add_argument("--use-tgi-api", action="store_true", help="/generate in TGI's shape, not LightLLM's")
-    group.add_argument("--enable-admin-endpoints", action="store_true", help="/reset_prefix_cache")
-    group.add_argument("--enable-request-id-headers", action="store_true", help="X-Request-Id in replies")
+    group.add_argument("--use-tgi-api", action="store_true", help="/generate as in TGI, not LightLLM")
+    group.add_argument("--enable-admin-endpoints", action="store_true", help="serve /reset_prefix_cache")
+    group.add_argument(
+        "--enable-request-id-headers", action="store_true", help="send X-Request-Id with replies"
+    )
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
@@ -102,34 +109,32 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=_number,
         default=MAX_NUM_QUEUED_REQS,
         metavar="N",
-        help="requests that may wait; more get 429",
+        help="most requests that may wait; further ones get 429",
     )
     group.add_argument(
         "--max-num-queued-tokens",
         type=_number,
         default=MAX_NUM_QUEUED_TOKENS,
         metavar="TOKENS",
-        help="tokens that may wait in them; more get 429 (default: 4M)",
+        help="most tokens in waiting requests; further ones get 429 (default: 4M)",
     )
     group.add_argument(
         "--max-logprobs",
         type=int,
         default=SERVER.max_logprobs,
         metavar="N",
-        help="most a request may ask for",
+        help="most log-probabilities per token that a request may ask for",
     )
     group.add_argument(
         "--request-timeout",
         type=float,
         metavar="SECONDS",
-        help="seconds that a request may take, waiting included (default: any)",
+        help="longest time of a request, waiting included (default: no limit)",
     )
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model", "--model-dir", help="MODEL as a flag (no default: one of the two is wanted)"
-    )
+    group.add_argument("--model", "--model-dir", help="MODEL as a flag (no default: give one of the two)")
     add_hub_flags(group)
     group.add_argument(
         "--tokenizer", metavar="MODEL", help="folder or ORG/NAME of the tokenizer (default: the model's)"
@@ -137,22 +142,22 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tokenizer-revision",
         metavar="REV",
-        help="branch, tag or commit of a --tokenizer of the Hub (default: main)",
+        help="branch, tag or commit of a --tokenizer from the Hub (default: main)",
     )
     group.add_argument(
         "--load-format",
         default=ENGINE.load_format,
         choices=LOAD_FORMATS,
-        help="dummy: random weights, of the sizes and schemes in config.json",
+        help="dummy: random weights with the sizes and schemes of config.json",
     )
     group.add_argument(
         "--dtype",
         "--data-type",
         default=ENGINE.dtype,
-        help="of activations: float32, float16, bfloat16; auto is as stored, on a CPU float32, but bf16 of "
-        "quantized checkpoints",
+        help="dtype of activations: float32, float16, bfloat16; auto: the checkpoint's on a GPU; on a CPU "
+        "float32, or bfloat16 for quantized checkpoints",
     )
-    group.add_argument("--device", help="cuda, cuda:N or cpu (default: cuda where there is one)")
+    group.add_argument("--device", help="cuda, cuda:N or cpu (default: cuda if there is a GPU)")
     group.add_argument(
         "--max-model-len",
         "--max-req-total-len",
@@ -164,9 +169,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--generation-config",
         default=ENGINE.generation_config,
         choices=GENERATION_CONFIGS,
-        help="sampling of requests that name none: the checkpoint's, or neutral as vLLM's",
+        help="sampling settings of requests that give none: the checkpoint's (auto), or neutral ones (vllm)",
     )
-    group.add_argument("--seed", type=int, default=ENGINE.seed, help="seed of requests that bring none")
+    group.add_argument("--seed", type=int, default=ENGINE.seed, help="seed for requests without one")
 
 
 def _add_memory(group: argparse._ArgumentGroup) -> None:
@@ -175,14 +180,14 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
         "--kv-cache-dtype",
         default=ENGINE.kv,
         metavar="FORMAT",
-        help=f"auto or bf16 (unquantized), or a KV format: {', '.join(KV_FORMATS)}",
+        help=f"KV format: auto or bf16 (unquantized), {', '.join(KV_FORMATS)}",
     )
     group.add_argument(
         "--llm-kv-type",
         dest="kv",
         type=_lightllm_kv,
         default=argparse.SUPPRESS,
-        help="LightLLM's name of it: None, int8kv or int4kv (default: as --kv)",
+        help="--kv by LightLLM's names: None, int8kv or int4kv (default: as --kv)",
     )
     group.add_argument(
         "--kv-skip-layers",
@@ -204,26 +209,26 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
         "--kv-cache-memory-bytes",
         type=_number,
         metavar="BYTES",
-        help="of the KV pool, e.g. 8G (default: what --gpu-memory-utilization leaves; on a CPU 4G)",
+        help="size of the KV pool, e.g. 8G (default: what --gpu-memory-utilization leaves; on a CPU 4G)",
     )
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=ENGINE.enable_prefix_caching,
-        help="keep the K and V of prompts for others that begin alike",
+        help="reuse the K and V of prompts that begin alike",
     )
     group.add_argument(
         "--attend-cache",
         action="store_true",
-        help="prefill reads its own chunk's K and V back from the cache too, so that a cached prefix does "
-        "not change an answer; prefill is slower",
+        help="let prefill read its own chunk's K and V back from the cache, so that a cached prefix does not "
+        "change an answer; slower",
     )
     group.add_argument(
         "--disable-dynamic-prompt-cache",
         dest="enable_prefix_caching",
         action="store_false",
         default=argparse.SUPPRESS,
-        help="LightLLM's name of --no-enable-prefix-caching",
+        help="LightLLM's name for --no-enable-prefix-caching",
     )
 
 
@@ -233,7 +238,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=_number,
         default=ENGINE.max_num_seqs,
         metavar="N",
-        help="requests that run at once (default: 256, on a GPU up to 1,024 by what the KV pool holds)",
+        help="most requests that run at once (default: 256; on a GPU up to 1,024 if the KV pool holds them)",
     )
     group.add_argument(
         *("--max-num-batched-tokens", "--batch-max-tokens"),
@@ -242,20 +247,18 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         metavar="TOKENS",
         help="most tokens of one step; longer prompts are prefilled in chunks",
     )
-    group.add_argument(
-        "--enable-chunked-prefill", action="store_true", help="always on; accepted for vLLM's sake"
-    )
+    group.add_argument("--enable-chunked-prefill", action="store_true", help="always on; accepted as in vLLM")
     group.add_argument(
         "--scheduling-policy",
         default=ENGINE.scheduling_policy,
         choices=POLICIES,
-        help="order of arrival, or the smallest `priority` of a request first",
+        help="run requests in order of arrival (fcfs), or the smallest `priority` first (priority)",
     )
     group.add_argument(
         "--admission",
         default=ENGINE.admission,
         choices=ADMISSIONS,
-        help="let requests in by how long outputs are so far, or keep room for all of max_tokens",
+        help="start requests by the expected length of outputs, or keep room for all of max_tokens",
     )
     group.add_argument(
         "--disable-aggressive-schedule",
@@ -263,14 +266,14 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         action="store_const",
         const="conservative",
         default=argparse.SUPPRESS,
-        help="LightLLM's name of --admission conservative",
+        help="LightLLM's name for --admission conservative",
     )
     group.add_argument(
         "--async-scheduling",
         "--overlap",
         dest="overlap",
         action=argparse.BooleanOptionalAction,
-        help="prepare a step while the one before it runs (default: on a GPU)",
+        help="prepare a step while the last one runs (default: on a GPU)",
     )
     group.add_argument(
         "--enforce-eager", "--disable-cudagraph", action="store_true", help="record no CUDA graphs"
@@ -280,7 +283,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="decodes of a recorded step (default: 1, 2, 4, then every 8 to 256, then wider)",
+        help="batch sizes of recorded decode steps (default: 1, 2, 4, then every 8 to 256, then wider)",
     )
 
 
@@ -289,19 +292,19 @@ def _add_logs(group: argparse._ArgumentGroup) -> None:
         "--log-level",
         default=SERVER.log_level,
         choices=("debug", "info", "warning", "error"),
-        help="least level of a line on stderr",
+        help="lowest level of log lines on stderr",
     )
-    group.add_argument("--disable-log-stats", action="store_true", help="no line every 10 s")
+    group.add_argument("--disable-log-stats", action="store_true", help="log no statistics every 10 s")
     group.add_argument(
         "--enable-log-requests",
         "--detail-log",
         action="store_true",
-        help="a line a request, without its text",
+        help="log one line per request, without its text",
     )
 
 
 def _number(text: str) -> int:
-    """An integer, with k, m, g (thousands) or K, M, G (1024) behind it."""
+    """Parse an integer with an optional suffix: k, m, g (powers of 1000) or K, M, G (powers of 1024)."""
     factor = SUFFIXES.get(text[-1:], 1)
     try:
         return int(float(text[:-1]) * factor) if factor > 1 else int(text)
@@ -310,7 +313,7 @@ def _number(text: str) -> int:
 
 
 def _origins(text: str) -> list[Any]:
-    """One, or those of a JSON list."""
+    """Parse one origin, or a JSON list of origins."""
     if not text.startswith("["):
         return [text]
     try:

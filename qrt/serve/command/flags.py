@@ -1,4 +1,4 @@
-"""The command line of `qrt-serve`, parsed: flags, a YAML file of them, help by group."""
+"""Parse the command line of `qrt-serve`: flags, a YAML file of flags, help by group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qrt.serve.command.flags_file import file_words
 
 
 def parser() -> ArgumentParser:
-    """All flags, in groups."""
+    """Return the parser of all flags, in groups."""
     top = ArgumentParser(
         prog="qrt-serve",
         description="Serve a model over an OpenAI-compatible API. GET /health and /readiness answer 503 "
@@ -27,10 +27,10 @@ def parser() -> ArgumentParser:
     )
     top.add_argument("model_path", nargs="?", metavar="MODEL", help=EXPECTED)
     top.add_argument(
-        "--help", "-h", nargs="?", const="", metavar="GROUP", help="this text, or one group of it"
+        "--help", "-h", nargs="?", const="", metavar="GROUP", help="show this text, or one group of it"
     )
     top.add_argument(
-        "--config", metavar="FILE.yaml", help="flags by name; those given here win (default: none)"
+        "--config", metavar="FILE.yaml", help="file of flags; those given here win (default: none)"
     )
     for title, add in GROUPS.items():
         add(top.add_argument_group(title))
@@ -38,7 +38,7 @@ def parser() -> ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of `argv` and of the file it names; exits as argparse does."""
+    """Parse the flags of `argv` and of the file it names; exit as argparse does."""
     top = parser()
     argv = _without_peers(top, argv)
     arguments = top.parse_args(argv)
@@ -51,13 +51,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             top.error(f"--config: {' '.join(str(error).split())}")
         of_file = top.parse_args(words)
         if arguments.model_path is not None:
-            of_file.model = None  # by its other name
+            of_file.model = None  # the positional argument wins over the file's --model
         arguments = top.parse_args(argv, of_file)
     return arguments
 
 
 def _without_peers(top: ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Remove flags of other engines that ask for nothing; their other flags are errors."""
+    """Remove flags of other engines that change nothing here; report their other flags as errors."""
     left, words = [], iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
@@ -73,11 +73,11 @@ def _without_peers(top: ArgumentParser, argv: Sequence[str]) -> list[str]:
 
 
 def _print_help(top: ArgumentParser, group: str) -> None:
-    """All, or one group; exits."""
+    """Print the help of all groups or of one, and exit."""
     groups = {g.title: g for g in top._action_groups if g.title and g._group_actions}
     if not group:
         top.print_help()
-        print(f"\nOne group alone: --help GROUP, of {', '.join(groups)}")
+        print(f"\nHelp of one group: --help GROUP, one of {', '.join(groups)}")
         top.exit()
     if group not in groups:
         top.error(f"--help: no group {group!r}{nearest(group, list(groups))}; there are {', '.join(groups)}")

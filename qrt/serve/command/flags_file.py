@@ -1,4 +1,4 @@
-"""`--config FILE`: a YAML file of flags, its keys as their names."""
+"""Read `--config FILE`: a YAML file whose keys are names of flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qrt.registry import nearest
 
 
 def file_words(top: ArgumentParser, path: Path) -> list[str]:
-    """The words that a file stands for; ConfigError for a key that is no flag of `top`."""
+    """Return the command-line words that a file stands for; ConfigError for a key that is no flag."""
     try:
         entries: Any = yaml.safe_load(path.read_text("utf-8"))
     except UnicodeDecodeError as error:

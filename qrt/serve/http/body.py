@@ -1,4 +1,4 @@
-"""What request bodies of all dialects are made of: kinds of fields, and what null means."""
+"""Define what request bodies of all APIs share: types of fields, and the meaning of null."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from qrt.serve.settings import MAX_STOP_CHARS
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Limit = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Count
-Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # as long as a body: one error is enough of it
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # may be as long as a body: one error is enough
 TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKENS_LISTED, fail_fast=True)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 def _few(bias: Any) -> Any:
-    """Check the size before the values, as each wrong one is an error; read llama.cpp's [] as none."""
+    """Check the size before the values, as each wrong value is an error; read llama.cpp's [] as none."""
     if isinstance(bias, dict) and len(bias) > MAX_TOKENS_LISTED:
         sizes = {"field_type": "Dictionary", "max_length": MAX_TOKENS_LISTED, "actual_length": len(bias)}
         raise PydanticKnownError("too_long", sizes)
@@ -46,11 +46,11 @@ LogitBias = Annotated[
     Field(max_length=MAX_TOKENS_LISTED),
     BeforeValidator(_few),
 ]
-TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")  # as a key: one way to write each, so that none comes twice
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")  # each id has one spelling as a key, so none comes twice
 
 
 def by_token_id(bias: LogitBias) -> dict[int, float]:
-    """The keys of JSON as token ids; ConfigError for one that is none."""
+    """Return the bias with its JSON keys as token ids; ConfigError for a key that is none."""
     for key in bias:
         if not TOKEN_ID.fullmatch(key):
             raise ConfigError(f"logit_bias: got the key {key[:20]!r}, wanted a token id")
@@ -59,7 +59,7 @@ def by_token_id(bias: LogitBias) -> dict[int, float]:
 
 @cache
 def _never_null(body: type[BaseModel]) -> frozenset[str]:
-    """Keys of the fields that have a default other than null and take no null."""
+    """Return the keys of the fields that have a default other than null and take no null."""
     keys: set[str] = set()
     for name, field in body.model_fields.items():
         if not field.is_required() and NoneType not in get_args(field.annotation):
@@ -74,8 +74,11 @@ def _document_nulls(schema: dict[str, Any], body: type[BaseModel]) -> None:
 
 
 class Body(BaseModel):
-    """Base of all request bodies: finite numbers, nothing converted (true is no number, "1" neither); null is
-    a field's default, as in OpenAI's schema; further fields are let in, to be ignored or refused."""
+    """Base of all request bodies.
+
+    Numbers are finite, and nothing is converted: neither true nor "1" is a number. null stands for a field's
+    default, as in OpenAI's schema. Unknown fields are accepted here, and ignored or refused later.
+    """
 
     model_config = ConfigDict(
         extra="allow", allow_inf_nan=False, strict=True, json_schema_extra=_document_nulls
@@ -90,9 +93,9 @@ class Body(BaseModel):
         return {key: value for key, value in given.items() if value is not None or key not in never}
 
     def refuse_not_run(self, table: Mapping[str, NotRun]) -> None:
-        """Raise UnsupportedError for fields of other servers in `table` that ask for something."""
+        """Raise UnsupportedError for fields of other servers in `table` that would change something."""
         refuse(table, dict(self), self.model_extra or ())
 
     def given(self, name: str) -> Any:
-        """A field by name, declared or not; None where it is not given."""
+        """Return a field by name, declared or not; None if it is not given."""
         return getattr(self, name, None)

@@ -1,7 +1,7 @@
-"""Connection: uvicorn's HTTP/1.1 protocol with the caps that uvicorn leaves to a proxy.
+"""Connection: uvicorn's HTTP/1.1 protocol with the limits that uvicorn leaves to a proxy.
 
-A connection that sends too large a header or body is answered and closed before anything is parsed; one that
-sends its request too slowly, or does not read its reply, is cut.
+A connection whose header or body is too large gets an error and is closed before anything is parsed. A
+connection that sends its request too slowly, or does not read its reply, is closed without one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from qrt.serve.http.http_errors import error_body
 from qrt.serve.settings import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_HEADERS
 
-REQUEST_SECONDS = 20.0  # for a request's header and body to arrive, once its first byte has
-LINGER_SECONDS = 5.0  # a refused client may first send what it has begun, or it would not see the answer
+REQUEST_SECONDS = 20.0  # time for a request's header and body to arrive, from its first byte
+LINGER_SECONDS = 5.0  # time for a refused client to finish sending; else it would not see the error
 UPGRADE = re.compile(rb"(\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
-MAX_PIPELINED = 64  # requests of a connection that are not answered yet
-READ_SECONDS = 60.0  # for a client to read on, once the buffers between it and us are full
+MAX_PIPELINED = 64  # most requests of a connection that wait for a reply
+READ_SECONDS = 60.0  # time for a client to read on, once the buffers between it and us are full
 
 
 class UnchunkedCycle(RequestResponseCycle):
-    """A request of an HTTP/1.0 client, which knows no chunks: its reply ends when the connection closes."""
+    """A request of an HTTP/1.0 client, which has no chunks: its reply ends when the connection closes."""
 
     unsized = False
 
@@ -40,26 +40,26 @@ class UnchunkedCycle(RequestResponseCycle):
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection."""
+    """The connection of one client."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._header_bytes = 0  # of a header, or behind the last byte of a body
-        self._header_end = b""  # its last bytes so far
+        self._header_bytes = 0  # bytes of a header, or bytes after the last byte of a body
+        self._header_end = b""  # the header's last bytes so far
         self._body_bytes = 0
         self._in_header = True
         self._refused = False
-        self._cycles: list[Any] = []  # of requests that may not be answered yet
+        self._cycles: list[Any] = []  # requests that may still wait for a reply
         self._request_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client may also connect and say nothing."""
+        """Start the timer: a client may connect and send nothing."""
         super().connection_made(transport)
         self._request_timer = self._timer(REQUEST_SECONDS)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Ends the timers, and all requests: uvicorn tells the last one alone."""
+        """End the timers and all requests; uvicorn ends only the last request."""
         self._cancel_timers()
         super().connection_lost(error)
         for cycle in self._cycles:
@@ -67,8 +67,10 @@ class Connection(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Counts the header before the parser keeps it, and a chunk's extensions and trailers once they have
-        gone too far."""
+        """Count the bytes of the header before the parser stores them.
+
+        A chunk's extensions and trailers are counted too.
+        """
         if self._refused:
             return
         if self._in_header:
@@ -85,14 +87,16 @@ class Connection(HttpToolsProtocol):
         super().data_received(_without_upgrade(data) if self._in_header else data)
 
     def on_message_begin(self) -> None:
-        """The next request's clock starts."""
+        """Start the timer of the next request."""
         super().on_message_begin()
         if self._request_timer is None:
             self._request_timer = self._timer(REQUEST_SECONDS)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Counts them, and believes Content-Length when it is too large. Trailers are left out: what has been
-        read of the header by then, such as the key, would change with them."""
+        """Count the headers, and refuse a Content-Length that is too large.
+
+        Trailers are dropped: they would change headers that have been read already, such as the key.
+        """
         if not self._in_header:
             return
         super().on_header(name, value)
@@ -102,7 +106,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(413, f"the body has {int(value)} bytes, wanted at most {MAX_BODY_BYTES}")
 
     def on_headers_complete(self) -> None:
-        """From here the body counts; a refused request reaches no route."""
+        """Start to count the body; a refused request reaches no route."""
         self._in_header, self._header_bytes = False, 0
         if self._refused:
             return
@@ -116,7 +120,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
-        """Counts a body whose length was not announced, too."""
+        """Count the body's bytes, also if its length was not announced."""
         self._body_bytes += len(body)
         self._header_bytes = 0
         if self._body_bytes > MAX_BODY_BYTES:
@@ -125,7 +129,7 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is there; answering it may take long."""
+        """Stop the request's timer: the request is complete, and its reply may take long."""
         self._in_header, self._header_bytes, self._header_end, self._body_bytes = True, 0, b"", 0
         if self._request_timer is not None:
             self._request_timer.cancel()
@@ -134,31 +138,31 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """The client does not read: it has READ_SECONDS."""
+        """Start the timer of a client that does not read; it has READ_SECONDS."""
         super().pause_writing()
         self._read_timer = self._timer(READ_SECONDS)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Stop the timer of a client that reads again."""
         super().resume_writing()
         if self._read_timer is not None:
             self._read_timer.cancel()
             self._read_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP."""
+        """Refuse what is not HTTP."""
         self._refuse(400, msg)
 
     def _refuse(self, code: int, message: str) -> None:
-        """Answer at once, and close."""
+        """Send an error at once, and close the connection."""
         if self._refused:
             return
         self._refused = True
         own = None if self._in_header else self.cycle
         if any(cycle is not own and not cycle.response_complete for cycle in self._cycles):
-            self.transport.abort()  # the answer would come in an earlier one's place
+            self.transport.abort()  # the client would take the error for an earlier request's reply
             return
-        if self.cycle is not None and not self.cycle.response_complete:  # its body is the one too large
+        if self.cycle is not None and not self.cycle.response_complete:  # this request's body is too large
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             if self.cycle.response_started:
@@ -197,6 +201,6 @@ def _without_upgrade(data: bytes) -> bytes:
 
 
 def _body_part(data: bytes) -> int:
-    """Bytes of `data` behind the end of a header that ends in it."""
+    """Return how many bytes of `data` follow the end of a header in it; 0 if none ends."""
     end = data.find(b"\r\n\r\n")
     return 0 if end < 0 else len(data) - end - 4

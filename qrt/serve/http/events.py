@@ -1,4 +1,4 @@
-"""JSON bodies and server-sent events as bytes."""
+"""Write JSON bodies and server-sent events as bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-# Unicode's line ends, which JSON does not escape; some clients split events there.
+# Unicode's line ends. JSON does not escape them, and some clients split events there.
 LINE_ENDS = {character.encode(): b"\\u%04x" % ord(character) for character in "\u0085\u2028\u2029"}
 
 encode = msgspec.json.Encoder().encode

@@ -1,4 +1,4 @@
-"""Errors over HTTP: always {"error": {message, type, param, code}}, never a traceback, path or address."""
+"""Reply to errors: always {"error": {message, type, param, code}}, never a traceback, path or address."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ERROR_TYPES = {
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }
-CODES: dict[type[Exception], int] = {  # an error of another kind has its nearest base's
+CODES: dict[type[Exception], int] = {  # another kind of error has the code of its nearest base class
     ConfigError: 400,
     UnsupportedError: 501,
     QueueFullError: 429,
@@ -48,7 +48,7 @@ MAX_MESSAGE_CHARS = 1000
 
 
 def error_body(code: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The body of an error reply."""
+    """Return the body of an error reply."""
     kind = ERROR_TYPES.get(code, "BadRequestError" if code < 500 else "InternalServerError")
     if len(message) > MAX_MESSAGE_CHARS:
         message = f"{message[:MAX_MESSAGE_CHARS]}..."
@@ -58,7 +58,7 @@ def error_body(code: int, message: str, param: str | None = None) -> dict[str, A
 def error_response(
     code: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """The whole reply."""
+    """Return the reply to an error, with its headers."""
     headers = dict(headers or {})
     if code in RETRY_AFTER:
         headers["Retry-After"] = RETRY_AFTER[code]
@@ -68,14 +68,14 @@ def error_response(
 
 
 def unexpected_error(error: BaseException) -> str:
-    """Log a defect under a number, and say the number."""
+    """Log a bug with a reference number, and return a message with that number."""
     reference = uuid.uuid4().hex[:12]
     logger.error("request failed (%s)", reference, exc_info=error)
     return f"internal error, logged as {reference}"
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Replies to errors of qrt, of pydantic and of starlette; anything else is the Gate's."""
+    """Add handlers for errors of qrt, pydantic and starlette; the Gate handles all others."""
     for kind, code in CODES.items():
         app.add_exception_handler(kind, _handler(code))
 

@@ -1,4 +1,4 @@
-"""What /openapi.json says of replies: the shapes that clients rely on."""
+"""Describe replies in /openapi.json: the shapes that clients rely on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def errors() -> Responses:
-    """The errors that any route may answer with."""
+    """Return the errors that any route may reply with."""
     return {code: _json(text, _ERROR) for code, text in _MEANINGS.items()}
 
 
@@ -62,7 +62,7 @@ EVENTS: Responses = {
 
 
 def events_or(kind: str) -> Responses:
-    """A body of that kind, or with `stream` server-sent events with its chunks."""
+    """Return the schema of a body of that kind, and with `stream` of the events with its chunks."""
     usage = _object(
         prompt_tokens={"type": "integer"},
         completion_tokens={"type": "integer"},

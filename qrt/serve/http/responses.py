@@ -1,4 +1,4 @@
-"""The HTTP response of a running request: one body at the end, or server-sent events as tokens come."""
+"""Send the response of a running request: one body at the end, or server-sent events as tokens come."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from qrt.serve.link.engine_client import RequestStream, ShutdownError
 from qrt.text.output import TextDelta
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody reads the reply
-PING_SECONDS = 15.0  # of silence, after which a comment shows proxies that the stream lives
-INLINE_SCORES = 4096  # log-probabilities up to which writing a reply takes no thread
+PING_SECONDS = 15.0  # after this silence a comment shows proxies that the stream is alive
+INLINE_SCORES = 4096  # a reply with more log-probabilities is written in a thread
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -29,7 +29,7 @@ Events = Callable[[int, TextDelta], Iterable[bytes]]
 
 
 class Deadline:
-    """The time a request may take, from its arrival on."""
+    """The time limit of a request, from its arrival."""
 
     def __init__(self, service: Service, arrived: float) -> None:
         timeout = service.config.request_timeout
@@ -37,7 +37,7 @@ class Deadline:
         self.message = f"the request took more than {timeout} s (--request-timeout)"
 
     def left(self, most: float | None = None) -> float | None:
-        """Seconds, at most `most`; None for any."""
+        """Return the seconds left, at most `most`; None if there is no limit."""
         if self.at is None:
             return most
         left = max(self.at - time.monotonic(), 0)
@@ -45,14 +45,14 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """Whether it has passed."""
+        """Whether the time is over."""
         return self.at is not None and time.monotonic() >= self.at
 
 
 async def answer_whole(
     request: Request, stream: RequestStream, deadline: Deadline, body: Callable[[], Any]
 ) -> Response:
-    """`body()` when all is there. What nobody waits for any more is aborted."""
+    """Send `body()` at the end; abort the requests if the client goes away or the time is over."""
     try:
         async with asyncio.timeout(deadline.left()):
             finished = await _unless_disconnected(request, stream)
@@ -68,7 +68,7 @@ async def answer_whole(
 
 
 async def _unless_disconnected(request: Request, stream: RequestStream) -> bool:
-    """Take in all of `stream`; give it up and return False when the client goes away first."""
+    """Read all of `stream`; stop and return False if the client goes away first."""
     task = asyncio.create_task(_drain(stream))
     gone = asyncio.create_task(_disconnected(request))
     try:
@@ -100,7 +100,7 @@ def answer_events(
     closing: Callable[[], Iterable[bytes]] = tuple,
     end: bytes = DONE,
 ) -> Response:
-    """`events` of each delta, `closing`, `end`; an error in the middle is an event of its own."""
+    """Send the `events` of each delta, then `closing` and `end`; an error on the way is an event too."""
     return StreamingResponse(
         _bytes(stream, deadline, events, closing, end),
         media_type="text/event-stream",

@@ -1,4 +1,4 @@
-"""Service: what the routes of all dialects share, from the check of a body to the running requests."""
+"""Service: what the routes of all APIs share, from the check of a body to the running requests."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from qrt.text.tool_calls import ToolFormat, tool_format
 
 logger = logging.getLogger(__name__)
 
-INLINE_CHARS = 8192  # text up to which tokenizing takes no thread
+INLINE_CHARS = 8192  # longer texts are tokenized in a thread
 Result = TypeVar("Result")
 
 
 class Service:
     """An engine's client with the tokenizer and the settings.
 
-    tool_format   how the model writes tool calls; None when that is not known
-    draining      the server is ending: what runs goes on, nothing new is taken
+    tool_format   format of the model's tool calls; None if unknown
+    draining      whether the server is ending: running requests go on, new ones are refused
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> None:
@@ -51,34 +51,36 @@ class Service:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Fields of the checkpoint's default SamplingParams."""
+        """The fields of the checkpoint's default SamplingParams."""
         return self.client.info.sampling
 
     def max_tokens(self, wanted: int | None) -> int | None:
-        """What a request may generate: as vLLM, the checkpoint's max_new_tokens is both the default and the
-        most; None is all that the context leaves."""
+        """Return the token limit of a request that asks for `wanted`; None is all that the context leaves.
+
+        As in vLLM, the checkpoint's max_new_tokens is both the default and the maximum.
+        """
         most = self.client.info.max_new_tokens
         return most if wanted is None else wanted if most is None else min(wanted, most)
 
     def check_running(self) -> None:
-        """503 while the server starts or ends."""
+        """Raise HTTPException 503 while the server starts or ends."""
         if self.draining:
             raise HTTPException(503, "the server is shutting down")
         self.check_running_or_draining()
 
     def check_running_or_draining(self) -> None:
-        """503 while the server starts."""
+        """Raise HTTPException 503 while the server starts."""
         if not self.client.ready.is_set() and not self.client.stopped:
             raise HTTPException(503, "the server is starting: the model is being loaded")
 
     def check_model(self, name: str | None) -> None:
-        """404 for a model that is not served."""
+        """Raise HTTPException 404 for a model that is not served."""
         if name is not None and name not in self.config.model_names:
             known = " or ".join(self.config.model_names)
             raise HTTPException(404, f"model {name[:100]!r} is not served here; it is {known}")
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; ConfigError for a text too long for the context, before it is tokenized."""
+        """Tokenize a text; ConfigError, before that, if it is too long for the context."""
         longest = (self.client.info.max_model_len + 1) * self.tokenizer.max_token_chars
         if len(text) > longest:
             raise ConfigError(
@@ -88,33 +90,35 @@ class Service:
         return await self.off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """`params` with token ids for its bad words, which are encoded once for all prompts of a body."""
+        """Return `params` with its bad words as token ids; call it once for all prompts of a body."""
         if not (words := params.bad_words):
             return params
         ids = await self.off_loop(sum(map(len, words)), lambda: encode_bad_words(words, self.tokenizer))
         return replace(params, bad_words=ids)
 
     async def off_loop(self, num_chars: int, work: Callable[[], Result]) -> Result:
-        """`work` here when it is short, else in a thread."""
+        """Do `work` here if the text is short, else in a thread."""
         return work() if num_chars <= INLINE_CHARS else await asyncio.to_thread(work)
 
     async def render_chat(self, messages: Sequence[dict[str, Any]], **arguments: Any) -> str:
-        """The prompt of a conversation; in a thread, because a template may take its time."""
+        """Render the prompt of a conversation in a thread, because a template may take long."""
         template = self.config.chat_template
         return await asyncio.to_thread(self.tokenizer.render_chat, messages, template, **arguments)
 
     def collector(
         self, prompt: str | None, ids: list[int], params: SamplingParams, **options: Any
     ) -> RequestCollector:
-        """A request under a new name."""
+        """Make the collector of a request with a new id."""
         return RequestCollector(new_id("req"), prompt, ids, params, self.tokenizer, **options)
 
     async def submit(
         self, collectors: Sequence[RequestCollector], arrived: float, request: Request, *, whole: bool
     ) -> RequestStream:
-        """See EngineClient; refuses more requests or tokens at once than may wait, and prompts' log-
-        probabilities beyond MAX_SCORES, and lists of token ids, of which each request has its own, beyond
-        MAX_LISTED."""
+        """Check the size of a body's requests together, and submit them as EngineClient does.
+
+        Raises ConfigError for more requests or tokens than the queue holds, more than MAX_SCORES
+        log-probabilities of prompts, or more than MAX_LISTED token ids in lists.
+        """
         info, count = self.client.info, sum(len(c.engine_ids) for c in collectors)
         tokens = sum(len(c.engine_ids) * len(c.prompt_ids) for c in collectors)
         for what, got, most in (
@@ -145,5 +149,5 @@ class Service:
 
 
 def new_id(kind: str) -> str:
-    """A name that nothing else has."""
+    """Return a unique id that begins with `kind`."""
     return f"{kind}-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""StrictJsonRoute: bodies are JSON as RFC 8259 has it (no NaN), in UTF-8, and not nested without end."""
+"""StrictJsonRoute: accept only bodies in RFC 8259's JSON (no NaN), in UTF-8, and not nested too deeply."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from qrt.serve.settings import MAX_JSON_DEPTH
 
 
 class StrictJsonRequest(Request):
-    """A request whose `json` refuses what Python's parser lets in."""
+    """A request whose `json` refuses what Python's parser wrongly accepts."""
 
     async def json(self) -> Any:
-        """HTTPException 400 for what is no JSON or nested too deeply."""
+        """Return the body; HTTPException 400 if it is no JSON or nested too deeply."""
         try:
             value = msgspec.json.decode(await self.body())
         except (ValueError, RecursionError) as error:
@@ -28,7 +28,7 @@ class StrictJsonRequest(Request):
 
 
 class StrictJsonRoute(APIRoute):
-    """A route that reads its body so."""
+    """A route that reads its body as a StrictRequest."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See fastapi.routing.APIRoute."""
@@ -48,7 +48,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and dictionaries, counted no further than is of interest."""
+    """Count nested levels of lists and dictionaries, up to MAX_JSON_DEPTH + 1."""
     depth, level = 0, [value]
     while level and depth <= MAX_JSON_DEPTH:
         level = [

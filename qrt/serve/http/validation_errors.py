@@ -1,4 +1,4 @@
-"""Which of pydantic's errors a client is told: of a union's alternatives, the one that was meant."""
+"""Choose the pydantic error that a client is told: the one of the alternative that it meant."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qrt.serve.settings import MAX_ECHO_CHARS
 
 @dataclass(frozen=True)
 class WrongField:
-    """One error. pydantic puts an alternative's own name among the parts of `loc`, where the input has none.
+    """One error. pydantic adds the names of a union's alternatives to `loc`; the input does not have these.
 
-    path    where it is in the input
-    names   places in `loc` of alternatives' names
+    path    position in the input
+    names   indices in `loc` of alternatives' names
     """
 
     loc: tuple[int | str, ...]
@@ -25,15 +25,17 @@ class WrongField:
 
     @property
     def fit(self) -> tuple[bool, int, list[int]]:
-        """How far the input was what this alternative wants: more, where it is the right type and only its
-        value is wrong; then the deeper and the later, the fewer fit before it."""
+        """Sort key: how well the input fits this alternative.
+
+        An input of the right type with a wrong value fits better. Then a deeper and a later error wins.
+        """
         missing = self.kind == "missing"
         right_type = not (missing or self.kind == "none_required" or self.kind.endswith("_type"))
         return right_type, len(self.path) - missing, [part for part in self.path if isinstance(part, int)]
 
 
 def wrong_field(errors: Sequence[Any], body: Any) -> WrongField:
-    """Of pydantic's errors about `body` the first one's, by the alternative that fits best."""
+    """Return the error to report: at the first error's position, that of the best fitting alternative."""
     return _best([_located(error, body) for error in errors])
 
 
@@ -50,7 +52,7 @@ def _best(errors: list[WrongField], start: int = 0) -> WrongField:
 
 
 def _located(error: Any, body: Any) -> WrongField:
-    """Its `loc` followed through the input."""
+    """Follow an error's `loc` through the input."""
     loc = tuple(error["loc"][1:]) if error["loc"][0] == "body" else tuple(error["loc"])
     names, value = [], body
     for place, part in enumerate(loc):

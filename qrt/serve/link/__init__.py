@@ -1,1 +1,1 @@
-"""The link from the API to the engine: messages, sockets, the loop at each end, and the engine's metrics."""
+"""Connect the API to the engine: messages, sockets, the loop at each end, and the engine's metrics."""

@@ -2,7 +2,7 @@
 
 stream = await client.submit(collectors)      # refused requests raise here
 async for index, delta in stream: ...
-stream.close()                                # what still runs is aborted
+stream.close()                                # aborts what still runs
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from qrt.text.output import TextDelta
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 10.0  # how long a question waits for the step that runs
+ANSWER_SECONDS = 10.0  # time to wait for an answer, which comes after the running step
 
 
 class EngineError(QrtError):
-    """The engine failed, not the request: a step went wrong, or the engine has ended."""
+    """A failure of the engine, not of the request: a step failed, or the engine has ended."""
 
 
 class ShutdownError(EngineError):
-    """The engine ends because it was told to: another server may answer."""
+    """The engine was told to end; another server may answer."""
 
 
 class RequestStream:
-    """The requests of some collectors, running: an async iterator of (index of the collector, its delta).
+    """An async iterator over running requests: (index of the collector, its delta).
 
-    What comes while nobody asks is given as one delta a request, so that text for a slow client, or from a
-    busy process, takes less work a token. With `whole` nobody reads before the end, and deltas are gathered.
+    Deltas that come while nobody reads are merged, one per request. So text for a slow client, or in a busy
+    process, takes less work per token. With `whole` nobody reads before the end, and the collectors gather
+    the deltas.
     """
 
     def __init__(
@@ -64,15 +65,15 @@ class RequestStream:
         self._error: QrtError | None = None
         self._news = asyncio.Event()
 
-    # From the engine:
+    # Called for the engine:
 
     def accept(self, request_id: str) -> None:
-        """The engine has taken the request."""
+        """Note that the engine has accepted the request."""
         self._unaccepted.discard(request_id)
         self._news.set()
 
     def put(self, delta: StepDelta) -> None:
-        """A step has added something."""
+        """Add what a step added to a request."""
         if self._whole:
             gathered = self._collectors[self._owners[delta.request_id]].gather(delta)
             if gathered is None:
@@ -82,14 +83,14 @@ class RequestStream:
         self._news.set()
 
     def fail(self, error: QrtError) -> None:
-        """A request was refused, or the engine has ended; what came before is still given."""
+        """Fail with `error` after the deltas that have come: a request was refused or the engine ended."""
         self._error = error
         self._news.set()
 
-    # To who reads:
+    # Called by the reader:
 
     async def accepted(self) -> None:
-        """Wait until the engine has taken all requests; raises as `EngineClient.submit`."""
+        """Wait until the engine has accepted all requests; raise the errors of `EngineClient.submit`."""
         try:
             while self._unaccepted and not self._error:
                 await self._wait()
@@ -101,19 +102,19 @@ class RequestStream:
 
     @property
     def waiting(self) -> bool:
-        """Whether a delta is there already."""
+        """Whether a delta can be read without waiting."""
         return bool(self._running and self._deltas)
 
     @property
     def num_scores(self) -> int:
-        """Log-probabilities that have come."""
+        """The number of log-probabilities so far."""
         return sum(collector.num_scores for collector in self._collectors)
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> tuple[int, TextDelta]:
-        """Raises EngineError when a step or the engine fails."""
+        """Return the next delta; EngineError when a step or the engine fails."""
         while self._running:
             if self._deltas:
                 request_id = next(iter(self._deltas))
@@ -140,32 +141,34 @@ class RequestStream:
         await self._news.wait()
 
     def close(self) -> None:
-        """Abort what still runs."""
+        """Abort the requests that still run."""
         if self._running:
             self._client.forget(self._running, abort=True)
             self._running = set()
 
 
 class EngineClient(ABC):
-    """One user of an engine, in one event loop.
+    """A client of an engine, in one event loop.
 
-    info      what the engine is, once `ready` is set
-    stopped   why nothing is generated any more
+    info      describes the engine, once `ready` is set
+    stopped   the error that ended the engine; None while it runs
     """
 
     def __init__(self) -> None:
         self.info: EngineInfo
         self.ready = asyncio.Event()
         self.stopped: EngineError | None = None
-        self.heard = time.monotonic()  # when the engine last said something
+        self.heard = time.monotonic()  # time of the engine's last message
         self._streams: dict[str, RequestStream] = {}
         self._answers: dict[str, asyncio.Future[bytes]] = {}
 
     async def submit(
         self, collectors: Sequence[RequestCollector], arrived: float | None = None, *, whole: bool = False
     ) -> RequestStream:
-        """Run the requests of all `collectors`; `arrived` is when their caller came (monotonic seconds),
-        `whole` as RequestStream has it.
+        """Run the requests of all `collectors` and return their stream.
+
+        arrived   when the caller came, in seconds of the monotonic clock
+        whole     as in RequestStream
 
         Raises ConfigError when the engine refuses a request, QueueFullError when too many wait, EngineError
         when it has failed.
@@ -184,7 +187,7 @@ class EngineClient(ABC):
         return stream
 
     async def ask(self, question: str) -> bytes:
-        """An answer of the Router's; EngineError when none comes."""
+        """Ask the Router a question and return its answer; EngineError when none comes."""
         if self.stopped:
             raise self.stopped
         id = uuid.uuid4().hex
@@ -198,14 +201,14 @@ class EngineClient(ABC):
             del self._answers[id]
 
     def forget(self, request_ids: Sequence[str] | set[str], *, abort: bool, stopped: bool = False) -> None:
-        """Nobody waits for these any more; `stopped` as Abort has it."""
+        """Drop requests that nobody waits for; `stopped` is that of Abort."""
         for request_id in request_ids:
             self._streams.pop(request_id, None)
         if abort and not self.stopped:
             self._send(Abort(list(request_ids), stopped))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that are still waited for: their streams end with finish_reason "abort"."""
+        """End requests whose streams are still read; these end with finish_reason "abort"."""
         self._send(Abort(list(request_ids)))
         for request_id in request_ids:
             if stream := self._streams.get(request_id):
@@ -213,32 +216,32 @@ class EngineClient(ABC):
 
     @property
     def num_running(self) -> int:
-        """Requests that somebody waits for."""
+        """The number of requests that somebody waits for."""
         return len(self._streams)
 
     @property
     def silent_seconds(self) -> float:
-        """How long the engine has said nothing although requests wait for it."""
+        """How long the engine has sent nothing although requests wait for it; 0 without requests."""
         return time.monotonic() - self.heard if self._streams else 0.0
 
     def tell(self, message: Message) -> None:
-        """Say something that has no answer."""
+        """Send a message that has no answer."""
         if not self.stopped:
             self._send(message)
 
     @abstractmethod
     async def start(self) -> None:
-        """Begin, in the event loop it is for."""
+        """Start; call it in the client's event loop."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End; requests in flight get an EngineError."""
+        """Close the client; running requests get an EngineError."""
 
     @abstractmethod
     def _send(self, message: Message) -> None: ...
 
     def _handle(self, message: FromEngine) -> None:
-        """In the event loop: give what the engine said to who waits for it, if anyone still does."""
+        """Pass a message of the engine to those who wait for it, if any; call it in the event loop."""
         self.heard = time.monotonic()
         match message:
             case Ready(info=info):
@@ -263,7 +266,7 @@ class EngineClient(ABC):
                 stream.put(delta)
 
     def stop(self, reason: str, kind: type[EngineError] = EngineError) -> None:
-        """In the event loop: fail what still waits, and what comes later."""
+        """Fail all waiting and later requests; call it in the event loop."""
         if self.stopped:
             return
         self.stopped = kind(reason)

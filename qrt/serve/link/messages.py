@@ -1,6 +1,6 @@
-"""What API processes and the engine process say to each other: typed msgspec structs, never pickle.
+"""Messages between API processes and the engine process: typed msgspec structs, never pickle.
 
-Torch-free, so that the supervisor need not load it.
+They do not need torch, so the supervisor does not load it.
 
 An API process tells the engine Hello once, then Add, Abort, Ask and Failed. The engine replies with Ready,
 one `step_output.StepOutput` a step, and Answer. The supervisor says Gone when an API process dies.
@@ -16,17 +16,20 @@ from qrt.sampling_params import SamplingParams
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):
-    """Base of all messages."""
+    """The base of all messages."""
 
 
 class Hello(Message):
-    """An API process is there; answered with Ready as soon as the model is loaded."""
+    """An API process has started; the answer is Ready, as soon as the model is loaded."""
 
 
 class Add(Message):
-    """Queue a request. `params` are the fields of SamplingParams; `arrived` is when the API process got it,
-    in seconds of the machine's monotonic clock, which all processes share.
-    generate=False only scores the prompt; priority and cache_salt as `Engine.add` has them."""
+    """Queue a request.
+
+    params    the fields of SamplingParams
+    arrived   when the API process got it, in seconds of the monotonic clock, which all processes share
+    generate, priority, cache_salt   as in `Engine.add`
+    """
 
     id: str
     prompt_ids: list[int]
@@ -38,36 +41,36 @@ class Add(Message):
 
 
 class Abort(Message):
-    """End requests that nobody waits for; `stopped`: because their text has reached a stop string."""
+    """End requests that nobody waits for; `stopped` if their text has reached a stop string."""
 
     ids: list[str]
     stopped: bool = False
 
 
 class Ask(Message):
-    """A question by name (`qrt.serve.link.router.QUESTIONS`); answered with Answer under the same id."""
+    """Ask a question by name (`qrt.serve.link.router.QUESTIONS`); the Answer has the same id."""
 
     id: str
     question: str
 
 
 class Failed(Message):
-    """An HTTP request was answered with an error, for the counters."""
+    """Count an HTTP request that got an error."""
 
     code: int
 
 
 class Gone(Message):
-    """The API process of that name has died: end its requests."""
+    """End the requests of an API process that has died."""
 
     client: str
 
 
 class EngineInfo(Message):
-    """What a server says about its engine; fixed once the model is loaded.
+    """The facts of a loaded engine that its server reports.
 
     sampling         the fields of the checkpoint's default SamplingParams that differ from qrt's
-    max_new_tokens   the checkpoint's, which is max_tokens where a request names none, and the most it may be
+    max_new_tokens   the checkpoint's: the default of max_tokens, and its maximum
     """
 
     model: str
@@ -89,13 +92,13 @@ class EngineInfo(Message):
 
 
 class Ready(Message):
-    """The engine runs."""
+    """The engine is ready."""
 
     info: EngineInfo
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True):
-    """A request that the engine does not take: it is wrong, or (`busy`) the queue is full."""
+    """A request that the engine refuses: it is wrong, or (`busy`) the queue is full."""
 
     id: str
     message: str
@@ -103,7 +106,7 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answer(Message):
-    """To an Ask."""
+    """The answer to an Ask."""
 
     id: str
     body: bytes
@@ -113,18 +116,18 @@ ToEngine = Hello | Add | Abort | Ask | Failed | Gone
 
 
 def fields_of(params: SamplingParams) -> dict[str, Any]:
-    """The fields of `params`, as Add carries them."""
+    """Return the fields of `params` for Add."""
     return {name: getattr(params, name) for name in params.__dataclass_fields__}
 
 
 def params_of(fields: dict[str, Any]) -> SamplingParams:
-    """Back again: the socket makes lists of tuples."""
+    """Make SamplingParams of the fields in Add; the socket has turned their tuples into lists."""
     words = [word if isinstance(word, str) else tuple(word) for word in fields.get("bad_words", ())]
     return SamplingParams(**{**fields, "bad_words": tuple(words)})
 
 
 def _encode_tensor(value: Any) -> Any:
-    """A tensor as dtype, shape and bytes; see `qrt.serve.link.step_output`."""
+    """Turn a tensor into dtype, shape and bytes; see `qrt.serve.link.step_output`."""
     array = value.cpu().contiguous().numpy()
     return str(array.dtype), array.shape, array.tobytes()
 
@@ -135,15 +138,15 @@ _ready = msgspec.msgpack.Decoder(Ready)
 
 
 def encode(message: Message) -> bytes:
-    """For the socket."""
+    """Encode a message for the socket."""
     return _encoder.encode(message)
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """What an API process or the supervisor sent; msgspec.DecodeError for anything else."""
+    """Decode a message of an API process or the supervisor; msgspec.DecodeError if it is none."""
     return _to_engine.decode(data)
 
 
 def decode_ready(data: bytes) -> Ready:
-    """What the engine answers to the supervisor."""
+    """Decode the engine's answer to the supervisor."""
     return _ready.decode(data)

@@ -34,7 +34,7 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960, 1920)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 LABELS = ("model_name",)
-RATE_SECONDS = 10.0  # what tokens per second are taken over
+RATE_SECONDS = 10.0  # time over which tokens per second are averaged
 
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "time_to_first_token_seconds": ("From arrival to the first token.", SECONDS),
@@ -53,7 +53,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 
 
 class Histogram:
-    """Counts by upper bound, and the sum."""
+    """Counts of observations by upper bound, and their sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -61,12 +61,12 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
-        """`count` observations of `value`."""
+        """Add `count` observations of `value`."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """As the exposition wants them."""
+        """Return the cumulative buckets of the Prometheus format."""
         total, buckets = 0, []
         for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
             total += count
@@ -76,7 +76,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class _Times:
-    """Of one request, in seconds of the monotonic clock."""
+    """Times of one request, in seconds of the monotonic clock."""
 
     arrived: float
     num_prompt: int
@@ -87,7 +87,7 @@ class _Times:
 
 
 class EngineMetrics(Collector):
-    """Fed by the Router, read as text. One thread at a time.
+    """Collects what the Router reports. One thread at a time may call it.
 
     model_name   the label of all families
     """
@@ -105,7 +105,7 @@ class EngineMetrics(Collector):
         self._recent: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
 
     def added(self, message: Add) -> None:
-        """A request has been queued."""
+        """Note a request that has been queued."""
         self._requests[message.id] = _Times(message.arrived, len(message.prompt_ids))
         self._not_started.add(message.id)
         self._histograms["request_prompt_tokens"].add(len(message.prompt_ids))
@@ -113,16 +113,16 @@ class EngineMetrics(Collector):
             self._histograms["request_params_max_tokens"].add(most)
 
     def ended(self, request_id: str, reason: FinishReason) -> None:
-        """A request has been ended from outside: by a stop string in its text, or because its client left."""
+        """Note a request that was ended by a stop string in its text, or because its client left."""
         if (times := self._requests.get(request_id)) is not None:
             self._finish(request_id, times, reason)
 
     def failed(self, code: int) -> None:
-        """An HTTP request has been answered with an error."""
+        """Count an HTTP request that got an error."""
         self._errors[code] += 1
 
     def step(self, started: float, deltas: Sequence[StepDelta]) -> None:
-        """A step that began at `started` has given `deltas`."""
+        """Note the `deltas` of a step that began at `started`."""
         now, num_prompt = time.monotonic(), self._num_prompt
         if self._not_started:
             running = [request.id for request in self._engine.scheduler.running]
@@ -145,8 +145,10 @@ class EngineMetrics(Collector):
         self._note_rate(now)
 
     def _note_started(self, request_ids: Iterable[str], started: float) -> None:
-        """Requests that a step has worked on; the prompts of those that it was the first for count from now.
-        Those that wait are not looked at: they may be thousands."""
+        """Note the requests of a step; count the prompts of those that it started.
+
+        Waiting requests are not looked at: there may be thousands.
+        """
         for request_id in self._not_started.intersection(request_ids):
             times = self._requests[request_id]
             times.started = started
@@ -168,7 +170,7 @@ class EngineMetrics(Collector):
         del self._requests[request_id]
         self._not_started.discard(request_id)
         self._finished[reason.value] += 1
-        if times.first is None or reason is FinishReason.ABORT:  # how long that took says nothing
+        if times.first is None or reason is FinishReason.ABORT:  # its times mean nothing
             return
         decode = times.last - times.first
         self._histograms["e2e_request_latency_seconds"].add(times.last - times.arrived)
@@ -179,14 +181,14 @@ class EngineMetrics(Collector):
             self._histograms["request_time_per_output_token_seconds"].add(per_token)
 
     def _note_rate(self, now: float) -> None:
-        """One point of the token counts a second is enough."""
+        """Store the token counts, at most once a second."""
         if now - self._recent[-1][0] >= 1:
             self._recent.append((now, self._num_prompt, self._num_output))
         while len(self._recent) > 2 and now - self._recent[0][0] > RATE_SECONDS:
             self._recent.popleft()
 
     def load(self) -> dict[str, Any]:
-        """The moment in one dictionary: requests, slots, prefix cache, tokens per second."""
+        """Return the current load: requests, slots, prefix cache, tokens per second."""
         now, scheduler = time.monotonic(), self._engine.scheduler
         self._note_rate(now)
         then, prompt, output = self._recent[0]
@@ -196,7 +198,7 @@ class EngineMetrics(Collector):
         return {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
-            "server_load": len(scheduler.running) + len(scheduler.waiting),  # vLLM's
+            "server_load": len(scheduler.running) + len(scheduler.waiting),  # vLLM's name
             "waiting_prompt_tokens": sum(len(request.prompt) for request in scheduler.waiting),
             "kv_used_tokens": used,
             "kv_cached_tokens": kv.evictable_slots,
@@ -212,7 +214,7 @@ class EngineMetrics(Collector):
         }
 
     def log(self, logger: logging.Logger) -> None:
-        """The line that users of every engine read; nothing while nothing happens."""
+        """Log the load in one line; log nothing while nothing happens."""
         load = self.load()
         if not (load["running"] or load["waiting"] or load["generation_tokens_per_second"]):
             return
@@ -229,11 +231,11 @@ class EngineMetrics(Collector):
         )
 
     def exposition(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Any]:
-        """All families, read at this moment."""
+        """Yield all metric families with their current values."""
         load, model = self.load(), [self.model_name]
         gauges = {
             "num_requests_running": ("Requests that run.", load["running"]),

@@ -1,4 +1,4 @@
-"""ProcessClient: the client of an engine that runs in a process of its own, over a socket."""
+"""ProcessClient: a client of an engine in another process, over a socket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qrt.serve.link.step_output import FromEngine, decode_from_engine
 
 
 class ProcessClient(EngineClient):
-    """Connects to the socket at `path`; `name` is this client's among its peers."""
+    """Connects to the socket at `path`; `name` tells this client from others."""
 
     def __init__(self, path: str, name: str) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Router: the loop that joins all clients to one engine.
+"""Router: the loop that connects all clients to one engine.
 
-Takes requests and aborts of all API processes between two steps, runs the step, and sends each API process
+It takes requests and aborts of all API processes between two steps, runs the step, and sends each API process
 one StepOutput with all that the step brought it. An API process whose requests get nothing receives an empty
 StepOutput once a second, so that it knows that the engine works. The engine process runs it; AsyncLLM runs it
 in a thread.
@@ -44,7 +44,7 @@ from qrt.serve.link.step_output import FromEngine, StepOutput
 
 logger = logging.getLogger(__name__)
 
-FAILED_STEPS = 3  # so many failed steps in a row are a broken device, not a bad request
+FAILED_STEPS = 3  # this many failed steps in a row mean a broken device, not a bad request
 WATCHDOG_RENEWAL_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
 LOG_SECONDS = 10.0
@@ -52,21 +52,23 @@ TRIM_SECONDS = 10.0
 
 
 class Port(Protocol):
-    """How messages reach the loop and leave it."""
+    """The connection over which messages reach the loop and leave it."""
 
     def receive(self, wait: bool) -> list[tuple[str, ToEngine]] | None:
-        """(sender, message) pairs that have come; with `wait` blocks for a while when there are none. None
-        ends the loop."""
+        """Return the (sender, message) pairs that have come; None ends the loop.
+
+        With `wait` it waits for a while if there are none.
+        """
 
     def send(self, client: str, message: FromEngine) -> None:
-        """To one API process; dropped when it is gone."""
+        """Send a message to one API process; drop it if the process is gone."""
 
 
 class Router:
-    """The requests of all clients on one engine.
+    """Runs the requests of all clients on one engine.
 
-    info     what the engine is
-    engine   driven by `run` alone
+    info     facts of the engine
+    engine   only `run` calls it
     """
 
     def __init__(
@@ -77,8 +79,11 @@ class Router:
         watchdog_seconds: float | None = None,
         log_stats: bool = False,
     ) -> None:
-        """Metrics call the model `model_name`, or as its folder. A step of more than `watchdog_seconds` ends
-        the process, with all threads' stacks on stderr."""
+        """Connect to an engine.
+
+        model_name         the model's name in metrics (default: the folder's name)
+        watchdog_seconds   a longer step ends the process, with the stacks of all threads on stderr
+        """
         self.engine = engine
         self.info = engine_info(engine)
         self.metrics = EngineMetrics(engine, self.info, model_name or api_name(engine.config.model))
@@ -86,14 +91,14 @@ class Router:
         self._watchdog_set = 0.0
         self._heartbeat_sent = 0.0
         self._log_seconds = LOG_SECONDS if log_stats else None
-        self._clients: dict[str, str] = {}  # request id -> who waits for it
-        self._gone: set[str] = set()  # clients that have died; no name is given twice
+        self._clients: dict[str, str] = {}  # request id -> client that waits for it
+        self._gone: set[str] = set()  # clients that have died; no name is used twice
         self._outputs: defaultdict[str, StepOutput] = defaultdict(lambda: StepOutput([], [], []))
         self._answers: list[tuple[str, FromEngine]] = []
         self._failed_steps = 0
 
     def run(self, port: Port) -> None:
-        """Until the port closes. Whatever a step raises ends the loop."""
+        """Run until the port closes; an exception of a step ends the loop."""
         logged = trimmed = time.monotonic()
         try:
             while (messages := port.receive(wait=not self.engine.has_work)) is not None:
@@ -118,7 +123,7 @@ class Router:
     def _take(self, client: str, message: ToEngine) -> None:
         match message:
             case Add() if client in self._gone:
-                pass  # the socket reads its peers in turn, so that Gone may come before what the dead sent
+                pass  # Gone may arrive before the last messages of the dead process
             case Add():
                 self._add(client, message)
             case Abort(ids=ids, stopped=stopped):
@@ -201,15 +206,17 @@ class Router:
 
 
 def _return_free_memory() -> None:
-    """Return it to the system. On a CPU a step's tensors come and go on the heap, whose holes glibc keeps:
-    under varied batches an engine that uses 300 MiB came to hold gigabytes. A GPU's are elsewhere, and steps
-    need not wait for this."""
+    """Return free heap memory to the system.
+
+    On a CPU a step's tensors are on the heap, whose holes glibc keeps: with varied batches an engine that
+    uses 300 MiB would hold gigabytes. On a GPU the tensors are elsewhere, and this is not called.
+    """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def engine_info(engine: Engine) -> EngineInfo:
-    """Of a loaded engine."""
+    """Return the facts of a loaded engine."""
     default = fields_of(SamplingParams())
     given = fields_of(engine.generation.sampling)
     return EngineInfo(

@@ -1,7 +1,7 @@
-"""The zmq sockets between the processes: one ROUTER of the engine, one DEALER of each client, over ipc.
+"""The zmq sockets between the processes: a ROUTER in the engine, a DEALER in each client, over ipc.
 
-A message is dropped when the peer is gone, never blocked on; what is queued for an API process is bounded by
-the tokens its requests may have.
+Sending never blocks: a message is dropped when its receiver is gone. The tokens that requests may have bound
+the messages that are queued for an API process.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import zmq.asyncio
 
 from qrt.serve.link.messages import Message, ToEngine, decode_to_engine, encode
 
-IDLE_MS = 1000  # how long the engine sleeps at most when there is nothing to do
+IDLE_MS = 1000  # longest sleep of an idle engine
 
 
 Received = TypeVar("Received")
 
 
 class EnginePort:
-    """The engine's end: a Port of the Router's over the ipc socket at `path`."""
+    """The engine's end: the Router's Port over the ipc socket at `path`."""
 
     def __init__(self, path: str) -> None:
         self._context = zmq.Context()
@@ -56,7 +56,7 @@ class EnginePort:
 
 
 class ClientSocket(Generic[Received]):
-    """A client's end, in its event loop."""
+    """A client's end, used in its event loop."""
 
     def __init__(self, path: str, name: str, decode: Callable[[bytes], Received]) -> None:
         self._decode = decode
@@ -68,13 +68,13 @@ class ClientSocket(Generic[Received]):
         self._socket.connect(f"ipc://{path}")
 
     def send(self, message: Message) -> None:
-        """Queue a message; it never waits."""
+        """Queue a message without waiting."""
         self._socket.send(encode(message))
 
     async def receive(self) -> Received:
-        """The next message."""
+        """Wait for the next message and return it."""
         return self._decode(await self._socket.recv())
 
     def close(self) -> None:
-        """Drop what is still queued."""
+        """Close the socket and drop queued messages."""
         self._context.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""StepOutput: what a step brought the requests of one API process, with the engine's own StepDeltas in it."""
+"""StepOutput: what a step added to the requests of one API process, with the engine's StepDeltas in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qrt.serve.link.messages import Answer, Message, Ready, Refusal
 
 
 class StepOutput(Message):
-    """What happened since the last one to the requests of one API process."""
+    """What happened to the requests of one API process since the last StepOutput."""
 
     accepted: list[str]
     refused: list[Refusal]
@@ -35,5 +35,5 @@ _from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_tensor)
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """What the engine sent; msgspec.DecodeError for anything else."""
+    """Decode a message of the engine; msgspec.DecodeError if it is none."""
     return _from_engine.decode(data)

@@ -1,4 +1,4 @@
-"""ThreadClient: the client of an engine that runs in a thread of this process."""
+"""ThreadClient: a client of an engine in a thread of this process."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class ThreadClient(EngineClient):
         self._thread.start()
 
     async def close(self) -> None:
-        """See EngineClient; waits for the step that runs."""
+        """See EngineClient; wait for the running step."""
         self.stop("the engine has been shut down")
         self.end()
         await asyncio.to_thread(self._thread.join)
 
     def end(self) -> None:
-        """From any thread: the engine's ends when its step is done."""
+        """End the engine's thread after its step; any thread may call it."""
         self._inbox.put(None)
 
     def _send(self, message: Message) -> None:
         self._inbox.put(message)  # type: ignore[arg-type]
 
-    # Below: the engine's thread, which is the Router's Port.
+    # Called in the engine's thread, as the Router's Port:
 
     def _run(self) -> None:
         try:

@@ -1,1 +1,1 @@
-"""The server's processes: the engine, the API servers, and the supervisor that starts and watches them."""
+"""The server's processes: the engine, the API processes, and the supervisor that starts and watches them."""

@@ -1,4 +1,4 @@
-"""The engine process: a loaded engine and the Router's loop around it.
+"""The engine process: loads an engine and runs the Router's loop on it.
 
 The supervisor starts it as `python -m qrt.serve.processes.engine`.
 """
@@ -17,7 +17,7 @@ from qrt.text.tokenizer import Tokenizer
 
 
 def serve(spec: Spec) -> None:
-    """Load the model, then run requests that come over the Spec's socket until SIGTERM."""
+    """Load the model, then run the requests that come over the Spec's socket until SIGTERM."""
     eos = Tokenizer(spec.engine.tokenizer or spec.engine.model).eos_token_ids
     engine = Engine(spec.engine, eos_token_ids=eos)
     router = Router(

@@ -31,19 +31,19 @@ from qrt.serve.routes.app import create_app
 from qrt.serve.settings import ServerConfig
 from qrt.text.tokenizer import Tokenizer
 
-logger = logging.getLogger("qrt.serve.processes.httpserver")  # also when it runs as __main__
+logger = logging.getLogger("qrt.serve.processes.httpserver")  # __name__ would be __main__
 
 KEEP_ALIVE_SECONDS = 30
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with qrt's connection, and a SIGTERM that drains before it closes.
+    """uvicorn with qrt's connection; SIGTERM drains the requests before it closes.
 
-    While it drains it answers: what runs goes on, /readiness is red, anything new gets 503.
+    While it drains, running requests go on, /readiness is red, and new requests get 503.
     """
 
     def __init__(self, app: FastAPI, service: Service, alive: int = -1) -> None:
-        """`alive` is the pipe whose end is the engine's."""
+        """Serve `app`; the pipe `alive` closes when the engine dies."""
         super().__init__(uvicorn_config(app, service.config))
         self._service = service
         self._alive = alive
@@ -51,7 +51,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Instead of uvicorn's."""
+        """Drain on SIGTERM, and watch the engine; this replaces uvicorn's handlers."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(ValueError, RuntimeError):  # signals reach the main thread only
             loop.add_signal_handler(signal.SIGTERM, self.drain)
@@ -60,12 +60,12 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Also says that it is ready, once it is."""
+        """Start as uvicorn does, and announce when the server is ready."""
         await super().startup(sockets)
         self._announcement = asyncio.create_task(self._announce(sockets or []))
 
     def drain(self) -> None:
-        """End when what runs has ended, or its time is over."""
+        """End when all running requests have ended, or their time is over."""
         self._service.draining = True
         if self._draining is None:
             self._draining = asyncio.create_task(self._drain())
@@ -92,7 +92,7 @@ class HttpServer(uvicorn.Server):
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
-    """uvicorn's settings for an application."""
+    """Return uvicorn's settings for an application."""
     return uvicorn.Config(
         app,
         http=Connection,
@@ -124,7 +124,7 @@ def serve(spec: Spec) -> None:
 
 
 def main() -> None:
-    """The process: its Spec on stdin."""
+    """Read the Spec from stdin and serve."""
     spec = child_spec("httpserver")
 
     def stopped_early(number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the server's processes have in common: the Spec on stdin, death with the parent, logs on stderr."""
+"""Share what the server's processes do: read the Spec on stdin, die with the parent, log to stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END_ENGINE = signal.SIGUSR1  # from the supervisor to the engine process
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """What a child process is started with, as JSON on its stdin (keys never stand on a command line).
+    """The settings of a child process, as JSON on its stdin, so that no key is on a command line.
 
     name        the child's own: "engine", "api-0", ...
     socket      path of the engine's ipc socket, in a folder that only this user may enter
@@ -41,8 +41,11 @@ class Spec(msgspec.Struct, frozen=True):
 
 
 def child_spec(kind: str) -> Spec:
-    """Read this child's Spec and settle in: die with the supervisor, leave Ctrl-C to it, log to stderr, open
-    as many connections as it may."""
+    """Read this child's Spec and set up the process.
+
+    It dies with the supervisor, leaves Ctrl-C to it, logs to stderr, and may open as many connections as the
+    system allows.
+    """
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=Spec)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -57,7 +60,7 @@ def child_spec(kind: str) -> Spec:
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit of open files, by custom 1,024, to the hard one: each connection is one."""
+    """Raise the soft limit of open files, usually 1,024, to the hard one: each connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -65,8 +68,10 @@ def allow_open_files() -> None:
 
 
 def leave_sigterm_to_supervisor() -> None:
-    """Who sends it to all processes at once, as systemd does, means a drain, which the engine has to live
-    through. The supervisor ends it by END_ENGINE, as a clean exit."""
+    """Ignore SIGTERM in the engine process; END_ENGINE from the supervisor ends it with a clean exit.
+
+    systemd sends SIGTERM to all processes at once. That starts a drain, during which the engine must run on.
+    """
 
     def end(number: int, frame: Any) -> None:
         signal.signal(END_ENGINE, signal.SIG_IGN)
@@ -77,16 +82,16 @@ def leave_sigterm_to_supervisor() -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """One record, one line: control characters in what a client sent do not make new ones."""
+    """Writes each record in one line: control characters that a client sent make no new lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Escapes the message; a traceback stays as it is."""
+        """Escape the message; a traceback stays as it is."""
         record.message = record.message.translate(CONTROL_CHARACTERS)
         return super().formatMessage(record)
 
 
 def set_up_logging(level: str, tag: str) -> None:
-    """Log lines to stderr: level, time, process and place."""
+    """Log to stderr: level, time, process and module."""
     handler = logging.StreamHandler()
     line = f"%(levelname)s %(asctime)s ({tag}) [%(name)s] %(message)s"
     handler.setFormatter(LineFormatter(line, "%m-%d %H:%M:%S"))

@@ -1,7 +1,7 @@
 """Supervisor: starts the engine process and the API processes, watches them, and ends them all.
 
-It holds the listening socket, so that an API process that dies is replaced without a refused connection. The
-engine's death is the server's: its requests have failed by then, and whoever runs the server starts it again.
+It holds the listening socket, so that it can replace an API process that dies without refusing a connection.
+If the engine dies, the server ends: all requests have failed, and whoever runs the server restarts it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from qrt.serve.settings import ServerConfig, check_socket_path
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-RED_SECONDS = 3.0  # how long the API processes answer after the engine's death: /health is red
-END_SECONDS = 10.0  # for a process to end after SIGTERM, beyond the time its requests have
-MAX_RESTARTS, RESTART_SECONDS = 3, 60.0  # of API processes, in so many seconds
+RED_SECONDS = 3.0  # time for which the API processes answer after the engine's death; /health is red
+END_SECONDS = 10.0  # time for a process to end after SIGTERM, beyond the time of its requests
+MAX_RESTARTS, RESTART_SECONDS = 3, 60.0  # most restarts of API processes in this time
 GIB = 1 << 30
 ENGINE, API = "qrt.serve.processes.engine", "qrt.serve.processes.httpserver"
 
 
 class Supervisor:
-    """One server. `run` returns the exit code."""
+    """Runs one server; `run` returns the exit code."""
 
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
         self._engine_config, self._server = engine, server
         self._stop = asyncio.Event()
-        self._now = asyncio.Event()  # a second signal: no more waiting
+        self._now = asyncio.Event()  # set by a second signal: wait no longer
         self._signal = 0
         self._ready = False
         self._apis: dict[asyncio.Task[int], tuple[str, asyncio.subprocess.Process]] = {}
@@ -52,7 +52,7 @@ class Supervisor:
         self._num_started = 0
 
     async def run(self) -> int:
-        """Start everything, and return when everything has ended."""
+        """Start all processes, and return when all have ended."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
         with contextlib.ExitStack() as stack:
@@ -88,10 +88,10 @@ class Supervisor:
 
     async def _spawn(self, module: str, name: str, alive: int) -> asyncio.subprocess.Process:
         """Start a child; its Spec goes through stdin."""
-        # the engine must not hold the listening socket: connections would wait there for ever
+        # the engine must not hold the listening socket: connections would wait there forever
         listener = -1 if module == ENGINE else self._listener.fileno()
         spec = Spec(name, self._engine_config, self._server, self._socket, os.getpid(), listener, alive)
-        # a progress bar is for eyes; and where a log's disk is full, it fails what it shows the progress of
+        # progress bars are for terminals; on a full disk, writing one to a log would fail the whole load
         bars = {} if sys.stderr.isatty() else {"TQDM_DISABLE": "1"}
         with _sigint_blocked():
             child = await asyncio.create_subprocess_exec(
@@ -102,7 +102,7 @@ class Supervisor:
             )
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(spec))
-        with contextlib.suppress(ConnectionError):  # it has died; its exit code tells
+        with contextlib.suppress(ConnectionError):  # it has died; its exit code tells why
             await child.stdin.drain()
         child.stdin.close()
         return child
@@ -114,7 +114,7 @@ class Supervisor:
         self._apis[asyncio.create_task(child.wait())] = (name, child)
 
     async def _watch(self, engine: asyncio.subprocess.Process) -> int:
-        """Until a signal or the engine ends the server; the exit code."""
+        """Wait until a signal or the engine's death ends the server; return the exit code."""
         stop, ended = asyncio.create_task(self._stop.wait()), asyncio.create_task(engine.wait())
         ready = asyncio.create_task(self._announce())
         while True:
@@ -129,7 +129,7 @@ class Supervisor:
         if ended.done() and not stop.done():
             code = ended.result()
             if not self._ready:
-                return code if code > 0 else 1  # it has said why
+                return code if code > 0 else 1  # the engine has logged the reason
             logger.error("the engine process has died (%s); the server ends", _status(code))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), RED_SECONDS)
@@ -139,7 +139,7 @@ class Supervisor:
         return 0 if self._ready else 128 + signal.SIGTERM
 
     async def _replace(self, name: str, code: int) -> bool:
-        """A new API process for one that has died; False when too many have."""
+        """Start a new API process for one that died; return False if too many have died."""
         logger.error("API process %s has died (%s)", name, _status(code))
         self._link.send(Gone(name))
         now = time.monotonic()
@@ -154,7 +154,7 @@ class Supervisor:
         return True
 
     async def _announce(self) -> None:
-        """Say what runs, once the engine says it."""
+        """Log what runs, once the engine is ready."""
         self._link.send(Hello())
         message = await self._link.receive()
         self._ready = True
@@ -178,7 +178,7 @@ class Supervisor:
         number: signal.Signals,
         seconds: float,
     ) -> None:
-        """That signal, and SIGKILL for what lives on after `seconds` or a second one to the server."""
+        """Send a signal to children, and SIGKILL to those alive after `seconds` or a second signal."""
         for _, child in children:
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(number)
@@ -198,8 +198,11 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """A terminal's Ctrl-C goes to the children too: one started in here inherits that it never comes, while
-    it imports already; here it comes afterwards."""
+    """Block SIGINT inside the block, and deliver it afterwards.
+
+    A terminal's Ctrl-C goes to the children too. A child that is started in the block inherits the mask, so
+    Ctrl-C cannot kill it while it imports.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -208,7 +211,7 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 def listen(server: ServerConfig) -> socket.socket:
-    """The listening socket; OSError names the address that is not to be had."""
+    """Open the listening socket; OSError names an address that cannot be used."""
     try:
         listener = _listen_unix(server.uds) if server.uds else _listen_tcp(server.host, server.port)
     except OSError as error:
@@ -225,7 +228,7 @@ def _listen_unix(path: str) -> socket.socket:
             code = caller.connect_ex(path)
         if code != errno.ECONNREFUSED:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        Path(path).unlink()  # of a server that was killed
+        Path(path).unlink()  # left by a server that was killed
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(BACKLOG)
@@ -244,14 +247,14 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def _unlink(path: Path, ours: os.stat_result) -> None:
-    """Unless another server has put its own socket there meanwhile."""
+    """Remove the socket file, unless another server has put its own there."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(path.stat(), ours):
             path.unlink()
 
 
 def address_of(listener: socket.socket, server: ServerConfig) -> str:
-    """Where to point a client."""
+    """Return the URL for clients."""
     if server.uds:
         return f"unix:{server.uds}"
     host, port = listener.getsockname()[:2]
@@ -259,7 +262,7 @@ def address_of(listener: socket.socket, server: ServerConfig) -> str:
 
 
 def start_up_lines(info: EngineInfo) -> list[str]:
-    """What users look for when a server starts."""
+    """Return the lines that are logged when the server is ready."""
     return [
         f"model: {info.model}, weights {info.weight_scheme}, {info.weight_bytes / GIB:.2f} GiB, "
         f"activations {info.dtype} on {info.device}",
@@ -274,5 +277,5 @@ def _status(code: int) -> str:
 
 
 def supervise(engine: EngineConfig, server: ServerConfig) -> int:
-    """Serve until a signal or the engine's death; the exit code."""
+    """Serve until a signal or the engine's death; return the exit code."""
     return asyncio.run(Supervisor(engine, server).run())

@@ -1,4 +1,4 @@
-"""The ASGI application: all routes, and before them the key, the counters and the request ids."""
+"""The ASGI application: all routes, and before them the check of keys, counters and request ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from qrt.serve.routes.tokens import token_routes
 from qrt.version import __version__
 
 PAGE = Path(__file__).parents[1] / "page"
-OPEN_ROUTES = ("/", "/health", "/healthz", "/liveness", "/readiness")  # to be read without a key
+OPEN_ROUTES = ("/", "/health", "/healthz", "/liveness", "/readiness")  # readable without a key
 OPEN_FOLDER = "/page/"
 # The page loads from and asks only this server, runs no inline script, and no other page may frame it.
 PAGE_POLICY = (
@@ -40,20 +40,20 @@ PAGE_POLICY = (
 )
 PAGE_HEADERS = {
     "Content-Security-Policy": PAGE_POLICY,
-    "Cache-Control": "no-cache",  # browsers ask again each time, because the files belong together
+    "Cache-Control": "no-cache",  # browsers check each time, so that the files are of one version
     "Referrer-Policy": "no-referrer",
 }
-READY_SECONDS = 3.0  # for an engine that runs to answer, before this process takes connections
+READY_SECONDS = 3.0  # time for a running engine to answer before this process takes connections
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application; it starts and closes the engine's client."""
+    """Make the application; it starts and closes the engine's client."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.client.start()
-        # an engine that runs says so at once; one that loads is not waited for, and /liveness answers
+        # a running engine answers at once; do not wait for a loading one, so that /liveness answers
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.client.ready.wait(), READY_SECONDS)
         yield
@@ -63,7 +63,7 @@ def create_app(service: Service) -> FastAPI:
         title="qrt",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # they would load scripts from elsewhere
+        docs_url=None,  # these pages would load scripts from other sites
         redoc_url=None,
         redirect_slashes=False,  # behind a proxy that ends TLS, a redirect would lead to http://
     )
@@ -101,9 +101,9 @@ class PageFiles(StaticFiles):
 
 
 class Gate:
-    """Checks the key before anything of the request is read, names requests, and answers for defects.
+    """Checks the key before a request is read, gives requests ids, and replies to unexpected errors.
 
-    It also finds the path below --root-path, and answers HEAD as GET.
+    It also finds the path below --root-path, and treats HEAD as GET.
     """
 
     def __init__(self, app: ASGIApp, service: Service, routes: Sequence[BaseRoute]) -> None:
@@ -155,14 +155,14 @@ class Gate:
         return any(route.matches(scope)[0] is not Match.NONE for route in self._routes)
 
     def _name(self, headers: dict[bytes, bytes]) -> str | None:
-        """The client's X-Request-Id, or one of ours; None where replies have none."""
+        """Return the client's X-Request-Id, or a new one; None if replies have none."""
         if not self._service.config.enable_request_id_headers:
             return None
         wanted = headers.get(b"x-request-id", b"")
         return wanted.decode("ascii") if REQUEST_ID.fullmatch(wanted) else new_id("http")
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Compares with every key, and takes the same time for all; the scheme is in any case (RFC 9110)."""
+        """Compare with every key in constant time; the scheme may be in any case (RFC 9110)."""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         given = _digest(scheme.lower() + b" " + key)
         matches = [hmac.compare_digest(given, key) for key in self._keys]
@@ -170,9 +170,9 @@ class Gate:
 
 
 class Sender:
-    """`send` of one request: counts errors, and adds headers.
+    """The `send` of one request: counts errors and adds headers.
 
-    begun    whether its status is out
+    begun    whether the status has been sent
     """
 
     def __init__(self, send: Send, client: EngineClient, name: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Health, as load balancers and Kubernetes ask for it."""
+"""Routes that tell load balancers and Kubernetes whether the server is healthy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qrt.serve.http.service import Service
 
 
 def health_routes(service: Service) -> APIRouter:
-    """The routes. All but /health_generate are cheap: nothing is generated for them."""
+    """Make the routes. All but /health_generate are cheap: they generate nothing."""
     routes = APIRouter()
 
     @routes.get("/health", include_in_schema=False)
@@ -43,7 +43,7 @@ def health_routes(service: Service) -> APIRouter:
 
 
 def _broken(service: Service) -> Response | None:
-    """503 where nothing would be generated."""
+    """Return an error 503 if the engine would generate nothing, else None."""
     if service.client.stopped:
         return error_response(503, str(service.client.stopped))
     if service.client.silent_seconds > service.config.watchdog_timeout / 2:

@@ -1,4 +1,4 @@
-"""LightLLM's dialect: /generate and /generate_stream, and its TGI flavour (`--use-tgi-api`)."""
+"""LightLLM's API: /generate and /generate_stream, and its TGI variant (`--use-tgi-api`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAME = (
 
 
 class Parameters(Body):
-    """`parameters`, by LightLLM's names, and TGI's for the same."""
+    """The `parameters`, by LightLLM's or TGI's names."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -70,8 +70,12 @@ class Parameters(Body):
     def sampling_params(
         self, sample: bool, defaults: dict[str, Any], max_tokens: int | None
     ) -> SamplingParams:
-        """Greedy unless `sample`; what is left out comes from `defaults`, the model's. `max_tokens` as
-        `Service.max_tokens` has it. UnsupportedError for what is not run."""
+        """Make SamplingParams; UnsupportedError for settings that qrt does not have.
+
+        sample       whether to sample; else greedy
+        defaults     the model's values for settings that are not given
+        max_tokens   from `Service.max_tokens`
+        """
         self.refuse_not_run(FIELDS)
         if max_tokens is not None and (self.min_new_tokens or 0) > max_tokens:
             raise ConfigError(
@@ -94,7 +98,10 @@ class Parameters(Body):
         return params
 
     def _check_input_penalty(self, params: SamplingParams) -> None:
-        """In LightLLM it says of all penalties at once whether they count the prompt's tokens."""
+        """Refuse an `input_penalty` that qrt cannot follow.
+
+        In LightLLM it says for all penalties at once whether they count the prompt's tokens.
+        """
         if self.input_penalty is False and params.repetition_penalty != 1:
             raise UnsupportedError(
                 "input_penalty: got false with repetition_penalty, which counts the prompt's tokens here; "
@@ -120,7 +127,7 @@ class GenerateRequest(Body):
     multimodal_params: dict[str, Any] = {}
 
     def check_others(self) -> None:
-        """Raise ConfigError for a parameter outside `parameters`, UnsupportedError for what is not run."""
+        """Raise ConfigError for a parameter outside `parameters`, UnsupportedError for unsupported fields."""
         for name in self.model_extra or ():
             if name in PARAMETERS:
                 raise ConfigError(f"{name}: expected in parameters, got it beside them; move it there")
@@ -128,13 +135,13 @@ class GenerateRequest(Body):
 
 
 class RootRequest(GenerateRequest):
-    """`POST /`, where TGI's clients ask."""
+    """`POST /`, which TGI's clients use."""
 
     stream: bool = False
 
 
 def lightllm_routes(service: Service) -> APIRouter:
-    """The routes, in LightLLM's shape or TGI's."""
+    """Make the routes, in LightLLM's shape or TGI's."""
     routes = APIRouter(route_class=StrictJsonRoute)
     shape = TgiShape if service.config.use_tgi_api else LightllmShape
 
@@ -180,7 +187,7 @@ async def _collector(service: Service, body: GenerateRequest, shape: type[Lightl
 
 
 class LightllmShape:
-    """LightLLM's reply: lists where there are several completions, else the values themselves."""
+    """LightLLM's reply: lists if there are several completions, else the values themselves."""
 
     data = b"data:"
 
@@ -192,11 +199,11 @@ class LightllmShape:
 
     @staticmethod
     def samples(parameters: Parameters) -> bool:
-        """Whether tokens are drawn; else each is the likeliest."""
+        """Return whether to sample; else each token is the likeliest."""
         return parameters.do_sample
 
     def body(self) -> Any:
-        """The whole reply."""
+        """Return the reply's body."""
         outputs = self._collector.output().outputs
 
         def each(values: list[Any]) -> Any:
@@ -213,8 +220,10 @@ class LightllmShape:
         return body
 
     def events(self, index: int, delta: TextDelta) -> Iterable[bytes]:
-        """One event a token; the text of a token that shows nothing yet comes with a later one, and that of
-        tokens that come together with the last of them."""
+        """Return one event per token.
+
+        The text of a delta comes with its last token, and text that is not certain yet with a later one.
+        """
         before = self._collector.num_output_tokens - len(delta.token_ids)
         for place, token in enumerate(delta.token_ids):
             last = place == len(delta.token_ids) - 1
@@ -253,18 +262,18 @@ class LightllmShape:
 
 
 class TgiShape(LightllmShape):
-    """Hugging Face TGI's reply: the completion with the best score, details where asked for."""
+    """Hugging Face TGI's reply: the completion with the best score, with details if asked for."""
 
     data = b"data: "
 
     @staticmethod
     def samples(parameters: Parameters) -> bool:
-        """As in TGI, what shapes the draw asks for one."""
+        """Return whether to sample; as in TGI, any setting of sampling turns it on."""
         shaped = parameters.temperature not in (None, 1) or parameters.top_p not in (None, 1)
         return parameters.do_sample or shaped or (parameters.top_k or 0) > 0
 
     def body(self) -> Any:
-        """The whole reply."""
+        """Return the reply's body."""
         outputs = self._collector.output().outputs
         best = max(outputs, key=lambda output: output.cumulative_logprob or 0.0)
         body: dict[str, Any] = {"generated_text": self._text + best.text}

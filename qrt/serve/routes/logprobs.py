@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the two OpenAI endpoints."""
+"""Write log-probabilities in the shapes of the two OpenAI endpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 
 def prompt_logprobs(collector: RequestCollector) -> list[dict[str, Any] | None]:
-    """Return those of the prompt, in vLLM's shape: for each token, by token id; null for the first."""
+    """Return the prompt's log-probabilities in vLLM's shape: per token, by token id; null for the first."""
     return [
         None if row is None else {str(token): _prompt_entry(entry) for token, entry in row.items()}
         for row in collector.prompt_logprobs
@@ -28,7 +28,7 @@ def _number(entry: Logprob) -> float:
 
 
 def completion_logprobs(rows: list[TokenLogprobs], places: TokenPlaces) -> dict[str, Any]:
-    """Return those of tokens in the shape of `text_completion`: four parallel lists."""
+    """Return tokens' log-probabilities in the shape of `text_completion`: four parallel lists."""
     chosen = [next(iter(row.values())) for row in rows]
     return {
         "tokens": [entry.decoded_token for entry in chosen],
@@ -39,7 +39,7 @@ def completion_logprobs(rows: list[TokenLogprobs], places: TokenPlaces) -> dict[
 
 
 def _by_text(row: TokenLogprobs) -> dict[str, float]:
-    """Return a row by text. Parts of characters have one text: the likeliest stands for all."""
+    """Return a row by text; of several tokens with one text (parts of characters), the likeliest counts."""
     likeliest: dict[str, float] = {}
     for entry in row.values():
         text, value = entry.decoded_token or "", _number(entry)
@@ -50,7 +50,7 @@ def _by_text(row: TokenLogprobs) -> dict[str, float]:
 def chat_logprobs(
     rows: list[TokenLogprobs] | None, num_top: int, collector: RequestCollector
 ) -> dict[str, Any] | None:
-    """Return those of tokens in the shape of `chat.completion`: each with the likeliest at its place."""
+    """Return tokens' log-probabilities in the shape of `chat.completion`: each with the likeliest ones."""
     if rows is None:
         return None
     content = []

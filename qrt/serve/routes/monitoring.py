@@ -1,4 +1,4 @@
-"""What operators ask: metrics, load, version, what runs; and, where allowed, administration."""
+"""Routes for operators: metrics, load, version, settings; and, if enabled, administration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT: Responses = {
 
 
 def monitoring_routes(service: Service) -> APIRouter:
-    """The routes."""
+    """Make the routes."""
     routes = APIRouter()
 
     @routes.get("/metrics", response_class=Response, responses={**errors(), **TEXT})

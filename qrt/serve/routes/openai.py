@@ -28,7 +28,7 @@ from qrt.text.collector import RequestCollector
 
 
 def openai_routes(service: Service) -> APIRouter:
-    """The routes."""
+    """Make the routes."""
     routes = APIRouter(route_class=StrictJsonRoute)
 
     @routes.get("/v1/models", responses=MODELS)
@@ -97,7 +97,7 @@ def _check_body(service: Service, body: SamplingFields) -> None:
     declared = type(body).model_fields
     for name in declared.keys() & {"logprobs", "top_logprobs", "prompt_logprobs"}:
         wanted = body.given(name) or 0
-        if wanted is not True and wanted > service.config.max_logprobs:  # true: the token's own, no others
+        if wanted is not True and wanted > service.config.max_logprobs:  # true: only the token's own
             raise ConfigError(f"{name}: got {wanted}, wanted at most {service.config.max_logprobs}")
     if body.stream and body.prompt_logprobs is not None:
         raise ConfigError("prompt_logprobs: wanted without stream")
@@ -106,7 +106,7 @@ def _check_body(service: Service, body: SamplingFields) -> None:
 
 
 async def _completion_collectors(service: Service, body: CompletionRequest) -> list[RequestCollector]:
-    """One for each prompt, tokenized."""
+    """Tokenize the prompts and make a collector for each."""
     name, limit = body.token_limit
     generate = limit != 0
     if not generate and not body.echo:
@@ -120,7 +120,7 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
         params = replace(params, prompt_logprobs=body.logprobs)
     collectors = []
     for prompt in body.prompts():
-        await asyncio.sleep(0)  # others have their turns, though there be a thousand
+        await asyncio.sleep(0)  # let other requests run: a body may have a thousand prompts
         if isinstance(prompt, str):
             text, ids = prompt, await service.encode(prompt, body.add_special_tokens)
         else:
@@ -133,7 +133,7 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
 
 
 async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> list[RequestCollector]:
-    """The conversation through the chat template, tokenized."""
+    """Render the conversation with the chat template, tokenize it and make its collector."""
     if body.top_logprobs and not body.logprobs:
         raise ConfigError("top_logprobs: wanted only with logprobs: true")
     messages = [message.for_template() for message in body.messages]
@@ -148,13 +148,13 @@ async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> lis
         and service.tool_format
         and service.tool_format.marker in service.tokenizer.hf.all_special_tokens
     ):
-        params = replace(params, skip_special_tokens=False)  # or the marks of the calls would be gone
+        params = replace(params, skip_special_tokens=False)  # keep the marks of tool calls
     _check_length(service, len(ids), max_tokens, name)
     return [service.collector(text, ids, params, **body.engine_options())]
 
 
 def _check_length(service: Service, num_prompt: int, max_tokens: int | None, name: str) -> None:
-    """As vLLM: more tokens than the context are wrong; more than it has left are cut."""
+    """Refuse more tokens than the context has, as vLLM; more than are left are cut later."""
     longest = service.client.info.max_model_len
     if max_tokens is not None and max_tokens > longest:
         raise ConfigError(f"{name}: got {max_tokens}, wanted at most {longest}, the model's context")

@@ -1,7 +1,7 @@
-"""Bodies of the OpenAI-compatible endpoints, and what of them becomes SamplingParams.
+"""Bodies of the OpenAI-compatible endpoints, and how they become SamplingParams.
 
-Fields that cannot change the result (user, metadata, store, ...) are accepted and ignored; fields that would
-and are not run are refused by name (`qrt.peer_fields`), never dropped.
+Fields that cannot change the result (user, metadata, store, ...) are accepted and ignored. Fields that would
+change it, but that qrt does not support, are refused by name (`qrt.peer_fields`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qrt.serve.settings import (
 )
 from qrt.text.tool_calls import MAX_CALLS
 
-# Those of SamplingFields that SamplingParams has under the same name.
+# Fields of the body that SamplingParams has under the same name.
 SAMPLING_FIELDS = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty",
@@ -40,7 +40,7 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """The fields both endpoints share."""
+    """The fields that both endpoints share."""
 
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_N)
@@ -80,14 +80,17 @@ class SamplingFields(Body):
         return "max_tokens", self.max_tokens
 
     def engine_options(self) -> dict[str, Any]:
-        """What the engine takes beside SamplingParams."""
+        """Return the options of `Engine.add` beside SamplingParams."""
         return {"priority": self.priority or 0, "cache_salt": self.cache_salt}
 
     def sampling_params(
         self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
-        """The request's SamplingParams; what it leaves out comes from `defaults`, the model's. `max_tokens`
-        as `Service.max_tokens` has it."""
+        """Make the request's SamplingParams.
+
+        defaults     the model's values for fields that are not given
+        max_tokens   from `Service.max_tokens`
+        """
         own = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         own = {name: value for name, value in own.items() if value is not None}
         if "logit_bias" in own:
@@ -114,7 +117,7 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts as a list, whichever of the four forms came."""
+        """Return the prompts as a list, whichever of the four forms was given."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -137,7 +140,7 @@ class ChatMessage(BaseModel):
 
 
 class Function(BaseModel):
-    """What a tool is: `parameters` is a JSON schema."""
+    """A tool's definition; `parameters` is a JSON schema."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -168,7 +171,7 @@ class Tool(BaseModel):
 
 
 class Conversation(Body):
-    """What is rendered by the chat template; /tokenize takes it too."""
+    """The fields that the chat template renders; /tokenize takes them too."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -180,8 +183,11 @@ class Conversation(Body):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     def template_arguments(self, *, tools: bool = True) -> dict[str, Any]:
-        """For `Tokenizer.render_chat`; its own names win over chat_template_kwargs, those over
-        reasoning_effort, which as in vLLM also says whether to think."""
+        """Return the arguments of `Tokenizer.render_chat`.
+
+        Its own names win over chat_template_kwargs, and these over reasoning_effort, which as in vLLM also
+        says whether to think.
+        """
         if self.given("chat_template") is not None:
             raise ConfigError(
                 "chat_template: a request cannot bring one; start the server with --chat-template"
@@ -219,11 +225,11 @@ class ChatCompletionRequest(Conversation, SamplingFields):
 
     @property
     def uses_tools(self) -> bool:
-        """Whether tool calls are wanted of the model."""
+        """Whether the model may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def check_tool_choice(self) -> None:
-        """ConfigError for what it cannot be, UnsupportedError for what would need a grammar."""
+        """Raise ConfigError for a wrong tool_choice, UnsupportedError for one that needs a grammar."""
         choice = self.tool_choice
         if choice in (None, "none"):
             return

@@ -1,4 +1,4 @@
-"""Reply bodies and server-sent events of the two OpenAI endpoints, from the collectors' output."""
+"""Write reply bodies and server-sent events of the two OpenAI endpoints from the collectors' output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qrt.text.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
 
 
 class Reply(ABC):
-    """One request's reply: a body at the end, or events on the way. Choices count prompt-major: p * n + k."""
+    """The reply of one request: a body at the end, or events. Choice k of prompt p has number p * n + k."""
 
     kind: str
     chunk_kind: str
@@ -35,14 +35,14 @@ class Reply(ABC):
         self._usage_at_end = options is not None and options.include_usage
         self._usage_in_chunks = options is not None and options.continuous_usage_stats
         self._opened: set[int] = set()  # collectors whose choices have begun
-        # of a stream so far, so that a chunk's usage does not look through all choices
+        # a stream's counts so far, so that a chunk's usage need not look through all choices
         self._num_prompt = sum(len(collector.prompt_ids) for collector in collectors)
         self._num_output = 0
         self._num_cached = [0] * len(collectors)
         self._all_cached = 0
 
     def body(self) -> dict[str, Any]:
-        """The whole reply."""
+        """Return the reply's body."""
         choices = [
             self.choice(index * self._n + completion.index, index, completion)
             for index, collector in enumerate(self.collectors)
@@ -53,7 +53,7 @@ class Reply(ABC):
         return {**self._head(self.kind), "choices": choices, "usage": self._usage(output, cached)}
 
     def _usage(self, output: int, cached: int) -> dict[str, Any]:
-        """Token counts over all prompts and choices."""
+        """Return the token counts over all prompts and choices."""
         return {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": output,
@@ -62,11 +62,11 @@ class Reply(ABC):
         }
 
     def _usage_so_far(self) -> dict[str, Any]:
-        """Of a stream."""
+        """Return the token counts of a stream so far."""
         return self._usage(self._num_output, self._all_cached)
 
     def events(self, index: int, delta: TextDelta) -> Iterator[bytes]:
-        """Events of one delta of collector `index`; none while there is nothing to show."""
+        """Yield the events of one delta of collector `index`; none while there is nothing to show."""
         number = index * self._n + delta.index
         cached = self.collectors[index].num_cached_tokens
         self._all_cached += cached - self._num_cached[index]
@@ -82,21 +82,21 @@ class Reply(ABC):
                 yield self._chunk(choice)
 
     def closing(self) -> Iterator[bytes]:
-        """The chunk with the usage, where asked for, and the end."""
+        """Yield the chunk with the usage, if asked for, and the end."""
         if self._usage_at_end:
             yield event({**self._head(self.chunk_kind), "choices": [], "usage": self._usage_so_far()})
 
     @abstractmethod
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
-        """One finished choice of collector `index`."""
+        """Return one finished choice of collector `index`."""
 
     @abstractmethod
     def opening(self, number: int, index: int) -> Iterator[dict[str, Any]]:
-        """Choices of chunks before its first token's."""
+        """Yield the choices of chunks before the first token's."""
 
     @abstractmethod
     def chunk_choices(self, number: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        """Choices of chunks, mostly one."""
+        """Yield the choices of a delta's chunks, mostly one."""
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         data = {**self._head(self.chunk_kind), "choices": [choice]}
@@ -121,10 +121,10 @@ class CompletionReply(Reply):
         super().__init__(id, model, body, collectors)
         self._echo = body.echo
         self._echo_logprobs = body.echo and body.logprobs is not None
-        self._places: dict[int, TokenPlaces] = {}  # of each choice of a stream
+        self._places: dict[int, TokenPlaces] = {}  # choice of a stream -> places of its tokens
 
     def opening(self, number: int, index: int) -> Iterator[dict[str, Any]]:
-        """With echo, each choice begins with its prompt."""
+        """Yield the prompt first, with echo."""
         if self._echo:
             text = self.collectors[index].prompt or ""
             yield _text_choice(number, text, self._prompt_logprobs_of(index), None, None)
@@ -153,15 +153,15 @@ class CompletionReply(Reply):
         yield _text_choice(number, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
     def _echoed(self, index: int) -> str:
-        """The prompt's text, where it comes before the completion's."""
+        """Return the prompt's text with echo, else an empty text."""
         return (self.collectors[index].prompt or "") if self._echo else ""
 
     def _new_places(self, index: int) -> TokenPlaces:
-        """Of a completion's tokens."""
+        """Return the places of a completion's tokens."""
         return self.collectors[index].output_places(len(self._echoed(index)))
 
     def _prompt_logprobs_of(self, index: int) -> dict[str, Any] | None:
-        """Of the echoed prompt, whose first token has none."""
+        """Return the log-probabilities of the echoed prompt, whose first token has none."""
         if not self._echo_logprobs:
             return None
         collector = self.collectors[index]
@@ -203,7 +203,7 @@ class ChatReply(Reply):
         collectors: Sequence[RequestCollector],
         tools: ToolFormat | None = None,
     ) -> None:
-        """`tools`: how calls are written, when the request lets the model make some."""
+        """Make the reply; `tools` is the format of tool calls, if the request allows calls."""
         super().__init__(id, model, body, collectors)
         self._num_top = body.top_logprobs or 0
         self._tools = tools
@@ -219,7 +219,7 @@ class ChatReply(Reply):
         return body
 
     def opening(self, number: int, index: int) -> Iterator[dict[str, Any]]:
-        """The role comes first, in a chunk of its own."""
+        """Yield the role first, in a chunk of its own."""
         yield _chat_chunk(number, {"role": "assistant", "content": ""})
 
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class ChatReply(Reply):
         }
 
     def chunk_choices(self, number: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        """See Reply. A call comes whole, in one chunk: its name once, its arguments as a string."""
+        """See Reply. A tool call is one chunk, with its name and all its arguments as a string."""
         text, reason = delta.text, delta.finish_reason
         logprobs = chat_logprobs(delta.logprobs, self._num_top, self.collectors[0])
         if self._tools:

@@ -1,4 +1,4 @@
-"""Text to tokens and back: /tokenize, /detokenize and /tokenizer_info, as vLLM and llama.cpp have them."""
+"""Turn text into tokens and back: /tokenize, /detokenize and /tokenizer_info, as in vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class TokenizeText(Body):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: None = None  # those of a TokenizeChat
+    messages: None = None  # a body with messages is a TokenizeChat
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
     @property
     def text(self) -> str:
-        """What is to be tokenized."""
+        """Return the text to tokenize."""
         text = self.content if self.prompt is None else self.prompt
         if text is None:
             raise ConfigError("prompt: wanted a text, or messages")
@@ -54,7 +54,7 @@ class Detokenize(Body):
 
 
 def token_routes(service: Service) -> APIRouter:
-    """The routes."""
+    """Make the routes."""
     routes = APIRouter(route_class=StrictJsonRoute)
 
     @routes.post("/tokenize", response_model=dict[str, Any], responses=errors())
