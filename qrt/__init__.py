@@ -52,5 +52,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """For completion in a notebook: what is not loaded yet, too."""
+    """List all names, also those not loaded yet, for completion in a notebook."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine as an asyncio object, in vLLM's shape: requests come and go one by one.
+"""AsyncLLM: the engine as an asyncio object, in vLLM's shape, for requests that come and go.
 
 llm = AsyncLLM("tiny", kv="int8")
 async for output in llm.generate("The", SamplingParams(max_tokens=32), request_id="1"):
@@ -36,20 +36,20 @@ except ImportError as error:
 
 
 class AsyncLLM:
-    """A model in a thread of this process, for one event loop. `shutdown`, or dropping it, ends the thread.
+    """A model in a thread of this process, for one event loop; `shutdown` or deletion ends the thread.
 
-    client      the engine's client, for a server in the same process; it lives as long as the AsyncLLM, which
-                the server must keep
-    tokenizer   qrt's own, which prompts and outputs go through
+    client      the engine's client, for a server in the same process; it lives as long as the AsyncLLM, so
+                the server must keep that
+    tokenizer   qrt's Tokenizer of prompts and outputs
     """
 
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
-        """`settings` as LLM's."""
+        """Load `model`; `settings` are those of LLM."""
         checked = preflight(engine_config(model, {"kv": kv, **settings}))
         self.tokenizer = Tokenizer(checked.config.tokenizer or checked.config.model)
         engine = Engine(checked, eos_token_ids=self.tokenizer.eos_token_ids)
         self.client = ThreadClient(Router(engine))
-        weakref.finalize(self, self.client.end)  # the thread holds the engine, its memory with it
+        weakref.finalize(self, self.client.end)  # the thread holds the engine and its memory
         self._defaults = engine.generation.sampling
         self._loop: asyncio.AbstractEventLoop | None = None  # in which it was started
         self._ids = count()
@@ -62,16 +62,16 @@ class AsyncLLM:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of one request, prompt and output together."""
+        """The most tokens of one request, prompt and output together."""
         return self.client.info.max_model_len
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the engine accepts requests."""
         return not self.client.stopped
 
     def get_tokenizer(self) -> Any:
-        """As vLLM the transformers tokenizer, of the checkpoint or that given as `tokenizer`."""
+        """Return the transformers tokenizer, as vLLM does: the checkpoint's, or the one of `tokenizer`."""
         return self.tokenizer.for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -87,10 +87,11 @@ class AsyncLLM:
         priority: int = 0,
         **others: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Complete a prompt (as LLM's); yields all there is after each step that adds to it.
+        """Complete a prompt, as in LLM; yield the whole output so far after each step that adds to it.
 
-        Leaving the iteration aborts the request. ConfigError for a prompt that does not fit or an id in use,
-        QueueFullError when too many wait, EngineError when a step fails. `others` as LLM's.
+        Leaving the iteration aborts the request. `others` are those of LLM. Raises ConfigError for a prompt
+        that does not fit or an id in use, QueueFullError when the queue is full, EngineError when a step
+        fails.
         """
         refuse_arguments("AsyncLLM.generate", others, signature(self.generate).parameters)
         given = self._defaults if sampling_params is None else sampling_params
@@ -116,14 +117,16 @@ class AsyncLLM:
             del self._running[collector.request_id]
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End a request, or several: each's iterator yields once more what there is, with finish_reason
-        "abort"."""
+        """End one or more requests.
+
+        Each iterator yields its output once more, with finish_reason "abort".
+        """
         for id in (request_id,) if isinstance(request_id, str) else request_id:
             if id in self._running:
                 self.client.abort(self._running[id].engine_ids)
 
     async def check_health(self) -> None:
-        """EngineError when nothing is generated any more."""
+        """Raise EngineError if the engine has ended."""
         if self.client.stopped:
             raise self.client.stopped
 
@@ -133,7 +136,7 @@ class AsyncLLM:
         await self.client.ask("reset_prefix_cache")
 
     async def shutdown(self) -> None:
-        """End the engine's thread; requests in flight get an EngineError."""
+        """End the engine's thread; running requests get an EngineError."""
         if self._loop is None:
             self.client.stop("the engine has been shut down")
         elif not self.client.stopped:
@@ -163,7 +166,7 @@ class AsyncLLM:
         ((text, ids, salt),) = split_prompts([prompt], self.tokenizer)
         serial = next(self._ids)
         name = request_id if request_id is not None else f"async-{serial}"
-        # to the engine each has another: of one that was left tokens may still come when its id is used again
+        # the engine gets another id: tokens of an aborted request may still come when its id is used again
         collector = RequestCollector(
             f"{name}-{serial}", text, ids, params, self.tokenizer, priority=priority, cache_salt=salt
         )

@@ -1,4 +1,4 @@
-"""Checks of tensors against shapes (`expect`) and of settings against their ranges (the rest). Torch-free."""
+"""Check tensors against shapes (`expect`), and settings against their ranges. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Protocol, TypeGuard
 
 from qrt.errors import ConfigError
 
-LARGEST = 2**63 - 1  # integer that messages between processes and tensors hold
+LARGEST = 2**63 - 1  # largest integer that tensors and messages between processes hold
 
 
 class TensorLike(Protocol):
-    """What `expect` reads of a tensor."""
+    """The part of a tensor that `expect` reads."""
 
     @property
     def shape(self) -> Any: ...
@@ -24,10 +24,11 @@ class TensorLike(Protocol):
 def expect(
     tensor: TensorLike, shape: str | None, dtype: Any = None, name: str = "tensor", **sizes: int
 ) -> Mapping[str, int]:
-    """Check `tensor` against e.g. "B Hq D" or "N 4"; returns the sizes bound to the letters.
+    """Check `tensor` against a shape such as "B Hq D" or "N 4"; return the sizes of the letters.
 
-    A number, or a letter given in `sizes`, must match; a new letter binds. None: any shape. `dtype` is one
-    dtype or a tuple of them. Raises ValueError naming the tensor, what came and what was wanted.
+    A number, or a letter given in `sizes`, must match; a new letter takes the tensor's size. None allows any
+    shape. `dtype` is one dtype or a tuple of them. Raises ValueError with the tensor's name, what was
+    expected and what came.
     """
     bound = {} if shape is None else _bind(shape, tuple(tensor.shape), tuple(sizes.items()))
     if bound is None:
@@ -43,7 +44,7 @@ def expect(
 
 @lru_cache(maxsize=1 << 12)
 def _bind(shape: str, got: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> Mapping[str, int] | None:
-    """The sizes bound to the letters of a shape string; None where it does not fit."""
+    """Return the sizes of the letters of a shape string; None if the shape does not fit."""
     wanted, bound = shape.split(), dict(sizes)
     good = len(wanted) == len(got)
     for letter, size in zip(wanted, got, strict=False):
@@ -52,7 +53,7 @@ def _bind(shape: str, got: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) 
 
 
 def first_few(names: Sequence[str], most: int = 4) -> str:
-    """Names for a message: the first ones, and how many more there are."""
+    """List names for a message: the first ones, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -98,14 +99,14 @@ def yes_or_no(name: str, value: object) -> None:
 
 
 def listed(name: str, value: object) -> tuple[Any, ...]:
-    """Return a list as a tuple of plain values; ConfigError for what is no list (a text is none)."""
+    """Return a list as a tuple of plain values; ConfigError for anything else, such as a text."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ConfigError(f"{name}: got {value!r}, wanted a list")
     return tuple(map(plain, value))
 
 
 def plain(value: Any) -> Any:
-    """Return a number or an array of numpy or torch as Python's own."""
+    """Return a number or array of numpy or torch as a Python number or list."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -23,12 +23,12 @@ from typing import Any, NoReturn
 from qrt.errors import ConfigError, QrtError
 from qrt.registry import nearest
 
-# of terminals: what a checkpoint or a client has written does not steer one, nor make new lines
+# Escapes for control characters, so that text of a checkpoint or a client cannot steer a terminal.
 CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Ends each flag's help with its default, unless the text says it; lists as they are typed."""
+    """Adds its default to each flag's help, unless the text names it; lists as they are typed."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, value = action.help or "", action.default
@@ -54,7 +54,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*args, **options)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse, except that an unknown flag is an error, reported before anything else."""
+        """Parse as argparse does, but report an unknown flag as an error before anything else."""
         words = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
         known = self._option_string_actions
         for word in takewhile(lambda word: word not in self._ends(), words):  # a subcommand checks its own
@@ -64,7 +64,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _ends(self) -> set[str]:
-        """Words after which flags are no longer this parser's."""
+        """Return the words after which flags belong to another parser."""
         subcommands = [a.choices or () for a in self._actions if isinstance(a, argparse._SubParsersAction)]
         return {"--"}.union(*subcommands)
 
@@ -81,7 +81,7 @@ def _dashed(word: str) -> str:
 def add_hub_flags(group: argparse._ActionsContainer) -> None:
     """Add the flags for a model of the Hub: its revision, and the folder that keeps it."""
     group.add_argument(
-        "--revision", metavar="REV", help="branch, tag or commit of a --model of the Hub (default: main)"
+        "--revision", metavar="REV", help="branch, tag or commit of a --model from the Hub (default: main)"
     )
     add_download_dir(group)
 
@@ -94,8 +94,10 @@ def add_download_dir(group: argparse._ActionsContainer) -> None:
 
 
 def check_output(flag: str, path: Path) -> None:
-    """ConfigError where no file `path` can be written, before the work whose result it is to hold; folders
-    are made as needed."""
+    """Raise ConfigError if no file `path` can be written, before the work for it is done.
+
+    Makes its folders if needed.
+    """
     if path.is_dir():
         raise ConfigError(f"{flag} {path}: a folder, wanted a file")
     try:
@@ -107,8 +109,8 @@ def check_output(flag: str, path: Path) -> None:
 
 
 def run_main(work: Callable[[], int | None]) -> int:
-    """Run a command's work; its exit code, with QrtError and OSError as one line on stderr."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what it cannot encode is escaped, as on stderr
+    """Run a command's work and return its exit code; print QrtError and OSError in one line on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape what it cannot encode, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return work() or 0

@@ -11,7 +11,7 @@ from qrt.errors import ConfigError
 
 
 class KernelBackend(Enum):
-    """Which implementation an op runs."""
+    """The implementation that operators run."""
 
     AUTO = "auto"  # Triton on CUDA tensors, the torch reference on CPU tensors
     REF = "ref"  # the reference everywhere
@@ -60,46 +60,46 @@ class Environment:
 ENV = Environment.read()
 
 POLICIES = ("fcfs", "priority")
-DTYPES = ("auto", "float32", "float16", "bfloat16")  # of activations
-LOAD_FORMATS = ("auto", "safetensors", "dummy")  # the first two are one: qrt reads nothing else
+DTYPES = ("auto", "float32", "float16", "bfloat16")  # dtypes of activations
+LOAD_FORMATS = ("auto", "safetensors", "dummy")  # the first two are the same: qrt reads nothing else
 GENERATION_CONFIGS = ("auto", "vllm")
 ADMISSIONS = ("aggressive", "conservative")
-MAX_NUM_SEQS = 2**16  # requests at once, each a row of `max_model_len` tokens on the device
+MAX_NUM_SEQS = 2**16  # most requests at once; each takes a row of `max_model_len` tokens on the device
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is built from. `None` and "auto" are settled by the engine from model and device.
+    """The settings of an engine. The engine chooses for `None` and "auto", by model and device.
 
     model                    checkpoint folder, ORG/NAME[@REVISION] of the Hugging Face Hub, or "tiny", the
                              bundled model
-    tokenizer                where the tokenizer is, in the same forms (None: with the model)
+    tokenizer                folder or name of the tokenizer, in the same forms (None: the model's)
     revision                 branch, tag or commit of `model` on the Hub; tokenizer_revision of `tokenizer`
     download_dir             folder that keeps models of the Hub (None: HF_HUB_CACHE or HF_HOME)
     kv                       KV format: "auto" (unquantized), "bf16", or a name in KV_FORMATS ("int8", "k8v4")
     kv_skip_layers           layers whose K and V are stored unquantized
-    load_format              "dummy": random weights of the sizes and schemes that the folder's config.json
-                             names, no tensor is read (to measure speed without a checkpoint)
+    load_format              "dummy": random weights with the sizes and schemes of config.json, to measure
+                             speed without a checkpoint; no tensor is read
     generation_config        default sampling: "auto" the checkpoint's generation_config.json, "vllm" neutral
-    dtype                    activations: "auto" is the checkpoint's on a GPU; on a CPU float32, or bf16 for a
-                             quantized checkpoint that is stored in it where the CPU multiplies it fast
+    dtype                    dtype of activations: "auto" is the checkpoint's on a GPU. On a CPU it is
+                             float32, or bf16 for a quantized checkpoint in bf16 if the CPU has fast bf16
     max_model_len            most tokens of one request, prompt and output together
     max_num_seqs             most requests that run at once (None: 256, on a GPU up to 1,024 by what the
                              KV pool holds: `mem.sizing.default_num_seqs`)
     max_num_batched_tokens   most tokens of one step; longer prompts are prefilled in chunks
     max_num_queued_reqs      most requests that wait; more are refused (None: no limit)
-    max_num_queued_tokens    most tokens that wait in them; a prompt alone may always wait (None: no limit)
+    max_num_queued_tokens    most tokens in waiting requests; one prompt may always wait (None: no limit)
     scheduling_policy        "fcfs": in order of arrival; "priority": the smallest `priority` first
-    admission                "aggressive" lets requests in by how long outputs are so far, and pauses one when
-                             slots run out; "conservative" keeps room for all of `max_tokens`: no pauses
-    overlap                  prepare and launch a step while the one before it runs (None: on a GPU)
+    admission                "aggressive" starts requests by the expected length of outputs, and pauses one
+                             when slots run out; "conservative" keeps room for all of `max_tokens`: no pauses
+    overlap                  prepare and launch a step while the last one runs (None: on a GPU)
     gpu_memory_utilization   share of the GPU's memory that weights, activations and KV may take
     kv_cache_memory_bytes    KV memory, instead of what `gpu_memory_utilization` leaves
-    attend_cache             prefill reads the chunk's own K/V back from the cache too: a perplexity includes
-                             the KV format's loss, and a cached prefix does not change an answer (by default a
-                             prompt attends its own chunk's K/V before they are rounded)
+    attend_cache             prefill reads its own chunk's K/V back from the cache, so that a perplexity
+                             includes the KV format's loss, and a cached prefix does not change an answer (by
+                             default a prompt attends its own chunk's K/V before they are rounded)
     enforce_eager            record no CUDA graphs: slower steps, an earlier start
-    cudagraph_capture_sizes  decodes of a recorded step (None: 1, 2, 4, then every 8 to 256, and wider)
+    cudagraph_capture_sizes  batch sizes of recorded decode steps (None: 1, 2, 4, then every 8 to 256, wider)
     """
 
     model: str
@@ -129,7 +129,7 @@ class EngineConfig:
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: C901 -- a flat list of checks
         _folder("model", self.model, "qrt.quantize(model, tokenizer) makes one of a model in memory")
         if self.tokenizer is not None:
             _folder("tokenizer", self.tokenizer, "tokenizer.save_pretrained(FOLDER) makes one")

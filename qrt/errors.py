@@ -1,11 +1,11 @@
-"""The errors a user can meet. Each message is one line: the thing, what came, what was wanted, the remedy.
+"""The errors that users see. Each message is one line: the thing, what was expected, what came, the remedy.
 
 "No room" is a return value, never an exception; a broken invariant is an `assert`.
 """
 
 
 class QrtError(Exception):
-    """Base of everything qrt raises on purpose; command lines print it as one line and exit 1."""
+    """The base of all errors that qrt raises on purpose; commands print it in one line and exit 1."""
 
 
 class ConfigError(QrtError, ValueError):
@@ -21,4 +21,4 @@ class CheckpointError(QrtError):
 
 
 class QueueFullError(QrtError):
-    """As many requests wait as may: try again later."""
+    """The queue is full; try again later."""

@@ -24,7 +24,7 @@ TOKENIZER_FILES = (
 COPIED = (
     *TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-# quant_method by file, of AutoGPTQ, llm-awq and ModelOpt
+# Files of AutoGPTQ, llm-awq and ModelOpt with a quantization config -> its quant_method
 SEPARATE_CONFIGS = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -36,7 +36,7 @@ GGUF = "is GGUF, which qrt does not read; download the safetensors it was made f
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model's folder; CheckpointError without one."""
+    """Read the config.json of a model's folder; CheckpointError without one."""
     if not is_file(folder / CONFIG):
         cached = next(iter(sorted(folder.glob("snapshots/*"))), None)
         remedy = (
@@ -106,7 +106,7 @@ def no_weights(place: object, names: Collection[str]) -> CheckpointError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; CheckpointError when it cannot be read, is too large or something else."""
+    """Read a JSON object from a file; CheckpointError if it cannot be read, is too large or no object."""
     try:
         expect_at_most(path, MAX_JSON_BYTES)
         value = json.loads(path.read_bytes())
@@ -120,13 +120,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def expect_at_most(path: Path, most: int) -> None:
-    """CheckpointError for a larger file, before it is in memory."""
+    """Raise CheckpointError for a larger file, before it is read."""
     if (size := path.stat().st_size) > most:
         raise CheckpointError(f"{path}: {size} bytes, wanted at most {most}; download or copy it again")
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file; CheckpointError for a link to one that is gone and for an impossible name."""
+    """Return whether there is a file; CheckpointError for a broken link or an impossible name."""
     try:
         if path.is_symlink() and not path.exists():
             raise CheckpointError(

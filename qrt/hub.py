@@ -68,7 +68,9 @@ class Repository:
         logger.info("%s: commit %s, in %s", self.id, folder.name, folder)
         return folder
 
-    def _fetch(self, patterns: tuple[str, ...], weights: bool, check: Check | None) -> Path:
+    def _fetch(  # noqa: C901 -- one step after the other
+        self, patterns: tuple[str, ...], weights: bool, check: Check | None
+    ) -> Path:
         """Download the files of `patterns`, and the weights; without the Hub use the cache."""
         listing = self._listing()
         if listing is None:

@@ -18,7 +18,7 @@ def offline_remedy(id: str) -> str:
     return f"{where}, or bring the files from another machine (hf download {id} --local-dir FOLDER)"
 
 
-def explain(id: str, revision: str, cache: object, error: BaseException, kind: str = "model") -> str:
+def explain(id: str, revision: str, cache: object, error: BaseException, kind: str = "model") -> str:  # noqa: C901 -- one case per error
     """Say in one line what went wrong with a repository of the Hub, and what to do."""
     import httpx
     from huggingface_hub import errors

@@ -34,7 +34,9 @@ ALIASES = {"kv_cache_dtype": "kv", "async_scheduling": "overlap"}  # vLLM's name
 
 
 class LLM:
-    """A model ready to generate:
+    """A model that is ready to generate.
+
+    Usage:
 
         llm = LLM("tiny", kv="int8")
         llm.generate(["The"], SamplingParams(max_tokens=32))[0].outputs[0].text
@@ -59,31 +61,31 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of one request, prompt and output together."""
+        """The most tokens of one request, prompt and output together."""
         return self.engine.max_model_len
 
     @property
     def weight_scheme(self) -> str:
-        """The scheme of the layers' weights, e.g. "w4a16"; "fp16+w4a16" where it is not one for all."""
+        """The scheme of the layers' weights, e.g. "w4a16", or "fp16+w4a16" if the layers differ."""
         return self.engine.model.scheme
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all weights."""
+        """The bytes of all weights."""
         return self.engine.model.num_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Memory of one token's K and V, all layers."""
+        """The bytes of one token's K and V in all layers."""
         return self.engine.kv_bytes_per_token
 
     @property
     def dtype(self) -> str:
-        """Of activations: "float32", "float16" or "bfloat16"."""
+        """The dtype of activations: "float32", "float16" or "bfloat16"."""
         return str(self.engine.model.dtype).removeprefix("torch.")
 
     def get_tokenizer(self) -> Any:
-        """As vLLM the transformers tokenizer, of the checkpoint or that given as `tokenizer`."""
+        """Return the transformers tokenizer, as vLLM does: the checkpoint's, or the one of `tokenizer`."""
         return self.tokenizer.for_callers
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -99,13 +101,16 @@ class LLM:
         priority: Sequence[int] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Complete each prompt; results in the order of the prompts.
+        """Complete each prompt; return the results in the order of the prompts.
 
-        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, a dictionary
-        with "cache_salt" if it should share cached prefixes only with prompts of that salt; parameters are
-        one for all or one for each; so is `priority`, the smallest first under that scheduling policy.
-        ConfigError for a prompt that does not fit; QrtError when a step fails. `others` are vLLM's arguments
-        that are not run: UnsupportedError for one that asks for something.
+        prompts           each is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; a
+                          dictionary may have "cache_salt": only prompts of one salt share cached prefixes
+        sampling_params   one for all prompts, or a list of one each
+        priority          one integer per prompt; the smallest runs first with that scheduling policy
+        others            vLLM's arguments that qrt does not have
+
+        Raises ConfigError for a prompt that does not fit, UnsupportedError for an argument of `others` that
+        would change something, QrtError when a step fails.
         """
         refuse_arguments("LLM.generate", others, signature(self.generate).parameters)
         listed = _listed(prompts)
@@ -154,7 +159,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, written by the chat template; `others` as for `generate`."""
+        """Answer one conversation or several, with the chat template; `others` as for `generate`."""
         refuse_arguments("LLM.chat", others, signature(self.chat).parameters)
         if isinstance(messages, (str, Mapping)) or not hasattr(messages, "__getitem__"):
             raise ConfigError(
@@ -183,15 +188,18 @@ class LLM:
             self.engine.reset_prefix_cache()
 
     def score(self, token_ids: Sequence[Sequence[int]], *pair: Any, **others: Any) -> list[Tensor]:
-        """Log-probability (natural) of every token after the first, given those before it: for each list of
-        n ids fp32 [n - 1], on the CPU. Lists may have a token more than `max_model_len`: nothing reads the
-        last. UnsupportedError for vLLM's `score`, which compares pairs of texts."""
+        """Return the log-probability of every token after the first, given those before it.
+
+        Returns a tensor fp32 [n - 1] of natural logarithms on the CPU for each list of n ids. A list may
+        have one token more than `max_model_len`, because nothing is predicted from its last one. Raises
+        UnsupportedError for vLLM's `score`, which compares pairs of texts.
+        """
         if pair or others or any(isinstance(ids, str) for ids in token_ids):
             raise UnsupportedError("LLM.score: takes lists of token ids; pairs of texts are not scored")
         return [scores.logprobs for scores in self.score_ranked(token_ids)]
 
     def score_ranked(self, token_ids: Sequence[Sequence[int]]) -> list[Scores]:
-        """As `score`, and the rank of each token among all that could have come, 1 = likeliest."""
+        """Score as `score` does, and return each token's rank in the vocabulary too, 1 = likeliest."""
         params = SamplingParams(prompt_logprobs=0)
         parts: dict[str, list[Scores]] = {f"score-{next(self._ids)}": [] for _ in token_ids}
         with self._running(parts):
@@ -211,8 +219,11 @@ class LLM:
 
     @contextmanager
     def _running(self, request_ids: Iterable[str]) -> Iterator[None]:
-        """The engine for these requests alone; however it ends, nothing of them is left behind. QrtError in a
-        fork of the process: torch's threads are not in it, so that its first product would wait for ever."""
+        """Run the engine for these requests alone, and leave nothing of them behind however it ends.
+
+        Raises QrtError in a fork of the process: torch's threads are not there, so its first matrix product
+        would wait forever.
+        """
         if os.getpid() != self._pid:
             raise QrtError(
                 f"LLM: made in process {self._pid}, used in its fork {os.getpid()}, wanted the same process; "
@@ -221,7 +232,7 @@ class LLM:
         with self._lock:
             try:
                 yield
-            except QrtError:  # a refused prompt, a failed step: the engine knows where it stands
+            except QrtError:  # a refused prompt or a failed step leaves the engine in order
                 for request_id in request_ids:
                     self.engine.abort(request_id)
                 raise
@@ -260,7 +271,7 @@ class LLM:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt] | None) -> Sequence[Prompt]:
-    """The prompts as a list, one prompt alone included."""
+    """Return the prompts as a list, also if it is a single prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
@@ -272,8 +283,11 @@ def _listed(prompts: Prompt | Sequence[Prompt] | None) -> Sequence[Prompt]:
 
 
 def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
-    """EngineConfig from keyword arguments, vLLM's names included; None is the default, as there. ConfigError
-    for an unknown one, or two names of one with two values (`kv` of "auto" gives way)."""
+    """Make an EngineConfig from keyword arguments by qrt's or vLLM's names; None is the default, as there.
+
+    Raises ConfigError for an unknown name, or for two names of one setting with two values, unless the value
+    of `kv` is "auto".
+    """
     known = [field.name for field in fields(EngineConfig)]
     given: dict[str, Any] = {}
     for name, value in settings.items():
@@ -288,7 +302,8 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
             continue
         if given.get(field, "auto") not in ("auto", value):
             raise ConfigError(
-                f"LLM: {name}: got {value!r}, and {given[field]!r} by another name of it; wanted one of them"
+                f"LLM: {field}={given[field]!r} and {name}={value!r} set the same option to different "
+                "values; pass one of them"
             )
         given[field] = value
     return EngineConfig(model, **given)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from qrt.errors import UnsupportedError
 
-ANY = (object(),)  # for `NotRun.nothing`: every value asks for nothing
+ANY = (object(),)  # as `NotRun.nothing`: no value changes anything
 
 
 @dataclass(frozen=True)

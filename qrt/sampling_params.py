@@ -11,11 +11,11 @@ from qrt.checks import at_least, at_most, between, check_seed, is_integer, is_nu
 from qrt.errors import ConfigError
 from qrt.peer_fields import refuse_arguments
 
-MAX_TOKENS_LISTED = 1024  # of logit_bias and allowed_token_ids; a request cannot ask for work without bound
-MAX_BAD_WORDS = 128  # as text; each is one or two lists of tokens to the engine
-MAX_LOGPROBS = 20  # per token, as OpenAI and vLLM: a request cannot ask for a whole vocabulary per position
-GREEDY_TEMPERATURE = 1e-5  # below this, logits / temperature overflows where it still changes anything
-LARGE = 1e30  # beyond it a factor or divisor of logits leaves fp32
+MAX_TOKENS_LISTED = 1024  # most ids in logit_bias and allowed_token_ids, which bounds a request's work
+MAX_BAD_WORDS = 128  # as text; the engine gets one or two lists of tokens for each
+MAX_LOGPROBS = 20  # per token, as in OpenAI and vLLM, so that no request gets the whole vocabulary
+GREEDY_TEMPERATURE = 1e-5  # below it the likeliest token is taken, as logits / temperature may overflow
+LARGE = 1e30  # larger factors and divisors of logits overflow fp32
 
 Params = TypeVar("Params")
 
@@ -47,25 +47,25 @@ def _for_vllm_users(cls: type[Params]) -> type[Params]:
 @_for_vllm_users
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded; vLLM's names and meanings.
+    """How one request is decoded, by vLLM's names and meanings.
 
     n, best_of      completions: the `n` likeliest (by cumulative log-probability) of `best_of`, or n
     temperature     0 is greedy
     top_k           the k likeliest tokens (0 or -1: off)
-    top_p           of those, the fewest likeliest whose probability reaches p (1: off)
+    top_p           the fewest likeliest of these whose probability reaches p (1: off)
     min_p           tokens at least this share of the likeliest one's probability (0: off); before the other
                     two
     seed            makes a request reproducible whatever it is batched with (None or -1: none)
     max_tokens      None: all that the context leaves
-    min_tokens      nothing that ends the text is drawn before
+    min_tokens      no token that ends the text is sampled before this many
     stop            strings that end the text, which is cut before them unless `include_stop_str_in_output`
     stop_token_ids  tokens that end it like EOS; with `ignore_eos` EOS does not
-    detokenize      False: no text is made, outputs have token ids alone
-    logprobs        log-probability of every output token (0: its own only, n: also the n likeliest), of the
-                    model, before anything below and temperature
+    detokenize      False: outputs have token ids but no text
+    logprobs        log-probability of every output token (0: its own only, n: also the n likeliest) by the
+                    model, before temperature and anything below
     prompt_logprobs the same for the prompt
 
-    What changes the logits, in this order: `allowed_token_ids` (no other tokens), `logit_bias` (token id ->
+    These change the logits, in this order: `allowed_token_ids` (no other tokens), `logit_bias` (token id ->
     value added), `bad_words` (texts, or token ids, that are not continued to their end), `repetition_penalty`
     (divides positive logits of tokens in prompt or output and multiplies negative ones; Keskar et al.,
     arXiv:1909.05858), `frequency_penalty` and `presence_penalty` (subtracted per occurrence, or once, of a
@@ -199,7 +199,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the likeliest token is taken."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @property

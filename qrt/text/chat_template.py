@@ -1,4 +1,4 @@
-"""ChatTemplate: a conversation to a prompt, by the checkpoint's own template."""
+"""ChatTemplate: turn a conversation into a prompt, by the checkpoint's own template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qrt.text.repairs import REPAIRS, without_null
 from qrt.text.sandbox import compile_template, limited_range, within
 
 MAX_TEMPLATE_CHARS = 64 * 2**10
-RENDER_SECONDS = 5.0  # for all that a conversation takes
+RENDER_SECONDS = 5.0  # longest time to render a conversation
 END_OF_TURN = "\x00end of the final message\x00 "  # ends with a space, to see whether the template trims
 PROBE = "a text that no template has"
 ASKED = {"role": "user", "content": "x"}

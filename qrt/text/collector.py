@@ -1,4 +1,4 @@
-"""RequestCollector: what the engine adds to the completions of one prompt, as callers get it."""
+"""RequestCollector: turn what the engine adds to one prompt's completions into what callers get."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from qrt.text.output import (
 )
 from qrt.text.tokenizer import Tokenizer
 
-# Tokens that text is made of at once, where nobody reads it before the end. Stop strings are looked for more
-# often: the tokens behind one have been computed for nothing.
+# Tokens that are decoded at once when nobody reads the text before the end. With stop strings it is done more
+# often, because tokens after a stop string are computed for nothing.
 TOKENS_AT_ONCE, TOKENS_WITH_STOPS = 64, 4
 
 
 @dataclass
 class _Completion:
-    """One completion in the making."""
+    """A completion that is being generated."""
 
     detokenizer: Detokenizer
     gathered: list[StepDelta] = field(default_factory=list)
@@ -40,10 +40,10 @@ class _Completion:
 
 
 class RequestCollector:
-    """One prompt with its n completions, each a request of its own in the engine.
+    """Collects the n completions of one prompt, each of which is a request in the engine.
 
-    prompt_logprobs     so far; None for the first token
-    num_cached_tokens   of the prompt, found in the prefix cache
+    prompt_logprobs     log-probabilities of the prompt's tokens so far; None for the first token
+    num_cached_tokens   prompt tokens found in the prefix cache
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RequestCollector:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """`generate`, `priority` and `cache_salt` as `Engine.add` has them."""
+        """Start with no tokens; `generate`, `priority` and `cache_salt` are those of `Engine.add`."""
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_ids = prompt_ids
@@ -78,39 +78,44 @@ class RequestCollector:
 
     @property
     def engine_ids(self) -> list[str]:
-        """Ids of its requests in the engine."""
+        """The ids of its requests in the engine."""
         return list(self._indices)
 
     def engine_requests(self) -> Iterator[tuple[str, SamplingParams]]:
-        """Id and parameters of each request to add to the engine. A seed gives each completion its own; the
-        prompt is scored once; completions to be ranked are scored."""
+        """Yield id and parameters of each request to add to the engine.
+
+        Each completion has a seed of its own, made from the given one. The first request scores the prompt.
+        Completions that are to be ranked are scored.
+        """
         params = self.params
         logprobs = 0 if self._ranked and params.logprobs is None else params.logprobs
         words = self._bad_words
         shared: dict[str, Any] = {"n": 1, "best_of": None, "logprobs": logprobs, "bad_words": words}
         for engine_id, index in self._indices.items():
             seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
-            if seed == -1:  # which would be none; of the others none is so far away
+            if seed == -1:  # -1 means no seed; take one that no other completion has
                 seed = -(2**63)
             prompt_logprobs = params.prompt_logprobs if index == 0 else None
             yield engine_id, replace(params, seed=seed, prompt_logprobs=prompt_logprobs, **shared)
 
     @property
     def num_output_tokens(self) -> int:
-        """Over all completions, so far."""
+        """The number of output tokens of all completions so far."""
         return sum(len(completion.token_ids) for completion in self._completions)
 
     @property
     def num_listed(self) -> int:
-        """Token ids that its requests list, each its own."""
+        """The number of token ids in lists, summed over its requests."""
         params = self.params
         lists = params.logit_bias, params.allowed_token_ids or (), params.stop_token_ids, *self._bad_words
         return len(self._indices) * sum(map(len, lists))
 
     @property
     def num_scores(self) -> int:
-        """Log-probabilities in its reply: those of the prompt, which each completion repeats, and of the
-        output so far."""
+        """The number of log-probabilities in its reply so far.
+
+        They are those of the output, and those of the prompt, which each completion repeats.
+        """
         params, count = self.params, 0
         if params.prompt_logprobs is not None:
             count += params.n * len(self.prompt_ids) * (params.prompt_logprobs + 1)
@@ -124,8 +129,10 @@ class RequestCollector:
         return all(completion.finish_reason for completion in self._completions)
 
     def gather(self, delta: StepDelta) -> StepDelta | None:
-        """Keep a delta, where nobody reads the text before the end; all that was kept is returned, to be fed,
-        once it is worth the work or the request ends."""
+        """Store a delta; return all stored deltas, merged, when there are enough or the request ends.
+
+        Use it when nobody reads the text before the end, and `feed` what it returns.
+        """
         gathered = self._completions[self._indices[delta.request_id]].gathered
         gathered.append(delta)
         if len(gathered) < self._at_once and delta.finish_reason is None:
@@ -135,7 +142,7 @@ class RequestCollector:
         return merged
 
     def feed(self, delta: StepDelta) -> TextDelta:
-        """Take in a delta of one of `engine_ids`; what comes after the end is ignored."""
+        """Add a delta of one of `engine_ids` and return its text; ignore what comes after the end."""
         index = self._indices[delta.request_id]
         completion = self._completions[index]
         if completion.finish_reason:
@@ -146,7 +153,7 @@ class RequestCollector:
             self._add_prompt(delta.prompt_scores)
         shown = delta.token_ids
         if delta.finish_reason is FinishReason.STOP and not self.params.include_stop_str_in_output:
-            shown = shown[:-1]  # the end-of-text or stop token is not text
+            shown = shown[:-1]  # the end-of-text or stop token is not shown
         text = completion.detokenizer.feed(shown)
         if delta.finish_reason:
             text += completion.detokenizer.finish()
@@ -161,7 +168,7 @@ class RequestCollector:
         return TextDelta(index, text, new, logprobs, completion.finish_reason, completion.stop_reason, abort)
 
     def output(self) -> RequestOutput:
-        """Everything so far."""
+        """Return everything so far."""
         prompt_logprobs = self.prompt_logprobs if self.params.prompt_logprobs is not None else None
         outputs = [self._completion_output(index, place) for index, place in enumerate(self._best())]
         return RequestOutput(
@@ -175,7 +182,7 @@ class RequestCollector:
         )
 
     def _best(self) -> Sequence[int]:
-        """The completions to report: all, or the likeliest of `best_of`."""
+        """Return the indices of the completions to report: all, or the likeliest of `best_of`."""
         places = range(len(self._completions))
         if not self._ranked:
             return places
@@ -186,7 +193,7 @@ class RequestCollector:
         return CompletionOutput(
             index,
             completion.detokenizer.text,
-            list(completion.token_ids),  # a copy: an output is not changed by what comes later
+            list(completion.token_ids),  # a copy: later tokens do not change an output
             completion.cumulative_logprob if wanted else None,
             list(completion.logprobs) if wanted else None,
             completion.finish_reason,
@@ -209,7 +216,7 @@ class RequestCollector:
         self.prompt_logprobs += self._describe(scores, self.prompt_ids[start : start + len(scores)])
 
     def _describe(self, scores: Scores, token_ids: Sequence[int]) -> list[TokenLogprobs]:
-        """Per token that came: itself and the likeliest, as dictionaries."""
+        """Return a dictionary per token, of the token itself and the likeliest ones."""
         rows = zip(
             token_ids,
             scores.logprobs.tolist(),
@@ -228,19 +235,19 @@ class RequestCollector:
         return described
 
     def token_text(self, token_id: int) -> str:
-        """Of one token, special or not."""
+        """Return the text of one token, special or not."""
         return self._tokenizer.token_text(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Of one token alone, though it be a part of a character."""
+        """Return the bytes of one token, which may be a part of a character."""
         return self._tokenizer.token_bytes(token_id)
 
     def output_places(self, start: int) -> TokenPlaces:
-        """Of a completion's tokens, in a text in which theirs begins at `start`."""
+        """Return the places of a completion's tokens in a text in which theirs begins at `start`."""
         return TokenPlaces(self._tokenizer, self.prompt_ids, self.params.skip_special_tokens, start)
 
     def prompt_places(self) -> TokenPlaces:
-        """Of the prompt's tokens. BOS has no text where the tokenizer has put it before one."""
+        """Return the places of the prompt's tokens; a BOS that the tokenizer added has no text."""
         first, special = self.prompt_ids[0], self._tokenizer.special_ids
         added = first in special and not (self.prompt or "").startswith(self.token_text(first))
         return TokenPlaces(self._tokenizer, [], False, 0, unseen=int(added))
@@ -249,8 +256,11 @@ class RequestCollector:
 def encode_bad_words(
     words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], ...]:
-    """The words as token ids: as the text's beginning, and after a space where that begins with another token
-    (as in vLLM). ConfigError for more of them than a request may list."""
+    """Return the words as token ids; ConfigError for more of them than a request may list.
+
+    As in vLLM, each word is encoded as the beginning of a text, and after a space if its first token is then
+    another one.
+    """
     encoded: list[tuple[int, ...]] = []
     for word in words:
         if not isinstance(word, str):
@@ -266,7 +276,7 @@ def encode_bad_words(
 
 
 def _new_tokens(completion: _Completion, delta: StepDelta, stopped: bool) -> Sequence[int]:
-    """The delta's tokens, up to the one that completed a stop string."""
+    """Return the delta's tokens, up to the one that completed a stop string."""
     if not stopped:
         return delta.token_ids
     return delta.token_ids[: completion.detokenizer.num_tokens - len(completion.token_ids)]

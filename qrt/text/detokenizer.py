@@ -1,7 +1,7 @@
-"""Detokenizer: the tokens of one running request to text that can be shown at once.
+"""Detokenizer: turn the tokens of a running request into text that can be shown at once.
 
-Two stages. `TextStream` turns ids into text and never gives out half a character; `StopStrings` looks for
-strings that end the text and never gives out what may be the start of one.
+It has two stages. `TextStream` turns ids into text and never returns half a character. `StopStrings` looks
+for strings that end the text, and never returns text that may be the start of one.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from itertools import islice
 from qrt.sampling_params import SamplingParams
 from qrt.text.tokenizer import Tokenizer
 
-INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not a character, or not yet
-MOST_PENDING = 3  # bytes of a character that lacks its last one
+INCOMPLETE = "\ufffd"  # decoders write it for bytes that are no character, or not yet a whole one
+MOST_PENDING = 3  # most bytes of an unfinished character
 # A window of tokens is decoded again for each new one; its start gives the context for spaces and bytes.
 LONG_WINDOW, LONGEST_WINDOW = 16, 64
-# Candidates for the start of a window, in tokens before its end: among four in a row one starts a character.
+# Lengths of a new window to try: of four tokens in a row, at least one starts a character.
 TAILS = (6, 7, 8, 9)
-# A longer run of INCOMPLETE, the window's start included, is no unfinished character but invalid bytes.
+# A longer run of INCOMPLETE, including the window's start, is invalid bytes, not an unfinished character.
 LONGEST_RUN = 4 * max(TAILS)
 
 
 class TextStream:
-    """Ids to text: concatenated, what it gives is the decoding of all ids behind the prompt."""
+    """Turns ids into text; all the pieces together are the decoding of all ids after the prompt."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -33,31 +33,31 @@ class TextStream:
         prompt_ids = list(islice(self._shown(reversed(prompt_ids)), LONGEST_WINDOW))[::-1]
         whole = self._whole(prompt_ids)
         self._window, self._text = self._tail(prompt_ids[:whole])
-        self._given = len(self._text)  # characters of `_text` that are out
+        self._given = len(self._text)  # characters of `_text` that have been returned
         if whole < len(prompt_ids):
             self._window += prompt_ids[whole:]
             self._text = self._decode(self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that the tokens make certain; what may be an unfinished character waits."""
+        """Return the text that is certain now; what may be an unfinished character waits."""
         return self._feed(list(self._shown(token_ids)))
 
     def _feed(self, token_ids: list[int]) -> str:
-        """Decode all tokens at once, in halves where that leaves characters unfinished or bytes invalid."""
+        """Decode all tokens at once, or in halves if characters are unfinished or bytes invalid."""
         window = self._window + token_ids
         text, half = self._decode(window), len(token_ids) // 2
         if INCOMPLETE not in text:
             return self._add(window, text)
         if half:
             return self._feed(token_ids[:half]) + self._feed(token_ids[half:])
-        if self._given == len(self._text):  # what invalid bytes become depends on where the window begins
+        if self._given == len(self._text):  # the text of invalid bytes depends on the window's start
             self._begin_anew()
             window = self._window + token_ids
             text = self._decode(window)
         return self._add(window, text)
 
     def _add(self, window: list[int], decoded: str) -> str:
-        """Take in the window with one more token, or with several of whole characters, and its text."""
+        """Store a window with one more token, or several of whole characters, and return the new text."""
         self._window, self._text = window, decoded
         whole = len(self._text.rstrip(INCOMPLETE))
         if len(self._text) - whole > LONGEST_RUN:
@@ -76,28 +76,30 @@ class TextStream:
         self._given = len(self._text) - pending
 
     def finish(self) -> str:
-        """What still waited: the end of the text."""
+        """Return the text that still waits, at the end of the tokens."""
         text = self._text[self._given :]
         self._given = len(self._text)
         return text
 
     def _shown(self, token_ids: Iterable[int]) -> Iterable[int]:
-        """What comes into the window: behind many that are skipped a text of nothing would begin anew."""
+        """Return the tokens to put into the window: without skipped ones, which would fill it."""
         return self._tokenizer.shown(token_ids) if self._skip_special else token_ids
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip_special)
 
     def _whole(self, prompt_ids: Sequence[int]) -> int:
-        """How many of the prompt's tokens end with a whole character: all, or all but a few."""
+        """Return how many of the prompt's first tokens end with a whole character: all, or nearly all."""
         for end in range(len(prompt_ids), max(len(prompt_ids) - MOST_PENDING, 0) - 1, -1):
             if not self._tail(prompt_ids[:end])[1].endswith(INCOMPLETE):
                 return end
         return len(prompt_ids)  # invalid bytes, not an unfinished character
 
     def _tail(self, token_ids: Sequence[int]) -> tuple[list[int], str]:
-        """The last few tokens and their text, starting with a whole character if possible: a byte-fallback
-        decoder gives up a whole run of bytes when the run starts inside a character."""
+        """Return the last few tokens and their text, starting with a whole character if possible.
+
+        A byte-fallback decoder drops a whole run of bytes if the run starts inside a character.
+        """
         for length in TAILS:
             window = list(token_ids[-length:])
             text = self._decode(window)
@@ -107,7 +109,7 @@ class TextStream:
 
 
 class TokenPlaces:
-    """Ids to the places in the text where each one's begins; all parts of a character stand where it does."""
+    """Finds where in the text each token begins; all parts of a character are at its beginning."""
 
     def __init__(
         self,
@@ -117,14 +119,18 @@ class TokenPlaces:
         start: int,
         unseen: int = 0,
     ) -> None:
-        """`before` are the tokens before the first, whose text begins at `start`. The first `unseen` tokens
-        are not in the text."""
+        """Start a text.
+
+        before   tokens before the first one
+        start    position in the text at which the first token begins
+        unseen   number of first tokens that are not in the text
+        """
         self._stream = TextStream(tokenizer, before, skip_special_tokens)
         self._next = start
         self._unseen = unseen
 
     def feed(self, token_ids: Iterable[int]) -> list[int]:
-        """The place of each."""
+        """Return the position of each token."""
         places = []
         for token_id in token_ids:
             places.append(self._next)
@@ -136,9 +142,9 @@ class TokenPlaces:
 
 
 class StopStrings:
-    """Text to text, up to the first stop string.
+    """Passes text on, up to the first stop string.
 
-    found    the stop string that ended the text; of several that end at the same character the longest
+    found    the stop string that ended the text; the longest, if several end at the same character
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
@@ -148,9 +154,12 @@ class StopStrings:
         self.found: str | None = None
 
     def feed(self, text: str, overlook: bool = False) -> str:
-        """The text that cannot be part of a stop string, or, once one is complete, all that is before it
-        (or up to its end, with `include`). `overlook`: what is completed by this text does not count."""
-        seen = len(self._held)  # a stop string ends behind it
+        """Return the text that cannot be part of a stop string.
+
+        Once one is complete, return all text before it (with `include`, up to its end). With `overlook` stop
+        strings that this text completes do not count.
+        """
+        seen = len(self._held)  # a stop string ends after this
         text = self._held + text
         starts = [(text.find(stop, max(0, seen - len(stop) + 1)), stop) for stop in self._stops]
         matches = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
@@ -163,23 +172,23 @@ class StopStrings:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """What was held back: no stop string came of it."""
+        """Return the text that was held back; it is no stop string."""
         text, self._held = self._held, ""
         return text
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a start of `stop`, all of `stop` excepted."""
+    """Return the length of the longest end of `text` that is a start of `stop`, but not all of it."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Detokenizer:
-    """The text of one request, piece by piece.
+    """Makes the text of one request, piece by piece.
 
-    text           all that has been given out; none with `detokenize` off
-    num_tokens     tokens fed, up to the one that completed a stop string
-    stop_reason    the stop string that ended the text; what is fed afterwards is ignored
+    text           all text returned so far; empty with `detokenize` off
+    num_tokens     number of tokens fed, up to the one that completed a stop string
+    stop_reason    the stop string that ended the text; later tokens are ignored
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -192,11 +201,11 @@ class Detokenizer:
 
     @property
     def stop_reason(self) -> str | None:
-        """See the class."""
+        """The stop string that ended the text; None if none has."""
         return self._stops.found
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that can be shown now. A stop string must end behind `min_tokens`."""
+        """Return the text that can be shown now; stop strings within `min_tokens` do not count."""
         if not self._params.detokenize:
             self.num_tokens += len(token_ids)
             return ""
@@ -206,8 +215,10 @@ class Detokenizer:
         return self._add(self._feed(token_ids)) if self.stop_reason is None else ""
 
     def _feed(self, token_ids: Sequence[int]) -> str:
-        """Feed all tokens at once, or one by one where a stop string ends in them: `num_tokens` counts up to
-        the token that completes it."""
+        """Feed all tokens at once, or one by one if a stop string ends in them.
+
+        `num_tokens` counts up to the token that completes it.
+        """
         if len(token_ids) == 1:
             return self._look_through(token_ids)
         if not 0 < self._params.min_tokens - self.num_tokens < len(token_ids):
@@ -219,13 +230,13 @@ class Detokenizer:
         return "".join(self._look_through([each]) for each in token_ids if self.stop_reason is None)
 
     def _look_through(self, token_ids: Sequence[int]) -> str:
-        """Feed tokens that all may be overlooked, or none, up to a stop string."""
+        """Feed tokens, up to a stop string; either all or none of them are within `min_tokens`."""
         self.num_tokens += len(token_ids)
         text = self._stream.feed(token_ids)
         return self._stops.feed(text, overlook=self.num_tokens <= self._params.min_tokens)
 
     def finish(self) -> str:
-        """The rest of the text, when no more tokens come; it may still bring a stop string."""
+        """Return the rest of the text after the last token; it may still hold a stop string."""
         if self.stop_reason is not None or not self._params.detokenize:
             return ""
         end = self._stops.feed(self._stream.finish(), overlook=self.num_tokens <= self._params.min_tokens)
@@ -233,7 +244,7 @@ class Detokenizer:
 
     @cached_property
     def _stream(self) -> TextStream:
-        """Made with the first tokens: it decodes the prompt's end."""
+        """The stream, made with the first tokens, since it decodes the prompt's end."""
         return TextStream(self._tokenizer, self._prompt_ids, self._params.skip_special_tokens)
 
     def _add(self, text: str) -> str:

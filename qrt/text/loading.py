@@ -82,7 +82,7 @@ def _add_bos(hf: Any, folder: Path) -> None:
     backend.post_processor = before
 
 
-def _faults(folder: Path, reason: str) -> Iterator[str]:
+def _faults(folder: Path, reason: str) -> Iterator[str]:  # noqa: C901 -- a flat list of faults
     """Yield what may be wrong with the tokenizer's files, with the remedy, the likeliest first.
 
     `reason` is the text of transformers' error, which often names a package that does not help.

@@ -1,4 +1,4 @@
-"""What callers get: RequestOutput and its parts, in vLLM's shape."""
+"""RequestOutput and its parts, which callers get, in vLLM's shape."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Of one token at one place: natural logarithm, rank (1 = likeliest) and the token's text, which is None
-    with `detokenize` off."""
+    """The log-probability of one token at one position.
+
+    logprob         natural logarithm
+    rank            1 = likeliest
+    decoded_token   the token's text; None with `detokenize` off
+    """
 
     logprob: float
     rank: int
     decoded_token: str | None
 
 
-TokenLogprobs = dict[int, Logprob]  # by token id: the token that came first, then the likeliest
+TokenLogprobs = dict[int, Logprob]  # by token id: first the token of the text, then the likeliest
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class RequestOutput:
 
 @dataclass(slots=True)  # not frozen: one is made for every token
 class TextDelta:
-    """What a step added to one completion; `abort` says that the engine must be told to end it."""
+    """What a step added to one completion; with `abort` the engine must be told to end it."""
 
     index: int
     text: str

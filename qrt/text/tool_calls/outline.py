@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-# the rest, at an error's place, of JSON that is cut off: nothing, the start of a word, or of a number's part
+# What JSON that is cut off may end with, from the error on: nothing, or the start of a word or of a number
 UNFINISHED = re.compile(r"(t(ru?)?|f(a(ls?)?)?|n(ul?)?|-|\.|[eE][+-]?)?\s*\Z")
 LONGEST_ESCAPE = len(r"\u0000")
 MARKS = re.compile(r"\\|\"+|'+|[\[\](){}#\n]")
@@ -24,8 +24,8 @@ class Outline:
         self._python = python
         self._seen = start
         self._depth = 0
-        self._inside = ""  # what ends the string or comment around the current place
-        self._escaped = -1  # the place after a backslash
+        self._inside = ""  # what ends the string or comment at the current position
+        self._escaped = -1  # the position after a backslash
         self.end: int | None = None
         self.inner: int | None = None
 
