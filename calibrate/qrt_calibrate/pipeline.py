@@ -31,7 +31,7 @@ from qrt_calibrate.rounding.precision import EXACT, TF32, products
 from qrt_calibrate.rounding.rtn import for_writer
 from qrt_calibrate.rounding.search import round_input
 from qrt_calibrate.steps.evaluate import Cost, measure_cost
-from qrt_calibrate.steps.layer import LayerResult, LayerWork
+from qrt_calibrate.steps.layer import LayerResult, quantize_layer
 from qrt_calibrate.steps.sensitivity import gradient_windows, loss_gradients
 from qrt_calibrate.steps.tune import check_room, is_tuned_norm, tune
 from qrt_calibrate.text.text import Calibration, calibration
@@ -150,9 +150,7 @@ class Run:
         tensors = read_layer(self._job.checkpoint, name)
         label = _label(index)
         if label not in self._writer.finished:
-            work = LayerWork(self._job, self._decoder, index, tensors, self._streams)
-            result = work.quantize()
-            del work
+            result = quantize_layer(self._job, index, tensors, self._decoder, self._streams)
             figures = dict(result.figures)
             if self._streams is not None:
                 figures |= self._advance(index, tensors, result)

@@ -15,7 +15,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli, hub, pipeline
 from qrt_calibrate.recipe.recipe import grid_of
 from qrt_calibrate.rounding import search
-from qrt_calibrate.steps import layer
+from qrt_calibrate.steps import scales
 from qrt_calibrate.text import text
 from tiny_models import altered
 
@@ -321,9 +321,9 @@ def test_a_layer_that_adds_nothing_has_figures(silent, run, llama, tmp_path, tmp
 
 def test_a_broken_pair_stops_the_run(run, llama, tmp_path, monkeypatch):
     """If a family's smoothing pairs are wrong, the first fold that changes the function ends it."""
-    monkeypatch.setattr(layer.Pair, "spread", lambda self, scales: 2 * scales)
-    candidates = layer.awq_candidates
-    monkeypatch.setattr(layer, "awq_candidates", lambda *given: iter([2 * next(candidates(*given))]))
+    monkeypatch.setattr(scales.Pair, "spread", lambda self, scales: 2 * scales)
+    candidates = scales.awq_candidates
+    monkeypatch.setattr(scales, "awq_candidates", lambda *given: iter([2 * next(candidates(*given))]))
     code, shown = run("--bits", "4", model=llama)
     assert code == 1 and list(tmp_path.iterdir()) == []
     assert "model.layers.0: folding scales from input_layernorm into self_attn.q_proj" in shown.err

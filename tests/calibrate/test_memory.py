@@ -11,7 +11,7 @@ from qrt.errors import CheckpointError
 from qrt_calibrate import cli, pipeline
 from qrt_calibrate.model import streams
 from qrt_calibrate.rounding import search
-from qrt_calibrate.steps import layer, sensitivity
+from qrt_calibrate.steps import correct, sensitivity
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_peak_does_not_grow_with_the_number_of_layers(
         return call
 
     # in the middle of a layer, and where the next one is read
-    monkeypatch.setattr(layer, "search_clip", sampled(layer.search_clip))
+    monkeypatch.setattr(correct, "search_clip", sampled(correct.search_clip))
     for module in (pipeline, sensitivity):
         monkeypatch.setattr(module, "read_layer", sampled(module.read_layer))
     monkeypatch.setattr(search, "GRID", 3)

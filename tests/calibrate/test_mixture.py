@@ -23,7 +23,7 @@ from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.rounding.fold import Pair
 from qrt_calibrate.rounding.observe import Moments
-from qrt_calibrate.steps.layer import LayerWork
+from qrt_calibrate.steps.layer import quantize_layer
 
 CPU = torch.device("cpu")
 QWEN = {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
@@ -128,9 +128,9 @@ def test_a_router_that_is_left_out_is_found(mixture, tmp_path):
     job = replace(job, arch=replace(job.arch, smooth=without))
     decoder = Decoder(job.checkpoint, job.arch, 40, CPU)
     streams = Streams(decoder.embed(windows(8)), 8, [CPU], tmp_path)
-    work = LayerWork(job, decoder, 1, read_layer(job.checkpoint, "model.layers.1"), streams)
+    tensors = read_layer(job.checkpoint, "model.layers.1")
     with pytest.raises(QrtError, match=r"model\.layers\.1: folding scales from post_attention_layernorm"):
-        work.quantize()
+        quantize_layer(job, 1, tensors, decoder, streams)
 
 
 @pytest.mark.parametrize("devices", [[CPU], [CPU, CPU]])
@@ -139,7 +139,7 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
     entries = {**ENTRIES, "bits": 8, "method": "gptq", "ignore": ["self_attn.*"]}
     job = plan(open_checkpoint(mixture), recipe_of(entries), *devices)
     three = 3 * 3 * 4 * job.config.intermediate_size**2  # of four experts
-    monkeypatch.setattr("qrt_calibrate.steps.layer.EXPERT_BYTES", three)
+    monkeypatch.setattr("qrt_calibrate.steps.inputs.EXPERT_BYTES", three)
     decoder, ids = Decoder(job.checkpoint, job.arch, 40, CPU), windows(8)
     streams = Streams(decoder.embed(ids), 8, devices, tmp_path)
     found, correction = [], Moments.take_correction
@@ -149,7 +149,7 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
         return correction(self, *arguments)
 
     monkeypatch.setattr(Moments, "take_correction", keep)
-    LayerWork(job, decoder, 0, read_layer(job.checkpoint, "model.layers.0"), streams).quantize()
+    quantize_layer(job, 0, read_layer(job.checkpoint, "model.layers.0"), decoder, streams)
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     first, inputs = model.model.layers[0], []
     for module in (first.post_attention_layernorm, first.mlp.experts):

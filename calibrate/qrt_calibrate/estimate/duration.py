@@ -27,7 +27,7 @@ from qrt_calibrate.rounding.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
 from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.rounding.search import GRID, STRENGTHS
 from qrt_calibrate.steps import tune
-from qrt_calibrate.steps.layer import SEARCH_TOKENS
+from qrt_calibrate.steps.bench import SEARCH_TOKENS
 from qrt_calibrate.steps.sensitivity import block_sizes, gradient_windows
 
 SLICE = 256  # columns that GPTQ rounds, and rows whose clipping is searched

@@ -17,7 +17,7 @@ from qrt_calibrate.model.devices import at_once, devices_of, replica
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.rounding.observe import Moments
-from qrt_calibrate.steps.layer import LayerWork
+from qrt_calibrate.steps.layer import quantize_layer
 
 CPU = torch.device("cpu")
 STAGES = ("q_proj", "o_proj", "gate_proj", "down_proj")
@@ -125,8 +125,8 @@ def measured(folder, stage, devices, tmp_path, monkeypatch):
             return correction(self, *arguments)
 
         patch.setattr(Moments, "take_correction", keep)
-        work = LayerWork(job, decoder, 0, read_layer(job.checkpoint, "model.layers.0"), streams)
-        codes = work.quantize().linears
+        tensors = read_layer(job.checkpoint, "model.layers.0")
+        codes = quantize_layer(job, 0, tensors, decoder, streams).linears
     (moments,) = found
     return moments, torch.cat([weight.values for weight in codes.values()])
 

@@ -1,0 +1,76 @@
+"""One decoder layer twice, exact and being rounded, and the sample of windows that judges both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from qrt.arch import Arch
+from qrt_calibrate.model.decoder import Decoder
+from qrt_calibrate.model.streams import Streams
+from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.rounding.observe import inputs_of
+
+SEARCH_TOKENS = 4096  # that judge a candidate of AWQ and SmoothQuant; the moments come from all tokens
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Linears that read one input and are rounded together.
+
+    parts   their names in the layer
+    norm    the last norm before them; it reads the residual stream
+    grid    what they become
+    """
+
+    parts: tuple[str, ...]
+    norm: str
+    grid: Grid
+
+
+class Bench:
+    """Two copies of layer `index`, whose stored tensors are `tensors` (names relative to the layer).
+
+    name      the layer's full name, for messages
+    exact     folded but never rounded
+    rounded   its Linears are replaced one stage after the other
+    sample    [b, T, H] hidden states that the rounded model brings to the layer
+    wanted    [b, T, H] what the exact layer makes of them
+    norms     Linears that read a norm's output -> the norm
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arch: Arch,
+        eps: float,
+        decoder: Decoder,
+        index: int,
+        tensors: Mapping[str, Tensor],
+        streams: Streams,
+    ) -> None:
+        self.name, self.arch, self.eps = name, arch, eps
+        self.decoder, self.index, self.streams = decoder, index, streams
+        self._tensors = tensors
+        pairs = [pair for pair in arch.smooth if pair.source not in arch.projections]
+        self.norms = {reader: pair.source for pair in pairs for reader in pair.readers}
+        self.exact = decoder.load(index, tensors)
+        self.rounded = copy.deepcopy(self.exact)
+        first, windows = streams.shares[0], max(1, SEARCH_TOKENS // streams.seqlen)
+        self.sample = first.rounded[: first.calibrating][:windows].to(first.device)
+        self.wanted = self.run(self.exact)
+
+    def run(self, layer: nn.Module, hidden: Tensor | None = None) -> Tensor:
+        """Run a copy of the layer on `hidden`, or on the sample."""
+        return self.decoder.run(self.index, layer, self.sample if hidden is None else hidden)
+
+    def inputs(self, layer: nn.Module, names: list[str], hidden: Tensor | None = None) -> list[Tensor]:
+        """Return what the submodules `names` of a copy read, as `inputs_of` does."""
+        return inputs_of(layer, names, lambda: self.run(layer, hidden))
+
+    def load(self) -> nn.Module:
+        """Return a third copy, as stored."""
+        return self.decoder.load(self.index, self._tensors)

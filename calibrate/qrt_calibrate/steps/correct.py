@@ -1,0 +1,69 @@
+"""Correct a stage's weights for the error that came before, then round them.
+
+W' = W + t (W E[(x' - x) x^T] + E[(r' - r) x^T]) H^-1 undoes what a linear map can of the error that came
+before: in the input x (GPTAQ, arXiv:2504.02692) and, for Linears whose output is added to it, in the residual
+stream r. The trust t is measured: a correction that the two halves of the windows do not agree on would be
+fitted to their noise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qrt.quant.affine import choose_qparams
+from qrt.quant.weight import WeightData
+from qrt_calibrate.recipe.method import Method
+from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.rounding.clip import search_clip
+from qrt_calibrate.rounding.gptq import Factor, round_columns
+from qrt_calibrate.rounding.observe import Moments
+from qrt_calibrate.rounding.rtn import round_weight
+from qrt_calibrate.steps.figures import Figures
+from qrt_calibrate.steps.sensitivity import OutputMoments
+
+OWN_DAMPING = 0.01  # share of each column's own diagonal that is added to it
+ROW_DAMPING = 0.08  # share of the gradients' moments' diagonal that is added to it
+
+
+class Rounder:
+    """How weights are rounded: by `method`, with scales in `dtype`; `damping` as in a recipe."""
+
+    def __init__(self, method: Method, dtype: torch.dtype, damping: float, figures: Figures) -> None:
+        self._method, self._dtype, self._damping, self._figures = method, dtype, damping, figures
+
+    def factor(self, moments: Moments) -> Factor | None:
+        """Factorize the Hessian of an input; None without GPTQ, or where it cannot be factorized."""
+        return Factor.of(moments.hessian, OWN_DAMPING, self._damping) if self._method.gptq else None
+
+    def round(
+        self, weight: Tensor, moments: Moments, factor: Factor | None, felt: OutputMoments | None, grid: Grid
+    ) -> WeightData:
+        """Round stacked weights [N, K], whose input has `moments`, to `grid`.
+
+        `felt` is what the loss feels of their output; without it each row is rounded for itself.
+        """
+        if factor is None:
+            if self._method.gptq:
+                self._figures.note("rounded to nearest", 1.0)
+            shrink = self._shrink(weight, moments.hessian.diagonal(), grid)
+            return round_weight(weight, grid.spec, self._dtype, shrink)
+        correction, trust = moments.take_correction(weight, factor.solve)
+        # a loader would make infinity of more; a dead input asks for it
+        most = torch.finfo(self._dtype).max / 2
+        weight = correction.mul_(trust).add_(weight).clamp_(-most, most)
+        shrink = self._shrink(weight, factor.importance(), grid)
+        scale, zero = choose_qparams(weight, grid.spec, self._dtype, shrink)
+        return round_columns(weight, factor, scale, zero, grid.spec, self._rows(weight, felt))
+
+    def _shrink(self, weight: Tensor, importance: Tensor, grid: Grid) -> Tensor | float:
+        return search_clip(weight, importance, grid.spec, self._dtype) if self._method.clip else 1.0
+
+    def _rows(self, weight: Tensor, felt: OutputMoments | None) -> list[Factor]:
+        """Factorize the moments of the outputs' gradients; [] where rows are rounded each for itself."""
+        rows = [Factor.of(block, ROW_DAMPING) for block in felt.trusted((weight != 0).any(1))] if felt else []
+        known = [factor for factor in rows if factor is not None]
+        if rows and len(known) == len(rows):
+            return known
+        self._figures.note("rows each for itself", float(bool(rows)))
+        return []

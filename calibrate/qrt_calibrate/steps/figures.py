@@ -1,0 +1,51 @@
+"""What the report shows of a layer: its errors on the sample, and notes of how it was rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.rounding.fold import linear
+from qrt_calibrate.rounding.observe import norm_weights
+from qrt_calibrate.rounding.rtn import round_weight
+from qrt_calibrate.rounding.search import round_input
+from qrt_calibrate.steps.bench import Bench
+
+
+class Figures:
+    """Numbers of one layer by column title, the largest of its stages each."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, float] = {}
+
+    def note(self, title: str, value: float) -> None:
+        """Keep `value` if it is the largest under this title."""
+        self.notes[title] = max(value, self.notes.get(title, 0.0))
+
+
+def errors(bench: Bench, grids: Mapping[str, Grid], dtype: torch.dtype) -> dict[str, float]:
+    """Return the error of the rounded layer, and that of the layer rounded to nearest."""
+    own = output_error(bench, bench.rounded)
+    nearest = bench.load()
+    for name, grid in grids.items():
+        module = linear(nearest, name)
+        module.weight.copy_(round_weight(module.weight, grid.spec, dtype).dequantize())
+        if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+            round_input(module)
+    return {"output error": own, "output error, rtn": output_error(bench, nearest)}
+
+
+def output_error(bench: Bench, layer: nn.Module) -> float:
+    """Return the error of `layer`'s output on the sample, as the next norm sees it.
+
+    It is relative to what the exact layer adds to its input, or to the input where it adds nothing.
+    """
+    root = norm_weights(bench.wanted, bench.eps).sqrt()
+    error = ((bench.run(layer) - bench.wanted) * root).norm()
+    added = ((bench.wanted - bench.sample) * root).norm()
+    size = added if added else (bench.sample * root).norm()
+    return float(error / size if size else error)

@@ -1,0 +1,115 @@
+"""Measure the inputs of a layer's Linears, and what the loss feels of their outputs, on all windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from torch import nn
+
+from qrt_calibrate.model.experts import EXPERT_BYTES, inside
+from qrt_calibrate.model.streams import Share
+from qrt_calibrate.rounding.fold import linear
+from qrt_calibrate.rounding.observe import Moments, norm_weights
+from qrt_calibrate.steps.bench import Bench, Stage
+from qrt_calibrate.steps.sensitivity import OutputMoments, output_moments
+
+Parts = tuple[str, ...]
+
+
+def felt_outputs(bench: Bench, stages: list[Parts]) -> dict[Parts, OutputMoments]:
+    """Measure the moments of the loss's gradients at each stage's output; {} where none were computed.
+
+    Folds do not change them: a fold that divides an output comes after its stage.
+    """
+
+    def measure(share: Share, exact: nn.Module) -> dict[Parts, OutputMoments]:
+        if share.gradients is None:
+            return {}
+        gradients = share.gradients[bench.index]
+        windows = share.batches(share.exact[: len(gradients)], gradients)
+        return output_moments(bench.decoder, bench.index, exact, stages, windows)
+
+    found, *others = bench.streams.each(measure, bench.exact)
+    for other in others:
+        for parts, moments in found.items():
+            moments.join(other[parts])
+    return found
+
+
+def stage_moments(bench: Bench, stage: Stage) -> Moments:
+    """Measure the moments of a stage's input over the calibration windows.
+
+    Where its output is added to the residual stream, the stream's are measured too.
+    """
+    arch, streams, reader = bench.arch, bench.streams, stage.parts[0]
+    part = reader
+    first, closes = linear(bench.rounded, part), part not in bench.norms
+    adds = closes and not _is_weighted(bench, part)
+    if arch.is_expert(reader):  # it would see no more than is sent to it
+        assert arch.experts is not None
+        reader = arch.experts
+    names = [stage.norm, reader] if closes else [reader]
+    total = streams.calibrating * streams.seqlen
+
+    def measure(share: Share, exact: nn.Module, rounded: nn.Module) -> Moments:
+        weight = linear(rounded, part).weight if adds else None
+        moments = Moments(first.in_features, weight, share.device)
+        hidden_states = (stream[: share.calibrating] for stream in (share.exact, share.rounded))
+        for half, exact_hidden, hidden in share.batches(*hidden_states):
+            *stream, x = bench.inputs(rounded, names, hidden)
+            *exact_stream, exact_x = bench.inputs(exact, names, exact_hidden)
+            both, weights = None, None
+            if closes:
+                behind = exact_stream[0]
+                if adds:
+                    both, behind = (stream[0], behind), behind + linear(exact, part)(exact_x)
+                weights = norm_weights(behind, bench.eps)
+            moments.add(x, exact_x, total, half, both, weights)
+        return moments
+
+    moments, *others = streams.each(measure, bench.exact, bench.rounded)
+    for other in others:
+        moments.join(other)
+    return moments
+
+
+def expert_moments(bench: Bench, stage: Stage) -> Iterator[tuple[Parts, Moments]]:
+    """Measure the moments of the input of each of the experts' last Linears, over all calibration tokens.
+
+    Every expert sees every token, wherever it is sent, weighted by the stream before the experts. As many
+    moments are held at a time as EXPERT_BYTES allow.
+    """
+    streams = bench.streams
+    assert bench.arch.experts is not None
+    width = linear(bench.rounded, stage.parts[0]).in_features
+    names = [stage.norm, bench.arch.experts]
+    total = streams.calibrating * streams.seqlen
+
+    def measure(
+        some: Sequence[str], share: Share, exact: nn.Module, rounded: nn.Module
+    ) -> dict[str, Moments]:
+        moments = {part: Moments(width, None, share.device) for part in some}
+        hidden_states = (stream[: share.calibrating] for stream in (share.exact, share.rounded))
+        for half, exact_hidden, hidden in share.batches(*hidden_states):
+            _, x = bench.inputs(rounded, names, hidden)
+            exact_stream, exact_x = bench.inputs(exact, names, exact_hidden)
+            weights = norm_weights(exact_stream, bench.eps)
+            for part, own in moments.items():
+                own.add(inside(rounded, part, x), inside(exact, part, exact_x), total, half, weights=weights)
+        return moments
+
+    step = max(1, EXPERT_BYTES // (3 * 4 * width**2))
+    for begin in range(0, len(stage.parts), step):
+        work = partial(measure, stage.parts[begin : begin + step])
+        found, *others = streams.each(work, bench.exact, bench.rounded)
+        for part, own in found.items():
+            for other in others:
+                own.join(other[part])
+            yield (part,), own
+
+
+def _is_weighted(bench: Bench, name: str) -> bool:
+    """Whether a router weights what the Linear `name` adds to the residual stream."""
+    block = (bench.arch.experts or "").rpartition(".")[0]
+    return block != "" and name.startswith(f"{block}.")

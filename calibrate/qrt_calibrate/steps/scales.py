@@ -1,0 +1,137 @@
+"""Search the channel scales of a stage, fold them into both copies of the layer, and check the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from os.path import commonprefix
+
+import torch
+from torch import Tensor
+
+from qrt.arch.base import Smooth
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+from qrt_calibrate.recipe.method import Scales
+from qrt_calibrate.rounding.fold import Pair, check_unchanged
+from qrt_calibrate.rounding.gptq import Factor
+from qrt_calibrate.rounding.observe import Moments, norm_weights, record_call
+from qrt_calibrate.rounding.search import ColumnCost, RoundedCost, awq_candidates, smooth_candidates
+from qrt_calibrate.steps.bench import Bench, Stage
+from qrt_calibrate.steps.figures import Figures
+
+
+class ScaleSearch:
+    """The smoothing pairs of one layer, and how their scales are searched.
+
+    pairs      those whose source may change
+    scales     where candidates come from
+    powers     whether scales are powers of two
+    dtype      the model's, in which scales, norms and biases are stored
+    head_dim   channels of an attention head
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        pairs: list[Smooth],
+        scales: Scales,
+        powers: bool,
+        dtype: torch.dtype,
+        head_dim: int,
+    ) -> None:
+        self._bench, self._scales, self._powers = bench, scales, powers
+        self._pairs = {} if scales is Scales.NONE else {pair.readers[0]: pair for pair in reversed(pairs)}
+        self._dtype, self._head_dim = dtype, head_dim
+
+    def fold(
+        self,
+        stage: Stage,
+        moments: Moments,
+        factor: Factor | None,
+        done: dict[str, WeightData],
+        figures: Figures,
+    ) -> bool:
+        """Search scales for the input of `stage` and fold them; return whether anything changed.
+
+        `moments` follow the fold, and so does the source where it is among the Linears that are `done`.
+        """
+        bench, smooth = self._bench, self._pairs.get(stage.parts[0])
+        if smooth is None:
+            return False
+        pair, rounded = (Pair(layer, smooth, self._head_dim) for layer in (bench.exact, bench.rounded))
+        candidates = self._candidates(pair, moments, stage)
+        if self._powers:
+            candidates = (
+                scales for scales in candidates if self._is_exact(rounded, done.get(smooth.source), scales)
+            )
+        # the first one, the identity, unless another is better
+        scales = min(candidates, key=self._cost(pair, smooth, stage, factor))
+        figures.note("largest scale", float(scales.max()))
+        if (scales == 1).all():
+            return False
+        for one in (pair, rounded):
+            one.fold(scales)
+        if smooth.source in done:  # rounded already: its rows are divided by dividing their scales
+            done[smooth.source] = _divided(done[smooth.source], scales)
+        check_unchanged(bench.wanted, bench.run(bench.exact), bench.sample, bench.name, smooth)
+        moments.divide(pair.spread(scales))
+        return True
+
+    def _candidates(self, pair: Pair, moments: Moments, stage: Stage) -> Iterator[Tensor]:
+        if self._scales is Scales.SMOOTHQUANT:
+            return smooth_candidates(pair, moments.max_abs, self._powers)
+        return awq_candidates(pair, moments.mean_abs, stage.grid.spec, self._powers)
+
+    def _cost(
+        self, pair: Pair, smooth: Smooth, stage: Stage, factor: Factor | None
+    ) -> ColumnCost | RoundedCost:
+        """Return what judges a candidate."""
+        bench, grid = self._bench, stage.grid
+        if factor is not None and self._scales is Scales.AWQ:
+            return ColumnCost(pair, factor, grid.spec)
+        # a lone reader is judged by its own output, several by that of the block they are in
+        block = ".".join(commonprefix([reader.split(".") for reader in smooth.readers]))
+        call = record_call(bench.exact, block, lambda: bench.run(bench.exact))
+        int8_tokens = WEIGHT_SCHEMES[grid.scheme].int8_tokens
+        weights = None
+        if call.output.shape[:-1] == bench.sample.shape[:-1]:
+            weights = self._sample_weights(stage.norm)
+        return RoundedCost(pair, call, grid.spec, self._dtype, int8_tokens, weights)
+
+    def _sample_weights(self, norm: str) -> Tensor:
+        """Return [T, 1]: what a squared error costs in each token of the sample, as the next norm sees it.
+
+        The error is one behind the block that `norm` begins.
+        """
+        bench = self._bench
+        norms = list(dict.fromkeys(bench.norms.values()))
+        after = norms[norms.index(norm) + 1 :]
+        if not after:
+            behind = bench.wanted.flatten(0, -2)
+        else:
+            (behind,) = bench.inputs(bench.exact, after[:1])
+        return norm_weights(behind, bench.eps)
+
+    def _is_exact(self, pair: Pair, source: WeightData | None, scales: Tensor) -> bool:
+        """Whether the model dtype holds what the fold makes of the source (fp16 can underflow)."""
+        if not pair.is_exact(scales, self._dtype):
+            return False
+        if source is None or source.scale is None:
+            return True
+        divided = _divided(source, scales).scale
+        assert divided is not None
+        return torch.equal(divided.float() * scales[:, None], source.scale.float())
+
+
+def foldable(
+    pairs: tuple[Smooth, ...], projections: tuple[str, ...], grids: Mapping[str, object]
+) -> list[Smooth]:
+    """Return the pairs whose source may change: a norm, or a Linear that is quantized."""
+    left_alone = set(projections) - set(grids)
+    return [pair for pair in pairs if pair.source not in left_alone]
+
+
+def _divided(data: WeightData, scales: Tensor) -> WeightData:
+    """Divide the rows of a quantized source by `scales`; its codes stay."""
+    assert data.scale is not None
+    return replace(data, scale=(data.scale.float() / scales[:, None]).to(data.scale.dtype))
