@@ -5,39 +5,33 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
-from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.estimate.bits import WINDOWS, Budget, Point, allocate, budget_of
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import Job, plan
-from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read, read_layer
+from qrt_calibrate.model.decoder import Decoder, read, read_layer
 from qrt_calibrate.model.head import RoundedHead, round_head
-from qrt_calibrate.model.streams import Share, Streams, drift_figures
+from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.report.report import LayerReport, Report, bits_per_weight, source_of
-from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.precision import EXACT, TF32, products
-from qrt_calibrate.rounding.rtn import for_writer
-from qrt_calibrate.rounding.search import round_input
+from qrt_calibrate.steps.advance import Windows
 from qrt_calibrate.steps.evaluate import Cost, measure_cost
-from qrt_calibrate.steps.layer import LayerResult, quantize_layer
+from qrt_calibrate.steps.layer import quantize_layer
 from qrt_calibrate.steps.sensitivity import gradient_windows, loss_gradients
-from qrt_calibrate.steps.tune import check_room, is_tuned_norm, tune
+from qrt_calibrate.steps.tune import check_room, tune
+from qrt_calibrate.steps.written import REST, TUNED, Written, label
 from qrt_calibrate.text.text import Calibration, calibration
-
-REST = "rest"  # the step that ends with what is outside the layers written
-TUNED = "tuned"  # the step that ends with trained codes, scales and norms written
 
 
 def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.device) -> Report:
@@ -122,82 +116,43 @@ def _with_bits(job: Job, budget: Budget, text: Calibration) -> tuple[Job, tuple[
 
 
 class Run:
-    """The layers of one job, first to last; those that `writer` has already are only run, not quantized."""
+    """The steps of one job, first to last; those that `writer` has already are taken up, not done again."""
 
     def __init__(self, job: Job, writer: CheckpointWriter, text: Calibration | None) -> None:
-        self._job, self._writer, self._text = job, writer, text
-        self._decoder: Decoder | None = None
-        self._streams: Streams | None = None
-        if text is not None:
-            self._decoder = Decoder(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
-            hidden = self._decoder.embed(text.windows)
-            calibrating, stored = job.recipe.windows[0], job.checkpoint.spec(f"{job.arch.embed}.weight").dtype
-            self._streams = Streams(hidden, calibrating, job.devices, writer.working_folder, stored)
-            self._measure_gradients()
+        self._job, self._writer = job, writer
+        self._written = Written(job, writer)
+        self._windows = None if text is None else self._begin(text.windows)
 
-    def _measure_gradients(self) -> None:
-        """`loss_gradients`, if the method asks for them and a layer is still to quantize."""
-        job, count = self._job, gradient_windows(self._job)
-        done = all(_label(index) in self._writer.finished for index in range(job.config.num_layers))
-        assert self._decoder is not None and self._streams is not None
-        if count and not done:
-            loss_gradients(job, self._decoder, self._streams, count, self._writer.working_folder)
+    def _begin(self, ids: Tensor) -> Windows:
+        """Embed the windows, and compute the loss's gradients if a layer is still to round by them."""
+        job, folder = self._job, self._writer.working_folder
+        decoder = Decoder(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
+        calibrating, stored = job.recipe.windows[0], job.checkpoint.spec(f"{job.arch.embed}.weight").dtype
+        streams = Streams(decoder.embed(ids), calibrating, job.devices, folder, stored)
+        count = gradient_windows(job)
+        if count and not self._written.all_layers:
+            loss_gradients(job, decoder, streams, count, folder)
+        return Windows(decoder, streams, ids)
 
     def layer(self, index: int) -> LayerReport:
         """Quantize layer `index` and write it, or take it up as written; then run it, exact and rounded."""
         began = time.perf_counter()
-        name = self._job.layer_name(index)
-        tensors = read_layer(self._job.checkpoint, name)
-        label = _label(index)
-        if label not in self._writer.finished:
-            result = quantize_layer(self._job, index, tensors, self._decoder, self._streams)
+        job, windows, name = self._job, self._windows, self._job.layer_name(index)
+        tensors, grids = read_layer(job.checkpoint, name), job.layer_grids(index)
+        if not self._written.has(label(index)):
+            decoder, streams = (windows.decoder, windows.streams) if windows else (None, None)
+            result = quantize_layer(job, index, tensors, decoder, streams)
             figures = dict(result.figures)
-            if self._streams is not None:
-                figures |= self._advance(index, tensors, result)
-            _write_layer(self._writer, name, result)
-            self._writer.finish_step(label, figures)
-        elif self._streams is not None:
-            self._advance(index, tensors, self._written(index))
-        return LayerReport(name, dict(self._writer.notes(label)), time.perf_counter() - began)
-
-    @torch.no_grad()
-    def _advance(self, index: int, tensors: Mapping[str, Tensor], result: LayerResult) -> dict[str, float]:
-        """Run the exact layer and the rounded one; return the report's figures of their outputs."""
-        assert self._decoder is not None and self._streams is not None
-        exact = self._decoder.load(index, tensors)
-        rounded = self._decoder.load(index, _stored(result))
-        for name, grid in self._job.layer_grids(index).items():
-            if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
-                round_input(linear(rounded, name))
-        run, step = self._decoder.run, max(1, BATCH_TOKENS // self._job.recipe.seqlen)
-
-        def advance(share: Share, exact: nn.Module, rounded: nn.Module) -> Tensor:
-            return share.advance(partial(run, index, exact), partial(run, index, rounded), step)
-
-        return drift_figures(torch.cat(self._streams.each(advance, exact, rounded), 1))
-
-    def _written(self, index: int, step: str | None = None) -> LayerResult:
-        """A layer as an earlier run has written it, its Linears and norms as `step` has if that is not the
-        layer's."""
-        label, layer = _label(index), self._job.layer_name(index)
-        linears = {
-            name: self._writer.read_linear(step or label, f"{layer}.{name}")
-            for name in self._job.layer_grids(index)
-        }
-        parts = {f"{layer}.{name}.{part}" for name in linears for part in ("weight", "bias")}
-        inside = (name for name in self._job.checkpoint.names() if name.startswith(f"{layer}."))
-        rest = {
-            name.removeprefix(f"{layer}."): self._writer.read_tensor(
-                step if step and is_tuned_norm(name) else label, name
-            )
-            for name in inside
-            if name not in parts
-        }
-        return LayerResult(linears, rest, {})
+            if windows is not None:
+                figures |= windows.advance(index, tensors, result, grids)
+            self._written.write_layer(index, result, figures)
+        elif windows is not None:
+            windows.advance(index, tensors, self._written.layer(index), grids)
+        return LayerReport(name, self._written.figures(label(index)), time.perf_counter() - began)
 
     def rest(self) -> None:
         """Copy what is outside the layers, the head rounded if it is to be."""
-        if REST in self._writer.finished:
+        if self._written.has(REST):
             return
         job, inside = self._job, f"{self._job.arch.layers}."
         for name in job.checkpoint.names():
@@ -206,88 +161,40 @@ class Run:
                 head = round_head(weight, job.recipe.head, job.scale_dtype, job.device)
                 self._writer.add_linear(job.arch.head, head)
             elif not name.startswith(inside):
-                self._writer.add_tensor(name, read(job.checkpoint, name).to(job.checkpoint.spec(name).dtype))
+                self._writer.add_tensor(name, read(job.checkpoint, name))
         self._writer.finish_step(REST, {})
 
     def tune(self) -> dict[str, float] | None:
-        """Train the written layers end to end, write them once more and run them: the figures; None where
-        that is not asked for. A run killed here begins again with the first step."""
+        """Train the written layers end to end, write them once more and run them.
+
+        Returns the figures; None where that is not asked for. A run killed here begins again with the first
+        step.
+        """
         if not self._job.recipe.tune:
             return None
-        assert self._streams is not None and self._text is not None
-        for share in self._streams.shares:
+        assert self._windows is not None
+        streams, ids = self._windows.streams, self._windows.ids
+        for share in streams.shares:
             share.gradients = None
-        if TUNED not in self._writer.finished:
-            linears, rest = self._model()
-            if (head := self._head()) is not None:
+        if not self._written.has(TUNED):
+            linears, rest = self._written.model()
+            if (head := self._written.head()) is not None:
                 rest[f"{self._job.arch.head}.weight"] = head.dequantize()
             with products(EXACT):
-                result = tune(self._job, linears, rest, self._text.windows[: self._streams.calibrating])
-            for name, weight in result.linears.items():
-                self._writer.add_linear(name, for_writer(weight, linears[name].bias), again=True)
-            for name, norm in result.norms.items():
-                self._writer.add_tensor(name, norm, again=True)
-            self._writer.finish_step(TUNED, {"kl_first": result.kl_first, "kl_last": result.kl_last})
-        self._run_again()
-        return dict(self._writer.notes(TUNED))
-
-    def _model(self) -> tuple[dict[str, WeightData], dict[str, Tensor]]:
-        """All written layers: their Linears and their other tensors, by full names."""
-        linears: dict[str, WeightData] = {}
-        rest: dict[str, Tensor] = {}
-        for index in range(self._job.config.num_layers):
-            layer, name = self._written(index), self._job.layer_name(index)
-            linears |= {f"{name}.{part}": weight for part, weight in layer.linears.items()}
-            rest |= {f"{name}.{part}": tensor for part, tensor in layer.tensors.items()}
-        return linears, rest
-
-    @torch.no_grad()
-    def _run_again(self) -> None:
-        """Run the tuned layers on the windows that evaluate."""
-        assert self._decoder is not None and self._streams is not None and self._text is not None
-        run, step = self._decoder.run, max(1, BATCH_TOKENS // self._job.recipe.seqlen)
-        if not self._job.recipe.eval_samples:
-            return
-        hidden = {share: share.rounded[share.calibrating :] for share in self._streams.shares}
-        for share, own in hidden.items():
-            own.copy_(self._decoder.embed(self._text.windows[share.numbers[share.calibrating :]]))
-
-        def advance(share: Share, layer: nn.Module, index: int) -> None:
-            for part in hidden[share].split(step):
-                part.copy_(run(index, layer, part))
-
-        for index in range(self._job.config.num_layers):
-            layer = self._decoder.load(index, _stored(self._written(index, TUNED)))
-            self._streams.each(partial(advance, index=index), layer)
+                result = tune(self._job, linears, rest, ids[: streams.calibrating])
+            self._written.write_tuned(result, linears)
+        if self._job.recipe.eval_samples:
+            layers = self._job.config.num_layers
+            self._windows.run_again(layers, partial(self._written.layer, tuned=True))
+        return self._written.figures(TUNED)
 
     def cost(self) -> Cost | None:
-        """What the whole cost, on the windows kept apart for it."""
-        if self._decoder is None or self._streams is None or self._text is None:
+        """Measure what the whole costs, on the windows kept apart for it."""
+        if self._windows is None:
             return None
-        weight, grid = self._head(), self._job.recipe.head
+        weight, grid = self._written.head(), self._job.recipe.head
         head = RoundedHead(weight, grid, self._job.device) if weight and grid else None
-        return measure_cost(self._decoder, self._streams, self._text.windows, head)
-
-    def _head(self) -> WeightData | None:
-        """The head as it is written; None where it is not quantized."""
-        if self._job.recipe.head is None:
-            return None
-        return self._writer.read_linear(REST, self._job.arch.head)
-
-
-def _stored(layer: LayerResult) -> dict[str, Tensor]:
-    """A layer's tensors with its weights as their codes say."""
-    stored = dict(layer.tensors)
-    for name, weight in layer.linears.items():
-        stored[f"{name}.weight"] = weight.dequantize()
-        if weight.bias is not None:
-            stored[f"{name}.bias"] = weight.bias
-    return stored
-
-
-def _label(index: int) -> str:
-    """The step that ends with layer `index` written."""
-    return f"layer-{index:05d}"
+        return measure_cost(self._windows.decoder, self._windows.streams, self._windows.ids, head)
 
 
 def _fingerprint(job: Job, text: Calibration | None) -> dict[str, Any]:
@@ -302,10 +209,3 @@ def _fingerprint(job: Job, text: Calibration | None) -> dict[str, Any]:
         "weights": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files],
         "text": text.metadata if text else None,
     }
-
-
-def _write_layer(writer: CheckpointWriter, layer: str, result: LayerResult) -> None:
-    for name, weight in result.linears.items():
-        writer.add_linear(f"{layer}.{name}", weight)
-    for name, tensor in result.tensors.items():
-        writer.add_tensor(f"{layer}.{name}", tensor)

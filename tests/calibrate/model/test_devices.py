@@ -9,7 +9,7 @@ from torch import nn
 
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import open_checkpoint
-from qrt_calibrate import cli, pipeline
+from qrt_calibrate import cli
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.model.decoder import Decoder, read_layer
@@ -18,6 +18,7 @@ from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.steps.layer import quantize_layer
+from qrt_calibrate.steps.written import Written
 
 CPU = torch.device("cpu")
 STAGES = ("q_proj", "o_proj", "gate_proj", "down_proj")
@@ -177,15 +178,15 @@ def test_two_devices_are_as_good_as_one_and_go_on_to_the_same_bytes(
     assert run(llama, calib, one, "--device", "cpu", *flags) == run(llama, calib, two, *both) == 0
     assert cost(two)["exact_ppl"] == pytest.approx(cost(one)["exact_ppl"], rel=1e-5)
     assert cost(two)["kl"] == pytest.approx(cost(one)["kl"], rel=0.1)
-    write = pipeline._write_layer
+    write = Written.write_layer
 
-    def fails(writer, name, result):
-        if name.endswith(".1"):
+    def fails(self, index, result, figures):
+        if index == 1:
             raise KeyboardInterrupt
-        write(writer, name, result)
+        write(self, index, result, figures)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "_write_layer", fails)
+        patch.setattr(Written, "write_layer", fails)
         assert run(llama, calib, out, *both) == 130
     assert run(llama, calib, out, "--device", "cpu", *flags) == 1
     assert "parts of another run (devices differs)" in capsys.readouterr().err

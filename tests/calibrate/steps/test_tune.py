@@ -14,11 +14,12 @@ from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WeightData
-from qrt_calibrate import cli, pipeline
+from qrt_calibrate import cli
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.steps import tune
+from qrt_calibrate.steps.advance import Windows
 from qrt_calibrate.steps.tune import TunedNorm, TunedWeight, check_room, tune_bytes
 
 CPU = torch.device("cpu")
@@ -202,7 +203,7 @@ def test_interrupted_runs_write_the_same_bytes(llama, calib, tmp_path, monkeypat
             assert cli.main([str(w) for w in (*words, *FLAGS, "--tune", 3)]) == 130
 
     interrupted(tune, "_backward")  # layers are written, nothing is trained
-    interrupted(pipeline.Run, "_run_again")  # trained and written
+    interrupted(Windows, "run_again")  # trained and written
     out, _ = calibrated(llama, calib, tmp_path / "out", "--tune", 3)
     for path in whole.iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes(), path.name

@@ -1,0 +1,70 @@
+"""Carry the hidden states of all windows through one layer, exact and rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.model.streams import Share, Streams, drift_figures
+from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.rounding.fold import linear
+from qrt_calibrate.rounding.search import round_input
+from qrt_calibrate.steps.layer import LayerResult
+
+
+class Windows:
+    """The hidden states in `streams`, which hold token ids `ids` [B, T] at first, and what runs layers."""
+
+    def __init__(self, decoder: Decoder, streams: Streams, ids: Tensor) -> None:
+        self.decoder, self.streams, self.ids = decoder, streams, ids
+        self._batch = max(1, BATCH_TOKENS // streams.seqlen)
+
+    @torch.no_grad()
+    def advance(
+        self, index: int, tensors: Mapping[str, Tensor], result: LayerResult, grids: Mapping[str, Grid]
+    ) -> dict[str, float]:
+        """Run the exact layer and the rounded one; return the report's figures of their outputs.
+
+        `tensors` are the exact layer's, `result` and `grids` the rounded one's.
+        """
+        exact = self.decoder.load(index, tensors)
+        rounded = self.decoder.load(index, _stored(result))
+        for name, grid in grids.items():
+            if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+                round_input(linear(rounded, name))
+        run = self.decoder.run
+
+        def advance(share: Share, exact: nn.Module, rounded: nn.Module) -> Tensor:
+            return share.advance(partial(run, index, exact), partial(run, index, rounded), self._batch)
+
+        return drift_figures(torch.cat(self.streams.each(advance, exact, rounded), 1))
+
+    @torch.no_grad()
+    def run_again(self, layers: int, read: Callable[[int], LayerResult]) -> None:
+        """Run the windows that evaluate through `layers` rounded layers once more, each given by `read`."""
+        hidden = {share: share.rounded[share.calibrating :] for share in self.streams.shares}
+        for share, own in hidden.items():
+            own.copy_(self.decoder.embed(self.ids[share.numbers[share.calibrating :]]))
+
+        def advance(share: Share, layer: nn.Module, index: int) -> None:
+            for part in hidden[share].split(self._batch):
+                part.copy_(self.decoder.run(index, layer, part))
+
+        for index in range(layers):
+            layer = self.decoder.load(index, _stored(read(index)))
+            self.streams.each(partial(advance, index=index), layer)
+
+
+def _stored(layer: LayerResult) -> dict[str, Tensor]:
+    """Return a layer's tensors with its weights as their codes say."""
+    stored = dict(layer.tensors)
+    for name, weight in layer.linears.items():
+        stored[f"{name}.weight"] = weight.dequantize()
+        if weight.bias is not None:
+            stored[f"{name}.bias"] = weight.bias
+    return stored
