@@ -292,7 +292,7 @@ def test_a_fork_is_told_so(llm):
     assert llm.generate([[1, 2]], use_tqdm=False), "here it goes on"
 
 
-def test_settings_of_vllm_that_ask_for_what_is_so_are_taken():
+def test_vllm_settings_that_change_nothing_are_accepted():
     """Scripts hand them on with vLLM's defaults; asking for anything else is refused by name."""
     asked = {
         "tensor_parallel_size": 1,

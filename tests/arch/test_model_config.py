@@ -321,7 +321,7 @@ def true_facts(family: str, entries: dict) -> dict:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("entry", UNUSUAL)
-def test_an_entry_left_out_has_the_default_of_its_family(family, entry):
+def test_missing_entry_has_its_family_default(family, entry):
     entries = {key: value for key, value in UNUSUAL.items() if key != entry}
     if entry == "num_hidden_layers":
         del entries["layer_types"]  # transformers compares its length

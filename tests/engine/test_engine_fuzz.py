@@ -337,7 +337,7 @@ def test_an_id_may_be_used_again_while_its_last_step_is_in_flight():
     engine.scheduler.kv.check()
 
 
-def test_one_step_is_launched_ahead_and_no_surplus_where_the_end_is_known():
+def test_known_end_launches_no_surplus_step():
     model = FakeDecoder()
     engine = fake_engine(model, overlap=True)
     engine.add("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
@@ -371,7 +371,7 @@ def test_bad_words_never_come(overlap):
         assert not [i for i in range(30) if tuple(got[i : i + len(word)]) == word]
 
 
-def test_where_every_token_ends_the_text_none_may_be_drawn_before():
+def test_min_tokens_with_only_stop_tokens_is_refused():
     engine, every = fake_engine(), [token for token in range(VOCAB) if token != EOS]
     with pytest.raises(ConfigError, match="may leave no token"):
         engine.add("a", [1, 2], SamplingParams(stop_token_ids=every, min_tokens=1))

@@ -38,7 +38,7 @@ def test_what_is_right_goes_on_to_the_weights(folder):
         ({"tokenizer": "no/such"}, CheckpointError, "no/such: no such folder"),
     ],
 )
-def test_a_wrong_setting_is_told_before_the_weights(folder, settings, error, message):
+def test_wrong_setting_fails_before_weights_load(folder, settings, error, message):
     for check in (preflight, Engine):
         with pytest.raises(error, match=message):
             check(EngineConfig(str(folder), **settings))
@@ -55,7 +55,7 @@ def test_a_wrong_setting_is_told_before_the_weights(folder, settings, error, mes
         ({"num_hidden_layers": 0}, CheckpointError, "num_hidden_layers is 0"),
     ],
 )
-def test_a_model_that_is_not_run_is_told_before_its_weights(folder, change, error, message):
+def test_unsupported_model_fails_before_weights_load(folder, change, error, message):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(error, match=message):
@@ -72,7 +72,7 @@ def test_a_folder_that_holds_no_model(tmp_path):
         preflight(EngineConfig(file))
 
 
-def test_what_preflight_returned_is_not_checked_again(monkeypatch):
+def test_preflight_result_is_not_checked_again(monkeypatch):
     checked = preflight(EngineConfig("tiny", kv="int8", kv_cache_memory_bytes=1 << 22))
     monkeypatch.setattr("qrt.engine.build.preflight", None)
     engine = Engine(checked)

@@ -15,7 +15,7 @@ def _nothing_left_out() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_what_is_there_is_left_out_until_the_last_one_ends():
+def test_objects_stay_frozen_until_the_last_holder_ends():
     first, second = short_collections(), short_collections()
     first.__enter__()
     assert gc.get_freeze_count() > 1000

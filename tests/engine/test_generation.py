@@ -19,7 +19,7 @@ def test_neutral_without_a_file(tmp_path):
     assert GenerationConfig.read(tmp_path) == GenerationConfig((), SamplingParams())
 
 
-def test_a_link_to_a_file_that_is_gone_is_not_taken_for_none(tmp_path):
+def test_broken_link_is_an_error(tmp_path):
     (tmp_path / "generation_config.json").symlink_to(tmp_path / "blobs/gone")
     with pytest.raises(CheckpointError, match=r"generation_config\.json: a link to .*gone"):
         GenerationConfig.read(tmp_path)

@@ -91,7 +91,7 @@ def test_layers_may_differ():
         assert (got[0] - k).abs().max() < 0.5 and (got[1] - v).abs().max() < 0.5
 
 
-def test_layers_that_quantize_have_their_smoothing_and_the_plan_is_that_of_most():
+def test_only_quantized_layers_have_smoothing():
     formats, tables = [KV_FORMATS[n] for n in ("fp16", "int4", "int4")], torch.ones(3, 3, HEADS, DIM).unbind()
     kv = KVStorage(formats, SLOTS, HEADS, DIM, torch.float32, "cpu", tables)
     assert all(kv.layer(i).smoothing is table for i, table in enumerate((None, *tables[1:])))

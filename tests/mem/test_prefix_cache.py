@@ -41,7 +41,7 @@ def test_nodes_split_where_sequences_part():
     assert cache.evictable == 6
 
 
-def test_a_match_that_ends_inside_a_node_does_not_go_on_below_it():
+def test_match_inside_a_node_stops_there():
     cache = RadixCache()
     put(cache, (1, 2, 3), (10, 11, 12))
     put(cache, (1, 2, 3, 7), (20, 21, 22, 23))
@@ -65,7 +65,7 @@ def test_a_lock_survives_splits_above_and_below_it():
     cache.check()
 
 
-def test_match_tells_how_much_a_lock_would_take_and_changes_nothing():
+def test_match_counts_unlocked_tokens_and_changes_nothing():
     cache = RadixCache()
     put(cache, (1, 2, 3, 4), (10, 11, 12, 13))
     end = cache.lock(cache.match(array(1, 2)))

@@ -102,7 +102,7 @@ def test_aborts_refusals_and_the_end():
     asyncio.run(run())
 
 
-def test_several_are_aborted_at_once_and_the_tokenizer_is_that_of_transformers():
+def test_abort_takes_several_ids():
     """As in vLLM."""
 
     async def run():
@@ -125,7 +125,7 @@ def test_several_are_aborted_at_once_and_the_tokenizer_is_that_of_transformers()
     asyncio.run(run())
 
 
-def test_an_id_is_used_again_while_tokens_of_its_last_request_are_on_their_way():
+def test_reused_id_gets_no_tokens_of_its_last_request():
     async def run():
         llm = AsyncLLM("tiny")
         short = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -160,7 +160,7 @@ def test_an_engine_that_is_dropped_ends_with_its_memory():
     assert not thread.is_alive() and engine() is None
 
 
-def test_it_is_for_one_event_loop_and_shut_down_before_it_began_too():
+def test_second_event_loop_is_refused():
     llm, params = AsyncLLM("tiny"), SamplingParams(max_tokens=2)
     asyncio.run(last(llm.generate("The", params)))
     for way in (lambda: last(llm.generate("The", params)), llm.reset_prefix_cache):

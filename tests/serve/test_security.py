@@ -188,7 +188,7 @@ def test_lists_of_token_ids_are_capped_together(client, untouched, monkeypatch, 
     assert "prompts x n: got 16 token ids in the lists" in refused(client.post("/v1/completions", json=body))
 
 
-def test_a_reply_of_many_log_probabilities_is_not_written_in_the_event_loop(server, client, monkeypatch):
+def test_large_logprob_reply_is_written_in_a_thread(server, client, monkeypatch):
     """It would stand still for seconds."""
     real, inside = CompletionReply.body, []
 

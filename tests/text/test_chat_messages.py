@@ -80,7 +80,7 @@ def test_calls_render_as_transformers_renders_mappings(name):
 
 
 @pytest.mark.parametrize("template", [QWEN25, DEEPSEEK, LLAMA31])
-def test_a_null_content_stays_null_where_the_template_reads_it(template):
+def test_null_content_stays_null_if_the_template_reads_it(template):
     messages = [*CALLED[:1], {**CALLED[1], "content": None}, *CALLED[2:]]
     wanted = transformers_renders(template, messages)
     assert renders(template, messages) == renders(template, as_clients_write(messages)) == wanted
@@ -103,7 +103,7 @@ def test_a_null_content_brings_no_empty_turn():
 @pytest.mark.parametrize(
     "shown", ["'<' + m.content + '>'", "m.content", "m.content | trim", "m.content ~ ''"]
 )
-def test_a_null_content_is_empty_where_the_template_fails_or_prints_none(shown):
+def test_null_content_becomes_empty_text_if_needed(shown):
     template = "{% for m in messages %}{{ " + shown + " }};{% endfor %}"
     messages = [{"role": "user", "content": "None"}, {"role": "assistant", "content": None}]
     empty = [messages[0], {"role": "assistant", "content": ""}]

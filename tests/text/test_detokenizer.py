@@ -50,7 +50,7 @@ def continuation(tokenizer, prompt, ids):
 
 
 @pytest.mark.parametrize("count", [1, 6, 10, 100])
-def test_no_space_is_lost_behind_special_tokens_that_are_skipped(tokenizer, count):
+def test_skipped_special_tokens_lose_no_space(tokenizer, count):
     """At the prompt's end and, where the window begins anew, in the output."""
     first, second = (tokenizer.encode(text, add_special_tokens=False) for text in ("the dog", "The dog runs"))
     special = [min(tokenizer.special_ids)] * count
@@ -165,7 +165,7 @@ def test_several_tokens_at_once_add_up(data, kind, tmp_path_factory):
     assert shown + text_stream.finish() == tokenizer.decode(ids)
 
 
-def test_invalid_bytes_do_not_wait_for_ever_and_stay_cheap(kind, tokenizer):
+def test_invalid_bytes_are_shown_soon_and_stay_cheap(kind, tokenizer):
     if kind == "metaspace":
         pytest.skip("no bytes")
     bad = next(i for i in range(3, 300) if tokenizer.decode([i]) == "\ufffd")
@@ -240,7 +240,7 @@ def test_only_what_may_be_a_stop_string_is_held_back():
     assert checker.feed("\nUser: hi") == "" and checker.found == "\nUser:"
 
 
-def test_stop_string_over_tokens_counts_the_tokens_up_to_it(tokenizer):
+def test_num_tokens_ends_with_the_stop_string(tokenizer):
     ids = tokenizer.encode("the quick brown fox. the dog.", add_special_tokens=False)
     pieces, rest, detokenizer = stream(tokenizer, [], ids, stop=["fox."])
     text = "".join(pieces) + rest

@@ -27,7 +27,7 @@ def test_the_peak_is_that_of_the_simulation(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_request_that_is_late_or_has_slots_ahead_exceeds_the_peak(seed):
+def test_peak_with_slack_is_never_exceeded(seed):
     """Of so many steps and slots together."""
     rng = np.random.default_rng(seed)
     n, late, ahead = int(rng.integers(1, 12)), int(rng.integers(0, 9)), int(rng.integers(0, 9))

@@ -17,7 +17,7 @@ def request(words, output, pending=0):
     return Request("a", prompt, params, None, frozenset(), 100, (0, 0), output=list(output), pending=pending)
 
 
-def test_bad_words_ban_their_last_token_where_the_text_ends_with_the_rest():
+def test_bad_words_ban_their_last_token_after_the_rest():
     """Against every token that may be pending, and every token that may come next."""
     rng = random.Random(0)
     for _ in range(300):

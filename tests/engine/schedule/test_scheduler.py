@@ -61,7 +61,7 @@ def test_a_pool_for_all_requests_admits_all_at_once():
     assert len(plan.decodes) == 8 and scheduler.num_pauses == 0
 
 
-def test_many_requests_that_come_at_once_are_planned_in_few_steps(count_lines):
+def test_requests_that_come_at_once_share_steps(count_lines):
     """A step that starts 256 of them looks at each pair for a moment only."""
     scheduler, rng = make(slots=1 << 16, max_num_seqs=256, budget=256 * 64), np.random.default_rng(0)
     for i in range(256):
@@ -89,7 +89,7 @@ def test_requests_beside_a_thousand_cost_a_few_lines(count_lines):
     assert len(plan.chunks) == joining and lines < 20 * running + 300 * joining
 
 
-def test_a_request_starts_when_those_that_run_have_grown_enough():
+def test_request_starts_when_the_expected_peak_fits():
     """At first both might need 127 slots at once, those given ahead included; ten tokens later, 117."""
     scheduler = make(slots=120, budget=100, prefix_caching=False)
     scheduler.add("a", np.arange(50, dtype=np.int32), SamplingParams(max_tokens=20, ignore_eos=True))
@@ -114,7 +114,7 @@ def test_conservative_admission_pauses_nobody(seed):
     assert scheduler.num_pauses == 0
 
 
-def test_a_request_that_must_wait_does_not_look_at_those_before_it(count_lines):
+def test_refused_request_is_skipped_for_some_plans(count_lines):
     limits = Limits(128, 4, 16, max_num_queued_reqs=1000, max_num_queued_tokens=4000)
     scheduler = Scheduler(KVManager(256), limits)
     for i in range(1000):
@@ -202,7 +202,7 @@ def test_only_who_can_share_soon_waits():
     assert shape(step(scheduler)[0]) == (["a", "salted"], [("b", 39, 1)])
 
 
-def test_the_last_to_come_is_paused_and_goes_on_where_it_was(monkeypatch):
+def test_last_request_is_paused_and_resumes(monkeypatch):
     monkeypatch.setattr(admission, "EXPECTED_TOKENS", 0)
     monkeypatch.setattr(lookahead, "GROW_TOKENS", 1)
     scheduler = make(slots=64, max_model_len=64, max_num_seqs=2, budget=64)
@@ -325,7 +325,7 @@ def test_prompts_alone_are_not_shortened():
     assert len(scheduler.plan().chunks[0].tokens) == 1030
 
 
-def test_rows_are_given_away_several_at_a_time_while_more_requests_wait():
+def test_waiting_requests_get_several_rows_at_once():
     """4 of 256; but at once where fewer wait, where none runs and beside a prompt that goes on."""
     scheduler = Scheduler(KVManager(1 << 14), Limits(64, 256, 2000))
     for i in range(256 + 7):
@@ -343,7 +343,7 @@ def test_rows_are_given_away_several_at_a_time_while_more_requests_wait():
     assert all(chunks in (0, 3, 4) for _, chunks in sizes)
 
 
-def test_a_request_of_higher_priority_waits_for_no_second_row():
+def test_higher_priority_does_not_wait_for_more_rows():
     scheduler = Scheduler(KVManager(1 << 14), Limits(64, 256, 2000))
     for i in range(256 + 7):
         scheduler.add(str(i), ids(1 + i), SamplingParams(max_tokens=2 + min(i, 9), ignore_eos=True))

@@ -98,7 +98,7 @@ def test_what_is_applied_is_the_definition(device):
             output.append(int(token))
 
 
-def test_a_row_that_goes_to_another_request_forgets_the_first():
+def test_reused_row_forgets_its_last_request():
     adjustments = Adjustments(VOCAB, [EOS], torch.device("cpu"))
     first, second = SamplingParams(logit_bias={1: 5.0}), SamplingParams(repetition_penalty=2.0)
     adjustments.admit([admission(3, first, [1, 2]), admission(4, first, [1, 2])])

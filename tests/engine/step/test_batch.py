@@ -168,7 +168,7 @@ def test_is_plain():
     assert not is_plain(Plan((), (), (Decode("a", 0, GREEDY, (Ban(3),)),), ()))
 
 
-def test_a_top_k_of_some_and_not_all_needs_the_full_sort():
+def test_top_k_of_some_rows_needs_the_full_sort():
     both = tuple(
         Decode(str(i), i, SamplingRules(1.0, k, p, 0, None)) for i, (k, p) in enumerate([(5, 1.0), (0, 0.9)])
     )

@@ -74,7 +74,7 @@ def test_padding_changes_no_token(folder, kv, attend_cache):
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int4"])
-def test_steps_of_prompts_are_padded_and_answered_alike(folder, kv, monkeypatch):
+def test_padded_prompt_steps_give_the_same_tokens(folder, kv, monkeypatch):
     """Chunks whose first tokens are cached, many in a step, alone and beside decodes; too many that are
     cached are not taken."""
     monkeypatch.setattr(graphs, "ALONE", 60)
@@ -160,7 +160,7 @@ def test_padding_alone_reads_and_writes_nothing_but_the_pad_slot(folder, monkeyp
     assert not runner.table.length.any() and not runner.table.last_token[:-1].any()
 
 
-def test_all_steps_of_a_real_load_are_recorded_and_hardly_padded():
+def test_real_load_runs_recorded_with_little_padding():
     """1,000 requests with ShareGPT's lengths, 256 at once: a step that is not recorded waits for Python."""
     rows, sizes = default_rows(256), default_tokens(8192)
     kv = KVStorage([KV_FORMATS["fp16"]], 64, 1, 16, torch.float32, "cpu")
@@ -261,7 +261,7 @@ def test_kernels_of_every_size_compile_before_the_first_graph(folder, monkeypatc
     (["int8"] * 6, 2), (["fp16", *["int4"] * 5], 3), ([*["int4"] * 5, "fp16"], 6), (["int4"], 1),
     (["fp16", "int4", "fp16", "int4"], 3), (["fp16", "fp16", "int4", "int4"], 4),
 ])  # fmt: skip
-def test_kernels_are_compiled_by_the_first_layers_that_are_unlike(folder, formats, count):
+def test_distinct_first_layers_compile_all_kernels(folder, formats, count):
     """Those of all kinds, and of all kinds that one follows."""
     runner = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20)).runner
     model, config = runner.model, runner.model.config

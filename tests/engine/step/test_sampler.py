@@ -165,7 +165,7 @@ def test_what_is_kept_is_exact(vocab):
             assert np.isclose(float(least[row]), smallest, atol=1e-6)
 
 
-def test_top_p_of_one_cuts_nothing_even_where_rounding_exceeds_one():
+def test_top_p_one_cuts_nothing_despite_rounding():
     logits = torch.zeros(2, 100_000)
     least = least_kept(logits - torch.arange(100_000) * 1e-5, torch.tensor([0, 3]), torch.tensor([1.0, 1.0]))
     assert float(least[0]) == pytest.approx(-0.99999) and float(least[1]) == pytest.approx(-2e-5)
@@ -176,7 +176,7 @@ def test_top_p_too_small_for_fp32_keeps_the_likeliest():
     assert least_kept(logits, torch.tensor([0]), torch.tensor([1e-48])).item() == 3.0
 
 
-def test_a_seeded_request_draws_the_same_whatever_it_is_batched_with():
+def test_seeded_tokens_do_not_depend_on_the_batch():
     rng = np.random.default_rng(0)
     samplings = [
         SamplingRules(t, k, p, s, None)
@@ -207,7 +207,7 @@ def test_banned_tokens_are_not_drawn_and_logits_stay():
     assert torch.equal(logits, before)
 
 
-def test_a_token_banned_after_another_is_drawn_after_others():
+def test_conditional_ban_needs_its_token_before():
     logits = torch.zeros(3, 4)
     logits[:, 2] = 50
     samplings = [SamplingRules(0.0, 0, 1.0, 0, None)] * 3

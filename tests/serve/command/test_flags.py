@@ -132,7 +132,7 @@ def test_the_file_and_the_command_line(tmp_path):
         ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
     ],
 )
-def test_what_a_file_cannot_say(text, message, tmp_path, capsys):
+def test_wrong_config_files_are_one_line(text, message, tmp_path, capsys):
     file = tmp_path / "server.yaml"
     file.write_text(text, encoding="latin-1")
     with pytest.raises(SystemExit) as stopped:
@@ -162,7 +162,7 @@ def test_wrong_flags_are_one_line(words, message, capsys):
     assert stopped.value.code == 2 and message in error and error.count("\n") == 1
 
 
-def test_flags_of_peers_that_ask_for_what_is_so_anyway(tmp_path):
+def test_peers_flags_that_change_nothing_are_accepted(tmp_path):
     words = "--tensor-parallel-size 1 -tp=1 --pipeline_parallel_size 1 --tokenizer-mode auto --swap-space=0 "
     words += "--disable-log-requests --distributed-executor-backend mp --no-enable-log-requests"
     assert configs("--port", "9000", *words.split()) == configs("--port", "9000")
@@ -191,7 +191,7 @@ def test_help_by_group(capsys):
     )
 
 
-def test_who_is_reachable_from_outside_without_a_key_is_warned(monkeypatch, capsys):
+def test_public_server_without_key_warns(monkeypatch, capsys):
     monkeypatch.setattr("qrt.serve.processes.supervisor.supervise", lambda *_: 0)
     for words, warned in (("", 0), ("--host 0.0.0.0", 1), ("--host 0.0.0.0 --api-key k", 0), ("--uds x", 0)):
         assert main(["tiny", *words.split()]) == 0
@@ -264,7 +264,7 @@ def test_keys(tmp_path, monkeypatch):
         ([str(Path(__file__).parent)], f"{Path(__file__).parent}: no config.json"),
     ],
 )
-def test_what_cannot_be_served_is_said_before_anything_is_loaded(words, message, capsys):
+def test_bad_settings_fail_before_loading(words, message, capsys):
     assert main(words) == 1
     assert f"error: {message}" in capsys.readouterr().err
 

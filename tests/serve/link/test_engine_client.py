@@ -94,7 +94,7 @@ def test_what_came_meanwhile_is_one_delta_a_request():
     asyncio.run(work())
 
 
-def test_what_is_read_whole_is_given_many_tokens_at_once():
+def test_whole_replies_decode_many_tokens_at_once():
     async def work():
         client = Client()
         stream, (one, two) = await submit(client, collector(n=2), whole=True)

@@ -43,7 +43,7 @@ def router():
     return Router(Engine(EngineConfig("tiny", max_num_seqs=1, kv_cache_memory_bytes=2**25)))
 
 
-def test_who_waits_hears_once_a_second_that_the_engine_works(router, monkeypatch):
+def test_waiting_clients_get_a_heartbeat(router, monkeypatch):
     """Though every step is another client's. Who waits for nothing hears nothing."""
     port = Port([("api-0", add("a")), ("api-1", add("b")), ("api-2", Hello())], *[[] for _ in range(19)])
     monkeypatch.setattr(router_module, "time", port)

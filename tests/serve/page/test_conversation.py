@@ -152,7 +152,7 @@ def test_clear_while_it_streams_leaves_nothing_behind(play, before):
     assert played["back"] == [None, None], "a cleared question does not come back"
 
 
-def test_a_question_asked_right_after_clear_is_not_touched_by_the_old_answer(play):
+def test_clear_cuts_the_old_answer_off_from_a_new_question(play):
     played = play([waiting("old"), answer("new")], [["during", ["ask", "Q1"], [["clear"], ["ask", "Q2"]]]])
     assert messages(played) == [user("Q2")]
     assert [state[:3] for state in played["states"]] == [["Q2", "new", "done"]]

@@ -40,7 +40,7 @@ def test_a_socket_is_taken_over_from_the_dead_only(tmp_path):
         pass
 
 
-def test_a_server_takes_its_own_socket_away_and_no_others(tmp_path, monkeypatch):
+def test_server_removes_only_its_own_socket(tmp_path, monkeypatch):
     path, others = tmp_path / "socket", []
 
     def replace():

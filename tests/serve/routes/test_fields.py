@@ -61,7 +61,7 @@ def client():
     ],
     ids=lambda field: next(iter(field)),
 )
-def test_what_would_change_the_result_and_is_not_run_is_refused_by_name(client, field):
+def test_unsupported_fields_are_refused_by_name(client, field):
     """Grammars among it: no schema or expression reaches a compiler."""
     body = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "max_tokens": 2, **field}
     for route in ("/v1/completions", "/v1/chat/completions"):
@@ -70,7 +70,7 @@ def test_what_would_change_the_result_and_is_not_run_is_refused_by_name(client, 
     assert "/v1/chat/completions" in refused(client.post("/v1/responses", json={"input": "x"}), 501)
 
 
-def test_openais_client_asks_once_for_what_is_not_run(client):
+def test_openai_client_does_not_retry_unsupported_requests(client):
     """Of itself it asks again after any 5xx."""
 
     def count() -> float:
@@ -90,7 +90,7 @@ def test_a_chat_is_not_echoed(client):
     assert client.post("/v1/chat/completions", json={**CHAT, **off}).status_code == 200
 
 
-def test_a_priority_is_refused_where_it_changes_nothing(client):
+def test_priority_without_priority_policy_is_refused(client):
     assert "--scheduling-policy priority" in refused(
         client.post("/v1/chat/completions", json={**CHAT, "priority": 1})
     )
@@ -170,7 +170,7 @@ def test_as_many_bad_words_as_may_be(client):
         assert re.fullmatch(r"bad_words: got \d+ token ids, wanted at most 1024", refused(reply))
 
 
-def test_bad_words_are_encoded_once_a_body_and_not_in_the_event_loop(monkeypatch):
+def test_bad_words_are_encoded_once_in_a_thread(monkeypatch):
     """Many long ones take the time of a thousand prompts, while all streams would stand still."""
     words = [f"word{number}".ljust(200) for number in range(60)]
     body = {"prompt": ["a", "b", "c"], "max_tokens": 2, "n": 2, "bad_words": words}
@@ -258,7 +258,7 @@ def test_sglangs_name_keeps_the_stop_string(client):
     assert text(stop=stop, include_stop_str_in_output=True) == whole[: end + 4]
 
 
-def test_unknown_fields_that_change_nothing_are_let_in(client):
+def test_unknown_harmless_fields_are_accepted(client):
     fields = {
         "user": "u",
         "store": True,
@@ -413,7 +413,7 @@ def test_the_document_says_what_may_be_null(client):
         ("../generate", {"inputs": "x", "parameters": {"stop": ["x"] * 17}}, "parameters.stop: List should"),
     ],
 )
-def test_a_wrong_field_is_told_by_the_alternative_that_was_meant(client, route, body, message):
+def test_error_is_that_of_the_intended_alternative(client, route, body, message):
     """Its place in what the client sent, and nothing that only this server's source knows."""
     whole = {**({"prompt": "x"} if route == "completions" else {}), **body} if body else body
     reply = client.post(f"/v1/{route}", json=whole)

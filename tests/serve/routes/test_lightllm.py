@@ -205,7 +205,7 @@ def test_more_than_text_is_refused(lightllm, given):
         assert reply.status_code == 200
 
 
-def test_what_penalties_count_is_not_a_requests_choice(lightllm):
+def test_input_penalty_is_refused(lightllm):
     """Repetition counts the prompt, the others do not; asking for what is done is fine."""
     for counted, penalty in (
         (False, {"repetition_penalty": 1.2}),
@@ -223,7 +223,7 @@ def test_what_penalties_count_is_not_a_requests_choice(lightllm):
 
 
 @pytest.mark.parametrize("use_tgi_api", [False, True])
-def test_the_checkpoint_names_what_a_request_leaves_out(tmp_path, use_tgi_api):
+def test_missing_fields_come_from_the_checkpoint(tmp_path, use_tgi_api):
     """As at the OpenAI endpoints, but for do_sample; TGI has defaults of its own. The cap is everybody's."""
     folder = shutil.copytree(model_path("tiny"), tmp_path / "model")
     recommended = {"temperature": 1.9, "top_k": 1, "repetition_penalty": 1.8, "max_new_tokens": 9}
