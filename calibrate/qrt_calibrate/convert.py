@@ -51,7 +51,7 @@ def _check(folder: Path) -> None:
     runnable(read_config(folder), model_name(folder))
 
 
-def convert(model: str | Path, target: str, out: Path) -> int:
+def convert(model: str | Path, target: str, out: Path) -> int:  # noqa: C901  # one refusal after the other
     """Write checkpoint `model` into the new folder `out` in format `target`; the number of quantized Linears.
 
     UnsupportedError, naming the Linear and why, where the format cannot hold a weight exactly: act-order or
@@ -108,7 +108,7 @@ def convert(model: str | Path, target: str, out: Path) -> int:
 
 
 def spec_of(weight: WeightData) -> QuantSpec:
-    """The grid of a quantized weight."""
+    """Return the grid of a quantized weight."""
     assert weight.scale is not None
     groups = weight.scale.shape[1]
     if groups == 1:
@@ -119,7 +119,7 @@ def spec_of(weight: WeightData) -> QuantSpec:
 def encode(
     target: str, module: str, scheme: str, weight: WeightData, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors of one Linear, by suffix, without its bias."""
+    """Return the tensors of one Linear, by suffix, without its bias."""
     assert weight.scale is not None
     if target == "compressed-tensors":
         if weight.perm is not None:
@@ -146,7 +146,7 @@ def encode(
 
 
 def settings_of(target: str, grids: Grids, left_out: list[str]) -> dict[str, Any]:
-    """The quantization_config of the converted checkpoint."""
+    """Return the quantization_config of the converted checkpoint."""
     if not grids:
         raise CheckpointError("nothing in the checkpoint is quantized")
     default = next(iter(grids.values()))

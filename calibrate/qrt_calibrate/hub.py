@@ -13,8 +13,10 @@ from qrt.errors import ConfigError, QrtError
 
 
 def check(repository: str) -> None:
-    """ConfigError for a name that the Hub does not take, or without a token: before the work that is to be
-    uploaded. The Hub itself is not asked."""
+    """Check a repository's name and that there is a token, before the work that is to be uploaded.
+
+    Raises ConfigError. The Hub itself is not asked.
+    """
     try:
         validate_repo_id(repository)
     except HFValidationError as error:

@@ -35,13 +35,13 @@ from qrt_calibrate.text.text import Calibration, calibration
 
 
 def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.device) -> Report:
-    """Quantize checkpoint `model` into the new folder `out`, on one device or several
-    of one kind: they share the windows, and the first one does the rest.
+    """Quantize checkpoint `model` into the new folder `out`, on one device or several of one kind.
 
-    Memory: two copies of one decoder layer in fp32 with their temporaries and one Linear's input moments, and
-    the hidden states of the windows, exact and rounded (each n_samples * seqlen * hidden size, fp32; in files
-    where RAM is short). A run that ends early leaves its finished layers in `<out>.partial`, and the same
-    call goes on from there to the same bytes. Raises QrtError for whatever a user can put right.
+    Several devices share the windows, and the first one does the rest. Memory: two copies of one decoder
+    layer in fp32 with their temporaries and one Linear's input moments, and the hidden states of the windows,
+    exact and rounded (each n_samples * seqlen * hidden size, fp32; in files where RAM is short). A run that
+    ends early leaves its finished layers in `<out>.partial`, and the same call goes on from there to the same
+    bytes. Raises QrtError for whatever a user can put right.
     """
     start = time.perf_counter()
     job = plan(open_checkpoint(model), recipe, *devices)
@@ -85,8 +85,10 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.devi
 
 
 def prepare(job: Job, out: Path) -> tuple[Calibration | None, Budget | None]:
-    """The text and the budget of a job, as far as it has them; what is wrong with them or with the folder
-    `out` ends it here, before anything is measured."""
+    """Return the text and the budget of a job, None where it has none.
+
+    Raises what is wrong with them, or with the folder `out`, before anything is measured.
+    """
     _writer(job, out, None)  # refuses a folder that is taken
     budget = budget_of(job) if job.recipe.has_budget else None
     return calibration(job) if any(job.recipe.windows) else None, budget
@@ -108,7 +110,7 @@ def _writer(job: Job, out: Path, text: Calibration | None) -> CheckpointWriter:
 
 
 def _with_bits(job: Job, budget: Budget, text: Calibration) -> tuple[Job, tuple[Point, ...]]:
-    """The job with widths chosen under its budget, and the trade-off."""
+    """Return the job with widths chosen under its budget, and the trade-off."""
     allocation = allocate(job, budget, text.windows[:WINDOWS])
     overrides = (*allocation.overrides, *job.recipe.overrides)
     chosen = plan(job.checkpoint, replace(job.recipe, overrides=overrides), *job.devices)

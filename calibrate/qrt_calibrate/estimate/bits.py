@@ -127,7 +127,7 @@ class Budget:
 
 
 def budget_of(job: Job) -> Budget:
-    """The choice that the recipe's target_bits or max_size leaves; ConfigError where that is none."""
+    """Return the choice that target_bits or max_size leaves; ConfigError where it leaves none."""
     recipe = job.recipe
     grids: dict[int, Grid | None] = {bits: _grid(job, bits) for bits in WEIGHT_ONLY} | {SIXTEEN: None}
     units = _units(job, grids)
@@ -182,7 +182,7 @@ def allocate(job: Job, budget: Budget, windows: Tensor) -> Allocation:
 
 
 def _grid(job: Job, bits: int) -> Grid:
-    """The recipe's own grid at its own width; at the other its group size, symmetric if that is 8."""
+    """Return the recipe's grid at another width: the same group size, symmetric if the width is 8."""
     own = job.recipe.grid
     if own.spec.bits == bits:
         return own
@@ -191,7 +191,7 @@ def _grid(job: Job, bits: int) -> Grid:
 
 
 def _units(job: Job, grids: Mapping[int, Grid | None]) -> list[Unit]:
-    """The fused Linears that neither --ignore nor an override settles, be it on the main grid."""
+    """Return the fused Linears that neither --ignore nor an override settles."""
     patterns = [override.pattern for override in job.recipe.overrides]
     units = []
     for index in range(job.config.num_layers):
@@ -236,7 +236,7 @@ def measure(
 
 
 def _rounded(layer: nn.Module, parts: list[str], grid: Grid, job: Job, run: Callable[[], Tensor]) -> Tensor:
-    """What `run` gives while `parts` of `layer` are rounded to nearest."""
+    """Return what `run` gives while `parts` of `layer` are rounded to nearest."""
     kept = [linear(layer, part).weight.clone() for part in parts]
     for part in parts:
         weight = linear(layer, part).weight

@@ -108,9 +108,11 @@ def _candidates(job: Job) -> int:
 
 
 def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool, refactored: bool) -> float:
-    """Factorize a Hessian, `refactored` again behind a fold, and walk over the columns with what each block
-    sends to those behind; with `coupled` rows their moments are factorized too, the walk is longer and
-    errors are sent on by rows."""
+    """Time a Hessian's factorization and the walk over the columns.
+
+    `refactored`: the Hessian is factorized again behind a fold. `coupled`: the moments of the rows are
+    factorized too, the walk is longer, and errors are sent on by rows.
+    """
     rows, columns = weight.shape
     order = min(columns, ORDER)
     hessian = torch.eye(order, device=weight.device)
@@ -134,8 +136,9 @@ def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool, refacto
 
 
 class _Windows:
-    """What depends on the text: the layers' forwards over its windows, moments of inputs and of outputs, and
-    the head; devices are taken to be alike, and to have as many windows each.
+    """Time what depends on the text: forwards over the windows, moments and the head.
+
+    Devices are taken to be alike, and to have as many windows each.
 
     forward   seconds of one window through a layer
     """
@@ -201,8 +204,11 @@ class _Windows:
         return seconds
 
     def _judging(self) -> float:
-        """Forwards of a layer's sample: as it should be, as it became, rounded to nearest, a check of each
-        fold, and those that judge candidates where no Hessian does (of a block, half a layer)."""
+        """Time the forwards of a layer's sample.
+
+        These are the exact layer, the rounded one, the one rounded to nearest, a check of each fold, and the
+        runs that judge candidates where no Hessian does (of a block, half a layer).
+        """
         recipe, folds = self._job.recipe, len(self._job.arch.smooth)
         forwards = 3.0
         if recipe.steps.scales is not Scales.NONE:

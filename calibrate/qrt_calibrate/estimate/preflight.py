@@ -26,7 +26,9 @@ COUNTED = "bits per weight, scales and zero points included, over all Linears in
 
 @dataclass(frozen=True)
 class Preflight:
-    """output_bytes     of the quantized checkpoint's tensors
+    """What a calibration takes and makes, before it runs.
+
+    output_bytes     of the quantized checkpoint's tensors
     bits_per_weight     of the result, as the function of this name counts
     working_bytes       two fp32 copies of the largest layer, the moments of an input (the Hessian and two
                         shares of the drift) and what is most beside them: three matrices to factorize one,
@@ -69,7 +71,7 @@ class Preflight:
 
 
 def preflight(job: Job) -> Preflight:
-    """The estimate and the findings of a job; no weight is read."""
+    """Estimate a job and find where its result will not load; no weight is read."""
     layers = [_layer(job, index) for index in range(job.config.num_layers)]
     weights = [sum(prod(spec.shape) for spec in layer) for layer in layers]
     stored = [sum(spec.num_bytes for spec in layer) for layer in layers]
@@ -91,7 +93,7 @@ def preflight(job: Job) -> Preflight:
 
 
 def _stage_bytes(job: Job) -> tuple[int, int]:
-    """The most that the moments of an input take, and what its Linears' stage takes beyond that."""
+    """Return the most that an input's moments take, and what its stage takes beyond that."""
     readers = {r for pair in job.arch.smooth if pair.source not in job.arch.projections for r in pair.readers}
     held = most = 0
     for fused, parts in job.arch.fuse:

@@ -11,8 +11,11 @@ from qrt.quant.checkpoint.reader import is_unread
 
 
 def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None:
-    """CheckpointError for weights that are missing or, outside of layers, of other sizes, and tensors that
-    the architecture does not use, zero biases apart; UnsupportedError for those that are not FLOATS."""
+    """Check that a checkpoint stores what its config.json asks for, and nothing else.
+
+    CheckpointError: weights that are missing or, outside of layers, of other sizes, and tensors that the
+    architecture does not use, zero biases apart. UnsupportedError: weights that are not FLOATS.
+    """
     where, names = checkpoint.path, set(checkpoint.names())
     wanted, biases = _weights(arch, config), _biases(arch, config)
     if missing := sorted(wanted - names):

@@ -85,7 +85,7 @@ class Job:
         return f"{self.arch.layers}.{index}"
 
     def layer_grids(self, index: int) -> dict[str, Grid]:
-        """The quantized Linears of layer `index`, by their names inside it, in fuse order."""
+        """Return the quantized Linears of layer `index`, by their names inside it, in fuse order."""
         prefix = f"{self.layer_name(index)}."
         return {n.removeprefix(prefix): grid for n, grid in self.quantized.items() if n.startswith(prefix)}
 
@@ -152,12 +152,15 @@ def _architecture(config: Mapping[str, Any], model: str | Path) -> tuple[Arch, M
 
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:
-    """What a job's checkpoint was made from."""
+    """Return the checkpoint that a job's was made from."""
     return checkpoint.base if isinstance(checkpoint, UntiedCheckpoint) else checkpoint
 
 
 def _for_mixture(recipe: Recipe, arch: Arch) -> Recipe:
-    """The recipe with its default for experts, no zero points; UnsupportedError for what they do not have."""
+    """Return the recipe with a mixture's default, no zero points.
+
+    UnsupportedError for settings that a mixture of experts does not have.
+    """
     unknown = {
         "--tune": recipe.tune > 0,
         "--target-bits": recipe.target_bits is not None,
@@ -178,7 +181,7 @@ def _for_mixture(recipe: Recipe, arch: Arch) -> Recipe:
 
 
 def _check_grid(grid: Grid, recipe: Recipe, dtype: torch.dtype) -> None:
-    """A grid that the scheme's kernels do not run fails here rather than when the result is served."""
+    """Refuse a grid that the scheme's kernels do not run, rather than when the result is served."""
     if recipe.steps.scales is Scales.SMOOTHQUANT and not WEIGHT_SCHEMES[grid.scheme].int8_tokens:
         raise ConfigError(
             f"--method {recipe.method}: for schemes that round activations, not {grid.scheme}; use awq-gptq"

@@ -24,8 +24,10 @@ BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations in
 
 
 class Decoder:
-    """The decoder layers of one checkpoint, for windows of `seqlen` tokens, computed in fp32 on `device`; a
-    layer that lies elsewhere runs there."""
+    """Run the decoder layers of one checkpoint, for windows of `seqlen` tokens, in fp32.
+
+    Layers are loaded on `device`; a copy that lies elsewhere runs there.
+    """
 
     def __init__(self, checkpoint: Checkpoint, arch: Arch, seqlen: int, device: torch.device) -> None:
         with torch.device("meta"):
@@ -78,7 +80,7 @@ class Decoder:
         return layer(hidden.to(device), **self._arguments[device][index])
 
     def backward(self, index: int, layer: nn.Module, hidden: Tensor, gradient: Tensor) -> Tensor:
-        """The loss's gradient at `hidden` [B, T, H], which layer `index` reads, from that at its output."""
+        """Return the loss's gradient at `hidden` [B, T, H], the layer's input, from that at its output."""
         with torch.enable_grad():
             leaf = hidden.to(_device(layer)).detach().requires_grad_()
             self.run(index, layer, leaf).backward(gradient.to(leaf.device))
@@ -86,8 +88,10 @@ class Decoder:
         return leaf.grad
 
     def loss_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
-        """The gradient, [T, H] fp32, at the hidden states behind the last layer of the loss (a sum over
-        tokens) of next tokens that are drawn from the predictions themselves."""
+        """Return the loss's gradient [T, H], fp32, at the hidden states behind the last layer.
+
+        The loss is a sum over tokens; next tokens are drawn from the predictions themselves.
+        """
         with torch.enable_grad():
             leaf = hidden.to(self._device).detach().requires_grad_()
             norm, head = self._final()
@@ -103,13 +107,15 @@ class Decoder:
         return leaf.grad
 
     def logits(self, hidden: Tensor, other: AnyHead | None = None) -> Tensor:
-        """Hidden states [T, H] behind the last layer -> logits [T, V], fp32 on the device, by the head as
-        it was read or by an `other` one."""
+        """Return logits [T, V], fp32 on the device, of hidden states [T, H] behind the last layer.
+
+        They are of the head as it was read, or of an `other` one.
+        """
         norm, head = self._final()
         return (other or head).logits(norm(hidden.to(self._device)))
 
     def _final(self) -> tuple[nn.Module, PlainHead]:
-        """The last norm, and the head as it was read."""
+        """Return the last norm, and the head as it was read."""
         if self._head is None:
             norm = copy.deepcopy(self._norm)
             weight = read(self._checkpoint, f"{self._arch.norm}.weight")
@@ -121,7 +127,7 @@ class Decoder:
 
 
 def _config(folder: Path) -> Any:
-    """The config as transformers reads it; CheckpointError where it does not."""
+    """Return the config as transformers reads it; CheckpointError where it does not."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # no model_type or one that it does not know, an entry of the wrong kind
@@ -147,7 +153,7 @@ def _moved(value: Any, device: torch.device, known: dict[int, Tensor]) -> Any:
 
 
 def read(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor as stored; CheckpointError when a value is not finite."""
+    """Read a tensor as stored; CheckpointError when a value is not finite."""
     tensor = checkpoint.tensor(name)
     blocks = tensor.flatten().split(1 << 24)  # the test makes copies: an lm_head's would outweigh a layer
     if not all(torch.isfinite(block).all() for block in blocks):
@@ -165,7 +171,7 @@ def read_layer(checkpoint: Checkpoint, layer: str) -> dict[str, Tensor]:
 
 
 def _layer_arguments(model: Any, arch: Arch, seqlen: int, device: torch.device) -> list[dict[str, Any]]:
-    """What the model passes to each decoder layer besides hidden states: RoPE tables, attention mask.
+    """Return what the model passes to each layer besides hidden states: RoPE tables, masks.
 
     The model's own forward decides (families differ in masks and sliding windows); its layers only record.
     """

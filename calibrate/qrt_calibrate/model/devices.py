@@ -17,8 +17,11 @@ Result = TypeVar("Result")
 
 
 def devices_of(name: str | torch.device | None) -> list[torch.device]:
-    """The devices of --device: "cuda" names all CUDA devices, so does None where there are any (else the
-    CPU), and commas separate several of one kind; the first one does what is not divided."""
+    """Return the devices of --device.
+
+    "cuda" names all CUDA devices; so does None where there are any (else the CPU). Commas separate several of
+    one kind. The first device does what is not divided.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:
         name = "cuda" if count else "cpu"
@@ -40,7 +43,7 @@ def devices_of(name: str | torch.device | None) -> list[torch.device]:
 
 
 def replica(layer: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of `layer` on `device`, hooks included; on its own device the two share their tensors."""
+    """Copy `layer` to `device`, hooks included; on its own device the two share their tensors."""
     tensors: dict[int, object] = {
         id(own): nn.Parameter(own.to(device), requires_grad=False) for own in layer.parameters()
     }

@@ -22,7 +22,7 @@ class Expert(nn.Module):
             self.add_module(part, nn.Linear(*shape, bias=False))
 
     def inside(self, x: Tensor) -> Tensor:
-        """What the last Linear reads: [T, H] -> [T, I]."""
+        """Return what the last Linear reads: [T, H] -> [T, I]."""
         gate, up, _ = (self.get_submodule(part) for part in self._parts)
         inner: Tensor = self._activation(gate(x)) * up(x)
         return inner
@@ -50,8 +50,10 @@ class Experts(nn.ModuleList):
 
 
 def spell_out(layer: Any, arch: Arch) -> None:
-    """Give the experts of transformers' `layer` the checkpoint's names, and their block, which transformers
-    calls mlp, the checkpoint's too."""
+    """Give the experts of transformers' `layer` the checkpoint's names.
+
+    Their block, which transformers calls mlp, gets the checkpoint's name too.
+    """
     assert arch.experts is not None
     name, _, experts = arch.experts.rpartition(".")
     block = layer.mlp
@@ -63,5 +65,5 @@ def spell_out(layer: Any, arch: Arch) -> None:
 
 
 def inside(layer: nn.Module, name: str, x: Tensor) -> Tensor:
-    """What `name`, an expert's last Linear in `layer`, reads where the expert gets x [T, H]: [T, I]."""
+    """Return what `name`, an expert's last Linear, reads where the expert gets x [T, H]: [T, I]."""
     return cast(Expert, layer.get_submodule(name.rpartition(".")[0])).inside(x)

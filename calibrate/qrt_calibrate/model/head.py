@@ -1,5 +1,7 @@
-"""The quantized head: rounded to nearest, and what it predicts. It is handled in blocks of rows: in fp32 and
-whole it would outweigh a layer."""
+"""The quantized head: rounded to nearest, and what it predicts.
+
+It is handled in blocks of rows: whole and in fp32 it would outweigh a layer.
+"""
 
 from __future__ import annotations
 

@@ -50,15 +50,21 @@ class Share:
         return int((self.numbers < first).sum())
 
     def batches(self, *streams: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Its first windows as calibration takes them: (0 or 1, which share of the moments they count in, and
-        a batch of each of `streams` [b, T, H])."""
+        """Yield its first windows as calibration takes them.
+
+        Each item is 0 or 1, the half of the moments that the batch counts in, and a batch of each of
+        `streams` [b, T, H].
+        """
         numbers = self.numbers[: len(streams[0])].split(self._batch)
         for own, *parts in zip(numbers, *(stream.split(self._batch) for stream in streams), strict=True):
             yield int(own[0]) // self._batch % 2, *parts
 
     def advance(self, exact: Run, rounded: Run, windows: int) -> Tensor:
-        """Replace the hidden states by a layer's outputs, `windows` at a time. Return [2, b * T] on the CPU:
-        the squares, of each token, of their difference and of the exact ones."""
+        """Replace the hidden states by a layer's outputs, `windows` at a time.
+
+        Returns [2, b * T] on the CPU, per token: the squared difference of the two, and the exact one's
+        square.
+        """
         for stream, run in ((self.exact, exact), (self.rounded, rounded)):
             for part in stream.split(windows):
                 part.copy_(run(part))
@@ -72,11 +78,11 @@ class Share:
 
 
 class Streams:
-    """Hidden states of B windows [B, T, H], of which the first `calibrating` calibrate and the others only
-    evaluate. Batches of windows go round the devices, so that each has its share of both.
+    """Hidden states of B windows [B, T, H]; the first `calibrating` calibrate, the others only evaluate.
 
-    A share lies on its GPU if it fits there, else in RAM, else in files in `folder` (mapped). `stored` is the
-    dtype of the embedding that the rounded model begins with.
+    Batches of windows go round the devices, so that each has its share of both. A share lies on its GPU if it
+    fits there, else in RAM, else in files in `folder` (mapped). `stored` is the dtype of the embedding that
+    the rounded model begins with.
     """
 
     def __init__(
@@ -103,8 +109,10 @@ class Streams:
             self.shares.append(Share(exact, rounded, numbers, calibrating, batch, device))
 
     def each(self, work: Callable[..., Result], *layers: nn.Module) -> list[Result]:
-        """`work(share, *layers)` for all shares at once, with the layers on the share's device: its results
-        in the shares' order. The first one has `layers` themselves, the others replicas."""
+        """Call `work(share, *layers)` for all shares at once, and return the results in their order.
+
+        The layers are on the share's device: the first share has `layers` themselves, the others replicas.
+        """
         copies = [
             (share, *(replica(own, share.device) if number else own for own in layers))
             for number, share in enumerate(self.shares)
@@ -120,8 +128,11 @@ class Streams:
 
 
 def drift_figures(squares: Tensor) -> dict[str, float]:
-    """Return how far the rounded stream is from the exact one, of `Share.advance`'s squares [2, T]: relative
-    to all tokens together, of the median token, and how many times the median the largest exact token is."""
+    """Return how far the rounded stream is from the exact one, from the squares of `Share.advance` [2, T].
+
+    The drift is relative: of all tokens together, and of the median token. The third figure is how many times
+    the median the largest exact token is.
+    """
     apart, size = squares.double()
     tokens = size.sqrt()
     median, typical = float(tokens.median()), float((apart / size.clamp_min(1e-30)).median())
@@ -133,7 +144,7 @@ def drift_figures(squares: Tensor) -> dict[str, float]:
 
 
 def stream_bytes(windows: int, seqlen: int, hidden_size: int) -> int:
-    """What one stream takes."""
+    """Return the bytes of one stream."""
     return windows * seqlen * hidden_size * 4
 
 
@@ -148,7 +159,7 @@ def available_ram() -> int:
 
 
 def place(hidden: Tensor, device: torch.device, path: Path, shares: int = 1) -> Tensor:
-    """A copy of `hidden`, one of `shares` like it, on the device, in RAM or in a mapped file."""
+    """Copy `hidden`, one of `shares` like it, to the device, to RAM or to a mapped file."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         if hidden.nbytes < SHARE_OF_GPU / 2 * free:
@@ -161,8 +172,10 @@ def place(hidden: Tensor, device: torch.device, path: Path, shares: int = 1) -> 
 
 
 def _reserve(path: Path, num_bytes: int) -> None:
-    """Make a file of blocks that are the disk's already: to write into a mapped one without is a SIGBUS where
-    the disk is full. CheckpointError where it is."""
+    """Make a file whose blocks the disk has set aside; CheckpointError where it is full.
+
+    Writing into a mapped file without that ends the process with SIGBUS when the disk fills up.
+    """
     try:
         with path.open("wb") as file:
             if hasattr(os, "posix_fallocate"):  # macOS has none

@@ -12,8 +12,10 @@ from qrt.quant.spec import TensorSpec
 
 
 class UntiedCheckpoint(Checkpoint):
-    """A checkpoint whose config.json ties nothing: a head that `base` has not is the embedding's tensor under
-    the head's name."""
+    """A checkpoint whose config.json ties nothing.
+
+    Where `base` stores no head, the head is the embedding's tensor under the head's name.
+    """
 
     def __init__(self, base: Checkpoint, arch: Arch) -> None:
         self.path, self.quantization, self.base = base.path, base.quantization, base

@@ -16,7 +16,9 @@ class Scales(Enum):
 
 @dataclass(frozen=True)
 class Method:
-    """scales   how channel scales are searched
+    """What a method does.
+
+    scales   how channel scales are searched
     clip        whether a group's range is searched, or its extremes are kept
     gptq        whether columns make good for the errors of columns before them
     rows        and rows for those of rows before them, as far as the model's loss feels both alike (YAQA)

@@ -36,8 +36,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Override:
-    """Linears that differ from the recipe's grid: those that `pattern` matches (as in `ignore`) get `grid`,
-    or stay unquantized where it is None."""
+    """Linears that differ from the recipe's grid.
+
+    Those that `pattern` matches (as in `ignore`) get `grid`, or stay unquantized where it is None.
+    """
 
     pattern: str
     grid: Grid | None
@@ -156,7 +158,7 @@ class Recipe:
         return (self.n_samples if self.steps.needs_text else 0), self.eval_samples
 
     def metadata(self) -> dict[str, Any]:
-        """What `quantization_config["qrt"]` says of it: no time, no path, so reruns write the same bytes."""
+        """Return what `quantization_config["qrt"]` says; without time and path, so reruns agree."""
         found: dict[str, Any] = {"version": __version__, "scheme": self.scheme, "method": self.method}
         if self.steps.gptq:
             found["damping"] = self.damping
@@ -174,7 +176,7 @@ class Recipe:
 
 
 def scheme_of(bits: int | None, scheme: str | None) -> str:
-    """The scheme's name from --bits, --scheme or both, if they agree; w4a16 without either."""
+    """Return the scheme of --bits, --scheme or both, if they agree; w4a16 without either."""
     if scheme is None:
         return WEIGHT_ONLY[bits or 4]
     spec = WEIGHT_SCHEMES[scheme].spec
@@ -184,8 +186,10 @@ def scheme_of(bits: int | None, scheme: str | None) -> str:
 
 
 def grid_of(scheme: str, group_size: int | None, symmetric: bool | None) -> QuantSpec:
-    """The scheme's default grid with the given changes, -1 being one scale a channel; ConfigError for a grid
-    that the scheme cannot have."""
+    """Return the scheme's default grid with the given changes; a group size of -1 is one scale per channel.
+
+    ConfigError for a grid that the scheme cannot have.
+    """
     spec = WEIGHT_SCHEMES[scheme].spec
     assert spec is not None, f"{scheme} is not a quantized scheme"
     if group_size is not None and group_size < 1 and group_size != -1:
@@ -206,8 +210,11 @@ def grid_of(scheme: str, group_size: int | None, symmetric: bool | None) -> Quan
 
 
 def default_method(scheme: str) -> str:
-    """AWQ's scales and GPTQ's rounding for weights alone, at 4 bits with YAQA's rows; SmoothQuant's scales
-    where activations are rounded too."""
+    """Return the default method of a scheme.
+
+    It is AWQ's scales and GPTQ's rounding for weights alone, at 4 bits with YAQA's rows, and SmoothQuant's
+    scales where activations are rounded too.
+    """
     if WEIGHT_SCHEMES[scheme].int8_tokens:
         return "smoothquant-gptq"
     return "awq-yaqa" if scheme == WEIGHT_ONLY[4] else "awq-gptq"

@@ -47,7 +47,7 @@ ONE_CHOICE = ({"bits", "scheme"}, BUDGETS)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The entries of a YAML file, by the names that `recipe_of` knows."""
+    """Read the entries of a YAML file, by the names that `recipe_of` knows."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -75,8 +75,11 @@ def _renamed(entries: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def with_flags(entries: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's entries under flags that win: over the other key of a choice too, and, where they change the
-    scheme, over a grid and a method that it cannot have."""
+    """Return a file's entries with the flags put over them.
+
+    A flag also displaces the other key of a choice and, where it changes the scheme, a grid and a method that
+    the new scheme cannot have.
+    """
     for key, value in entries.items():
         _check(key, value)
     displaced = {key for choice in ONE_CHOICE if choice & flags.keys() for key in choice}

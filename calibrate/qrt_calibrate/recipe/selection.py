@@ -54,7 +54,7 @@ def matched(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | Non
 
 
 def _matching(arch: Arch, names: list[str], pattern: str, source: str) -> list[str]:
-    """The names that a pattern means; ConfigError where there is none."""
+    """Return the names that a pattern means; ConfigError where there is none."""
     found = [name for name in names if matches(name, pattern)]
     if not found and matches(arch.head, pattern):
         raise ConfigError(f"{source} {pattern!r} means {arch.head}; use --head-bits, which alone rounds it")

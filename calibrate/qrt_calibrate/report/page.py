@@ -87,7 +87,7 @@ def figure(value: object) -> str:
 
 
 def render(name: str, title: str, facts: Mapping[str, Any]) -> str:
-    """The page of a report's `facts` (Report.to_json)."""
+    """Write the page of a report's `facts` (Report.to_json)."""
     layers = facts["layers"]
     columns = list(dict.fromkeys(column for layer in layers for column in layer if column != "name"))
     nearest = f"{columns[0]}{NEAREST}"

@@ -14,7 +14,7 @@ _GPU_BLOCK_ELEMENTS = 1 << 24  # where blocks only bound the temporaries
 
 
 def search_clip(weight: Tensor, importance: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    """The shrink factor [N, K/G] of each group with the least sum of importance * (w - dequantized w)^2.
+    """Find each group's shrink factor [N, K/G] of least sum of importance * (w - dequantized w)^2.
 
     weight       [N, K]
     importance   [K]: what a squared error in a column costs, e.g. E[x^2], the diagonal of the Hessian

@@ -39,7 +39,7 @@ class Pair:
         return statistic.view(-1, self._heads, self._width).mean(1).flatten()
 
     def tie_largest(self, statistic: Tensor) -> Tensor:
-        """The same with the largest of the channels that share one scale."""
+        """Reduce as `tie` does, with the largest of the channels that share one scale."""
         return statistic.view(-1, self._heads, self._width).amax(1).flatten()
 
     def spread(self, scales: Tensor) -> Tensor:
@@ -47,8 +47,10 @@ class Pair:
         return scales.view(-1, 1, self._width).expand(-1, self._heads, -1).flatten()
 
     def is_exact(self, scales: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the norm or bias, as a loader casts it to the model dtype, loses nothing by the fold (fp16
-        can underflow)."""
+        """Whether the fold loses nothing of the norm or bias in the model dtype.
+
+        A loader casts them to that dtype; fp16 can underflow.
+        """
         for whole, part in zip(self._source, self._divided(scales), strict=True):
             if part.dim() == 1 and not torch.equal(part.to(dtype).float() * scales, whole.to(dtype).float()):
                 return False
@@ -67,7 +69,7 @@ class Pair:
 
 
 def linear(layer: nn.Module, name: str) -> nn.Linear:
-    """The Linear `name` of a layer."""
+    """Return the Linear `name` of a layer."""
     return cast(nn.Linear, layer.get_submodule(name))
 
 

@@ -40,9 +40,10 @@ class Factor:
 
     @classmethod
     def of(cls, hessian: Tensor, damping: float, level: float = 0.0) -> Factor | None:
-        """Factorize H = E[x x^T] [K, K], damped: `damping` times its own diagonal and `level` times the mean
-        one are added to each column's. More is added where that is not enough, and None is returned where
-        nothing is enough.
+        """Factorize H = E[x x^T] [K, K], damped; None where no damping is enough.
+
+        `damping` times its own diagonal and `level` times the mean one are added to each column's, and more
+        where that is not enough.
 
         The level keeps columns of hardly any input from taking over errors: their grids do not reach so far.
         An input that was never active gets a diagonal of its own, so its column is rounded to nearest and no
@@ -142,8 +143,10 @@ def round_columns(
 
 
 class _Walk:
-    """Blocks of rows by blocks of columns. A block waits for those before it in its row and in its column, so
-    whole antidiagonals are rounded together: the steps are hardly more than the columns.
+    """Walk over blocks of rows by blocks of columns.
+
+    A block waits for those before it in its row and in its column, so whole antidiagonals are
+    rounded together: the steps are hardly more than the columns.
 
     members   [R, N/R] the rows of each row block
     target    [R, K, N/R] weights that errors of earlier rows have moved; columns in the order of the walk
@@ -224,7 +227,7 @@ class _Walk:
                 self._pass_on(b, span, left)
 
     def _moved(self, block: int, span: slice) -> Tensor:
-        """The target of columns `span` of row block `block`, moved by the errors of the columns before."""
+        """Return the target of columns `span` of row block `block`, moved by errors of earlier ones."""
         target = self._target[block, span]
         if not span.start:
             return target
@@ -244,8 +247,10 @@ class _Walk:
 
 
 def _spread(upper: Tensor, block: int, count: int) -> Tensor:
-    """Return [runs, n, later rows]: what errors of row block `block` of `count` are to the rows after it in
-    each of some runs, whose factors are `upper` [runs, rows, rows]."""
+    """Return what errors of row block `block` of `count` are to later rows: [runs, n, later rows].
+
+    `upper` [runs, rows, rows] holds the factors of the runs.
+    """
     n = upper.shape[1] // count
     span = slice(block * n, (block + 1) * n)
     with products(EXACT):
@@ -255,8 +260,11 @@ def _spread(upper: Tensor, block: int, count: int) -> Tensor:
 def _round_block(
     block: Tensor, scales: Tensor, zeros: Tensor | int, upper: Tensor, spec: QuantSpec
 ) -> tuple[Tensor, Tensor]:
-    """Round the columns of `block` [blocks, columns, rows] in turn, spreading each error over the rest of
-    them by `upper` [blocks, columns, columns]: their codes and errors / U_ii, both fp32 and of its shape."""
+    """Round the columns of `block` [blocks, columns, rows] in turn.
+
+    Each error is spread over the rest of them by `upper` [blocks, columns, columns]. Returns codes and errors
+    / U_ii, both fp32 and of the block's shape.
+    """
     if block.is_cuda:
         from qrt_calibrate.rounding.gptq_kernel import round_block
 

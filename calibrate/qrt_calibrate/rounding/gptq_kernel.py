@@ -14,7 +14,7 @@ ROWS = 32  # of a block that one program rounds, with all their columns in regis
 
 
 @triton.jit
-def _round_block_kernel(
+def _round_block_kernel(  # noqa: PLR0913  # a kernel takes its operands one by one
     block_ptr, scales_ptr, zeros_ptr, upper_ptr, codes_ptr, errors_ptr, rows,
     MIDPOINT: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr,

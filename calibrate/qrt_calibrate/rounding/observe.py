@@ -17,8 +17,10 @@ class _Reached(Exception):
 
 
 def inputs_of(layer: nn.Module, names: Sequence[str], run: Callable[[], object]) -> list[Tensor]:
-    """Inputs [T, K] of the submodules `names` (in the order they run in) while `run` runs `layer`; what comes
-    after the last of them is not run."""
+    """Return the inputs [T, K] of the submodules `names` while `run` runs `layer`.
+
+    The names are in the order they run in; what comes after the last of them is not run.
+    """
     found: dict[str, Tensor] = {}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -51,6 +53,7 @@ def norm_weights(stream: Tensor, eps: float) -> Tensor:
 
 class Moments:
     """Moments of a Linear's input over all calibration tokens, fp32: x in the rounded model, x' in the exact.
+
     Tokens count by their weights, if `add` gets some; all but max_abs are then up to a common factor.
 
     mean_abs, max_abs   [K]       of |x|
@@ -80,9 +83,13 @@ class Moments:
         stream: tuple[Tensor, Tensor] | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        """Count the inputs x [T, K] and what the exact model has in their place, of `total` tokens in all, in
-        share `half`, 0 or 1; `stream`: r and r' [T, N] beside them; `weights` [T, 1]: what a squared error in
-        each token costs."""
+        """Count the inputs x [T, K], and `exact` in their place in the exact model.
+
+        total     tokens in all
+        half      0 or 1: the share of the windows they belong to
+        stream    r and r' [T, N] beside them
+        weights   [T, 1]: what a squared error in each token costs
+        """
         self._shares[half] += len(x) / total
         self.max_abs = torch.maximum(self.max_abs, x.abs().amax(0))
         if weights is not None:
@@ -116,13 +123,14 @@ class Moments:
             self.drift.div_(scales[:, None])
 
     def take_correction(self, weight: Tensor, solve: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
-        """What to add to `weight` [N, K] so that its output is nearest the exact one, and how much of it to
-        trust, 0 to 1. `solve`: rows [N, K] -> rows @ H^-1.
+        """Return what to add to `weight` [N, K] to be nearest the exact output, and how much of it to trust.
 
-        With d what the output lacks, the correction is E[d x^T] H^-1. Each share of the windows estimates
-        E[d x^T] on its own, with noise of its own: <one, other> is the square of what both see, <mean, mean>
-        that plus the noise of the mean, and their ratio the factor of least error (Wiener's). That is one
-        number, so TRUST_ROWS rows tell it. The shares of `drift` are merged in their place: once only.
+        The trust is from 0 to 1. `solve`: rows [N, K] -> rows @ H^-1.
+
+        With d what the output lacks, the correction is E[d x^T] H^-1. Each share of the windows estimates E[d
+        x^T] on its own, with noise of its own: <one, other> is the square of what both see, <mean, mean> that
+        plus the noise of the mean, and their ratio the factor of least error (Wiener's). That is one number,
+        so TRUST_ROWS rows tell it. The shares of `drift` are merged in their place: once only.
         """
         rows = slice(None, None, max(1, len(weight) // TRUST_ROWS))
         first, second = (self._pull(weight, half, rows) for half in (0, 1))
@@ -148,15 +156,17 @@ class Call:
     output: Tensor
 
     def loss(self, weights: Tensor | None = None) -> float:
-        """Return the mean squared difference of the module's output now from the recorded one, each token's
-        times its weight in `weights` [T, 1]."""
+        """Return the mean squared difference of the module's output now from the recorded one.
+
+        `weights` [T, 1] multiply each token's.
+        """
         output = _first(self.module(*self.arguments, **self.keywords))
         squares = (output - self.output).square().flatten(0, -2)
         return float((squares if weights is None else squares * weights).mean())
 
 
 def record_call(layer: nn.Module, name: str, run: Callable[[], object]) -> Call:
-    """The call of the submodule `name` of `layer` while `run` executes it once."""
+    """Record the call of the submodule `name` of `layer` while `run` executes it once."""
     calls: list[Call] = []
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
@@ -174,5 +184,5 @@ def record_call(layer: nn.Module, name: str, run: Callable[[], object]) -> Call:
 
 
 def _first(output: Any) -> Tensor:
-    """A block's hidden states: attention returns them together with its weights."""
+    """Return a block's hidden states: attention returns them together with its weights."""
     return output[0] if isinstance(output, tuple) else output

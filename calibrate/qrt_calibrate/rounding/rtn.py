@@ -19,7 +19,7 @@ def round_weight(
 
 
 def split(data: WeightData, rows: list[int]) -> list[WeightData]:
-    """A stack of weights taken apart again: `rows` output features each."""
+    """Take a stack of weights apart: `rows` output features each."""
     assert data.scale is not None
     zeros = [None] * len(rows) if data.zero is None else data.zero.split(rows)
     return [
@@ -29,7 +29,7 @@ def split(data: WeightData, rows: list[int]) -> list[WeightData]:
 
 
 def for_writer(data: WeightData, bias: Tensor | None) -> WeightData:
-    """`data` on the CPU, with its bias."""
+    """Return `data` on the CPU, with its bias."""
     assert data.scale is not None
     zero = None if data.zero is None else data.zero.cpu()
     return WeightData(data.values.cpu(), data.scale.cpu(), zero, bias=bias, bits=data.bits)

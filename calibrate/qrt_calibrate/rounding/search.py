@@ -36,8 +36,10 @@ def awq_candidates(pair: Pair, magnitude: Tensor, spec: QuantSpec, powers: bool)
 
 
 def smooth_candidates(pair: Pair, largest: Tensor, powers: bool) -> Iterator[Tensor]:
-    """The identity, then SmoothQuant's x^a / w^(1-a) for the STRENGTHS a, x and w being the channel's largest
-    magnitudes in the input (`largest` [K]) and in the weights."""
+    """Yield the identity, then SmoothQuant's x^a / w^(1-a) for the STRENGTHS a.
+
+    x and w are the channel's largest magnitudes in the input (`largest` [K]) and in the weights.
+    """
     weight = torch.stack([reader.weight.abs().amax(0) for reader in pair.readers]).amax(0)
     x, w = pair.tie_largest(largest), pair.tie_largest(weight)
     active = (x > 0) & (w > 0)
@@ -46,7 +48,7 @@ def smooth_candidates(pair: Pair, largest: Tensor, powers: bool) -> Iterator[Ten
 
 
 def _centred(active: Tensor, logs: Iterable[Tensor], powers: bool) -> Iterator[Tensor]:
-    """The identity, then 2^log of each of `logs` (one value per active channel), centred; without repeats."""
+    """Yield the identity, then 2^log of each of `logs` (one per active channel), centred; no repeats."""
     last = torch.ones(active.shape, device=active.device)
     yield last
     if not active.any():
@@ -68,8 +70,10 @@ def _relative_magnitude(pair: Pair, spec: QuantSpec) -> Tensor:
 
 
 class RoundedCost:
-    """The mean squared error of a block whose readers are truly rounded to nearest: AWQ's judge. `weights`
-    [T, 1]: what a squared error in each token costs."""
+    """The mean squared error of a block whose readers are truly rounded to nearest: AWQ's judge.
+
+    `weights` [T, 1]: what a squared error in each token costs.
+    """
 
     def __init__(
         self,
@@ -101,9 +105,12 @@ class RoundedCost:
 
 
 class ColumnCost:
-    """What GPTQ will leave of the error, without rounding anything: the variance of rounding, step^2 / 12, in
-    each column, times what an error there costs after later columns have made good for it. Folding s turns
-    the factor U of the Hessian into U D, so that cost into cost / s^2, whatever the candidate."""
+    """What GPTQ will leave of the error, without rounding anything.
+
+    It is the variance of rounding, step^2 / 12, in each column, times what an error there costs after later
+    columns have made good for it. Folding s turns the factor U of the Hessian into U D, so that cost into
+    cost / s^2, whatever the candidate.
+    """
 
     def __init__(self, pair: Pair, factor: Factor, spec: QuantSpec) -> None:
         self._pair, self._spec = pair, spec
@@ -118,8 +125,10 @@ class ColumnCost:
 
 
 def round_input(module: nn.Linear, columns: Tensor | None = None) -> Any:
-    """Make `module` read its input as int8 tokens, as a W8A8 kernel does; after division by `columns`, which
-    its weight already has taken in. Returns the hook's handle."""
+    """Make `module` read its input as int8 tokens, as a W8A8 kernel does; return the hook's handle.
+
+    The input is divided by `columns` first, which the weight has already taken in.
+    """
 
     def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = arguments[0] if columns is None else arguments[0] / columns

@@ -30,9 +30,11 @@ class Cost:
 
 @torch.no_grad()
 def measure_cost(decoder: Decoder, streams: Streams, windows: Tensor, head: AnyHead | None) -> Cost | None:
-    """The cost on the windows of `streams` that do not calibrate, whose token ids are `windows` [B, T]; None
-    where there are none. Hidden states are those behind the last layer; `head` is the rounded model's, where
-    it has one of its own."""
+    """Measure the cost on the windows of `streams` that do not calibrate; None where there are none.
+
+    `windows` [B, T] are the token ids. Hidden states are those behind the last layer; `head` is the rounded
+    model's, where it has one of its own.
+    """
     first = streams.calibrating
     totals = torch.zeros(4, dtype=torch.float64)  # losses, exact losses, KL, agreements
     places = streams.in_order(first, len(windows))

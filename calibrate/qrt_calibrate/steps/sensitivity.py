@@ -30,9 +30,13 @@ def gradient_windows(job: Job) -> int:
     return min(job.recipe.n_samples, max(1, TOKENS // job.recipe.seqlen))
 
 
-def loss_gradients(job: Job, decoder: Decoder, streams: Streams, windows: int, folder: Path) -> None:
-    """Set the `gradients` of every share of `streams`, which hold the embedding: the loss's at every layer's
-    output, [L, b, T, H] in STORED, for those of its windows that are among the first `windows` of all.
+def loss_gradients(  # noqa: C901  # three closures over the states
+    job: Job, decoder: Decoder, streams: Streams, windows: int, folder: Path
+) -> None:
+    """Set the `gradients` of every share of `streams`, which hold the embedding.
+
+    They are the loss's at every layer's output, [L, b, T, H] in STORED, for those of the share's windows that
+    are among the first `windows` of all.
 
     The exact model is run forth and back one layer at a time, each read twice; on the way forth what will be
     the gradient's place holds the layer's input. On the GPU or in RAM if it fits there, else in `folder`.
@@ -80,8 +84,10 @@ def block_sizes(rows: int) -> list[int]:
 
 
 class OutputMoments:
-    """Moments [N, N] of the gradients at the output of stacked Linears, in blocks of at most COUPLED rows and
-    in two shares, each of its own windows: blocks of [2, n, n]."""
+    """Moments [N, N] of the gradients at the output of stacked Linears.
+
+    They are kept in blocks of at most COUPLED rows and in two shares, each of its own windows: [2, n, n].
+    """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.blocks = [torch.zeros(2, size, size, device=device) for size in block_sizes(rows)]
@@ -97,9 +103,11 @@ class OutputMoments:
             own += more.to(own.device)
 
     def trusted(self, alive: Tensor) -> Iterator[Tensor]:
-        """Each block [n, n] with what lies beside its diagonal shrunk as far as the shares do not agree on
-        it: they see the same with noise of their own, as in `Moments.take_correction`. Rows that are not
-        `alive` [N] (bool) stand alone: weights of zero have no grid on which to make good for others."""
+        """Yield each block [n, n], shrunk beside its diagonal as far as the two shares do not agree on it.
+
+        They see the same with noise of their own, as in `Moments.take_correction`. Rows that are not `alive`
+        [N] (bool) stand alone: weights of zero have no grid on which to make good for others.
+        """
         for (first, second), coupled in zip(self.blocks, alive.split(COUPLED), strict=True):
             whole = first + second
             diagonal = whole.diagonal().clone()

@@ -62,15 +62,17 @@ class TunedWeight:
         ]
 
     def data(self) -> WeightData:
-        """What would be stored now."""
+        """Return what would be stored now."""
         scale = self._data.scale
         assert scale is not None
         stored = (scale.float() * self.gain).to(scale.dtype)
         return replace(self._data, values=self.place.round().to(torch.uint8), scale=stored)
 
     def follow(self, gradient: Tensor, step: int, rate: float) -> None:
-        """Adam's step number `step`, from 1, at `rate` times the largest step; `gradient` [N, K] is that of
-        the loss at the weight."""
+        """Take Adam's step number `step`, from 1, at `rate` times the largest step.
+
+        `gradient` [N, K] is that of the loss at the weight.
+        """
         data = self.data()
         assert data.scale is not None
         groups = gradient.float().unflatten(1, (data.scale.shape[1], -1))
@@ -85,8 +87,10 @@ class TunedWeight:
 
 
 class TunedNorm:
-    """A norm's weight in training; gain [K] fp32 is what it is multiplied by before it is rounded to its
-    dtype."""
+    """A norm's weight in training.
+
+    gain   [K] fp32: what it is multiplied by before it is rounded to its dtype
+    """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         self._weight = weight.to(device)
@@ -94,7 +98,7 @@ class TunedNorm:
         self._moments = torch.zeros(2, *weight.shape, dtype=dtype, device=device)
 
     def data(self) -> Tensor:
-        """What would be stored now."""
+        """Return what would be stored now."""
         return (self._weight.float() * self.gain).to(self._weight.dtype)
 
     def follow(self, gradient: Tensor, step: int, rate: float) -> None:
@@ -113,7 +117,7 @@ def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _adam(moments: Tensor, gradient: Tensor, step: int) -> Tensor:
-    """The direction of Adam (arXiv:1412.6980); `moments` [2, ...] are updated."""
+    """Return the direction of Adam (arXiv:1412.6980); `moments` [2, ...] are updated."""
     found = []
     for own, value, beta in zip(moments, (gradient, gradient.square()), BETAS, strict=True):
         own.copy_(own.float().lerp_(value, 1 - beta))
@@ -123,8 +127,12 @@ def _adam(moments: Tensor, gradient: Tensor, step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The Linears by their full names, without biases, the norms by theirs, and the mean KL per token of the
-    drawn text, in nats, over the first and the last tenth of the steps."""
+    """What training gives.
+
+    linears             by their full names, without biases
+    norms               by their full names
+    kl_first, kl_last   mean KL per token of the drawn text, in nats, over the first and last tenth of steps
+    """
 
     linears: dict[str, WeightData]
     norms: dict[str, Tensor]
@@ -176,8 +184,11 @@ def tune(job: Job, linears: Mapping[str, WeightData], rest: Mapping[str, Tensor]
 def _backward(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], drawn: Tensor, text: Tensor, share: float
 ) -> float:
-    """The mean KL to `model` per token of `drawn` [B, T] when it runs with `tensors` in place of its own; the
-    gradients of that and of `share` times the mean cross-entropy of `text` [C, T] are added to theirs."""
+    """Return the mean KL to `model` per token of `drawn` [B, T] when it runs with `tensors`.
+
+    `tensors` stand in place of the model's own. The gradients of that and of `share` times the mean cross-
+    entropy of `text` [C, T] are added to theirs.
+    """
 
     def predicted(part: Tensor) -> Tensor:
         # a tied embedding stays exact when the head is given
@@ -265,7 +276,7 @@ class _Room(DynamicLayer):
 
 
 def _dtype(job: Job) -> torch.dtype:
-    """What is computed in, and what Adam's moments are kept in."""
+    """Return the dtype of the computation and of Adam's moments."""
     return torch.float32 if job.device.type == "cpu" or _small(job) else torch.bfloat16
 
 
@@ -291,8 +302,11 @@ def _cache_bytes(job: Job) -> int:
 
 
 def tune_bytes(job: Job) -> int:
-    """Memory that `tune` takes: of each quantized weight the original, the rounded one, its gradient and two
-    moments, and its place in fp32; the rest of the model; what a step and the drawing of text hold."""
+    """Return the bytes that `tune` takes.
+
+    Of each quantized weight there are the original, the rounded one, its gradient, two moments, and its place
+    in fp32; then the rest of the model, and what a step and the drawing of text hold.
+    """
     if not job.recipe.tune:
         return 0
     config, size = job.config, _dtype(job).itemsize
