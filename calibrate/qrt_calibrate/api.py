@@ -81,7 +81,7 @@ def quantize(
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
     for name, given in (("model", model), ("tokenizer", tokenizer)):
         if not hasattr(given, "save_pretrained") and (given is not None or name == "model"):
-            raise ConfigError(f"{name}: got {type(given).__name__}, wanted one of transformers'")
+            raise ConfigError(f"{name}: expected one of transformers', got {type(given).__name__}")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ConfigError("model: already quantized; load the unquantized one")
     model.save_pretrained(folder)

@@ -69,7 +69,7 @@ def convert(model: str | Path, target: str, out: Path) -> int:  # noqa: C901  # 
     dtype = getattr(torch, config.dtype, None)
     if dtype not in FLOATS:
         raise CheckpointError(
-            f"{source.path}/config.json: dtype {config.dtype!r}, wanted float16, bfloat16 or float32"
+            f"{source.path}/config.json: expected dtype float16, bfloat16 or float32, got {config.dtype!r}"
         )
     if target != "compressed-tensors" and arch.head in modules:
         if source.linear(arch.head)[1].scale is not None:

@@ -144,8 +144,12 @@ def test_figures_of_a_table_in_a_pipe_are_whole(run, llama):
             1,
             "--method smoothquant: for schemes that round activations, not w4a16",
         ),
-        (["--override", "o_proj"], 1, "override: got 'o_proj', wanted PATTERN=SCHEME"),
-        (["--override", "o_proj=w2a16"], 1, "scheme: got 'w2a16', wanted one of w8a16, w4a16, w8a8"),
+        (
+            ["--override", "o_proj"],
+            1,
+            "override: expected PATTERN=SCHEME or {match: ..., scheme: ...}, got 'o_proj'",
+        ),
+        (["--override", "o_proj=w2a16"], 1, "scheme: expected one of w8a16, w4a16, w8a8, got 'w2a16'"),
         (["--override", "nothing=w8a16"], 1, "an override 'nothing' matches no Linear"),
         (["--override", "q_proj=w8a16"], 1, "engines run model.layers.0.self_attn.qkv_proj as one Linear"),
         (["--damp", "0"], 1, "--damp: expected a number above 0 and at most 1, got 0.0"),
@@ -166,11 +170,11 @@ def test_figures_of_a_table_in_a_pipe_are_whole(run, llama):
         (["--ignore", "k_proj"], 1, "engines run model.layers.0.self_attn.qkv_proj as one Linear"),
         (["--ignore", "*"], 1, "nothing is left to quantize"),
         (["--calib", "ultrachat.txt"], 1, "--calib: no file 'ultrachat.txt'"),
-        (["--n-samples", "0"], 1, "--n-samples: got 0, wanted at least 1"),
+        (["--n-samples", "0"], 1, "--n-samples: expected at least 1, got 0"),
         (["--n-samples", "100000"], 1, "calibration text: "),
-        (["--seed", "-1"], 1, "--seed: got -1, wanted 0 to 2^63 - 1"),
+        (["--seed", "-1"], 1, "--seed: expected 0 to 2^63 - 1, got -1"),
         (["--seqlen", "513"], 1, "--seqlen: got 513, the model holds 512 tokens"),
-        (["--device", "gpu"], 1, "--device: got 'gpu', wanted e.g. cuda"),
+        (["--device", "gpu"], 1, "cuda:0,cuda:2 or cpu, got 'gpu'"),
         (["--out", "full"], 1, "full: already there and not an empty folder"),
     ],
 )
@@ -230,8 +234,8 @@ def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
         edit_config(
             llama, folder / "none", architectures=None, model_type=""
         ): "names no architecture ('architectures' is None)",
-        edit_config(llama, folder / "dtype", dtype="float7"): "dtype 'float7', wanted float16, bfloat16",
-        edit_config(llama, folder / "double", dtype="float64"): "dtype 'float64', wanted float16, bfloat16",
+        edit_config(llama, folder / "dtype", dtype="float7"): "bfloat16 or float32, got 'float7'",
+        edit_config(llama, folder / "double", dtype="float64"): "bfloat16 or float32, got 'float64'",
         altered(llama, folder / "nan", lambda t: t[last].view(-1)[7:8].fill_(torch.nan)): f"{last} holds NaN",
         altered(
             llama, folder / "inf", lambda t: t["lm_head.weight"][3].fill_(torch.inf)
@@ -348,13 +352,13 @@ def test_recipes_from_a_file_and_flags_that_win(run, llama, tmp_path):
         ("bist: 4", "recipe: unknown key 'bist'; did you mean 'bits'?"),
         ("kv: int8", "recipe: unknown key 'kv'"),
         ("{asym: true, symmetric: false}", "recipe: 'symmetric' is the second key that sets symmetric; give"),
-        ("asym: 1", "asym: got 1, wanted bool"),
-        ("sym: 1", "symmetric: got 1, wanted bool"),
-        ("bits: four", "bits: got 'four', wanted int"),
-        ("- 4", "holds list, wanted keys with values"),
+        ("asym: 1", "asym: expected bool, got 1"),
+        ("sym: 1", "symmetric: expected bool, got 1"),
+        ("bits: four", "bits: expected int, got 'four'"),
+        ("- 4", "expected keys with values, got list"),
         ("a: [", "is not YAML"),
-        ("ignore: lm_head", "ignore: got 'lm_head', wanted a list"),
-        ("ignore: [5]", "ignore: got 5 in the list, wanted text"),
+        ("ignore: lm_head", "ignore: expected a list, got 'lm_head'"),
+        ("ignore: [5]", "ignore: expected text in the list, got 5"),
         ("rotations: []", "rotations: qrt rotates no weights (it gained nothing); remove this entry"),
     ):
         (tmp_path / "r.yaml").write_text(content)

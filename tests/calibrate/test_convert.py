@@ -113,7 +113,7 @@ def test_what_would_lose_is_refused(made, tmp_path, capsys):
     (unknown / "config.json").write_text(json.dumps({**config, "dtype": "auto"}))
     for model, to, message in (
         (plain, "awq", "not quantized; qrt-calibrate --model quantizes it"),
-        (unknown, "gptq", f"{unknown}/config.json: dtype 'auto', wanted float16, bfloat16 or float32"),
+        (unknown, "gptq", f"{unknown}/config.json: expected dtype float16, bfloat16 or float32, got 'auto'"),
         (made(8), "awq", f"{q}: cannot become awq without loss: it holds 4-bit weights"),
         (made(4, dtype=torch.float32), "gptq", f"{q}: cannot become gptq without loss: fp16, which the"),
         (odd, "gptq", f"{q}: cannot become gptq without loss: a word holds 8 of its 100 inputs"),

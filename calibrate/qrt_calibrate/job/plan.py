@@ -125,8 +125,8 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     job = replace(job, config=replace(config, tied_embeddings=tied))
     if getattr(torch, config.dtype, None) not in FLOATS:
         raise CheckpointError(
-            f"{checkpoint.path}/config.json: dtype {config.dtype!r}, wanted float16, bfloat16 or float32; "
-            "save the model in one of them"
+            f"{checkpoint.path}/config.json: expected dtype float16, bfloat16 or float32, "
+            f"got {config.dtype!r}; save the model in one of them"
         )
     check_groups(checkpoint, job.grids)
     check_names(job.source, arch, config)

@@ -33,9 +33,9 @@ def devices_of(name: str | torch.device | None) -> list[torch.device]:
     except RuntimeError:
         devices = []
     if not devices or any(device.type not in ("cpu", "cuda") for device in devices):
-        raise ConfigError(f"--device: got {name!r}, wanted e.g. cuda, cuda:1, cuda:0,cuda:2 or cpu")
+        raise ConfigError(f"--device: expected e.g. cuda, cuda:1, cuda:0,cuda:2 or cpu, got {name!r}")
     if len({device.type for device in devices}) > 1:
-        raise ConfigError(f"--device: got {name!r}, wanted devices of one kind")
+        raise ConfigError(f"--device: expected devices of one kind, got {name!r}")
     if devices[0].type == "cuda" and max(device.index or 0 for device in devices) >= count:
         there = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0 alone" if count else "no CUDA device"
         raise ConfigError(f"--device: got {name!r}, but there is {there}; use what is there, or cpu")

@@ -88,7 +88,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ConfigError(f"--method: got {self.method!r}, wanted one of {', '.join(METHODS)}")
+            raise ConfigError(f"--method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         for flag, value, least in (
             ("--n-samples", self.n_samples, 1),
             ("--seqlen", self.seqlen, 2),
@@ -96,9 +96,9 @@ class Recipe:
             ("--tune", self.tune, 0),
         ):
             if value < least:
-                raise ConfigError(f"{flag}: got {value}, wanted at least {least}")
+                raise ConfigError(f"{flag}: expected at least {least}, got {value}")
         if not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"--seed: got {self.seed}, wanted 0 to 2^63 - 1")
+            raise ConfigError(f"--seed: expected 0 to 2^63 - 1, got {self.seed}")
         if self.target_bits is not None and self.max_size is not None:
             raise ConfigError("--target-bits and --max-size are two budgets for one choice; give one of them")
         if self.has_budget:
@@ -116,7 +116,7 @@ class Recipe:
         value = self.max_size if self.target_bits is None else self.target_bits
         assert value is not None
         if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{flag}: got {value}, wanted a number above 0")
+            raise ConfigError(f"{flag}: expected a number above 0, got {value}")
         if self.scheme not in WEIGHT_ONLY.values():
             raise ConfigError(
                 f"{flag}: chooses among weight-only widths, not {self.scheme}; leave --scheme out"

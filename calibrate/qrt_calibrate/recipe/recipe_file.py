@@ -56,7 +56,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--recipe: {path} is not YAML ({reason})") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"--recipe: {path} holds {type(value).__name__}, wanted keys with values")
+        raise ConfigError(f"--recipe: {path}: expected keys with values, got {type(value).__name__}")
     return _renamed(value)
 
 
@@ -69,7 +69,7 @@ def _renamed(entries: Mapping[Any, Any]) -> dict[str, Any]:
         if name in found:
             raise ConfigError(f"recipe: {given!r} is the second key that sets {name}; give one of them")
         if key in OPPOSITES and not isinstance(value, bool):
-            raise ConfigError(f"{given}: got {value!r}, wanted bool")
+            raise ConfigError(f"{given}: expected bool, got {value!r}")
         found[name] = not value if key in OPPOSITES else value
     return found
 
@@ -123,10 +123,10 @@ def _check(key: str, value: Any) -> None:
     known = {**PLAIN, **GRID}
     if key in LISTS:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{key}: got {value!r}, wanted a list")
+            raise ConfigError(f"{key}: expected a list, got {value!r}")
         for entry in value:
             if key != "override" and not isinstance(entry, str):
-                raise ConfigError(f"{key}: got {entry!r} in the list, wanted text")
+                raise ConfigError(f"{key}: expected text in the list, got {entry!r}")
         return
     if key == "rotations":
         raise ConfigError("rotations: qrt rotates no weights (it gained nothing); remove this entry")
@@ -134,11 +134,11 @@ def _check(key: str, value: Any) -> None:
         raise ConfigError(f"recipe: unknown key {key!r}{nearest(key, [*known, *LISTS])}")
     wanted = known[key]
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        raise ConfigError(f"{key}: got {value!r}, wanted {getattr(wanted, '__name__', 'a number')}")
+        raise ConfigError(f"{key}: expected {getattr(wanted, '__name__', 'a number')}, got {value!r}")
     for name, choices in (("scheme", WEIGHT_SCHEMES), ("bits", WEIGHT_ONLY)):
         if key == name and (value not in choices or value == UNQUANTIZED):
             listed = ", ".join(str(choice) for choice in choices if choice != UNQUANTIZED)
-            raise ConfigError(f"{key}: got {value!r}, wanted one of {listed}")
+            raise ConfigError(f"{key}: expected one of {listed}, got {value!r}")
 
 
 def _override(entry: Any) -> Override:
@@ -147,7 +147,7 @@ def _override(entry: Any) -> Override:
         pattern, _, scheme = entry.rpartition("=")
         entry = {"match": pattern, "scheme": scheme}
     if not isinstance(entry, Mapping) or not isinstance(entry.get("match"), str) or not entry["match"]:
-        raise ConfigError(f"override: got {entry!r}, wanted PATTERN=SCHEME or {{match: ..., scheme: ...}}")
+        raise ConfigError(f"override: expected PATTERN=SCHEME or {{match: ..., scheme: ...}}, got {entry!r}")
     rest = _renamed({key: value for key, value in entry.items() if key != "match"})
     if rest == {"scheme": UNQUANTIZED}:
         return Override(entry["match"], None)

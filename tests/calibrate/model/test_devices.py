@@ -46,10 +46,10 @@ def test_devices_are_those_named(name, count, wanted, monkeypatch):
 @pytest.mark.parametrize(
     "name, count, error",
     [
-        ("gpu0", 0, "got 'gpu0', wanted e.g. cuda"),
-        ("mps", 0, "got 'mps', wanted e.g. cuda"),
-        ("cpu,meta", 0, "got 'cpu,meta', wanted e.g. cuda"),
-        ("cuda:0,cpu", 1, "got 'cuda:0,cpu', wanted devices of one kind"),
+        ("gpu0", 0, "cuda:0,cuda:2 or cpu, got 'gpu0'"),
+        ("mps", 0, "cuda:0,cuda:2 or cpu, got 'mps'"),
+        ("cpu,meta", 0, "cuda:0,cuda:2 or cpu, got 'cpu,meta'"),
+        ("cuda:0,cpu", 1, "expected devices of one kind, got 'cuda:0,cpu'"),
         ("cuda", 0, "got 'cuda', but there is no CUDA device"),
         ("cuda:0,cuda:2", 2, "but there is cuda:0 to cuda:1"),
         ("cuda:1", 1, "got 'cuda:1', but there is cuda:0 alone"),
