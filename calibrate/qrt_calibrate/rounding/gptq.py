@@ -20,6 +20,8 @@ from qrt_calibrate.rounding.precision import EXACT, products
 
 BLOCK = 128  # columns whose errors are spread one by one; beyond the block they are spread together
 ROW_BLOCKS = 64  # in which rows are rounded where they feel each other
+NARROW = 2048  # most columns of a weight whose rows are cut into so many blocks
+WIDE_ROW_BLOCKS = 16  # of a wider one: each of its many blocks waits for launches
 CACHED_ROWS = 4096  # that a CPU rounds at a time: a block's columns stay in its cache
 WALK_BYTES = 13  # of a weight while its Linear is rounded: as it came, as it is moved, its error, its code
 MOVED_ROWS = 4096  # of a matrix that change places together
@@ -168,7 +170,7 @@ class _Walk:
         n, k = weight.shape
         self._spec, self._factor, self._scale, self._zero = spec, factor, scale, zero
         runs = [len(own.order) for own in rows]
-        self._count = gcd(ROW_BLOCKS, *runs) if runs else 1
+        self._count = gcd(ROW_BLOCKS if k <= NARROW else WIDE_ROW_BLOCKS, *runs) if runs else 1
         self._width = gcd(BLOCK, k)
         alike = [list(own) for _, own in groupby(rows, lambda own: len(own.order))]
         self._shares = [sum(len(own.order) for own in some) // self._count for some in alike]
