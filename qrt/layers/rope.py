@@ -50,13 +50,16 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _channel(rope: RopeConfig, head_dim: int, turns: float) -> float:
-    """The pair of channels, as a real number, that turns so often in the original context."""
+    """Return the pair of channels, as a real number, that turns `turns` times in the original context."""
     turned = rope.original_max_position / (2 * math.pi * turns)
     return head_dim * math.log(turned) / (2 * math.log(rope.theta))
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> RopeTables:
-    """The tables of positions 0..max_position-1; angles in fp64, so that position 100000 is as exact as 1."""
+    """Return the tables of positions 0..max_position-1.
+
+    Angles are computed in fp64, so that position 100000 is as exact as 1.
+    """
     positions = torch.arange(max_position, dtype=torch.float64)
     angles = torch.outer(positions, frequencies(rope, head_dim))
     cos, sin = ((rope.length * turned).float().to(device) for turned in (angles.cos(), angles.sin()))

@@ -35,14 +35,14 @@ class WeightSource(Protocol):
     dtype: torch.dtype
 
     def linear(self, modules: tuple[str, ...], shape: LinearShape) -> Linear:
-        """The checkpoint's Linears `modules`, stacked along N in this order."""
+        """Return the checkpoint's Linears `modules`, stacked along N in this order."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """An unquantized tensor in the model dtype, on the device."""
+        """Return an unquantized tensor in the model dtype, on the device."""
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, LinearShape]:
-    """The run-time Linears of one layer, by the names that `Arch.fuse` gives them."""
+    """Return the run-time Linears of one layer, by the names that `Arch.fuse` gives them."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {
@@ -54,7 +54,7 @@ def layer_shapes(config: ModelConfig) -> dict[str, LinearShape]:
 
 
 def layer_norms(config: ModelConfig) -> dict[str, int]:
-    """The norms of one layer, by their checkpoint names, with their sizes."""
+    """Return the norms of one layer, by their checkpoint names, with their sizes."""
     norms = {"input_layernorm": config.hidden_size, "post_attention_layernorm": config.hidden_size}
     heads = {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     return norms | heads if config.qk_norm else norms

@@ -190,8 +190,11 @@ def _unknown_part(decoder: Decoder) -> str | None:
 
 
 def _link(layer: DecoderLayer, norm: RMSNorm, next_qkv: Linear | None) -> Link | None:
-    """Return what `chain` takes; None where the products differ in scheme, the norms in eps, or one but
-    `next_qkv` has a bias."""
+    """Return what `chain` takes.
+
+    Returns None where the products differ in scheme or the norms in eps, or where one of the products other
+    than `next_qkv` has a bias.
+    """
     own = [layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
     schemes = {linear.scheme for linear in own} | ({next_qkv.scheme} if next_qkv else set())
     if len(schemes) > 1 or layer.mlp_norm.eps != norm.eps or any(linear.bias is not None for linear in own):

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def dummy_model(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Random weights of the sizes, schemes and grids in `checkpoint`'s config.json; no tensor is read."""
+    """Make random weights of the sizes, schemes and grids in `checkpoint`'s config.json; read no tensor."""
     arch = _architecture(checkpoint)
     config = _cap_to_window(ModelConfig.from_hf(checkpoint.config, arch))
     logger.warning("%s: the weights are random, as load_format dummy asks for", checkpoint.path)
@@ -67,8 +67,11 @@ class CheckpointWeights:
         self.unquantized: list[str] = []
 
     def linear(self, modules: tuple[str, ...], shape: LinearShape) -> Linear:
-        """Read, check and stack; CheckpointError when the parts are not quantized alike, UnsupportedError for
-        a grid that no kernel runs."""
+        """Read, check and stack the Linears `modules`.
+
+        Raises CheckpointError when the parts are not quantized alike, UnsupportedError for a grid that no
+        kernel runs.
+        """
         schemes, parts = [], []
         for module, out in zip(modules, shape.outs, strict=True):
             scheme, part = self.checkpoint.linear(module)
@@ -129,7 +132,7 @@ def _cap_to_window(config: ModelConfig) -> ModelConfig:
 
 
 def _untie(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> ModelConfig:
-    """A head that is stored and differs from the embedding is a head of its own, whatever the config says."""
+    """Untie a head that is stored and differs from the embedding, whatever the config says."""
     stored = [name for name in checkpoint.names() if name.startswith(f"{arch.head}.")]
     embedding = f"{arch.embed}.weight"
     if not config.tied_embeddings or not stored or not checkpoint.has(embedding):
@@ -144,7 +147,7 @@ def _untie(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> ModelConf
 
 
 def _check_names(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> None:
-    """Every module and bias that the config asks for is there, and nothing else is."""
+    """Check that every module and bias which the config asks for is there, and nothing else."""
     wanted, biases = _modules(config, arch), _biases(config, arch)
     names = checkpoint.names()
     found = {name.rpartition(".")[0] for name in names}

@@ -28,8 +28,10 @@ def random_model(
     dtype: torch.dtype,
     seed: int = 0,
 ) -> Decoder:
-    """A decoder of `config`'s sizes whose layers are in `scheme`; the embedding stays in `dtype`, and so does
-    the head, unless `head_bits` is 8 (`qrt.quant.weight.head`): then it is not tied, whatever `config` says.
+    """Make a decoder of `config`'s sizes with random weights, its layers in `scheme`.
+
+    The embedding stays in `dtype`, and so does the head, unless `head_bits` is 8 (`qrt.quant.weight.head`):
+    then it is not tied, whatever `config` says.
 
     `group_size` and `symmetric` replace those of the scheme's grid. Weights have variance 1/K, so activations
     stay of order one through any depth. Raises as the scheme does for a grid it does not run.

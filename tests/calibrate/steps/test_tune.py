@@ -212,7 +212,7 @@ def test_interrupted_runs_write_the_same_bytes(llama, calib, tmp_path, monkeypat
 def test_what_cannot_be_tuned_is_refused(llama, calib, tmp_path, monkeypatch, capsys):
     for entries, reason in (
         ({"method": "rtn"}, "rtn does not read"),
-        ({"tune": -1}, "--tune: got -1"),
+        ({"tune": -1}, "--tune: expected at least 0, got -1"),
     ):
         with pytest.raises(ConfigError, match=reason):
             recipe_of({"bits": 4, "tune": 5, **entries})
