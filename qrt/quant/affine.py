@@ -118,7 +118,9 @@ def _midrise_error(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 def decode_groups(codes: Tensor, scale: Tensor, center: Tensor | float) -> Tensor:
-    """(code - center) * scale in fp32: codes [..., D], scale [..., D/group], center a number or fp32
-    [..., D/group, 1]; the inverse of every grid."""
+    """Return (code - center) * scale in fp32, the inverse of every grid.
+
+    codes [..., D], scale [..., D/group]; center is a number, or fp32 [..., D/group, 1].
+    """
     groups = _grouped(codes, codes.shape[-1] // scale.shape[-1])
     return (groups - center).mul_(scale.float()[..., None]).flatten(-2)

@@ -40,7 +40,7 @@ CROSSED_BELOW = 128  # head_dim
 
 @lru_cache(maxsize=16)
 def matrix(head_dim: int) -> Tensor:
-    """The orthogonal M [D/2, D/2], fp32 on CPU, shared by all layers and heads."""
+    """Return the orthogonal M [D/2, D/2], fp32 on the CPU, shared by all layers and heads."""
     half = head_dim // 2
     block = half & -half
     return signs(half)[:, None] * torch.block_diag(*[hadamard(block)] * (half // block)) * block**-0.5
@@ -52,12 +52,12 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def unrotate(y: Tensor) -> Tensor:
-    """The inverse of `rotate`: y [..., D] -> fp32 [..., D]."""
+    """Undo `rotate`: y [..., D] -> fp32 [..., D]."""
     return (_halves(y) @ matrix(y.shape[-1]).to(y.device).T).flatten(-2)
 
 
 def _halves(x: Tensor) -> Tensor:
-    """The halves of x [..., D], crossed where the head is narrow: fp32 [..., 2, D/2]."""
+    """Return the halves of x [..., D], crossed where the head is narrow: fp32 [..., 2, D/2]."""
     halves = x.float().unflatten(-1, (2, -1))
     if x.shape[-1] >= CROSSED_BELOW:
         return halves

@@ -90,5 +90,5 @@ class TensorSpec:
         return prod(self.shape) * self.dtype.itemsize
 
     def zeros(self, device: torch.device | str) -> torch.Tensor:
-        """A zero tensor of this shape."""
+        """Return a zero tensor of this shape."""
         return torch.zeros(self.shape, dtype=self.dtype, device=device)

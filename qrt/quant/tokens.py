@@ -29,5 +29,5 @@ class QuantizedTokens(NamedTuple):
         return cls(codes, scale.squeeze(-1), x.dtype)
 
     def dequantize(self) -> Tensor:
-        """The activations that a product with them sees: fp32 [T, K]."""
+        """Return the activations that a product with them sees: fp32 [T, K]."""
         return self.codes.float() * self.scale[..., None]

@@ -1,4 +1,6 @@
-"""AWQ's "gemm" layout, as AutoAWQ writes it (docs/checkpoint-formats.md#awq). Weights lie transposed, [K, N]:
+"""AWQ's "gemm" layout, as AutoAWQ writes it (docs/checkpoint-formats.md#awq).
+
+Weights lie transposed, [K, N]:
 
 P.qweight  int32   [K, N/8]    u, a bit stream along N; slot i of each 8 holds column (0,2,4,6,1,3,5,7)[i]
 P.qzeros   int32   [K/G, N/8]  zeros, in the same order; all 8 in a symmetric checkpoint
@@ -75,7 +77,7 @@ def unpack_columns(words: Tensor) -> Tensor:
 
 
 def pack_columns(codes: Tensor) -> Tensor:
-    """The inverse of `unpack_columns`: N is a multiple of 8."""
+    """Undo `unpack_columns`; N is a multiple of 8."""
     return pack(codes.unflatten(1, (-1, 8))[..., COLUMN_OF_SLOT].flatten(1), BITS)
 
 

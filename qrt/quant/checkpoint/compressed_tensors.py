@@ -93,8 +93,11 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Group:
-    """One entry of config_groups: the modules it targets, their scheme and grid once they are loaded (None:
-    plain weights), and what reads one of them."""
+    """One entry of config_groups.
+
+    It has the modules it targets, their scheme and grid once they are loaded (None: plain weights), and what
+    reads one of them.
+    """
 
     targets: tuple[str, ...]
     scheme: str
@@ -140,7 +143,7 @@ class CompressedTensors(CheckpointFormat):
         return ("fp16", None) if group is None else (group.scheme, group.spec)
 
     def _group_of(self, module: str) -> Group | None:
-        """The group of the target that means `module`; None where it is ignored or no group targets it."""
+        """Return the group whose target means `module`; None where it is ignored or no group targets it."""
         if target_of(module, self._ignore) is not None:
             return None
         target = target_of(module, self._groups)
@@ -153,8 +156,11 @@ def _is_dense(entry: Any) -> bool:
 
 
 def target_of(module: str, targets: Collection[str]) -> str | None:
-    """The one of `targets` that means a Linear called `module`, as compressed-tensors chooses: its name, else
-    of all "re:<regex from its start>" that match the first in the alphabet, else its class."""
+    """Return the one of `targets` that means a Linear called `module`, as compressed-tensors chooses.
+
+    Its name comes first; then, of all "re:<regex from its start>" that match, the first in the alphabet; then
+    its class.
+    """
     if module in targets:
         return module
     found = [t for t in targets if t.startswith(REGEX) and re.match(t.removeprefix(REGEX), module)]
@@ -169,7 +175,7 @@ def quantization_config(
     overrides: Mapping[str, tuple[str, QuantSpec]] | None = None,
     modules: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The minimal config of a checkpoint whose Linears all have `scheme`, but for those in `ignore`.
+    """Return the minimal config of a checkpoint whose Linears all have `scheme`, except those in `ignore`.
 
     With `overrides`, modules on other grids, every group names its `modules`: vLLM gives a fused Linear to a
     group that targets the class before it looks for the names of its parts. A quantized head, which is among
@@ -260,7 +266,7 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
 
 
 def _fp8_group(where: str, entry: Mapping[str, Any]) -> Group:
-    """An entry of fp8 weights; how its activations would be rounded does not matter, for they are not."""
+    """Read an entry of fp8 weights; what it says of activations is left out, as qrt rounds none."""
     weights = _arguments(f"{where}.weights", entry.get("weights"), FP8_WEIGHTS)
     block = FP8_BLOCKS.get(weights["strategy"]) or block_of(
         f"{where}.weights.block_structure", weights["block_structure"]
@@ -270,7 +276,7 @@ def _fp8_group(where: str, entry: Mapping[str, Any]) -> Group:
 
 
 def _arguments(where: str, entry: Any, wanted: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """A `weights` or `input_activations` entry with its defaults, each value one of those wanted."""
+    """Read a `weights` or `input_activations` entry with its defaults; each value is one of those wanted."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where} is {entry!r}, wanted an object")
     values = {**DEFAULTS, **entry}
@@ -292,7 +298,7 @@ def _arguments(where: str, entry: Any, wanted: Mapping[str, tuple[Any, ...]]) ->
 
 
 def _patterns(where: str, entry: Any) -> tuple[str, ...]:
-    """A list of `targets` or `ignore`: strings, each "re:" one a regular expression that compiles."""
+    """Read a list of `targets` or `ignore`: strings, each "re:" one a regular expression that compiles."""
     if not isinstance(entry, list) or not all(isinstance(target, str) for target in entry):
         raise CheckpointError(f"{where}: targets and ignore are lists of strings, got {entry!r}")
     for target in entry:

@@ -38,13 +38,13 @@ class CheckpointFormat(ABC):
 
 
 def bias_of(tensors: TensorFolder, module: str, out_features: int) -> Tensor | None:
-    """The bias [N] of a Linear, or None where it has none."""
+    """Return the bias [N] of a Linear, or None where it has none."""
     name = f"{module}.bias"
     return tensors.tensor(name, "N", FLOATS, N=out_features) if tensors.has(name) else None
 
 
 def setting(where: str, config: Mapping[str, Any], names: Sequence[str], default: int | None = None) -> int:
-    """The whole number that a config has under one of `names`."""
+    """Return the whole number that a config has under one of `names`."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if type(value) is not int or value == 0 or value < -1:
         raise CheckpointError(
@@ -72,10 +72,10 @@ def group_count(tensors: TensorFolder, module: str, group_size: int, in_features
 
 
 def order_of(tensors: TensorFolder, name: str, groups: int, in_features: int) -> Tensor | None:
-    """Inputs int64 [K] in the order of their groups, from the group index `name`; None when they are so.
+    """Return the inputs int64 [K] in the order of their groups; None when they lie in that order.
 
-    Tools that do not reorder leave the index out, all zero or all -1. UnsupportedError: groups that differ in
-    size.
+    `name` is the tensor of each input's group. Tools that do not reorder leave it out, or write all zeros or
+    all -1. Raises UnsupportedError for groups that differ in size.
     """
     if not tensors.has(name):
         return None

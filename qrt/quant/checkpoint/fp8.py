@@ -1,4 +1,4 @@
-"""fp8 as DeepSeek and Qwen publish it and transformers writes it, in blocks, and as AutoFP8 does, per tensor:
+"""fp8 in blocks, as DeepSeek, Qwen and transformers write it, and per tensor, as AutoFP8 does.
 
 P.weight            fp8   [N, K]                      weight / scale, e4m3
 P.weight_scale_inv  float [ceil(N/B0), ceil(K/B1)]    the scale, whatever its name says, of each block

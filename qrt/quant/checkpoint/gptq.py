@@ -45,8 +45,11 @@ VERSIONS = {"gptq": 1, "gptq_v2": 2}
 
 
 class Gptq(CheckpointFormat):
-    """quant_method "gptq"; also AutoGPTQ's quantize_config.json and marlin flag, and GPTQModel's `dynamic`
-    rules and newer name of `checkpoint_format`."""
+    """Read quant_method "gptq".
+
+    Reads AutoGPTQ's quantize_config.json and marlin flag too, and GPTQModel's `dynamic` rules and its newer
+    name of `checkpoint_format`.
+    """
 
     def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
         self._where = f"{tensors.path}: quantization_config"
@@ -120,7 +123,7 @@ class Gptq(CheckpointFormat):
         return None
 
     def _overrides(self, module: str) -> Mapping[str, Any]:
-        """What the first matching rule of `dynamic` changes for `module`."""
+        """Return what the first matching rule of `dynamic` changes for `module`."""
         return next((changes for pattern, changes in self._rules if pattern.match(module)), {})
 
 

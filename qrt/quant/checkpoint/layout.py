@@ -49,7 +49,7 @@ class Layout(ABC):
 
     @abstractmethod
     def decode(self, tensors: TensorFolder, module: str, spec: QuantSpec) -> WeightData:
-        """The inverse of `encode`, with the bias; CheckpointError when a tensor is absent or does not fit."""
+        """Undo `encode`, with the bias; raises CheckpointError when a tensor is absent or does not fit."""
 
 
 class PackQuantized(Layout):
@@ -129,7 +129,7 @@ class FloatQuantized:
         self.block, self.scale = block, scale
 
     def decode(self, tensors: TensorFolder, module: str) -> WeightData:
-        """The weight and its bias; CheckpointError when a tensor is absent or does not fit."""
+        """Read the weight and its bias; raises CheckpointError when a tensor is absent or does not fit."""
         weight = tensors.tensor(f"{module}.weight", "N K", torch.float8_e4m3fn)
         n, k = weight.shape
         rows, columns = (

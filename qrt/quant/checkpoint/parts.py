@@ -81,7 +81,7 @@ class Parts:
         return list(self._notes)
 
     def notes(self, label: str) -> Mapping[str, Any]:
-        """What `finish` was given for a step."""
+        """Return what `finish` was given for a step."""
         return self._notes[label]
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
@@ -100,12 +100,12 @@ class Parts:
         self._notes[label] = dict(notes)
 
     def step(self, label: str) -> TensorFolder:
-        """The tensors of a finished step."""
+        """Return the tensors of a finished step."""
         files = read_json(self.path / f"{label}.json")["files"]
         return TensorFolder(self.path, _by_name(self._shards(files)))
 
     def tensors(self) -> TensorFolder:
-        """The tensors of all steps."""
+        """Return the tensors of all steps."""
         return TensorFolder(self.path, _by_name(self._shards([*self._files, *self._open])))
 
     def remove(self) -> None:

@@ -65,10 +65,11 @@ class Checkpoint(TensorFolder):
                 self.config["dtype"] = str(dtype).removeprefix("torch.")
 
     def linear(self, module: str) -> tuple[str, WeightData]:
-        """Scheme name (a key of WEIGHT_SCHEMES) and canonical weight of a Linear, e.g.
-        "model.layers.0.self_attn.q_proj". Unquantized weights are mapped, codes are unpacked into memory.
+        """Return the scheme (a key of WEIGHT_SCHEMES) and the canonical weight of a Linear.
 
-        CheckpointError and UnsupportedError as in CheckpointFormat, and for a tensor of it that was not read.
+        `module` is for example "model.layers.0.self_attn.q_proj". Unquantized weights are mapped, codes are
+        unpacked into memory. Raises CheckpointError and UnsupportedError as CheckpointFormat does, and for a
+        tensor of the Linear that was not read.
         """
         reading = Reading(self)
         found = self._format.linear(reading, module)
@@ -85,8 +86,10 @@ class Checkpoint(TensorFolder):
             )
 
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
-        """Scheme name and grid of a Linear (None: unquantized) by config.json alone; UnsupportedError for a
-        quant_method whose config does not tell."""
+        """Return the scheme and the grid of a Linear (None: unquantized) by config.json alone.
+
+        Raises UnsupportedError for a quant_method whose config does not tell.
+        """
         return self._format.grid(module)
 
 
@@ -108,18 +111,18 @@ class Reading(TensorFolder):
 
 
 def open_checkpoint(path: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Open a folder (or the bundled "tiny"); checks what can be checked without reading weights. Without
-    `weights` there need not be any.
+    """Open a folder (or the bundled "tiny"), and check what can be checked without reading weights.
 
-    Raises CheckpointError: no such folder, no config.json, no safetensors (says so when only .bin files are
-    there), an index that names a missing shard or a path outside the folder, a link to a file that is gone,
-    a truncated shard; UnsupportedError: a quant_method or a quantization_config that qrt does not read.
+    Without `weights` there need not be any. Raises CheckpointError: no such folder, no config.json, no
+    safetensors (says so when only .bin files are there), an index that names a missing shard or a path
+    outside the folder, a link to a file that is gone, a truncated shard; UnsupportedError: a quant_method or
+    a quantization_config that qrt does not read.
     """
     return Checkpoint(model_folder(path), weights=weights)
 
 
 def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The quantization_config with its quant_method; refuses a method that qrt does not read."""
+    """Return the quantization_config with its quant_method; refuse a method that qrt does not read."""
     entry = config.get("quantization_config")
     entry = config.get("compression_config") if entry is None else entry  # old compressed-tensors
     if entry is None:

@@ -1,5 +1,6 @@
-"""One safetensors file: its header is checked when it is opened, its tensors are mapped one at a time; and
-written one at a time, so that neither way more than a tensor is in memory.
+"""One safetensors file, read and written with no more than one tensor in memory.
+
+Its header is checked when it is opened; its tensors are mapped one at a time, and written one at a time.
 
 The layout: a little-endian uint64 header length, a JSON header (dtype, shape and data_offsets of each
 tensor), then the data. Each tensor gets a mapping of its own, so that memory is given back with the tensor;
@@ -50,7 +51,7 @@ class Shard:
     tensors: dict[str, tuple[TensorSpec, int]]
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor `name`, mapped copy-on-write: pages are read from disk when they are first used."""
+        """Map the tensor `name` copy-on-write: pages are read from disk when they are first used."""
         spec, begin = self.tensors[name]
         if spec.num_bytes == 0:
             return spec.zeros("cpu")

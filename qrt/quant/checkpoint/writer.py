@@ -103,16 +103,16 @@ class CheckpointWriter:
         return self._folder.parts.labels
 
     def notes(self, label: str) -> Mapping[str, Any]:
-        """The notes of a finished step."""
+        """Return the notes of a finished step."""
         return self._folder.parts.notes(label)
 
     def read_linear(self, label: str, module: str) -> WeightData:
-        """A Linear of a finished step, as it was added."""
+        """Read a Linear of a finished step, as it was added."""
         scheme, spec = self._grid_of(module)
         return stored_as(scheme).layout.decode(self._folder.parts.step(label), module, spec)
 
     def read_tensor(self, label: str, name: str) -> Tensor:
-        """An unquantized tensor of a finished step."""
+        """Read an unquantized tensor of a finished step."""
         return self._folder.parts.step(label).tensor(name)
 
     @property
@@ -129,8 +129,10 @@ class CheckpointWriter:
         return self._overrides.get(module, self._default)
 
     def add_linear(self, module: str, weight: WeightData, again: bool = False) -> None:
-        """Add a quantized Linear, e.g. "model.layers.0.mlp.up_proj", on its grid, with its bias. With `again`
-        it stands for the one that an earlier step has added."""
+        """Add a quantized Linear, e.g. "model.layers.0.mlp.up_proj", on its grid, with its bias.
+
+        With `again` it replaces the one that an earlier step has added.
+        """
         assert weight.scale is not None and weight.perm is None, f"{module}: not quantized, or permuted"
         scheme, spec = self._grid_of(module)
         grid = (weight.bits, weight.zero is None, weight.scale.shape[1])
@@ -148,8 +150,10 @@ class CheckpointWriter:
         self._linears.add(module)
 
     def add_tensor(self, name: str, tensor: Tensor, again: bool = False) -> None:
-        """Add an unquantized tensor, `again` likewise; an lm_head that merely repeats its tied embedding is
-        left out."""
+        """Add an unquantized tensor; with `again` it replaces the one of an earlier step.
+
+        An lm_head that merely repeats its tied embedding is left out.
+        """
         self._folder.add({name: tensor}, again)
 
     def add_file(self, name: str, content: str) -> None:
@@ -223,8 +227,10 @@ class OutputFolder:
         self.parts.close()
 
     def publish(self, quantization: Mapping[str, Any], replaced: set[str]) -> None:
-        """Copy the parts into shards, add the other files, and move the folder into place. `replaced` are
-        the source's tensors that others stand for."""
+        """Copy the parts into shards, add the other files, and move the folder into place.
+
+        `replaced` are the tensors of the source in whose place others are written.
+        """
         try:
             missing = set(self._source.names()) - self._added - replaced - self._left_out
             assert not missing, f"never added: {sorted(missing)}"
@@ -273,7 +279,7 @@ class OutputFolder:
 
 
 def _shards(tensors: TensorFolder, most: int) -> list[list[str]]:
-    """The tensors' names in shards of at most `most` bytes; tensors of one module share a shard."""
+    """Return the tensors' names in shards of at most `most` bytes; tensors of one module share a shard."""
     modules: dict[str, list[str]] = {}
     for name in tensors.stored_names():
         modules.setdefault(name.rpartition(".")[0], []).append(name)
