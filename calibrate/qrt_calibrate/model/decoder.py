@@ -109,13 +109,13 @@ class Decoder:
     def logits(self, hidden: Tensor, other: AnyHead | None = None) -> Tensor:
         """Return logits [T, V], fp32 on the device, of hidden states [T, H] behind the last layer.
 
-        They are of the head as it was read, or of an `other` one.
+        Uses the checkpoint's head unless `other` gives one.
         """
         norm, head = self._final()
         return (other or head).logits(norm(hidden.to(self._device)))
 
     def _final(self) -> tuple[nn.Module, PlainHead]:
-        """Return the last norm, and the head as it was read."""
+        """Return the last norm and the head of the checkpoint."""
         if self._head is None:
             norm = copy.deepcopy(self._norm)
             weight = read(self._checkpoint, f"{self._arch.norm}.weight")

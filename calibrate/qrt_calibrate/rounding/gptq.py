@@ -20,8 +20,8 @@ from qrt_calibrate.rounding.precision import EXACT, products
 
 BLOCK = 128  # columns whose errors are spread one by one; beyond the block they are spread together
 ROW_BLOCKS = 64  # in which rows are rounded where they feel each other
-NARROW = 2048  # most columns of a weight whose rows are cut into so many blocks
-WIDE_ROW_BLOCKS = 16  # of a wider one: each of its many blocks waits for launches
+NARROW = 2048  # most columns of a weight whose rows are cut into ROW_BLOCKS
+WIDE_ROW_BLOCKS = 16  # for a wider weight, which has many column blocks: each block costs some launches
 CACHED_ROWS = 4096  # that a CPU rounds at a time: a block's columns stay in its cache
 WALK_BYTES = 13  # of a weight while its Linear is rounded: as it came, as it is moved, its error, its code
 MOVED_ROWS = 4096  # of a matrix that change places together
