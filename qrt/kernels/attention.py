@@ -1,7 +1,7 @@
-"""Attention of a step over the cache of one layer: the operators, called with what a layer holds.
+"""Attention of a step over one layer's cache: calls the operators with what a layer holds.
 
-q [T, Hq, D], k and v [T, Hkv, D] and out [T, Hq, D] are of all tokens of the step; rope is cos and sin, fp32
-[P, D/2] each, by position. What each operator does is said where it is defined.
+q [T, Hq, D], k and v [T, Hkv, D] and out [T, Hq, D] hold all tokens of the step. rope is cos and sin, fp32
+[P, D/2] each, one row per position. Each operator's package says what it does.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from qrt.kernels.step import KVLayer, StepMeta
 
 
 def store(q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], step: StepMeta, kv: KVLayer) -> None:
-    """Turn q, k and v by RoPE and into the basis of the cache, in place, and store k and v (`kv_write`)."""
+    """Apply RoPE to q and k, turn q, k and v into the cache's basis in place, store k and v (`kv_write`)."""
     kv_write(q, k, v, *rope, step.positions, step.slots, kv.buffers, kv.smoothing, kv.format)
 
 
 def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scale: float) -> None:
-    """Write what the tokens that decode attend, if there are any, to `out` (`decode_attention`)."""
+    """Write the attention of the tokens that decode, if any, to `out` (`decode_attention`)."""
     if decode := step.decode:
         decode_attention(
             q[: step.num_decodes],
@@ -41,7 +41,7 @@ def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scale: f
 def attend_chunks(
     q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scale: float
 ) -> None:
-    """Write what the tokens of chunks attend, if there are any, to `out` (`prefill_attention`)."""
+    """Write the attention of the prefill chunks' tokens, if any, to `out` (`prefill_attention`)."""
     if chunks := step.prefill:
         prefill_attention(
             q,
@@ -71,9 +71,9 @@ def append(
     out: Sequence[Tensor],
     scale: float,
 ) -> None:
-    """`store` and `attend_decodes` of a step of decodes alone, in one launch (`append_attention`).
+    """Do `store` and `attend_decodes` in one launch, for a step that only decodes (`append_attention`).
 
-    out: [out], or [codes, facts] of it as Digits. q, k and v stay as they are.
+    `out` is [out], or [codes, facts] of `Digits` to write the result into. q, k and v stay as they are.
     """
     decode = step.decode
     assert decode is not None, "a step without decodes"

@@ -1,4 +1,4 @@
-"""TMA descriptors: what the bulk copy engine of a Hopper GPU brings from a tensor, as `launch` takes them."""
+"""TMA descriptors, as `launch` takes them: how a tensor lies in memory, for a Hopper GPU's copy engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-MOST_KEPT = 1 << 14  # descriptors, half a kilobyte each: of all weights, and of the places activations have
+MOST_KEPT = 1 << 14  # descriptors, half a kilobyte each: of all weights, and of all addresses of activations
 
 
 class Box:
-    """A block of a tensor that is copied at a time, and how it lies in shared memory.
+    """The block of a tensor that is copied at a time, and its layout in shared memory.
 
-    Kernels are compiled for it: `box` returns one object of each kind.
+    Kernels are compiled for it. `box` returns the same object for the same values.
     """
 
     __slots__ = ("_encoding", "block", "dtype", "layout")
@@ -30,24 +30,24 @@ class Box:
         self._encoding: dict[str, Any] | None = None  # as the compiler wants it
 
     def has(self, encoding: dict[str, Any] | None) -> bool:
-        """Take what a compiled kernel says of its descriptors; False if another one said otherwise."""
+        """Remember a compiled kernel's encoding; return False if an earlier kernel had a different one."""
         if self._encoding is None:
             self._encoding = encoding
         return encoding is not None and self._encoding == encoding
 
     def encode(self, descriptor: TensorDescriptor) -> list[Any] | None:
-        """What CUDA takes for a descriptor; None before a kernel with such boxes was compiled."""
+        """Return what CUDA takes for a descriptor; None before a kernel with this box is compiled."""
         return None if self._encoding is None else make_tensordesc_arg(descriptor, self._encoding)
 
 
 @cache
 def box(dtype: torch.dtype, block: tuple[int, ...], layout: gl.NVMMASharedLayout) -> Box:
-    """Return the one `Box` of its kind."""
+    """Return the one `Box` with these values."""
     return Box(dtype, block, layout)
 
 
 class _Place(NamedTuple):
-    """As much of a tensor as Triton asks a descriptor's for, without keeping its memory."""
+    """The two things Triton asks of a descriptor's tensor. Does not keep the tensor's memory alive."""
 
     address: int
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class _Place(NamedTuple):
 
 
 class Descriptor:
-    """A TMA descriptor: elements of `box.dtype` from an address on, by shape and strides."""
+    """A TMA descriptor of the elements of `box.dtype` at an address, with a shape and strides."""
 
     __slots__ = ("_values", "box", "device", "for_triton")
 
@@ -72,16 +72,16 @@ class Descriptor:
 
     @property
     def values(self) -> list[Any]:
-        """What CUDA takes: 128 bytes, then shape and strides. Empty before a kernel was compiled for it."""
+        """Return what CUDA takes: 128 bytes, shape, strides. Empty before a kernel is compiled for it."""
         if self._values is None:
             self._values = self.box.encode(self.for_triton)
         return self._values or []
 
 
-# By address, not by tensor: whatever lies there in this shape has the same descriptor.
+# Keyed by address, not by tensor: any tensor of this shape at this address has the same descriptor.
 descriptor_at = lru_cache(maxsize=MOST_KEPT)(Descriptor)
 
 
 def descriptor_of(x: Tensor, box: Box) -> Descriptor:
-    """Return the descriptor of all of x, a tensor of the box's dtype."""
+    """Return the descriptor of the whole tensor x, whose dtype is the box's."""
     return descriptor_at(box, x.get_device(), x.data_ptr(), x.shape, x.stride())

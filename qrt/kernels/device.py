@@ -1,4 +1,4 @@
-"""Device code that the attention-side kernels share: tiles of half heads, the rotation, online softmax."""
+"""Device code that the attention kernels share: tiles of half heads, the rotation, online softmax."""
 
 from functools import lru_cache
 
@@ -13,25 +13,30 @@ from qrt.quant import rotation
 from qrt.quant.kv.device import ASM, with_tokens
 
 CROSSED_BELOW = tl.constexpr(rotation.CROSSED_BELOW)
-MIN_COLUMNS = 16  # a tensor-core dot wants at least 16 in every dimension
+MIN_COLUMNS = 16  # a tensor-core dot needs at least 16 in every dimension
 
 
 def half_width(head_dim: int, parts: int) -> int:
-    """H: columns of a half-head tile, `parts` parts of D/2/parts dims each padded to a power of two."""
+    """Return H, the columns of a half-head tile: `parts` of D/2/parts, each padded to a power of two."""
     return parts * max(MIN_COLUMNS, next_power_of_2(head_dim // 2 // parts))
 
 
 def token_stride(x: Tensor, name: str) -> int:
-    """Elements between tokens of x [T, heads, D]; ValueError unless a token's heads are contiguous."""
+    """Return the elements between tokens of x [T, heads, D].
+
+    Raise ValueError unless the heads of a token are contiguous.
+    """
     if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
-        raise ValueError(f"{name}: strides {x.stride()}, wanted contiguous heads (.., {x.shape[2]}, 1)")
+        raise ValueError(f"{name}: expected contiguous heads (strides .., {x.shape[2]}, 1), got {x.stride()}")
     return x.stride(0)
 
 
 @lru_cache(maxsize=64)
 def signs(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
-    """`rotation.matrix` as entries -1, 0 and 1 (fp16 [D/2, D/2] on `device`) and their common factor, that of
-    `cross` included."""
+    """Return `rotation.matrix` as signs, fp16 [D/2, D/2] on `device`, and their common factor.
+
+    The signs are -1, 0 and 1. The factor includes that of `cross`.
+    """
     matrix = rotation.matrix(head_dim)
     factor = 2**-0.5 if head_dim < rotation.CROSSED_BELOW else 1.0
     return matrix.sign().half().to(device), matrix.abs().max().item() * factor
@@ -39,11 +44,12 @@ def signs(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
 
 @triton.jit
 def after_previous(OVERLAPS: tl.constexpr):
-    """Nothing that kernels before this one write may be read, and nothing be written, above this call.
+    """Wait for the kernel before this one, and let the next one start.
 
-    With OVERLAPS (`gpu.overlaps`; the launch says `launch_pdl`) the kernel starts while the one before it
-    runs, and lets the next one start: https://docs.nvidia.com/cuda/cuda-c-programming-guide, programmatic
-    dependent launch. Every program must call it, or the kernel may be done before the one before it.
+    Above this call a kernel must not write, nor read what earlier kernels write. With OVERLAPS
+    (`gpu.overlaps`; the launch says `launch_pdl`) the kernel starts while the one before it runs. This is
+    programmatic dependent launch: https://docs.nvidia.com/cuda/cuda-c-programming-guide. Every program must
+    call this, or the kernel may end before the one before it.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -52,14 +58,17 @@ def after_previous(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def load_halves(rows, live, dims, real, D: tl.constexpr):
-    """Vectors at `rows` [M] (pointers) -> lo, hi [M, H]; zero where not `live` [M] or not `real` [H]."""
+    """Load the halves lo, hi [M, H] of the vectors at pointers `rows` [M].
+
+    They are zero where `live` [M] or `real` [H] is False.
+    """
     at, mask = rows[:, None] + dims[None, :], live[:, None] & real[None, :]
     return tl.load(at, mask=mask, other=0.0), tl.load(at + D // 2, mask=mask, other=0.0)
 
 
 @triton.jit
 def store_halves(rows, lo, hi, live, dims, real, D: tl.constexpr):
-    """The inverse of `load_halves`, rounding to the dtype of `rows`."""
+    """Store what `load_halves` loads, rounded to the dtype of `rows`."""
     at, mask = rows[:, None] + dims[None, :], live[:, None] & real[None, :]
     tl.store(at, lo.to(rows.dtype.element_ty), mask=mask)
     tl.store(at + D // 2, hi.to(rows.dtype.element_ty), mask=mask)
@@ -67,7 +76,7 @@ def store_halves(rows, lo, hi, live, dims, real, D: tl.constexpr):
 
 @triton.jit
 def load_signs(matrix, dims, real, D: tl.constexpr, TRANSPOSE: tl.constexpr):
-    """The rotation's signs [H, H] fp32 (their transpose undoes it), zero outside `real`."""
+    """Load the rotation's signs [H, H] as fp32, zero outside `real`. Their transpose undoes the rotation."""
     row, column = dims[:, None], dims[None, :]
     at = column * (D // 2) + row if TRANSPOSE else row * (D // 2) + column
     return tl.load(matrix + at, mask=real[:, None] & real[None, :], other=0.0).to(tl.float32)
@@ -75,7 +84,7 @@ def load_signs(matrix, dims, real, D: tl.constexpr, TRANSPOSE: tl.constexpr):
 
 @triton.jit
 def cross(lo, hi, D: tl.constexpr):
-    """The exchange between the halves of a narrow head, times sqrt(2); its own inverse but for a factor."""
+    """Mix the halves of a narrow head, times sqrt(2). Applied twice it gives them back, times 2."""
     if D < CROSSED_BELOW:
         lo, hi = lo + hi, lo - hi
     return lo, hi
@@ -83,7 +92,7 @@ def cross(lo, hi, D: tl.constexpr):
 
 @triton.jit
 def rotate(x, matrix, factor):
-    """x [M, H] fp32 times signs [H, H] times factor: two TF32 terms hold 22 of x's 24 bits."""
+    """Return x [M, H] fp32 times signs [H, H] times factor. Two TF32 terms hold 22 of x's 24 bits."""
     high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # what TF32 keeps
     y = tl.dot(high, matrix, input_precision="tf32")
     return tl.dot(x - high, matrix, y, input_precision="tf32") * factor
@@ -91,7 +100,7 @@ def rotate(x, matrix, factor):
 
 @triton.jit
 def sums_and_differences(x, SPAN: tl.constexpr):
-    """Of x[.., i] and x[.., i + SPAN], in their places: [M, N] -> [M, N]."""
+    """Replace x[.., i] and x[.., i + SPAN] by their sum and difference: [M, N] -> [M, N]."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     a, b = tl.split(tl.permute(tl.reshape(x, (M, N // (2 * SPAN), 2, SPAN)), (0, 1, 3, 2)))
@@ -100,7 +109,7 @@ def sums_and_differences(x, SPAN: tl.constexpr):
 
 @triton.jit
 def hadamard(x):
-    """x [M, N] fp32 times the Sylvester matrix [N, N], N a power of two: log2(N) rounds of additions."""
+    """Return x [M, N] fp32 times the Sylvester matrix [N, N], N a power of two, in log2(N) rounds."""
     for i in tl.static_range(10):
         if 2 << i <= x.shape[1]:
             x = sums_and_differences(x, 1 << i)
@@ -109,7 +118,7 @@ def hadamard(x):
 
 @triton.jit
 def into_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
-    """`rotation.rotate` of halves lo, hi [M, H] fp32."""
+    """Apply `rotation.rotate` to the halves lo, hi [M, H] fp32 of vectors."""
     lo, hi = cross(lo, hi, D)
     if lo.shape[1] == D // 2:  # no padding, so the matrix is signs times one Hadamard matrix
         sign = (tl.load(rotation[0] + dims * (D // 2)).to(tl.float32) * rotation[1])[None, :]
@@ -121,7 +130,7 @@ def into_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
 
 @triton.jit
 def out_of_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
-    """The inverse of `into_basis`."""
+    """Undo `into_basis`."""
     lo, hi = cross(lo, hi, D)
     if lo.shape[1] == D // 2:
         sign = (tl.load(rotation[0] + dims * (D // 2)).to(tl.float32) * rotation[1])[None, :]
@@ -133,14 +142,16 @@ def out_of_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
 
 @triton.jit
 def rope(lo, hi, cos, sin):
-    """Halves of vectors turned by their angles, all [M, H] fp32. What is fused is said, so that all kernels
-    have the same bits."""
+    """Turn the halves lo, hi of vectors by their angles, all [M, H] fp32.
+
+    The fused operations are spelled out, so that all kernels give the same bits.
+    """
     return tl.fma(lo, cos, -(hi * sin)), tl.fma(hi, cos, lo * sin)
 
 
 @triton.jit
 def enter_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
-    """`into_basis` of vectors [M, H] fp32, M at least 8, to 16 bits: by dots, as `leave_basis`."""
+    """Do `into_basis` with dots, to 16 bits, for vectors [M, H] fp32 with M at least 8; see `leave_basis`."""
     lo, hi = cross(lo, hi, D)
     matrix = load_signs(rotation[0], dims, real, D, True)
     return _turned(matrix, lo, True) * rotation[1], _turned(matrix, hi, True) * rotation[1]
@@ -148,8 +159,11 @@ def enter_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
 
 @triton.jit
 def leave_basis(lo, hi, rotation, dims, real, D: tl.constexpr, COLUMNS: tl.constexpr):
-    """`out_of_basis` of vectors [M, H] fp32, to 16 bits: by dots, which take fewer instructions. The vectors
-    are the columns of these, and M is at least 8, or with COLUMNS False the rows, and M at least 16."""
+    """Do `out_of_basis` with dots, to 16 bits, for vectors [M, H] fp32. Dots take fewer instructions.
+
+    With COLUMNS the dots have the vectors as columns, and M is at least 8. Else they have them as rows, and M
+    is at least 16.
+    """
     lo, hi = cross(lo, hi, D)
     matrix = load_signs(rotation[0], dims, real, D, not COLUMNS)
     return _turned(matrix, lo, COLUMNS) * rotation[1], _turned(matrix, hi, COLUMNS) * rotation[1]
@@ -157,8 +171,10 @@ def leave_basis(lo, hi, rotation, dims, real, D: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def _turned(matrix, x, COLUMNS: tl.constexpr):
-    """Signs [H, H] times each of x [M, H] as COLUMNS, or each of x as rows times signs: two bf16 terms hold
-    16 of its 24 bits."""
+    """Multiply the signs [H, H] by each vector of x [M, H] as a column, or without COLUMNS as a row.
+
+    Two bf16 terms hold 16 of x's 24 bits.
+    """
     if COLUMNS:
         x = tl.trans(x)
     if ASM:
@@ -177,11 +193,11 @@ def _turned(matrix, x, COLUMNS: tl.constexpr):
 
 @triton.jit
 def online_softmax(query, tile, visible, m, l, acc, FMT: tl.constexpr):
-    """Attend one tile of N tokens, `visible` [N], by M heads: running reference m [M], sums l (`no_sums`
-    at first) and accumulator, in base 2.
+    """Attend the tokens of one tile, `visible` [N], with M heads, and return the new m, l and acc.
 
-    m is the heads' maximum with the format's weights. A token of the first tile must be visible, or m stays
-    -inf (Milakov and Gimelshein 2018, arXiv:1805.02867).
+    m [M] is the running maximum of each head, the format's weights included, l the running sums (`no_sums` at
+    first), acc the accumulator; all in base 2. The first tile must have a visible token, or m stays -inf
+    (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
     scores = tl.where(visible[:, None], FMT.scores(query, tile), -float("inf"))
     m_new = tl.maximum(m, tl.max(scores + FMT.weight(tile, m.shape[0]), 0))

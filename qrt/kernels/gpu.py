@@ -1,4 +1,4 @@
-"""What a device is, as launchers ask: torch only, so that the host side of an operator may ask too."""
+"""What launchers ask about a device. Imports torch only, so that an operator's host side can ask too."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +11,10 @@ _HOPPER_SHARED_BYTES = 227 << 10
 
 
 def launches_on(device: torch.device) -> torch.cuda.device:
-    """Within it kernels are launched on this GPU: Triton and graphs take the thread's current one, wherever
-    their tensors are. Of a CPU nothing."""
+    """Launch kernels and graphs on `device` within this context. Do nothing on a CPU.
+
+    Triton and CUDA graphs otherwise use the thread's current GPU, wherever the tensors are.
+    """
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
@@ -27,9 +29,10 @@ def _is_recording(device: torch.device) -> bool:
 
 @contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """Record what is within it on a second stream of a CUDA graph, beside what follows up to `together`.
+    """Record this context on a second stream of a CUDA graph, beside what follows up to `together`.
 
-    Outside of a recording it changes nothing: there the host is what steps wait for."""
+    Without a recording it changes nothing: the host is then the bottleneck, not the GPU.
+    """
     if not _is_recording(device):
         yield
         return
@@ -40,20 +43,20 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 def together(device: torch.device) -> None:
-    """Let what follows wait for what was recorded `aside`."""
+    """Make what follows wait for what was recorded `aside`."""
     if _is_recording(device):
         torch.cuda.current_stream(device).wait_stream(_side_stream(device))
 
 
 @lru_cache(maxsize=8)
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 1 of a CPU."""
+    """Return the number of streaming multiprocessors of a GPU; 1 for a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @lru_cache(maxsize=8)
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have; on a CPU, a Hopper GPU's."""
+    """Return the bytes of shared memory that one program may have; for a CPU, those of a Hopper GPU."""
     if device.type != "cuda":
         return _HOPPER_SHARED_BYTES
     properties: Any = torch.cuda.get_device_properties(device)
@@ -62,11 +65,11 @@ def shared_bytes(device: torch.device) -> int:
 
 @lru_cache(maxsize=8)
 def is_hopper(device: torch.device) -> bool:
-    """Whether the device has wgmma."""
+    """Return whether the device is a Hopper GPU, which has wgmma."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @lru_cache(maxsize=8)
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may start before the one it follows is done (programmatic dependent launch)."""
+    """Return whether a kernel may start before the previous one ends (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,17 +1,17 @@
-"""Launch kernels: every Triton and Gluon kernel of `qrt.kernels` is launched from here.
+"""`variant`, from which every Triton and Gluon kernel of `qrt.kernels` is launched.
 
     variant(_rmsnorm, K=4096, num_warps=8).launch((rows,), x, weight, y)
 
-does what `_rmsnorm[(rows,)](x, weight, y, K=4096, num_warps=8)` does, at a fraction of the host's time.
-Triton binds all arguments by name, names the compiled kernel by a string of all constants and compares the
-globals that the kernel reads, anew for each launch. A `Variant` asks Triton only for arguments of a kind it
-has not seen. It keeps the compiled kernel by that kind, and hands plain addresses and numbers to the C
-function that launches it.
+does what `_rmsnorm[(rows,)](x, weight, y, K=4096, num_warps=8)` does, in a fraction of the host's time.
+At every launch Triton binds all arguments by name, builds a string of all constants to find the compiled
+kernel, and compares the globals that the kernel reads. A `Variant` goes through Triton only for arguments of
+a kind it has not seen. It keeps the compiled kernel of each kind, and passes plain addresses and numbers to
+the C function that launches it.
 
-The kind of an argument is all that Triton compiles for: of a tensor its dtype and whether it begins at a
-multiple of 16 bytes; of an int whether it is 1 or a multiple of 16, and its width; of a TMA descriptor its
-dtype, block and layout; of a tuple the kinds of its elements. It may tell apart more than Triton does, never
-less.
+The kind of an argument is everything that Triton compiles for. For a tensor that is its dtype, and whether it
+begins at a multiple of 16 bytes; for an int its width, and whether it is 1 or a multiple of 16; for a TMA
+descriptor its dtype, block and layout; for a tuple the kinds of its elements. Kinds may be finer than
+Triton's, never coarser.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 Grid = Sequence[int]
 Start = Callable[[int, int, int, int, list[Any]], None]  # grid, stream, values
-COMPILED = not triton.knobs.runtime.interpret  # or Triton interprets kernels: for tests on a CPU
+COMPILED = not triton.knobs.runtime.interpret  # False if Triton interprets kernels, for tests on a CPU
 _BASE_16, _INT_32, _INT_64 = 15, 1 << 31, 1 << 63
 
 
@@ -50,7 +50,7 @@ _BASE_16, _INT_32, _INT_64 = 15, 1 << 31, 1 << 63
 def variant(kernel: Any, **constants: Any) -> Variant:
     """Return the `Variant` of a kernel with these constants and compile options (num_warps, maxnreg, ...).
 
-    It is kept for ever: give what differs from step to step to `launch`, not here.
+    It is kept for ever, so pass what differs from step to step to `launch`, not here.
     """
     return Variant(kernel, constants)
 
@@ -61,15 +61,15 @@ class Variant:
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
         self._kernel = kernel
         self._constants = constants
-        self._is_compiled = isinstance(kernel, JITFunction)  # or Triton interprets it
-        self._known: dict[tuple[Any, ...], Start | None] = {}  # by device and kinds; None: Triton must do it
+        self._is_compiled = isinstance(kernel, JITFunction)  # else Triton interprets it
+        self._known: dict[tuple[Any, ...], Start | None] = {}  # by device and kinds; None: only Triton can
         varying = [name for name in kernel.arg_names if name not in constants]
         if varying != kernel.arg_names[: len(varying)]:
             raise ValueError(f"{kernel.__name__}: expected the parameters {varying} before its constants")
-        self._rest = [None] * (len(kernel.arg_names) - len(varying))  # C does not look at constants
+        self._rest = [None] * (len(kernel.arg_names) - len(varying))  # the C function ignores constants
 
     def launch(self, grid: Grid, *args: Any) -> None:
-        """Launch it over a grid of one to three sizes on the thread's current device and stream."""
+        """Launch the kernel over a grid of one to three sizes on the thread's current device and stream."""
         if (compiler := _compiler.get()) is not None:
             compiler.take(self, grid, args)
             return
@@ -92,17 +92,17 @@ class Variant:
         start(x, y, z, gpu.get_current_stream(device), values + self._rest)
 
     def _meet(self, key: tuple[Any, ...], grid: Grid, args: Sequence[Any]) -> None:
-        """Launch arguments of a kind for the first time."""
+        """Launch with arguments of a kind that is new, and remember how."""
         kernel = self._through_triton(grid, args)
         if key not in self._known:
             self._known[key] = start_of(kernel, args)
 
     def compile(self, grid: Grid, args: Sequence[Any]) -> None:
-        """Compile it for arguments of this kind."""
+        """Compile the kernel for arguments of this kind."""
         self._kernel.warmup(*map(_for_triton, args), grid=tuple(grid), **self._constants)
 
     def _through_triton(self, grid: Grid, args: Sequence[Any]) -> Any:
-        """Launch as Triton does; returns the compiled kernel."""
+        """Launch through Triton, and return the compiled kernel."""
         return self._kernel[tuple(grid)](*map(_for_triton, args), **self._constants)
 
 
@@ -111,16 +111,16 @@ def _for_triton(arg: Any) -> Any:
 
 
 def _is_watched() -> bool:
-    """Whether someone wants to hear of every launch, as profilers do."""
+    """Return whether a hook, such as a profiler's, is called at every launch."""
     runtime: Any = triton.knobs.runtime
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
 def read(args: Sequence[Any], device: int, kinds: list[Any], values: list[Any]) -> bool:
-    """Append the kind of each argument to `kinds` and what C takes for it to `values`.
+    """Append each argument's kind to `kinds`, and what the C function takes for it to `values`.
 
-    Returns False where an argument is not on this GPU, or of a type that only Triton knows.
+    Return False if an argument is not on this GPU, or has a type that only Triton knows.
     """
     for arg in args:
         kind = type(arg)
@@ -166,9 +166,9 @@ def _kind_of_int(value: int) -> str:
 
 
 def start_of(kernel: Any, args: Sequence[Any]) -> Start | None:
-    """Return what launches a compiled kernel with arguments of this kind; None where only Triton can.
+    """Return a function that launches a compiled kernel with arguments of this kind.
 
-    That is a kernel that needs scratch memory, or a GPU that is not NVIDIA's.
+    Return None where only Triton can launch it: if it needs scratch memory, or the GPU is not NVIDIA's.
     """
     run = kernel.run  # a CudaLauncher
     if not hasattr(run, "launch_pdl") or run.global_scratch_size or run.profile_scratch_size:
@@ -178,10 +178,10 @@ def start_of(kernel: Any, args: Sequence[Any]) -> Start | None:
         for box, encoding in zip(boxes, kernel.metadata.tensordesc_meta, strict=True):
             if not box.has(encoding):
                 return None
-        launch = inspect.getclosurevars(launch).nonlocals["launcher"]  # which takes descriptors as CUDA does
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]  # the one that takes CUDA's descriptors
     how = kernel.function, run.launch_cooperative_grid, run.launch_pdl
     packed = kernel.packed_metadata
-    if hasattr(run, "arg_annotations"):  # Triton 3.7 and later have one function for all kernels
+    if hasattr(run, "arg_annotations"):  # Triton 3.7 and later: one function for all kernels
         described = packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature
 
         def start(x: int, y: int, z: int, stream: int, values: list[Any]) -> None:
@@ -197,7 +197,7 @@ def start_of(kernel: Any, args: Sequence[Any]) -> Start | None:
 
 
 class _Compiler:
-    """Compiles the kernels that are launched, in threads: an executor for Triton's AsyncCompileMode."""
+    """An executor for Triton's AsyncCompileMode that compiles the kernels launched, in threads."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self.kernels: list[Future[Any]] = []
@@ -205,7 +205,7 @@ class _Compiler:
         self._taken: set[tuple[Any, ...]] = set()
 
     def take(self, variant: Variant, grid: Grid, args: Sequence[Any]) -> None:
-        """Have a kernel compiled, unless it is already, and not launched."""
+        """Start to compile a kernel instead of launching it, unless it is compiled already."""
         if not COMPILED:
             return
         gpu: Any = driver.active
@@ -217,19 +217,19 @@ class _Compiler:
         variant.compile(grid, args)
 
     def submit(self, compile: Callable[[], Any]) -> Future[Any]:
-        """Called by Triton for a kernel that it has not in memory."""
+        """Start a compilation. Triton calls this for a kernel that it does not have in memory."""
         self.kernels.append(self._threads.submit(self._compile, compile))
         return self.kernels[-1]
 
     @staticmethod
     def _compile(compile: Callable[[], Any]) -> Any:
         kernel, gpu = compile(), driver.active
-        gpu.launcher_cls(kernel.src, kernel.metadata)  # the C function of Triton 3.6: kept in a file, too
+        gpu.launcher_cls(kernel.src, kernel.metadata)  # Triton 3.6's C function, which it keeps in a file too
         return kernel
 
 
 class _Zeros(TorchFunctionMode):
-    """Memory that is allocated is zero, since kernels do not write it."""
+    """Makes newly allocated memory zero, since no kernel runs that would write it."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -243,13 +243,13 @@ _compiler: ContextVar[_Compiler | None] = ContextVar("compiler", default=None)  
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Compile the kernels that this thread launches within, several at a time, and launch none of them.
+    """Compile the kernels that this thread launches in this context, many at a time, and launch none.
 
-    Run a step within, then run it again: the second run finds its kernels compiled. All else happens as ever,
-    over zeros: what kernels should have written (`torch.empty`) is zero, so it may serve as an index. Leaving
-    waits for the compilers, with a progress bar on stderr, and raises the first error of one. Threads are
-    enough: four fifths of the time are spent without the interpreter's lock. Where Triton interprets kernels
-    nothing is compiled.
+    Run a step in it, then run the step again: the second run finds its kernels compiled. Everything but
+    kernels runs as usual. What kernels would have written (`torch.empty`) is zero, so that it can serve as an
+    index. Leaving the context waits for the compilers, with a progress bar on stderr, and raises the first
+    error of one. Threads are enough: four fifths of the time is spent without the interpreter's lock. Nothing
+    is compiled where Triton interprets kernels.
     """
     count = len(os.sched_getaffinity(0))
     with warnings.catch_warnings(), ThreadPoolExecutor(count, "compile") as threads:  # Triton sets filters

@@ -1,4 +1,4 @@
-"""`define`: one call registers an operator `qrt::name` from its reference, with its Triton launcher."""
+"""`define`, which registers an operator `qrt::name` from its reference and its Triton launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIBRARY = torch.library.Library("qrt", "FRAGMENT")
 
 
 class Operator(NamedTuple):
-    """What an operator is made of; both functions take the same parameters."""
+    """The two implementations of an operator. Both take the same parameters."""
 
     ref: Callable[..., Any]
     launcher: Lazy
@@ -34,14 +34,16 @@ def define(
 ) -> Callable[P, R]:
     """Register the operator `qrt::<name of ref>`, and return a function that calls it.
 
-    The schema is that of `ref`'s annotations, and the tensors that `mutates` names are written to. `ref` runs
-    CPU tensors, `triton` ("module:attribute", imported on first use) runs CUDA tensors with the same
-    parameters. QRT_KERNEL_BACKEND overrides (config.KernelBackend). `fake` makes the outputs without data; it
-    names the parameters that it needs, and is left out where nothing is returned. An error in a kernel
-    propagates: nothing falls back silently.
+    ref       the reference in torch, which runs CPU tensors; its annotations are the operator's schema
+    triton    the launcher, "module:attribute", which runs CUDA tensors; imported on first use
+    fake      makes the outputs without data; it names the parameters it needs; None if nothing is returned
+    mutates   the names of the tensors that the operator writes to
 
-    The function calls the launcher itself where torch's dispatcher, `torch.ops.qrt.<name>`, would do no more
-    than that: it takes 10 us of the host's time.
+    QRT_KERNEL_BACKEND chooses the reference or the launcher for all devices (`config.KernelBackend`). An
+    error in a kernel reaches the caller: nothing falls back in silence.
+
+    The returned function calls the launcher directly where torch's dispatcher (`torch.ops.qrt.<name>`) would
+    do nothing else: the dispatcher takes 10 us of the host's time.
     """
     name, launcher = ref.__name__, Lazy(triton)
     OPERATORS[name] = Operator(ref, launcher)
@@ -61,7 +63,7 @@ def define(
 
 
 def _by_name(fake: Callable[..., Any] | None, operator: Signature) -> Callable[..., Any]:
-    """Return a function of all of the operator's parameters that gives `fake` those it names."""
+    """Return a function that takes the operator's parameters and passes `fake` those that it names."""
     wanted = () if fake is None else signature(fake).parameters
 
     def call(*args: Any, **named: Any) -> Any:
@@ -73,8 +75,11 @@ def _by_name(fake: Callable[..., Any] | None, operator: Signature) -> Callable[.
 
 
 def _is_plain(x: Any) -> bool:
-    """Return whether an operator whose first tensor is x only has to run on a GPU: gradients are off, and
-    nothing traces it (torch.compile, torch.func, a mode that intercepts operators)."""
+    """Return whether an operator whose first tensor is x can skip torch's dispatcher.
+
+    It can if x is on a GPU, gradients are off, and nothing traces the call: no torch.compile, no torch.func,
+    no mode that intercepts operators.
+    """
     return (
         type(x) is Tensor
         and x.is_cuda
@@ -86,7 +91,7 @@ def _is_plain(x: Any) -> bool:
 
 
 class Lazy:
-    """A function, "module:attribute", whose module is imported when it is first called."""
+    """A function named by "module:attribute". Its module is imported at the first call."""
 
     def __init__(self, target: str) -> None:
         self._target = target

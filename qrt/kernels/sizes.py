@@ -1,8 +1,8 @@
-"""Integer arithmetic of launchers. Triton's own functions, which kernels may call too, cost the host 5 us."""
+"""Integer arithmetic for launchers. Triton's own functions, made for kernels too, take the host 5 us."""
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return how many pieces of `size` hold `count`."""
+    """Return how many pieces of `size` it takes to hold `count`."""
     return -(-count // size)
 
 

@@ -1,7 +1,7 @@
-"""StepMeta, the tensors of one ragged step, and KVLayer, those of one layer's cache: what attention reads.
+"""The tensors that attention reads: `StepMeta` of one ragged step, `KVLayer` of one layer's cache.
 
-A step holds B requests and T tokens. Requests with one token to compute (decodes) come first, so tokens
-[0, num_decodes) are theirs and the rest belong to prefill chunks, packed one after the other.
+A step holds B requests and T tokens. Requests with one token to compute (decodes) come first and own tokens
+[0, num_decodes). The other tokens belong to prefill chunks, packed one after the other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class DecodeMeta:
 
     rows     [Bd] int32     each request's row of the slot table
     kv_lens  [Bd] int32     tokens to attend, the new one included (0: a padding row; -1: no decode)
-    parts    [P, 8] int32   what the KV is cut into, from `decode_attention.plan`, once per step
-    newest   each is its request's newest token and the only one of it in the step
+    parts    [P, 8] int32   the pieces that the KV is cut into, from `decode_attention.plan`, once per step
+    newest   True if each token is its request's newest and its request's only one in the step
     """
 
     rows: Tensor
@@ -39,14 +39,14 @@ class PrefillMeta:
     """The prefill chunks, packed. Some may be empty.
 
     rows            [Bp] int32     each request's row of the slot table
-    query_start     [Bp+1] int32   where each chunk starts among the step's tokens, behind those that decode
-    cached_start    [Bp+1] int32   where its cached tokens start when those of all are packed; starts at 0
-    tiles           [N, 2] int32   what the chunks are cut into, from `prefill_attention.tiles`, once per step
-    num_cached      at least the cached tokens of all chunks, on the host
+    query_start     [Bp+1] int32   where each chunk starts among the step's tokens; decodes come before
+    cached_start    [Bp+1] int32   where each chunk's cached tokens start if all are packed; the first is 0
+    tiles           [N, 2] int32   the tiles of the chunks, from `prefill_attention.tiles`, once per step
+    num_cached      an upper bound of the cached tokens of all chunks, on the host
     attend_cache    read the chunk's own K/V back from the cache instead of attending it raw
 
-    The cached tokens are what a chunk attends through the cache: its prefix or, with attend_cache, all of
-    its context.
+    A chunk's cached tokens are those it attends through the cache: its prefix, or with attend_cache its whole
+    context.
     """
 
     rows: Tensor
@@ -69,8 +69,8 @@ class Chunks:
 
     rows          each request's row of the slot table
     lengths       tokens of each chunk
-    starts        tokens of each request before it
-    queries       how they are cut into tiles
+    starts        tokens of each chunk's request that come before the chunk
+    queries       how the chunks are cut into tiles
     decodes       tokens of the step before the first chunk
     attend_cache  as in PrefillMeta
     """
@@ -84,21 +84,23 @@ class Chunks:
 
     @property
     def cached(self) -> list[int]:
-        """Return the tokens that each attends through the cache."""
+        """Return how many tokens each chunk attends through the cache."""
         if not self.attend_cache:
             return list(self.starts)
         return [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
 
     @property
     def num_cached(self) -> int:
-        """Return the cached tokens of all."""
+        """Return how many tokens all chunks together attend through the cache."""
         return sum(self.cached)
 
     def arrays(
         self, chunks: int | None = None, tiles: int | None = None, row: int = 0
     ) -> dict[str, NDArray[np.int32]]:
-        """Return the tensors of PrefillMeta by name, for so many `chunks` and `tiles`: what is more than
-        there are is empty, and of row `row`."""
+        """Return the tensors of PrefillMeta by name, padded to `chunks` chunks and `tiles` tiles.
+
+        Chunks added as padding are empty and name row `row`. None adds no padding.
+        """
         more = 0 if chunks is None else chunks - len(self.rows)
         arrays: dict[str, Any] = {
             "rows": [*self.rows, *[row] * more],
@@ -111,7 +113,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class StepMeta:
-    """One step.
+    """The tensors of one step.
 
     tokens       [T] int64   token ids
     positions    [T] int32   position of each token in its sequence
@@ -119,7 +121,7 @@ class StepMeta:
     slot_table   [R, Lmax] int32   row r, column p: slot of position p of the request in row r
     decode       None when no request decodes
     prefill      None when no chunk is prefilled
-    attended     [T, Hq, D] or None: where attention writes; tokens of padding stay as they are in it
+    attended     [T, Hq, D] or None: where attention writes; it leaves tokens of padding as they are
     """
 
     tokens: Tensor
@@ -132,7 +134,7 @@ class StepMeta:
 
     @property
     def num_decodes(self) -> int:
-        """Tokens (and requests) that decode; the first of the T."""
+        """Return how many tokens (and requests) decode. They come first."""
         return 0 if self.decode is None else self.decode.rows.shape[0]
 
 
@@ -141,8 +143,8 @@ class KVLayer:
     """The cache of one layer.
 
     format      the format's name in KV_FORMATS
-    buffers     its tensors, in the order of `KVFormat.buffers`
-    smoothing   fp32 [3, Hkv, D] from `qrt.quant.kv.smoothing`, or None: K is stored as it is
+    buffers     the format's tensors, in the order of `KVFormat.buffers`
+    smoothing   fp32 [3, Hkv, D] from `qrt.quant.kv.smoothing`, or None to store K as it is
     """
 
     format: str

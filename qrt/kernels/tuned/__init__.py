@@ -1,4 +1,4 @@
-"""Block sizes that `qrt-eval kernels --tune` found, one JSON file a GPU; nothing is tuned while serving."""
+"""Block sizes that `qrt-eval kernels --tune` found, one JSON file per GPU. Nothing is tuned while serving."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from qrt.kernels.gpu import multiprocessors
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SAME_CHIP = {((9, 0), 132): "NVIDIA H200"}  # by capability and multiprocessors: an H100 SXM's, a GH200's
+SAME_CHIP = {((9, 0), 132): "NVIDIA H200"}  # by capability and multiprocessors: H100 SXM, GH200
 Measured = list[Any]  # the name of a kernel's plan, and its numbers
 BETWEEN = (384, 640, 768, 896, 1280, 1536, 1792)  # widths between powers of two, where blocks fit badly
 
 
 def path(device_name: str) -> Path:
-    """The file of a GPU by the name CUDA gives it: `NVIDIA H200` -> nvidia_h200.json."""
+    """Return the file of the GPU with this CUDA name: `NVIDIA H200` -> nvidia_h200.json."""
     return FOLDER / (re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json")
 
 
 @lru_cache(maxsize=8)
 def configs(device: torch.device) -> dict[str, Measured]:
-    """Plans by operand and sizes: `tiles 4096x6144 8 bits 16 wide` -> `["fused", 1, 4, 2, 3]`, the kernel and
-    the fields of its plan.
+    """Return the measured plans of a GPU by operand and sizes.
 
-    Of a GPU that was not measured they are those of one with the same chip, or none: launchers then use their
-    own rule. Either is said once. One dict for all GPUs of a name: what the tuner puts there is used at once.
+    An entry is `tiles 4096x6144 8 bits 16 wide` -> `["fused", 1, 4, 2, 3]`: the kernel and the fields of its
+    plan. A GPU that was not measured gets the plans of one with the same chip, or none; launchers then use
+    their own rule. Either is logged once. All GPUs of a name share one dict, so that what the tuner puts
+    there is used at once.
     """
     if device.type != "cuda":
         return {}
@@ -45,8 +46,11 @@ def configs(device: torch.device) -> dict[str, Measured]:
 def plan_of(
     table: Mapping[str, Measured], key: Callable[[int], str], tokens: int, width: int
 ) -> Measured | None:
-    """Return the plan measured for so many tokens: that of the narrowest width of BETWEEN which holds them,
-    if it is narrower than `width` and was measured, else that of `width`; None where neither was."""
+    """Return the plan measured for `tokens` tokens, or None.
+
+    That is the plan of the narrowest width in BETWEEN that holds the tokens, if it is narrower than `width`
+    and was measured, else the plan of `width`. `key` gives the name in `table` of a width.
+    """
     place = bisect_left(BETWEEN, tokens)
     if place < len(BETWEEN) and BETWEEN[place] < width:
         found = table.get(key(BETWEEN[place]))
