@@ -1,9 +1,9 @@
-"""`silu_mul`, `silu_mul_int8`: the activation of a gated MLP (SwiGLU, Shazeer 2020, arXiv:2002.05202).
+"""`silu_mul` and `silu_mul_int8`: the activation of a gated MLP (SwiGLU, Shazeer 2020, arXiv:2002.05202).
 
 silu_mul(gate_up [T, 2*I]) -> [T, I] = silu(gate_up[:, :I]) * gate_up[:, I:]
-silu_mul_int8(gate_up [T, 2*I]) -> codes int8 [T, I], scale fp32 [T]     `affine.quantize_tokens` of that
+silu_mul_int8(gate_up [T, 2*I]) -> codes int8 [T, I], scale fp32 [T]     the same, by `affine.quantize_tokens`
 
-silu is computed in fp32 and rounded to the dtype before the product, the order of transformers.
+silu is computed in fp32 and rounded to the dtype before the product, as transformers does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""silu(gate) * up: one program per token and block of outputs, or per token where its maximum is wanted."""
+"""silu(gate) * up: one program per token and block of outputs, or per token if its maximum is needed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.device import store_token
 
 _BLOCK = 1024
-_MOST_BLOCK = 16384  # more would not stay in registers
-# A row that one program holds: up to so many tokens, in how many blocks, outputs of a block for each warp.
+_MOST_BLOCK = 16384  # more does not fit in registers
+# How one program holds a row: (for at most so many tokens, blocks of the row, outputs per warp of a block)
 _ROWS = ((128, 1, 512), (1024, 4, 128), (1 << 31, 8, 256))
 
 
 @triton.jit
 def silu_times(gate, up, ASM: tl.constexpr):
-    """silu(gate) in fp32, rounded to gate's dtype, times up; rounded again.
+    """Compute silu(gate) in fp32, round it to gate's dtype, multiply it by up, and round again.
 
-    The exponential and the reciprocal flush what is below 2^-126 to zero: silu of what is below -87.
+    The exponential and the reciprocal flush values below 2^-126 to zero: silu of inputs below -87.
     """
     wide = gate.to(tl.float32)
     if ASM:
@@ -53,7 +53,7 @@ def _silu_mul_int8(
     GATE_UP, CODES, SCALES, I, ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T,): a row's outputs stay in registers, BLOCKS blocks of them, until their maximum is known."""
+    """Grid (T,): the BLOCKS blocks of a row's outputs stay in registers until their maximum is known."""
     after_previous(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     outputs = ()
@@ -66,7 +66,7 @@ def _silu_mul_int8(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`qrt::silu_mul` on CUDA tensors."""
+    """Run `qrt::silu_mul` on CUDA tensors."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
@@ -77,7 +77,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_int8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """`qrt::silu_mul_int8` on CUDA tensors."""
+    """Run `qrt::silu_mul_int8` on CUDA tensors."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     codes = torch.empty(tokens, width, dtype=torch.int8, device=gate_up.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=gate_up.device)

@@ -9,12 +9,12 @@ from qrt.quant import affine
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2*I] -> [T, I]."""
+    """Return silu(gate) * up [T, I] of gate_up [T, 2*I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def silu_mul_int8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """gate_up [T, 2*I] -> codes int8 [T, I], scale fp32 [T]."""
+    """Return `silu_mul` of gate_up [T, 2*I] as codes int8 [T, I] and scale fp32 [T]."""
     codes, scale = affine.quantize_tokens(silu_mul(gate_up))
     return codes, scale.squeeze(-1)
