@@ -1,13 +1,14 @@
 """RMSNorm: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467).
 
 rmsnorm(x [..., K], weight [K], eps) -> [..., K]     leading dimensions may be strided, as q and k in qkv are
-embed_rmsnorm(ids int64 [T], table [V, K], weight [K], eps) -> table[ids] [T, K], its norm [T, K]
-add_rmsnorm(residual [T, K], x [T, K], weight [K], eps) -> [T, K]     residual += x in place, its norm
-add_rmsnorm_int8(the same) -> codes int8 [T, K], scale fp32 [T]     `affine.quantize_tokens` of that norm
-    x may be fp32 [S, T, K] too: then its sum over S, rounded to residual's dtype, is what is added
+embed_rmsnorm(ids int64 [T], table [V, K], weight [K], eps) -> rows table[ids] [T, K], their norm [T, K]
+add_rmsnorm(residual [T, K], x [T, K], weight [K], eps) -> norm [T, K] of the sum; residual += x in place
+add_rmsnorm_int8(the same) -> that norm as codes int8 [T, K], scale fp32 [T], by `affine.quantize_tokens`
 
-Sums are fp32; the normalized row is rounded to x's dtype before it is multiplied by the weight, which is
-the order of transformers' Llama and Qwen models.
+x of the last two may also be fp32 [S, T, K]: then its sum over S, rounded to residual's dtype, is added.
+
+Sums are fp32. The normalized row is rounded to x's dtype before it is multiplied by the weight, as in
+transformers' Llama and Qwen models.
 """
 
 from __future__ import annotations

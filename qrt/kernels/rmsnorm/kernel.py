@@ -1,6 +1,6 @@
-"""RMSNorm in one pass: a program holds whole rows in registers (many short ones when K is a head's).
+"""RMSNorm in one pass: a program holds whole rows in registers, several of them if K is a short head.
 
-Rows may lie apart in memory in two strides (tokens and heads); results are dense.
+Rows may have gaps in memory, with one stride for tokens and one for heads. Results are dense.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ def _rmsnorm(
     K: tl.constexpr, SHARES: tl.constexpr, INT8: tl.constexpr, ROOM: tl.constexpr, ASM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token r // HEADS, whose place in X is that
-    or in IDS. With IDS RESIDUAL gets X's row, without them it is added. Of SHARES of X [SHARES, ROWS, K] the
-    sum counts. INT8: Y takes codes. ROOM, unless 0: Y and SCALES are those of `Digits`."""
+    """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token t = r // HEADS.
+
+    The token's row in X is t, or IDS[t] if there are IDS. With IDS, RESIDUAL receives X's row; without, X's
+    row is added to it. With SHARES, X [SHARES, ROWS, K] is summed first. With INT8, Y takes codes. With ROOM
+    above 0, Y and SCALES are the tensors of `Digits`.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
     inside = (row < ROWS)[:, None] & (k < K)[None, :]
     weight = tl.load(WEIGHT + k, mask=k < K, other=0.0).to(tl.float32)
-    if launch_pdl and IDS is not None:  # begins a step: what `token_inputs` says is there before others start
+    if launch_pdl and IDS is not None:  # begins a step: no later kernel starts before `token_inputs` is done
         gdc_wait()
     after_previous(launch_pdl)
     token = row // HEADS
@@ -56,7 +59,7 @@ def _rmsnorm(
     mean = tl.sum(wide * wide, 1) / K
     normal = (wide * tl.rsqrt(mean + eps)[:, None]).to(x.dtype).to(tl.float32)
     y = (normal * weight[None, :]).to(x.dtype)
-    if ROOM > 0:  # beyond K x is zero
+    if ROOM > 0:  # x is zero beyond K
         group = tl.arange(0, BLOCK_K // GROUP)
         store_digits(y.to(tl.float32), Y, SCALES, row, group, ROWS, K // GROUP, ROOM)
     else:
@@ -72,9 +75,14 @@ def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None,
     ids: Tensor | None = None, shares: int = 0, room: int = 0,
 ) -> None:  # fmt: skip
-    """x [T, H, K] or [T, K] with dense rows, or those of ids [T] -> dense y; residual [T, K]. With shares x
-    is so many fp32 [T, K] behind each other. With scale fp32 [T*H] y is int8; with room y and scale are those
-    of Digits."""
+    """Write the norm of x [T, H, K] or [T, K], whose rows are dense, to the dense y.
+
+    residual   [T, K] or None
+    scale      fp32 [T*H]: y is then int8
+    ids        [T]: which rows of x to take
+    shares     the number S of fp32 [T, K] that x [S, T, K] holds; 0 if x has no shares
+    room       the padded token count of `Digits`, of which y and scale are the tensors; 0 for none
+    """
     if x.dim() == 3 and not shares:
         (tokens, heads, k), (token_stride, head_stride, _) = x.shape, x.stride()
     else:
@@ -85,7 +93,7 @@ def _launch(
         return
     block_k = max(4, next_power_of_2(k))  # four codes are made at a time
     block_rows = max(1, min(_BLOCK_ELEMENTS // block_k, next_power_of_2(rows)))
-    # a few tokens' digits wait for one program; of many tokens two shall fit on an SM
+    # digits: few tokens, so the latency of one program counts; else two programs must fit on an SM
     warps = (32 if room else 16) if block_k > _BLOCK_ELEMENTS else max(1, block_rows * block_k // 256)
     kernel = variant(
         _rmsnorm, K=k, SHARES=shares, INT8=scale is not None, ROOM=room, ASM=COMPILED, BLOCK_ROWS=block_rows,
@@ -98,7 +106,7 @@ def _launch(
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`qrt::rmsnorm` on CUDA tensors; two leading strides are read in place, others are copied first."""
+    """Run `qrt::rmsnorm` on CUDA tensors; copy x first if it needs more than two leading strides."""
     dense = x if x.stride(-1) == 1 else x.contiguous()
     rows = dense if x.dim() in (2, 3) else dense.reshape(-1, x.shape[-1])
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -107,7 +115,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def embed_rmsnorm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`qrt::embed_rmsnorm` on CUDA tensors."""
+    """Run `qrt::embed_rmsnorm` on CUDA tensors."""
     rows, y = (
         torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=table.device) for _ in range(2)
     )
@@ -116,14 +124,14 @@ def embed_rmsnorm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def add_rmsnorm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`qrt::add_rmsnorm` on CUDA tensors."""
+    """Run `qrt::add_rmsnorm` on CUDA tensors."""
     y = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
     _launch_add(residual, x, weight, eps, y)
     return y
 
 
 def add_rmsnorm_int8(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`qrt::add_rmsnorm_int8` on CUDA tensors."""
+    """Run `qrt::add_rmsnorm_int8` on CUDA tensors."""
     codes = torch.empty(residual.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty(residual.shape[0], dtype=torch.float32, device=x.device)
     _launch_add(residual, x, weight, eps, codes, scale)
@@ -131,7 +139,7 @@ def add_rmsnorm_int8(residual: Tensor, x: Tensor, weight: Tensor, eps: float) ->
 
 
 def add_rmsnorm_digits(residual: Tensor, x: Tensor, weight: Tensor, eps: float, room: int) -> Digits:
-    """`add_rmsnorm` of T <= room tokens, bf16, K in whole groups."""
+    """Return `add_rmsnorm` as `Digits`, for T <= room tokens in bf16, with K a multiple of a group."""
     digits = Digits.empty(*residual.shape, room, x.device)
     _launch_add(residual, x, weight, eps, digits.codes, digits.facts, room)
     return digits
@@ -141,6 +149,6 @@ def _launch_add(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None,
     room: int = 0,
 ) -> None:  # fmt: skip
-    """x [T, K], or its shares fp32 [S, T, K]."""
+    """Launch with a residual; x is [T, K], or its shares fp32 [S, T, K]."""
     shares = x.shape[0] if x.dim() == 3 else 0
     _launch(x.contiguous(), residual, weight, eps, y, scale, shares=shares, room=room)
