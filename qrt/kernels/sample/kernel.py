@@ -1,9 +1,9 @@
 """Sampling in one pass over the logits, by many programs of one warp; see the package's docstring.
 
-A program looks for the group of tokens that wins its part of a row, then for the token in it, and leaves the
-score and the token as one integer; the last program of a row to arrive takes the largest of them. Scores are
-in base 2. A program makes the scores of a tile (exponentials, logarithms) only if one of them may beat its
-best so far: -log(-log(1 - u)) < -log u, so a hash and the largest logit of each group are enough to tell.
+A program finds the group that wins its part of a row, then the token in that group, and stores the score and
+the token as one integer. The last program of a row to finish takes the largest integer. Scores are in base 2.
+A program computes the scores of a tile (exponentials, logarithms) only if one of them may beat its best so
+far. As -log(-log(1 - u)) < -log u, a hash and the largest logit of each group are enough to tell.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from qrt.kernels.sample import ref
 from qrt.kernels.sizes import cdiv, next_power_of_2
 
 _GROUP = tl.constexpr(ref.GROUP)
-_TILE = 1024  # tokens: four groups of 16-bit logits for each lane of a warp
+_TILE = 1024  # tokens: four groups of 16-bit logits per lane of a warp
 _PROGRAMS_PER_SM = 24
 _NONE = tl.constexpr(-(2**31))  # less than any ordered score
-_APART = tl.constexpr(32)  # int32 from what one row shares to the next row's: in lines of their own
+_APART = tl.constexpr(32)  # int32 between the counters of two rows, so that each has a cache line of its own
 _WORDS = tl.constexpr(256)  # results read at a time
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LARGE = tl.constexpr(3e38)  # for infinity where a difference of two is taken
-_BOUND_BITS = tl.constexpr(31.0 + 3.0 + 1e-2)  # of the hash, of the group's tokens, and for rounding
+_LARGE = tl.constexpr(3e38)  # stands for infinity in differences
+_BOUND_BITS = tl.constexpr(31.0 + 3.0 + 1e-2)  # 31 for the hash, 3 for the group's tokens, the rest rounding
 
 
 @triton.jit
 def _mix64(x):
-    """`ref._mix64` on uint64."""
+    """Compute `ref._mix64` on uint64."""
     x += 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -43,7 +43,7 @@ def _mix64(x):
 
 @triton.jit
 def _mix32(x):
-    """`ref._mix32` on uint32."""
+    """Compute `ref._mix32` on uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -51,20 +51,20 @@ def _mix32(x):
 
 @triton.jit
 def _bits(key, index):
-    """The 31 bits, as int32, that `ref.uniform` makes of index int32 and the key of a seed and a position."""
+    """Return the 31 bits, as int32, that `ref.uniform` makes of an index and the key of seed and position."""
     low, high = key.to(tl.int32), (key >> 32).to(tl.uint32)
     return (_mix32(_mix32((index ^ low).to(tl.uint32)) ^ high) & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def _uniform(bits):
-    """`ref.uniform` of its bits."""
+    """Return the value of `ref.uniform` with these bits."""
     return tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 2.0**-24)
 
 
 @triton.jit
 def _exponential(bits):
-    """-log(1 - u) fp32: the logarithm of the rounded 1 - u and what the rounding lost."""
+    """Return -log(1 - u) in fp32: the logarithm of the rounded 1 - u, corrected for the rounding."""
     u = _uniform(bits)
     rest = 1.0 - u
     lost = (1.0 - rest) - u
@@ -73,7 +73,7 @@ def _exponential(bits):
 
 @triton.jit
 def _over_temperature(x, temperature, ASM: tl.constexpr):
-    """x / temperature, rounded as a division is; with fma a quotient's remainder is exact."""
+    """Return x / temperature, correctly rounded; fma gives the exact remainder of a quotient."""
     if ASM:
         inverse = tl.div_rn(1.0, temperature)
         quotient = x * inverse
@@ -86,7 +86,7 @@ def _over_temperature(x, temperature, ASM: tl.constexpr):
 
 @triton.jit
 def _load(logits, group, V, wanted, WHOLE: tl.constexpr):
-    """Logits [n, _GROUP] of group [n], if they are `wanted`; -inf where there is no token."""
+    """Load the logits [n, _GROUP] of group [n] if `wanted`, with -inf where there is no token."""
     token = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     if WHOLE:
         return tl.load(logits + token, mask=wanted)
@@ -96,7 +96,7 @@ def _load(logits, group, V, wanted, WHOLE: tl.constexpr):
 
 @triton.jit
 def _drawable(x, temperature, least, ASM: tl.constexpr):
-    """The logits x in fp32; -inf for those of tokens that may not be drawn."""
+    """Return the logits x in fp32, with -inf for tokens that may not be drawn."""
     x = x.to(tl.float32)
     if least is not None:
         if temperature > 0:
@@ -106,40 +106,40 @@ def _drawable(x, temperature, least, ASM: tl.constexpr):
 
 @triton.jit
 def _ordered(score):
-    """fp32 as int32 of the same order."""
+    """Return an int32 for an fp32 score, such that both have the same order."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 is 0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _score(order):
-    """The inverse of `_ordered`."""
+    """Undo `_ordered`."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _weights(x, top, to_base_2):
-    """Of tokens with logits x [n, _GROUP], relative to that of logit top [n]."""
+    """Return the weights of tokens with logits x [n, _GROUP], relative to the weight of logit top [n]."""
     return tl.exp2((x - tl.maximum(top, -_LARGE)[:, None]) * to_base_2)
 
 
 @triton.jit
 def _may_win(bits, top_2, best):
-    """Whether one of the groups with the largest score top_2 [n] and noise of bits [n] may beat `best`."""
+    """Return whether a group may beat `best`, by its largest logit top_2 [n] and the noise of bits [n]."""
     needed = best - tl.abs(best) * 1e-6 - _BOUND_BITS
     return tl.min((bits.to(tl.float32) > tl.exp2(top_2 - needed)).to(tl.int32), 0) == 0
 
 
 @triton.jit
 def _raced(x, top, top_2, bits, to_base_2):
-    """Scores [n], ordered, of groups with logits x [n, _GROUP]."""
+    """Return the scores [n] of groups with logits x [n, _GROUP], as `_ordered` gives them."""
     sums = tl.sum(_weights(x, top, to_base_2), 1)
     return _ordered(top_2 + tl.log2(sums / _exponential(bits)))
 
 
 @triton.jit
 def _better(orders, group, order, chosen):
-    """The higher of `order` and the highest of orders [n], and its group."""
+    """Return the higher of `order` and the highest of orders [n], with its group."""
     highest = tl.max(orders, 0)
     if highest > order:
         chosen = tl.min(tl.where(orders == highest, group, 0x7FFFFFFF), 0)
@@ -149,7 +149,7 @@ def _better(orders, group, order, chosen):
 
 @triton.jit
 def _token(x, top, group, draws, key, to_base_2):
-    """The token that wins a group [1] with logits x [1, _GROUP]."""
+    """Return the token drawn in a group [1] with logits x [1, _GROUP]; its best one if not `draws`."""
     chances = tl.cumsum(_weights(x, top, to_base_2), 1)
     target = _uniform(_bits(key, ~group)) * tl.max(chances, 1)
     passed = tl.where(draws, chances <= target[:, None], x < top[:, None])
@@ -172,7 +172,7 @@ def _sample(
     end, last = tl.minimum(begin + tiles * TILE, V), (V - 1) // _GROUP
     group = tl.minimum(tl.arange(0, TILE // _GROUP) + begin // _GROUP, last)
     tile = _load(logits, group, V, True, WHOLE)
-    tl.debug_barrier()  # or the compiler has them wait for the row's parameters
+    tl.debug_barrier()  # else the compiler makes these loads wait for the row's parameters
     row = tl.load(ROWS + index)
     temperature = tl.load(TEMPERATURE + row)
     seed, position = tl.load(SEED + row), tl.load(POSITION + row)
@@ -197,7 +197,7 @@ def _sample(
             if _may_win(bits, top_2, _score(tl.maximum(best, order))):
                 order, chosen = _better(_raced(x, top, top_2, bits, to_base_2), here, order, chosen)
                 tl.atomic_max(BEST, order, sem="relaxed")
-            best = seen  # for the next tile, so that none waits for it
+            best = seen  # used from the next tile on, so that no tile waits for this load
         else:
             order, chosen = _better(_ordered(top), here, order, chosen)
 
@@ -219,9 +219,11 @@ def _sample(
 
 @cache
 def _shared(device: torch.device, capacity: int) -> Tensor:
-    """What the programs of each of `capacity` rows share: how many are done and the best score so far, 0 and
-    _NONE between calls. Kept for ever, since CUDA graphs hold it; the first call is not one that a graph
-    captures. Calls on one device follow each other on one stream."""
+    """Return what the programs of a row share, for `capacity` rows: how many are done, the best score so far.
+
+    Between calls these are 0 and _NONE. The tensor is kept for ever, since CUDA graphs hold its address. The
+    first call must not be one that a graph captures, and calls on one device must share a stream.
+    """
     shared = torch.zeros(capacity, _APART.value, dtype=torch.int32, device=device)
     shared[:, 1] = _NONE.value
     return shared
@@ -230,7 +232,7 @@ def _shared(device: torch.device, capacity: int) -> Tensor:
 def sample(
     logits: Tensor, rows: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, least: Tensor | None
 ) -> Tensor:
-    """`qrt::sample` on CUDA tensors."""
+    """Run `qrt::sample` on CUDA tensors."""
     S, V = logits.shape
     tokens = torch.empty(S, dtype=torch.int64, device=logits.device)
     if S == 0:

@@ -26,7 +26,7 @@ def sample(
 
 
 def _draw(scaled: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """Tokens int64 [B] with the distribution softmax(scaled [B, V])."""
+    """Draw tokens int64 [B] with the distribution softmax(scaled [B, V])."""
     groups = F.pad(scaled, (0, -scaled.shape[1] % GROUP), value=-_INF).unflatten(1, (-1, GROUP))
     index = torch.arange(groups.shape[1], dtype=torch.int32, device=scaled.device)
     group = groups.logsumexp(-1).add_(gumbel(seed, position, index)).argmax(-1)
@@ -36,16 +36,19 @@ def _draw(scaled: Tensor, seed: Tensor, position: Tensor) -> Tensor:
 
 
 def gumbel(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
-    """Standard Gumbel noise fp32, arguments as of `uniform`."""
+    """Return standard Gumbel noise in fp32; the arguments are those of `uniform`."""
     return uniform(seed, position, index).neg_().log1p_().neg_().log_().neg_()
 
 
 def uniform(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
-    """Uniform noise fp32 [B, n] in (0, 1), bit for bit the same everywhere, for `seed` int64 [B], `position`
-    int [B] and `index` int32 [n] or [B, n].
+    """Return uniform noise fp32 [B, n] in (0, 1), the same to the bit everywhere.
 
-    Near 0 it comes in steps of 2^-31: -log(1 - u) is the arrival time of an exponential race, in which an
-    improbable group wins by a very small u.
+    seed       int64 [B]
+    position   int [B]
+    index      int32 [n] or [B, n]
+
+    Near 0 its steps are 2^-31. They must be fine there: -log(1 - u) is the arrival time in an exponential
+    race, and an improbable group wins by a very small u.
     """
     key = _mix64(_mix64(seed) ^ position.long())
     low, high = key.int()[:, None], (key >> 32).int()[:, None]
@@ -54,7 +57,7 @@ def uniform(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """The finalizer of splitmix64 (Steele et al. 2014), int64 with wrap-around."""
+    """Apply the finalizer of splitmix64 (Steele et al. 2014) to int64, with wrap-around."""
     x = x + -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
     x = (x ^ _shift(x, 30, 64)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
     x = (x ^ _shift(x, 27, 64)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
@@ -62,7 +65,7 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """A 32-bit finalizer of low bias (C. Wellons, hash-prospector), int32 with wrap-around; in place."""
+    """Apply a low-bias 32-bit finalizer (C. Wellons, hash-prospector) to int32 in place, with wrap-around."""
     x ^= _shift(x, 16, 32)
     x *= 0x7FEB352D
     x ^= _shift(x, 15, 32)
@@ -72,5 +75,5 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, by: int, bits: int) -> Tensor:
-    """Logical shift right: torch's is arithmetic."""
+    """Shift right without the sign; torch's own shift keeps it."""
     return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
