@@ -1,5 +1,8 @@
-"""`token_inputs` in Triton: programs that say what each token is, and one for the plan of the parts, which
-needs all lengths at once; and there are few. `advance` is small."""
+"""`token_inputs` and `advance` in Triton.
+
+Of `token_inputs`, most programs fill in the tokens. One more plans the parts, as that needs all lengths at
+once, and there are few.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.kernels.token_inputs.ref import empty_inputs
 
 MIN_TILE = 16
-_TOKENS = 256  # of a program of `token_inputs`
-_ROWS = 256  # of a program of `advance`
+_TOKENS = 256  # per program of `token_inputs`
+_ROWS = 256  # per program of `advance`
 
 
 @triton.jit
 def _known(rows, given, length, t, real):
-    """The row of each token t, and how many tokens the request has up to it."""
+    """Return each token's row, given position, and how many tokens its request has up to it."""
     row = tl.load(rows + t, mask=real, other=0).to(tl.int64)
     at = tl.load(given + t, mask=real, other=0)
     lens = tl.where(at < 0, tl.load(length + row, mask=real, other=0), at + 1)
@@ -37,7 +40,7 @@ def _token_inputs(
     TOKENS: tl.constexpr, T: tl.constexpr, CUTS: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr,
     UNIT: tl.constexpr, MIN_PART: tl.constexpr, STARTUP: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of TOKENS tokens, and one more for the parts of `decodes` tokens, at most T)."""
+    """Grid (cdiv(tokens_in_step, TOKENS) + 1,): the last program plans the parts of `decodes` <= T tokens."""
     if tl.program_id(0) * TOKENS < tokens_in_step:
         t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         real = t < tokens_in_step
@@ -62,7 +65,7 @@ def _token_inputs(
     every = tl.sum(tl.where(real[None, :], counts, 0), 1)
     cost = tl.cdiv(every, programs) * (part + STARTUP)
     cost = tl.where((cuts <= most) & ((every <= room) | (cuts == 1)), cost, 0x7FFFFFFF)
-    best = tl.argmin(cost, 0)  # of equals the fewest
+    best = tl.argmin(cost, 0)  # the fewest cuts if costs are equal
     length = tl.sum(tl.where(tl.arange(0, CUTS) == best, part, 0), 0)
     _store_parts(parts, t, row.to(tl.int32), lens, real, length, room, T, ROOM, AT_ONCE, FIELDS)
 
@@ -72,7 +75,7 @@ def _store_parts(
     parts, request, row, lens, real, length, room,
     T: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """`plan.cut`, AT_ONCE parts of every request at a time."""
+    """Do `plan.cut`, for AT_ONCE parts of every request at a time."""
     counts = tl.where(real, tl.maximum(tl.cdiv(lens, length), 1), 0)
     ends = tl.cumsum(counts, 0)
     for first in range(0, tl.max(counts, 0), AT_ONCE):

@@ -11,7 +11,7 @@ from qrt.kernels.decode_attention.plan import FIELDS, max_parts, plan_parts
 def empty_inputs(
     rows: Tensor, decodes: int, num_kv_heads: int, heads_per_sm: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what `token_inputs` gives, not filled."""
+    """Return the tensors that `token_inputs` returns, uninitialized."""
     room = max_parts(decodes, num_kv_heads, heads_per_sm, rows.device) if decodes else 0
     return (
         rows.new_empty(rows.shape, dtype=torch.int64),
