@@ -1,8 +1,8 @@
-"""Triton kernel of kv_write: see the package's docstring for the contract.
+"""The Triton kernel of `kv_write`; see the package's docstring for the contract.
 
-A program takes a few vectors (token, head) of q, of k or of v. How many does not change the order of any sum
-over a vector, so a token's bytes do not depend on T. Many tokens in a rotated format go to `many_kernel`,
-where heads have 64 or 128 channels: the same bytes.
+A program takes a few vectors (token, head) of q, of k or of v. Their number does not change the order of any
+sum over a vector, so a token's bytes do not depend on T. Many tokens in a rotated format go to `many_kernel`
+if heads have 64 or 128 channels. It writes the same bytes.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ from qrt.kernels.sizes import cdiv
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
 
-ROWS, WARPS = 8, 1  # few vectors to a warp: no registers spill, and no barrier waits
-FEW_ROWS = 2  # to a program of few tokens, where latency is what counts, not how many programs there are
+ROWS, WARPS = 8, 1  # few vectors per warp: no registers spill, and no barrier waits
+FEW_ROWS = 2  # per program of few tokens, where latency counts more than the number of programs
 FEW_TOKENS = 64
-OVERLAPPED_PER_SM = 4  # programs; more of them, waiting, are in the way of those that run
-DOT_ROWS = 16  # least of a tensor-core dot, which heads of other than 2^n channels are turned by
+OVERLAPPED_PER_SM = 4  # programs; more of them would wait in the way of those that run
+DOT_ROWS = 16  # the least of a tensor-core dot, which turns heads whose width is not a power of two
 
 
 @triton.jit
 def _pair(lo, hi, wanted, dims, real, D: tl.constexpr):
-    """The half vectors fp32 [M, H] at the pointers lo and hi [M]; zero where they are not `wanted`."""
+    """Load the half vectors fp32 [M, H] at pointers lo and hi [M], zero where not `wanted`."""
     mask = wanted[:, None] & real[None, :] if dims.shape[0] != D // 2 else wanted[:, None]
     lo, hi = lo[:, None] + dims[None, :], hi[:, None] + dims[None, :]
     return tl.load(lo, mask=mask, other=0.0), tl.load(hi, mask=mask, other=0.0)
@@ -52,7 +52,7 @@ def _kv_write_kernel(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     FMT: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """grid: tiles of q, then of k, then of v."""
+    """Grid: tiles of q, then of k, then of v."""
     tile = tl.program_id(0)
     q_tiles, kv_tiles = tl.cdiv(tokens * HQ, M), tl.cdiv(tokens * HKV, M)
     is_q, is_v = tile < q_tiles, tile >= q_tiles + kv_tiles
@@ -69,7 +69,7 @@ def _kv_write_kernel(
     turned = live & (is_v == 0)
     position = tl.load(positions + token, mask=turned, other=0).to(tl.int64)
     lo, hi = load_halves(rows, live, dims, real, D)
-    if smoothing is not None:  # its rows: gains of q, gains of k, shifts of k
+    if smoothing is not None:  # rows: gains of q, gains of k, shifts of k
         gains = smoothing + tl.where(is_q, head // (HQ // HKV), HKV + head) * D
         g_lo, g_hi = _pair(gains, gains + D // 2, turned, dims, real, D)
         shifts = gains + HKV * D

@@ -1,10 +1,10 @@
-"""kv_write of many tokens in a rotated format, in Gluon: layouts in which nothing but shuffles moves values.
+"""`kv_write` of many tokens in a rotated format, in Gluon. Threads exchange values only by shuffles.
 
-A thread has 16 channels of each half of a vector: 8 that lie together, 16 bytes of a 16-bit dtype, and the 8
-that lie half a half further, which are the other plane of an int4 word. D / 32 neighbouring threads have a
-vector. Tiles are [threads, channels], so what runs along a row stays in a thread.
+A thread holds 16 channels of each half of a vector: 8 that lie together (16 bytes of a 16-bit dtype), and the
+8 that lie D/4 further, which are the other plane of an int4 word. D / 32 neighbouring threads hold a vector.
+Tiles are [threads, channels], so an operation along a row stays within a thread.
 
-A program takes a few tokens and some of their heads, as many at a time as its threads can have, and loads the
+A program takes a few tokens and some of their heads, as many at a time as its threads can hold, and loads the
 tokens' angles once. All arithmetic, the order of sums included, is that of `kernel` and of the formats'
 `encode`, so the bytes are the same.
 """
@@ -29,24 +29,24 @@ from qrt.quant.kv.device import ASM
 from qrt.quant.kv.many.device import exchanged, has_bit
 from qrt.quant.kv.planes import PlaneFormat
 
-HEAD_DIMS = (64, 128)  # of which a half vector's factor is a power of two: exact wherever it is multiplied in
+HEAD_DIMS = (64, 128)  # the factor of their half vectors is a power of two, so it is exact at any step
 WARPS = 4
-REGISTERS = 128  # of a thread: 16 warps an SM
-WARPS_PER_SM = 16  # that have tokens of their own, from which on a program takes all heads of its tokens
+REGISTERS = 128  # per thread: 16 warps fit on an SM
+WARPS_PER_SM = 16  # if the tokens alone fill these, a program takes all heads of its tokens
 OVERLAPPED_PER_SM = 1  # programs, as in `kernel`
 RUN = gl.constexpr(8)  # channels that lie together
-CHANNELS = gl.constexpr(2 * RUN)  # of a thread
+CHANNELS = gl.constexpr(2 * RUN)  # per thread
 
 
 @gluon.constexpr_function
 def rows(columns: int, warps: int) -> gl.BlockedLayout:
-    """A row to a thread."""
+    """Return the layout that gives each thread a row of `columns` columns."""
     return gl.BlockedLayout([1, columns], [32, 1], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def _hadamard(x, LANES: gl.constexpr, ROWS: gl.constexpr):
-    """`device.hadamard` of half vectors x [threads, 16]: the same rounds one after the other."""
+    """Do `device.hadamard` on half vectors x [threads, 16], with the same rounds in the same order."""
     for i in gl.static_range(3):
         x = sums_and_differences(x, 1 << i)
     x = gl.convert_layout(x, ROWS, assert_trivial=True)
@@ -59,7 +59,7 @@ def _hadamard(x, LANES: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _times(x, y):
-    """x * y, never fused with an addition that follows."""
+    """Return x * y, never fused with an addition that follows."""
     return gl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -89,7 +89,7 @@ def _vectors(
     step, q, k, v, stride_q, stride_k, stride_v, token, own, dims,
     HQ: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Pointers to the lower halves of a step's vectors, [threads, 16]."""
+    """Return pointers [threads, 16] to the lower halves of a step's vectors."""
     is_q, is_v = step < HQ // G, step >= (HQ + HKV) // G
     x = gl.where(is_q, q, gl.where(is_v, v, k))
     stride = gl.where(is_q, stride_q, gl.where(is_v, stride_v, stride_k))
@@ -99,7 +99,7 @@ def _vectors(
 
 @gluon.jit
 def _pair(at, D: gl.constexpr):
-    """What lies at the pointers and half a vector further."""
+    """Load the values at the pointers, and those half a vector further."""
     return gl.load(at), gl.load(at + D // 2)
 
 
@@ -111,7 +111,7 @@ def _kv_write_many(
     ENCODE_K: gl.constexpr, ENCODE_V: gl.constexpr, SAME: gl.constexpr, G: gl.constexpr, STEPS: gl.constexpr,
     launch_pdl: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """grid: tiles of tokens, tiles of STEPS steps; a step is G heads of q, of k or of v."""
+    """Grid (tiles of tokens, tiles of STEPS steps); a step is G heads of q, of k or of v."""
     ROWS: gl.constexpr = rows(CHANNELS, num_warps)
     LANES: gl.constexpr = D // (2 * CHANNELS)
     TOKENS: gl.constexpr = 32 * num_warps // (LANES * G)
@@ -119,7 +119,7 @@ def _kv_write_many(
     lane, own = thread % LANES, thread // LANES % G
     token = gl.program_id(0) * TOKENS + thread // (LANES * G)
     live = token < tokens
-    token = gl.minimum(token, tokens - 1)  # so that all loads are of something
+    token = gl.minimum(token, tokens - 1)  # so that every load has a valid address
     some = gl.expand_dims(live, 1)
     i = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, ROWS))
     dims = gl.expand_dims(lane * RUN, 1) + gl.expand_dims(i % RUN + i // RUN * (D // 4), 0)
@@ -138,11 +138,11 @@ def _kv_write_many(
         lo, hi = _pair(at, D)
         lo, hi = lo.to(gl.float32), hi.to(gl.float32)
         if is_v:
-            sign = gl.load(signs + dims)  # again: kept, it would take registers
+            sign = gl.load(signs + dims)  # loaded again, since keeping it would take registers
             lo, hi = lo * sign, hi * sign
         else:
             lo, hi = rope(lo, hi, c, s)
-            if smoothing is not None:  # its rows: gains of q, gains of k, shifts of k
+            if smoothing is not None:  # rows: gains of q, gains of k, shifts of k
                 head = gl.where(is_q, (step * G + own) // (HQ // HKV), HKV - HQ + step * G + own)
                 gains = gl.expand_dims(smoothing + head * D, 1) + dims
                 g_lo, g_hi = _pair(gains, D)
@@ -178,7 +178,7 @@ def _kv_write_many(
 
 @lru_cache(maxsize=64)
 def _scaled_signs(head_dim: int, device: torch.device) -> Tensor:
-    """What a half vector is multiplied by before `hadamard`: fp32 [D/2], powers of two with a sign."""
+    """Return the factors of a half vector before `hadamard`: fp32 [D/2], powers of two with a sign."""
     matrix, factor = signs(head_dim, device)
     return matrix[:, 0].float() * factor
 
@@ -191,7 +191,7 @@ def _encoder(name: str) -> Any:
 
 
 def fits(fmt: KVFormat, head_dim: int) -> bool:
-    """Return whether `kv_write_many` takes the format: planes whose grids hand in their encoders."""
+    """Return whether `kv_write_many` takes the format: K and V must be planes that bring their encoders."""
     takes = isinstance(fmt, PlaneFormat) and bool(fmt.k.many and fmt.v.many)
     return bool(ASM) and takes and head_dim in HEAD_DIMS
 
@@ -208,9 +208,9 @@ def kv_write_many(
     smoothing: Tensor | None,
     fmt: Any,
 ) -> None:
-    """See the package's docstring; of a format that fits."""
+    """See the package's docstring; the format must be one that `fits`."""
     (T, Hq, D), Hkv = q.shape, k.shape[1]
-    vectors = 1024 // D  # of a warp
+    vectors = 1024 // D  # per warp
     heads = math.gcd(Hq, Hkv, vectors)
     tiles, steps = cdiv(T * heads, WARPS * vectors), (Hq + 2 * Hkv) // heads
     sms = multiprocessors(q.device)

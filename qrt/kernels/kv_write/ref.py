@@ -1,4 +1,4 @@
-"""kv_write from its definition, in fp32."""
+"""`kv_write` from its definition, in fp32."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def kv_write(
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D] turned by cos, sin [T, 1, D/2], fp32."""
+    """Return x [T, H, D] in fp32, turned by cos, sin [T, 1, D/2]."""
     lo, hi = x.float().chunk(2, -1)
     return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), -1)

@@ -40,7 +40,7 @@ def _token_inputs(
     TOKENS: tl.constexpr, T: tl.constexpr, CUTS: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr,
     UNIT: tl.constexpr, MIN_PART: tl.constexpr, STARTUP: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(tokens_in_step, TOKENS) + 1,): the last program plans the parts of `decodes` <= T tokens."""
+    """Grid (tiles of TOKENS tokens, and if any decode one more, which plans the parts of `decodes` <= T)."""
     if tl.program_id(0) * TOKENS < tokens_in_step:
         t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         real = t < tokens_in_step
