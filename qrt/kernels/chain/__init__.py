@@ -1,17 +1,19 @@
-"""chain: what lies between one layer's attention and the next one's, for a few tokens.
+"""`chain`: everything between one layer's attention and the next one's, for a few tokens.
 
-chain(x, residual [T, H], link) -> the next layer's q, k and v, [T, (Hq + 2*Hkv)*D]
+chain(x, residual [T, H], link) -> q, k and v of the next layer, [T, (Hq + 2*Hkv)*D]
 
-x is [what was attended, [T, Hq*D]], or of several tokens [codes, facts] of it as `Digits`.
+x is [y], where y [T, Hq*D] is the attention's result, or for several tokens [codes, facts] of y as `Digits`.
 
     residual += o(x)
-    residual += down(silu(gate) * up) of gate_up(RMSNorm(residual, mlp_norm))
+    gate, up = gate_up(RMSNorm(residual, mlp_norm))
+    residual += down(silu(gate) * up)
     return qkv(RMSNorm(residual, norm)) + bias
 
-Behind the last layer there is no qkv: the norm [T, H] is returned.
-residual is added to in place; everything is rounded to its dtype where the operators one by one would, so
-that only the products differ: one token's in the order of their sums, for which one launch does where they
-take seven; those of more in reading their input as `Digits`. `fits` says where it may be called.
+After the last layer there is no qkv, and the norm [T, H] is returned. residual is updated in place.
+
+Values are rounded to residual's dtype wherever separate operators would round them, so only the products
+differ. For one token their sums have another order; one launch does what takes seven otherwise. For more
+tokens the products read their inputs as `Digits`. `fits` says whether `chain` may be called.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ from qrt.quant.digits import GROUP, MOST_TOKENS
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
 
-MOST_INPUTS = 1 << 15  # of a product of one token: its input lies in shared memory
+MOST_INPUTS = 1 << 15  # of a product of one token, whose input is in shared memory
 UNIT = 16  # rows of a product that one program multiplies at a time for one token
-MOST_UNITS = 64  # of a product that one program has: their sums lie there too
+MOST_UNITS = 64  # per program and product of one token, whose sums are in shared memory too
 
 
 class Link(NamedTuple):
-    """What `chain` multiplies by, in the order of the operator's parameters.
+    """The weights that `chain` uses, in the order of the operator's parameters.
 
-    o, gate_up, down    run-time tensors of a layer's products, none of which has a bias
-    qkv                 run-time tensors of the next layer's product; empty behind the last layer
-    bias                of qkv, or None
-    mlp_norm, norm      [H]: the norms that gate_up and qkv read
-    eps                 of both norms
-    scheme              of all products
+    o, gate_up, down    run-time tensors of a layer's weights; their products have no bias
+    qkv                 run-time tensors of the next layer's weight; empty after the last layer
+    bias                the bias of qkv, or None
+    mlp_norm, norm      [H]: the weights of the norms before gate_up and before qkv
+    eps                 the epsilon of both norms
+    scheme              the weight scheme of all products
     """
 
     o: Sequence[Tensor]
@@ -57,11 +59,11 @@ class Link(NamedTuple):
 
 
 def fits(attended: int, residual: Tensor, link: Link) -> bool:
-    """Return whether the kernels take these products, of which o reads `attended` inputs.
+    """Return whether the kernels take these products; o reads `attended` inputs.
 
-    They take bf16 on a Hopper GPU and weight-only integers with 16-bit scales of 128 inputs or more, not
-    reordered. Of more tokens than one, all inputs come in whole groups of 128; of one, a program has room
-    for the inputs and for its sums.
+    They need bf16 on a Hopper GPU, and weight-only integers with 16-bit scales of 128 inputs or more, whose
+    inputs are not reordered. For several tokens, all input sizes must be multiples of 128. For one token, the
+    inputs and a program's sums must fit in shared memory.
     """
     kind, tokens = WEIGHT_SCHEMES[link.scheme], residual.shape[0]
     if not 1 <= tokens <= MOST_TOKENS or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):
@@ -79,7 +81,7 @@ def fits(attended: int, residual: Tensor, link: Link) -> bool:
     inputs = max(w.packed.shape[1] * (16 // kind.bits) * w.packed.shape[3] for w in tiled)
     rows = max(halves // 2, *(w.out_features for i, w in enumerate(tiled) if i != 1))
     room = inputs <= MOST_INPUTS and rows <= MOST_UNITS * UNIT * multiprocessors(residual.device)
-    return halves % (2 * UNIT) == 0 and room  # gate and up of a unit each
+    return halves % (2 * UNIT) == 0 and room  # gate and up each come in whole units
 
 
 def _takes(weight: TiledWeight, first: TiledWeight) -> bool:

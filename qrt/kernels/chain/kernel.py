@@ -1,4 +1,4 @@
-"""`qrt::chain` on CUDA tensors: one kernel for one token, six or seven over `Digits` for a few of them."""
+"""`qrt::chain` on CUDA tensors: one kernel for one token, six or seven that use `Digits` for a few tokens."""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
-"""`chain` of one token on Hopper, in Gluon: one persistent kernel, an SM a program, over a stream of weights.
+"""`chain` of one token on Hopper, in Gluon: one persistent kernel with a program per SM streams the weights.
 
-Alone, each product of one token loses 4 to 6 us to its start and end, and the weights of the next do not
-come meanwhile. Here one warp asks for the weights of all four products in order (TMA), as long as there is
-room: it waits for nothing else, so they keep coming while the programs wait for each other between products.
-The others multiply 16 rows at a time with `mma.sync`, each warp a tile of the inputs; their sums meet in
-shared memory when a product is done. Every program makes the product's input, norm included, by itself.
-As they wait for each other, all must get an SM in the end: what else runs may be slow, but not wait for them.
+As a kernel of its own, each product of one token loses 4 to 6 us at its start and end, and meanwhile the
+weights of the next product do not arrive. Here one warp requests the weights of all four products in order
+(TMA), as long as there is room. It waits for nothing else, so weights keep arriving while the programs wait
+for each other between products. The other warps multiply 16 rows at a time with `mma.sync`, each warp one
+tile of the inputs, and their sums are added in shared memory at the end of a product. Every program computes
+the whole input of a product, norm included.
 
-The codes are multiplied as they leave the words, plus the format's offset; what offset and zero point add,
-their sum times the sum of the inputs, is taken away from each run's product, in fp32.
-Layout: quant/weight/tiles.py.
+As the programs wait for each other, all of them must get an SM in the end. Other work on the GPU may be slow,
+but must not wait for them.
+
+The codes are multiplied as they leave the words, with the format's offset still added. What offset and zero
+point contribute, their sum times the sum of the inputs, is subtracted from each run's product, in fp32.
+quant/weight/tiles.py describes the layout.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
 
-WARPS = 8  # that multiply: a chunk is a tile each, of UNIT outputs
+WARPS = 8  # that multiply; a chunk is one tile per warp, for UNIT outputs
 STAGES = 4  # chunks on their way or waiting, 17 KB each; 6 and 8 were slower
-REGISTERS = 96  # of a thread: programs of the kernels around it fit beside it
+REGISTERS = 96  # per thread: programs of the kernels before and after fit beside it
 BARRIERS = 3  # between the four products
 _PACKED = gl.NVMMASharedLayout(128, 16, 4)
 _BY_ROW = gl.NVMMASharedLayout(0, 32, 3)
@@ -57,8 +60,11 @@ def _one_token(
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr,
     DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (SMs,). o .. qkv_zero: descriptors, one by one as the launcher wants them. LONGEST: inputs that
-    there is room for; UNITS: of one product, at most, that a program has."""
+    """Grid (SMs,).
+
+    o to qkv_zero are descriptors, flat because the launcher needs them so. LONGEST is the number of inputs
+    that there is room for, UNITS the most units of one product that a program has.
+    """
     words = gl.allocate_shared_memory(gl.int16, [STAGES, 1, WARPS, 16, 64], o.layout)
     scales = gl.allocate_shared_memory(gl.int32, [STAGES, 1, WARPS, 16], o_scale.layout)
     zeros = gl.allocate_shared_memory(gl.int32, [STAGES if ASYMMETRIC else 1, 1, WARPS, 16], o_scale.layout)
@@ -88,7 +94,7 @@ def _fetch(
     WIDTH: gl.constexpr, PLANES: gl.constexpr, ASYMMETRIC: gl.constexpr, WARPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for this program's units of the four products, in the order in which they are multiplied."""
+    """Request this program's units of the four products, in the order in which they are multiplied."""
     SPAN: gl.constexpr = PLANES * 64 * WARPS
     first, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
@@ -109,7 +115,7 @@ def _fetch_unit(
     ring, weight, unit, i, CHUNKS: gl.constexpr, ASYMMETRIC: gl.constexpr, WARPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Tiles beyond the last input come as zeros, scale too."""
+    """Request the chunks of one unit. Tiles beyond the last input arrive as zeros, and so do their scales."""
     words, scales, zeros, ready, empty = ring
     BYTES: gl.constexpr = WARPS * 16 * (128 + 4 + 4 * ASYMMETRIC)
     block, row = unit // 4, unit % 4 * 16
@@ -134,7 +140,7 @@ def _work(
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr,
     DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply. The norms' sums and RESIDUAL's are each program's own; the first one writes what stays."""
+    """Multiply. Every program computes the norms and RESIDUAL's sums; only the first one writes them."""
     SPAN: gl.constexpr = PLANES * 64 * WARPS
     x = gl.allocate_shared_memory(DOT, [LONGEST // SPAN, WARPS, PLANES * 64], _MATRIX)
     totals = gl.allocate_shared_memory(gl.float32, [LONGEST // SPAN * RUNS, WARPS], _VECTOR)
@@ -178,11 +184,13 @@ def _work(
 
 @gluon.jit
 def _meet(ARRIVALS, BARRIER: gl.constexpr):
-    """Every program has come here, and what each wrote before is visible to all. The barrier before this one
-    is made ready for the next launch: nobody waits there any more."""
+    """Wait until every program is here and sees what the others wrote before.
+
+    This also resets the barrier before this one for the next launch, as no program waits there any more.
+    """
     tl.debug_barrier()
     gl.atomic_add(ARRIVALS + BARRIER, 1, sem="acq_rel", scope="gpu")
-    while (  # one thread asks: more of them would hold up the arrivals
+    while (  # only one thread polls: more of them would delay the arrivals
         gl.inline_asm_elementwise(
             """{ .reg .pred p; .reg .b32 t; mov.b32 t, %tid.x; setp.eq.b32 p, t, 0;
             mov.b32 $0, 0x7fffffff; @p ld.acquire.gpu.global.b32 $0, [$1]; }""",
@@ -197,7 +205,7 @@ def _meet(ARRIVALS, BARRIER: gl.constexpr):
 
 @gluon.jit
 def _inputs(COUNT: gl.constexpr, x):
-    """0 .. the power of two from COUNT, or what one chunk has, on, spread over the threads."""
+    """Return 0, 1, .. over the threads, up to a power of two that holds COUNT and one chunk's inputs."""
     LEAST: gl.constexpr = x.shape[1] * x.shape[2]
     PADDED: gl.constexpr = triton.next_power_of_2(COUNT if COUNT > LEAST else LEAST)
     return gl.arange(0, PADDED, layout=gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
@@ -205,7 +213,7 @@ def _inputs(COUNT: gl.constexpr, x):
 
 @gluon.jit
 def _give(x, totals, values, RUNS: gl.constexpr):
-    """Store a product's input, and for every run of a tile the sum of its inputs."""
+    """Store a product's input, and the sum of the inputs of every run of a tile."""
     COUNT: gl.constexpr = values.shape[0]
     RUN: gl.constexpr = x.shape[2] // RUNS
     RUNS_IN_ALL: gl.constexpr = x.shape[0] * x.shape[1] * RUNS
@@ -216,19 +224,19 @@ def _give(x, totals, values, RUNS: gl.constexpr):
     total = total.reshape([COUNT // RUN // RUNS // x.shape[1], x.shape[1], RUNS]).permute((0, 2, 1))
     place = totals._reinterpret(gl.float32, [x.shape[0], RUNS, x.shape[1]], _CUBE)
     place.slice(0, total.shape[0], dim=0).store(total)
-    tl.debug_barrier()  # or the compiler puts one into every turn of the loop that reads them
+    tl.debug_barrier()  # else the compiler puts one into every turn of the loop that reads them
 
 
 @gluon.jit
 def _take(x, totals, X, COUNT: gl.constexpr, RUNS: gl.constexpr):
-    """The input is X [COUNT], which other programs wrote."""
+    """Load a product's input from X [COUNT], which other programs wrote."""
     k = _inputs(COUNT, x)
     _give(x, totals, gl.load(X + k, mask=k < COUNT, other=0.0, cache_modifier=".cg"), RUNS)
 
 
 @gluon.jit
 def _add_norm(x, RESIDUAL, Y, WEIGHT, SUM, eps, COUNT: gl.constexpr):
-    """SUM = RESIDUAL + Y; its RMSNorm, rounded as `add_rmsnorm` does."""
+    """Compute SUM = RESIDUAL + Y, and return its RMSNorm, rounded as in `add_rmsnorm`."""
     k = _inputs(COUNT, x)
     real = k < COUNT
     weight = gl.load(WEIGHT + k, mask=real, other=0.0).to(gl.float32)
@@ -248,7 +256,7 @@ def _product(
     RUNS: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr,
     AFFINE: gl.constexpr, DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """OUT [N] = W [N, K] x + BIAS, if any: this program's units of it."""
+    """Compute this program's units of OUT [N] = W [N, K] x + BIAS, if any."""
     x, totals, sums = operands
     CHUNKS: gl.constexpr = (K + PLANES * 64 * WARPS - 1) // (PLANES * 64 * WARPS)
     row = 0
@@ -267,7 +275,7 @@ def _unit(
     ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr, DOT: gl.constexpr,
     WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The next CHUNKS of the stream, one unit of 16 outputs: each warp's share of their sums, [WARPS, 16]."""
+    """Multiply the next CHUNKS of the stream: each warp's share [WARPS, 16] of a unit's 16 outputs."""
     words, scales, zeros, ready, empty = ring
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     WEIGHT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -287,7 +295,7 @@ def _unit(
             for p in gl.static_range(run * (PLANES // RUNS), (run + 1) * (PLANES // RUNS)):
                 plane = RAW(tile, 0, p, DOT, True)
                 tokens = x.index(chunk).slice(p * 64, 64, dim=1).load(gl.SliceLayout(2, INPUT))
-                # all 8 columns are the one token
+                # all 8 columns are copies of the one token
                 part = mma_v2(plane, gl.expand_dims(tokens, 2).broadcast_to([WARPS, 64, 8]), part)
             part *= AFFINE[1]
             total = totals.index(chunk * RUNS + run).load(gl.SliceLayout(1, BY_ROW))
@@ -304,7 +312,7 @@ def _unit(
 
 @gluon.jit
 def _rows(sums, FIRST: gl.constexpr, UNITS: gl.constexpr):
-    """Units FIRST .. FIRST + UNITS, summed over the warps: [UNITS, 16]."""
+    """Return UNITS units from FIRST on, summed over the warps: [UNITS, 16]."""
     WARPS: gl.constexpr = sums.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, WARPS, 1], [2, 1, 16], [WARPS, 1, 1], [2, 1, 0])
     cube = sums._reinterpret(gl.float32, sums.shape, _CUBE)
@@ -313,7 +321,7 @@ def _rows(sums, FIRST: gl.constexpr, UNITS: gl.constexpr):
 
 @gluon.jit
 def _store_rows(OUT, BIAS, values, N: gl.constexpr):
-    """This program's units of OUT [N] from values [units, 16], with those of BIAS, if any."""
+    """Store this program's units of OUT [N] from values [units, 16], plus BIAS, if any."""
     LAYOUT: gl.constexpr = values.type.layout
     unit = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
@@ -330,7 +338,7 @@ def _arrivals(device: torch.device) -> Tensor:
 
 
 def _descriptors(weight: TiledWeight) -> tuple[Any, Any, Any]:
-    """TMA descriptors of a chunk: its words, its scales, its zeros."""
+    """Return the TMA descriptors of a weight's words, scales and zeros, a chunk at a time."""
     blocks, tiles, rows, words = weight.packed.shape
     by_row = (blocks, tiles, rows), torch.int32, (1, WARPS, UNIT), _BY_ROW
     packed = of_weight(
@@ -344,7 +352,7 @@ def one_token(
     x: Tensor, residual: Tensor, products: Sequence[Sequence[Tensor]], bias: Tensor | None,
     norms: tuple[Tensor, Tensor], eps: float, scheme: str,
 ) -> Tensor:  # fmt: skip
-    """See the package's docstring; products: o, gate_up, down and qkv or nothing."""
+    """See the package's docstring; products are o, gate_up, down and qkv, which may be empty."""
     kind = WEIGHT_SCHEMES[scheme]
     assert isinstance(kind, TiledScheme)
     raw, affine = kind.raw()

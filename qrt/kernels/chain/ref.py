@@ -1,4 +1,4 @@
-"""`chain`, operator by operator."""
+"""`chain` as a sequence of other operators."""
 
 from __future__ import annotations
 
