@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from backends import GPU
 from qrt.kernels import chain as package
 from qrt.kernels.chain import Link, chain, fits, kernel, ref
-from qrt.kernels.linear import digits_kernel
-from qrt.kernels.linear import kernel as linear_kernel
+from qrt.kernels.linear import choose, digits_kernel
 from qrt.kernels.linear.make_digits_kernel import make_digits
 from qrt.quant.digits import MOST_TOKENS, room_for
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -93,7 +92,7 @@ def _errors(sizes, weights, bits, device, tokens, draw, spread, biased):
     got = kernel.chain([x], ours, *link)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digits_kernel, "fits", lambda x, weight, bits: False)  # operators in 16 bits
-        patch.setattr(linear_kernel, "configs", lambda device: {})  # that do not round the weights
+        patch.setattr(choose, "configs", lambda device: {})  # that do not round the weights
         plain = ref.chain([x], theirs, *link)
     assert got.shape == want.shape and got.dtype == x.dtype
     return [

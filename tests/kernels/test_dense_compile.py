@@ -9,7 +9,8 @@ import torch
 from qrt.kernels import gpu
 gpu.overlaps = lambda device: True  # as on the GPU that is compiled for
 from random_weights import random_weight
-from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel, kernel, tile_plans
+from qrt.kernels.linear import choose, hopper_int8_kernel, hopper_kernel, int8_kernel, kernel
+from qrt.kernels.linear import tile_kernel, tile_plans
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
 from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8
 from qrt.quant.tokens import QuantizedTokens
@@ -27,7 +28,7 @@ for scheme, bits, symmetric, group, dtype, tokens in (
     weight = random_weight(128, 1024, bits, group, symmetric=symmetric, dtype=dtype)
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), dtype)
     kernel.linear(torch.empty(tokens, 1024, dtype=dtype), tensors, None, scheme)
-kernel._chosen = lambda *weight: tile_plans.FusedPlan(2, 1, 4, 3)
+choose.tile_plan = lambda *weight: choose.Product(choose.Kernel.FUSED, "", tile_plans.FusedPlan(2, 1, 4, 3))
 for scheme, bits, tokens in (("w4a16", 4, 16), ("w8a16", 8, 32)):
     weight = random_weight(256, 1024, bits, 128, symmetric=False, dtype=BF16)
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), BF16)
@@ -42,19 +43,18 @@ for scheme, symmetric, group, dtype, plan in (
     gated = bool(plan.persistent or plan.blocks == 4)
     x, y = torch.empty(300, 1024, dtype=dtype), torch.empty(300, 128 // (1 + gated), dtype=dtype)
     tensors = TiledWeight(*scheme.prepare(weight, torch.device("cpu"), dtype))
-    layout = kernel._layout(tensors, scheme.bits, scheme.unpacker())
-    hopper_kernel.wide_gemm(x, tensors, None, y, layout, plan, gated)
-for plan in ((128, 256, 1, 4), (64, 128, 2, 6)):
-    x = QuantizedTokens(torch.empty(300, 1024, dtype=torch.int8), torch.empty(300), BF16)
-    weight = torch.empty(128, 1024, dtype=torch.int8), torch.empty(128), torch.zeros(128, dtype=torch.int32)
+    layout = tile_kernel.layout_of(tensors, scheme.bits, scheme.unpacker())
+    hopper_kernel.wide_product(x, tensors, None, layout, plan, gated)(x, None, y)
+x = QuantizedTokens(torch.empty(300, 1024, dtype=torch.int8), torch.empty(300), BF16)
+weight = torch.empty(128, 1024, dtype=torch.int8), torch.empty(128), torch.zeros(128, dtype=torch.int32)
+for plan, gated, shares in (
+    ((128, 256, 1, 4), False, False), ((64, 128, 2, 6), False, False),
+    ((64, 64, 2, 12), False, True), ((16, 64, 2, 8), False, True),
+    ((128, 256, 1, 4), True, False), ((64, 128, 1, 6), True, False), ((16, 128, 1, 6), True, False),
+    ((128, 128, 1, 3, 2), True, False),
+):
     plan = hopper_int8_kernel.HopperPlan(*plan)
-    hopper_int8_kernel.hopper_int8_gemm(x, *weight, None, torch.empty(300, 128, dtype=BF16), plan)
-for plan in ((64, 64, 2, 12), (16, 64, 2, 8)):
-    y = torch.empty(2, 300, 128)
-    hopper_int8_kernel.hopper_int8_gemm(x, *weight, None, y, hopper_int8_kernel.HopperPlan(*plan))
-for plan in ((128, 256, 1, 4), (64, 128, 1, 6), (16, 128, 1, 6), (128, 128, 1, 3, 2)):
-    y = torch.empty(300, 64, dtype=BF16)
-    hopper_int8_kernel.hopper_int8_gemm(x, *weight, None, y, hopper_int8_kernel.HopperPlan(*plan), 2)
+    int8_kernel.hopper_product(x, weight, None, plan, gated, shares)(x, None)
 rmsnorm(torch.empty(9, 12, 128, dtype=BF16)[:, :8], torch.empty(128, dtype=BF16), 1e-5)
 add_rmsnorm(*torch.empty(2, 9, 8192, dtype=FP16), torch.empty(8192, dtype=FP16), 1e-5)
 add_rmsnorm(torch.empty(9, 8192, dtype=FP16), torch.empty(2, 9, 8192), torch.empty(8192, dtype=FP16), 1e-5)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends import COMPILED, GPU, PTX, PTX_SM
+from qrt.kernels.linear import choose, hopper_kernel, int8_kernel, kernel, linear, tile_kernel, tile_plans
 from qrt.kernels.linear import device as shared
-from qrt.kernels.linear import hopper_kernel, int8_kernel, kernel, linear, tile_plans
 from qrt.kernels.linear.weight import MOST_SIZES, Weight, is_new, ready
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
@@ -81,7 +81,7 @@ def test_fp32_is_tight(device, bits, scale_dtype, tokens):
 @pytest.mark.parametrize("tokens", [65, 129, 300])
 def test_many_tokens(device, tokens, bits, group, symmetric, dtype, monkeypatch):
     """The weight is rounded to the dtype: in registers, or in blocks of 64 rows, the last one ragged."""
-    monkeypatch.setattr(kernel, "SCRATCH_BYTES", 64 * 384 * 2)
+    monkeypatch.setattr(tile_kernel, "SCRATCH_BYTES", 64 * 384 * 2)
     weight = random_weight(150, 384, bits, group, symmetric=symmetric, dtype=dtype, device=device)
     x, bias = torch.randn(tokens, 384, device=device).to(dtype), torch.randn(150, device=device).to(dtype)
     assert relative(triton_linear(x, weight, bias), reference(x, weight, bias)) < 2 * UNIT[dtype]
@@ -156,7 +156,7 @@ MEASURED = [  # T and what the launchers would find measured, of every kernel; n
 def test_every_kind_of_measured_plan(device, monkeypatch, bits, tokens, plan):
     n, k, dtype = 70, 672, HALF[0]
     width = tile_plans.width_of(tokens)
-    monkeypatch.setattr(kernel, "configs", lambda device: {tile_plans.tuning_key(k, n, bits, width): plan})
+    monkeypatch.setattr(choose, "configs", lambda device: {tile_plans.tuning_key(k, n, bits, width): plan})
     weight = random_weight(n, k, bits, 32, symmetric=False, dtype=dtype, device=device)
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
     assert relative(triton_linear(x, weight, bias), reference(x, weight, bias)) < 2 * UNIT[dtype]
@@ -177,7 +177,7 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bit
         f"w{bits}a16",
         tile_plans.tuning_key(320, 2 * width, bits, tile_plans.width_of(tokens)),
     )
-    monkeypatch.setattr(kernel, "configs", lambda device: {key: ("fused", *plan)} if plan else {})
+    monkeypatch.setattr(choose, "configs", lambda device: {key: ("fused", *plan)} if plan else {})
     weight = random_weight(2 * width, k, bits, 32, symmetric=symmetric, dtype=dtype, device=device)
     tensors = list(WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype))
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(2 * width, device=device).to(dtype)
@@ -208,7 +208,8 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bit
 ])  # fmt: skip
 def test_gate_and_up_by_groups(device, monkeypatch, width, tokens, plan, bits, symmetric, dtype):
     """Bit for bit the operators one by one."""
-    monkeypatch.setattr(kernel, "_chosen", lambda *weight: tile_plans.WidePlan(*plan))
+    product = choose.Product(choose.Kernel.WIDE, "", tile_plans.WidePlan(*plan))
+    monkeypatch.setattr(choose, "tile_plan", lambda *weight: product)
     scheme, weight = f"w{bits}a16", random_weight(2 * width, 384, bits, 128, symmetric=symmetric, dtype=dtype)
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
     x, bias = (
@@ -304,12 +305,13 @@ def test_wide_kernel(device, bits, symmetric, dtype, scales, n, k, group, tokens
     weight = random_weight(n, k, bits, group, symmetric=symmetric, dtype=scales, device=device)
     tiled = TiledWeight(*WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, device, dtype))
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
-    layout = kernel._layout(tiled, bits, WEIGHT_SCHEMES[f"w{bits}a16"].unpacker())
+    layout = tile_kernel.layout_of(tiled, bits, WEIGHT_SCHEMES[f"w{bits}a16"].unpacker())
     first, again = torch.empty(2, tokens, n, device=device, dtype=dtype)
-    hopper_kernel.wide_gemm(x, tiled, bias, first, layout, tile_plans.WidePlan(*plan))
+    multiply = hopper_kernel.wide_product(x, tiled, bias, layout, tile_plans.WidePlan(*plan), False)
+    multiply(x, bias, first)
     assert relative(first, reference(x, weight, bias)) < 2 * UNIT[dtype]
     for _ in range(3 if GPU else 1):
-        hopper_kernel.wide_gemm(x, tiled, bias, again, layout, tile_plans.WidePlan(*plan))
+        multiply(x, bias, again)
         assert torch.equal(again, first)
     assert not tiled.arrivals.any()
 
@@ -412,8 +414,7 @@ def test_blocks_that_have_no_counter_are_not_split(device, monkeypatch, scheme, 
         pytest.skip("Hopper's kernels")
     n, k, tokens = 1, 2048, 100
     table = {tile_plans.tuning_key(k, n, 4, 128): [*plan], int8_kernel.tuning_key(k, n, 128): [*plan]}
-    for module in kernel, int8_kernel:
-        monkeypatch.setattr(module, "configs", lambda device: table)
+    monkeypatch.setattr(choose, "configs", lambda device: table)
     weight = random_weight(n, k, 4 if scheme == "w4a16" else 8, dtype=HALF[1], device=device)
     *tensors, _ = WEIGHT_SCHEMES[scheme].prepare(weight, device, HALF[1])
     memory = torch.tensor([0, 5, 5], dtype=torch.int32, device=device)

@@ -5,7 +5,7 @@ import torch
 
 from qrt.kernels.linear import hopper_16bit_kernel as kernel
 from qrt.kernels.linear import linear
-from qrt.kernels.linear.kernel import plain_gemm
+from qrt.kernels.linear.kernel import linear as triton_linear
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -64,4 +64,4 @@ def test_what_fits(device, monkeypatch):
     assert not kernel.fits(x, many.T.contiguous().T)
     monkeypatch.setattr(kernel, "is_hopper", lambda device: False)
     assert not kernel.fits(x, many)
-    check(plain_gemm(x, weight, bias), x, weight, bias)
+    check(triton_linear(x, [weight], bias, "fp16"), x, weight, bias)

@@ -27,8 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import aligned, of_tokens, of_weight, store_block, sum_splits
-from qrt.kernels.linear.order_kernel import in_panels
-from qrt.kernels.linear.split_kernel import split_evenly
+from qrt.kernels.linear.shared.order_kernel import in_panels
+from qrt.kernels.linear.shared.split_kernel import split_evenly
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.kernels.sizes import cdiv
 from qrt.quant.tokens import QuantizedTokens
@@ -211,26 +211,21 @@ def gates(plan: HopperPlan) -> bool:
     return plan.splits == 1 and plan.outputs >= 128
 
 
-def fits(x: QuantizedTokens) -> bool:
-    """Whether `hopper_int8_gemm` multiplies x: rows of whole 16 bytes, on a GPU with wgmma."""
-    return is_hopper(x.codes.device) and x.codes.shape[1] % 16 == 0
-
-
-def hopper_int8_gemm(
-    x: QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None, y: Tensor,
-    plan: HopperPlan, halves: int = 1,
-) -> None:  # fmt: skip
-    """y [T, N] = x @ codes.T scaled; arguments as `int8_gemm`'s, x one that `fits`. y fp32 [S, T, N] takes
-    what each split has. With two halves, by a plan that `gates`, y [T, N / 2] = silu(first) * second."""
-    hopper_int8_product(x, codes, scale, arrivals, bias, plan, halves, y.dim() == 3)(x, bias, y)
+def fits(x: Tensor) -> bool:
+    """Whether this kernel multiplies codes x [T, K]: rows of whole 16 bytes, on a GPU with wgmma."""
+    return is_hopper(x.device) and x.shape[1] % 16 == 0
 
 
 def hopper_int8_product(
     x: QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None,
     plan: HopperPlan, halves: int = 1, shares: bool = False,
 ) -> Callable[[QuantizedTokens, Tensor | None, Tensor], None]:  # fmt: skip
-    """Return `hopper_int8_gemm` of x, bias and y, for all that are as x and bias: what does not depend on
-    where they lie is worked out."""
+    """Return what computes y from x, bias and y, for all that are as x and bias.
+
+    y [T, N] = x @ codes.T scaled, plus bias; x `fits`, the weight lies as in `Layout.INT8_ROWS`. With two
+    halves, by a plan that `gates`, y [T, N / 2] = silu(first) * second. With `shares` y is the sum of each
+    split, fp32 [S, T, N]. All that does not depend on addresses is worked out here, once.
+    """
     (tokens, k), n = x.codes.shape, codes.shape[0]
     outputs = cdiv(tokens, plan.tokens) * cdiv(n, plan.outputs)
     steps = cdiv(k, INPUTS)

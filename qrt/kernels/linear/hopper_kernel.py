@@ -44,8 +44,8 @@ from qrt.kernels.linear.device import (
     sum_splits,
 )
 from qrt.kernels.linear.hopper_tile_kernel import fetch_tile, tile_of, weights_of
-from qrt.kernels.linear.order_kernel import in_panels
-from qrt.kernels.linear.split_kernel import split_evenly
+from qrt.kernels.linear.shared.order_kernel import in_panels
+from qrt.kernels.linear.shared.split_kernel import split_evenly
 from qrt.kernels.linear.tile_plans import Layout, WidePlan, registers
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.kernels.sizes import cdiv
@@ -311,24 +311,19 @@ def _fetch_w(ring, copies, row, done, steps, S: gl.constexpr):
 
 
 def fits(x: Tensor, weight: TiledWeight) -> bool:
-    """Whether `wide_gemm` multiplies x: 16-bit, K in whole planes, on a GPU with wgmma."""
+    """Whether this kernel multiplies x: 16-bit, K in whole planes, on a GPU with wgmma."""
     return is_hopper(x.device) and x.itemsize == 2 and x.shape[1] % weight.packed.shape[3] == 0
-
-
-def wide_gemm(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: Layout, plan: WidePlan,
-    gated: bool = False,
-) -> None:  # fmt: skip
-    """y [T, N] = x [T, K] @ W.T + bias; x contiguous and one that `fits`. If gated, y [T, N / 2] is
-    silu(gate) * up of it, for a plan that `gates` and halves of whole row blocks."""
-    wide_product(x, weight, bias, layout, plan, gated)(x, bias, y)
 
 
 def wide_product(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, layout: Layout, plan: WidePlan, gated: bool
 ) -> Callable[[Tensor, Tensor | None, Tensor], None]:
-    """Return `wide_gemm` of x, bias and y, for all that are as x and bias: what does not depend on where they
-    lie is worked out."""
+    """Return what computes y from x, bias and y, for all that are as x and bias.
+
+    y [T, N] = x [T, K] @ W.T + bias; x is contiguous and `fits`. If gated, y [T, N / 2] is silu(gate) * up of
+    it, for a plan that `gates` and halves of whole row blocks. All that does not depend on addresses is
+    worked out here, once.
+    """
     blocks, tiles, rows, words = weight.packed.shape
     outputs = cdiv(x.shape[0], plan.tokens) * cdiv(blocks, plan.blocks)
     share, splits = split_evenly(tiles, plan.splits, outputs, weight.out_features)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,22 +13,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.device import after_previous
-from qrt.kernels.gpu import multiprocessors, overlaps
+from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.linear.hopper_int8_kernel import (
     INPUTS,
     HopperPlan,
-    fits,
-    gates,
-    hopper_int8_gemm,
     hopper_int8_product,
-    hopper_plan,
 )
-from qrt.kernels.linear.order_kernel import in_panels
-from qrt.kernels.linear.split_kernel import split_evenly, sum_splits
-from qrt.kernels.linear.weight import Product
+from qrt.kernels.linear.shared.order_kernel import in_panels
+from qrt.kernels.linear.shared.split_kernel import split_evenly, sum_splits
+from qrt.kernels.linear.weight import Prepared
 from qrt.kernels.sizes import cdiv, next_power_of_2
-from qrt.kernels.tuned import configs, plan_of
 from qrt.quant.device import store_token
 from qrt.quant.tokens import QuantizedTokens
 
@@ -146,87 +142,58 @@ def block_plan(width: int) -> BlockPlan:
     return BlockPlan(128, 128, 128, 1, 8, 3)
 
 
-def _chosen(x: QuantizedTokens, n: int) -> BlockPlan | HopperPlan:
-    """What was measured for x, where it runs, or a rule of thumb."""
-    tokens, k = x.codes.shape
-    measured = plan_of(configs(x.codes.device), partial(tuning_key, k, n), tokens, width_of(tokens))
-    if measured is not None:
-        kind, *sizes = measured
-        if kind == "block" or fits(x):
-            chosen: BlockPlan | HopperPlan = PLANS[kind](*sizes)
-            return chosen
-    sms = multiprocessors(x.codes.device)
-    return (hopper_plan(tokens, n, sms) if fits(x) else None) or block_plan(width_of(tokens))
-
-
-def gated_plan(x: QuantizedTokens, n: int) -> HopperPlan | None:
-    """That of `gated_int8_gemm` for x times a weight [n, K]; None: silu_mul is an operator of its own."""
-    chosen = _chosen(x, n)
-    return chosen if isinstance(chosen, HopperPlan) and x.codes.shape[0] and gates(chosen) else None
-
-
-def gated_int8_gemm(
-    x: Tensor | QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None
-) -> Tensor:
-    """`silu_mul` of `int8_gemm`, [T, N / 2], where it has a `gated_plan`; the same bits."""
-    assert isinstance(x, QuantizedTokens)
-    chosen = gated_plan(x, codes.shape[0])
-    assert chosen is not None
-    y = torch.empty(x.codes.shape[0], codes.shape[0] // 2, dtype=x.dtype, device=codes.device)
-    hopper_int8_gemm(x, codes, scale, arrivals, bias, y, chosen, halves=2)
-    return y
-
-
-def int8_product(
-    x: QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None,
-    gated: bool = False,
-) -> Product | None:  # fmt: skip
-    """Return `int8_gemm` (or `gated_int8_gemm`) of bias and all that are as x, if Hopper's kernel multiplies
-    them."""
-    (tokens, n), chosen = (x.codes.shape[0], codes.shape[0]), _chosen(x, codes.shape[0])
-    if not tokens or not isinstance(chosen, HopperPlan) or (gated and not gates(chosen)):
-        return None
-    multiply = hopper_int8_product(x, codes, scale, arrivals, bias, chosen, 2 if gated else 1)
-    size = tokens, n // 2 if gated else n
+def hopper_product(
+    x: QuantizedTokens, weight: Sequence[Tensor], bias: Tensor | None, plan: HopperPlan, gated: bool,
+    shares: bool = False,
+) -> Prepared:  # fmt: skip
+    """Return the product of bias and all that are as x with codes int8 [N, K], scale fp32 [N] and arrivals
+    int32 [N], by Hopper's kernel: [T, N], if gated silu(gate) * up of it, [T, N / 2], or with `shares` fp32
+    [S, T, N]."""
+    codes, scale, arrivals = weight
+    (tokens, k), n = x.codes.shape, codes.shape[0]
+    multiply = hopper_int8_product(x, codes, scale, arrivals, bias, plan, 2 if gated else 1, shares)
+    size: tuple[int, ...] = (tokens, n // 2 if gated else n)
+    if shares:
+        _, splits = _splits(plan, INPUTS, tokens, n, k, arrivals)
+        size = splits, tokens, n
 
     def product(x: QuantizedTokens, bias: Tensor | None) -> Tensor:
-        y = torch.empty(size, dtype=x.dtype, device=x.codes.device)
+        y = torch.empty(size, dtype=torch.float32 if shares else x.dtype, device=x.codes.device)
         multiply(x, bias, y)
         return y
 
     return product
 
 
-def int8_gemm(
-    x: Tensor | QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None,
-    shares: bool = False,
-) -> Tensor:  # fmt: skip
-    """x [T, K] -> [T, N] in x's dtype; codes int8 [N, K], scale fp32 [N], arrivals int32 [N], 0 between
-    calls. The sum over K is exact. With `shares` and without bias fp32 [S, T, N], what each of S splits of K
-    has of it, rounded once."""
-    if isinstance(x, Tensor):
-        x = quantize_tokens(x.contiguous())
+def _splits(
+    plan: BlockPlan | HopperPlan, inputs: int, tokens: int, n: int, k: int, arrivals: Tensor
+) -> tuple[int, int]:
+    """Return the steps of `inputs` that a split takes, and how many splits there are."""
+    outputs = cdiv(tokens, plan.tokens) * cdiv(n, plan.outputs)
+    return split_evenly(cdiv(k, inputs), plan.splits, outputs, arrivals.shape[0])
+
+
+def block_gemm(
+    x: QuantizedTokens, weight: Sequence[Tensor], bias: Tensor | None, plan: BlockPlan, shares: bool = False
+) -> Tensor:
+    """x [T, K] -> [T, N] in x's dtype by the kernel of any GPU; weight as `hopper_product`'s. The sum over K
+    is exact. With `shares` and without bias fp32 [S, T, N], what each of S splits of K has of it, rounded
+    once."""
+    codes, scale, arrivals = weight
     (tokens, k), n = x.codes.shape, codes.shape[0]
-    block = _chosen(x, n)
-    inputs = INPUTS if isinstance(block, HopperPlan) else block.inputs
-    outputs = cdiv(tokens, block.tokens) * cdiv(n, block.outputs)
-    share, splits = split_evenly(cdiv(k, inputs), block.splits, outputs, arrivals.shape[0])
+    outputs = cdiv(tokens, plan.tokens) * cdiv(n, plan.outputs)
+    share, splits = _splits(plan, plan.inputs, tokens, n, k, arrivals)
     size, dtype = ((splits, tokens, n), torch.float32) if shares else ((tokens, n), x.dtype)
     y = torch.empty(size, dtype=dtype, device=codes.device)
-    if tokens == 0:
-        return y
-    if isinstance(block, HopperPlan):
-        hopper_int8_gemm(x, codes, scale, arrivals, bias, y, block)
-        return y
     summed = splits > 1 and not shares
     parts = torch.empty(splits * n * tokens, dtype=torch.int32, device=codes.device) if summed else None
     kernel = variant(
-        _int8_gemm, BIASED=bias is not None, BM=block.tokens, BN=block.outputs, BK=block.inputs, PANEL=8,
-        SPLITS=splits, SHARES=shares, num_warps=block.warps, num_stages=block.stages,
+        _int8_gemm, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=plan.inputs, PANEL=8,
+        SPLITS=splits, SHARES=shares, num_warps=plan.warps, num_stages=plan.stages,
         launch_pdl=overlaps(codes.device),
     )  # fmt: skip
     kernel.launch(
         (outputs, splits), x.codes.contiguous(), x.scale, codes, scale, bias, y, parts, arrivals, tokens, n,
-        k, share * inputs,
+        k, share * plan.inputs,
     )  # fmt: skip
     return y

@@ -8,7 +8,7 @@ from torch import Tensor
 
 MOST_SIZES = 64  # of x; a server's steps are padded to about as many
 
-Product = Callable[..., Tensor]
+Prepared = Callable[..., Tensor]
 
 
 class Weight(list[Tensor]):
@@ -20,16 +20,16 @@ class Weight(list[Tensor]):
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__(tensors)
-        self.ready: dict[Hashable, Product | None] = {}
+        self.ready: dict[Hashable, Prepared | None] = {}
 
-    def keep(self, key: Hashable, product: Product | None) -> None:
+    def keep(self, key: Hashable, product: Prepared | None) -> None:
         """Keep the product of what has this key; None: there is none to keep."""
         if len(self.ready) >= MOST_SIZES:
             self.ready.clear()
         self.ready[key] = product
 
 
-def ready(weight: Sequence[Tensor], key: Hashable) -> Product | None:
+def ready(weight: Sequence[Tensor], key: Hashable) -> Prepared | None:
     """Return the product that a `Weight` keeps under a key; None for other lists."""
     return weight.ready.get(key) if type(weight) is Weight else None
 

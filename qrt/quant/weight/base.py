@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -86,18 +87,13 @@ def _stack(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(found) if found else None
 
 
-class Gemms(NamedTuple):
-    """The products of `qrt.kernels.linear`, handed down to schemes because floor 1 cannot import floor 2.
+class Layout(Enum):
+    """How a weight lies on the device: what a kernel asks for to read it."""
 
-    tiles   (x, TiledWeight, bias, bits, unpack) -> [T, N]
-    int8    (x, codes int8 [N, K], scale fp32 [N], arrivals int32 [N], bias) -> [T, N]; x is quantized per
-            token unless it comes so
-    plain   (x, weight [N, K] of x's dtype, bias) -> [T, N]
-    """
-
-    tiles: Callable[[Tensor, Any, Tensor | None, int, Any], Tensor]
-    int8: Callable[[Tensor | QuantizedTokens, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-    plain: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    PLAIN = "the weight [N, K] in the model's dtype"
+    TILES = "integers in a `qrt.quant.weight.tiles.TiledWeight`"
+    INT8_ROWS = "codes int8 [N, K], scale fp32 [N], arrivals int32 [N]"
+    OWN = "known to the scheme alone: its definition multiplies"
 
 
 class WeightScheme(ABC):
@@ -109,6 +105,7 @@ class WeightScheme(ABC):
 
     name: ClassVar[str]
     spec: ClassVar[QuantSpec | None]  # default grid of the weight; None when unquantized
+    layout: ClassVar[Layout] = Layout.OWN
     int8_tokens: ClassVar[bool] = False  # whether it quantizes x per token, and takes QuantizedTokens too
 
     @abstractmethod
@@ -132,20 +129,12 @@ class WeightScheme(ABC):
         is none, the reference."""
         return self.linear_ref(x, tensors, bias)
 
-    @abstractmethod
-    def linear_triton(
-        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
-    ) -> Tensor:
-        """The same on the GPU (or in Triton's interpreter), by one of `gemms`."""
+    def explain_cpu(self, tensors: Sequence[Tensor]) -> str:
+        """Return what `linear_cpu` multiplies such tensors with, in a sentence."""
+        return f"The definition of {self.name} (linear_ref) multiplies, in fp32."
 
     def linear_int8_ref(self, x: QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """`linear_ref` of tokens [T, K] that are quantized already; with `int8_tokens` only."""
-        raise NotImplementedError(f"{self.name} takes no int8 tokens")
-
-    def linear_int8_triton(
-        self, x: QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
-    ) -> Tensor:
-        """`linear_triton` of tokens [T, K] that are quantized already; with `int8_tokens` only."""
         raise NotImplementedError(f"{self.name} takes no int8 tokens")
 
     @abstractmethod

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.errors import UnsupportedError
-from qrt.quant.weight.base import Gemms, WeightData, WeightScheme
+from qrt.quant.weight.base import Layout, WeightData, WeightScheme
 
 TILE_ROWS = 64
 _WORD_BITS = 16
@@ -144,6 +144,7 @@ class TiledScheme(WeightScheme):
               `multiply` and `pack` (WeightData, dtype -> itself, or None where torch has no fast product)
     """
 
+    layout = Layout.TILES
     packed: ClassVar[Any]
 
     @abstractmethod
@@ -182,7 +183,7 @@ class TiledScheme(WeightScheme):
         return packed or super().prepare_cpu(weight, dtype)
 
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        weight = self._tiled(x, tensors)
+        weight = self.tiles_for(x, tensors)
         matrix = weight.dequantize(self.bits, x.shape[1])
         y = F.linear(weight.gather(x).float(), matrix, None if bias is None else bias.float())
         return y.to(x.dtype)
@@ -193,18 +194,17 @@ class TiledScheme(WeightScheme):
         y: Tensor = self.packed(*tensors).multiply(x, bias)
         return y
 
-    def linear_triton(
-        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
-    ) -> Tensor:
-        weight = self._tiled(x, tensors)
-        return gemms.tiles(weight.gather(x), weight, bias, self.bits, self.unpacker())
+    def explain_cpu(self, tensors: Sequence[Tensor]) -> str:
+        if not self._is_packed(tensors):
+            return super().explain_cpu(tensors)
+        return f"Torch's own product of {self.bits}-bit weights multiplies (packed.py)."
 
     def out_features(self, tensors: Sequence[Tensor]) -> int:
         layout = self.packed if self._is_packed(tensors) else TiledWeight
         n: int = layout(*tensors).out_features
         return n
 
-    def _tiled(self, x: Tensor, tensors: Sequence[Tensor]) -> TiledWeight:
+    def tiles_for(self, x: Tensor, tensors: Sequence[Tensor]) -> TiledWeight:
         """The weight; ValueError unless its tiles are those of x's columns."""
         weight = TiledWeight(*tensors)
         most = weight.packed.shape[1] * weight.packed.shape[3] * (_WORD_BITS // self.bits)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.errors import UnsupportedError
-from qrt.quant.weight.base import Gemms, WeightData, WeightScheme
+from qrt.quant.weight.base import Layout, WeightData, WeightScheme
 
 
 class FP16Scheme(WeightScheme):
@@ -17,6 +17,7 @@ class FP16Scheme(WeightScheme):
 
     name = "fp16"
     spec = None
+    layout = Layout.PLAIN
 
     def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         if weight.bits:
@@ -26,10 +27,8 @@ class FP16Scheme(WeightScheme):
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         return F.linear(x, tensors[0], bias)
 
-    def linear_triton(
-        self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
-    ) -> Tensor:
-        return gemms.plain(x, tensors[0], bias)
+    def explain_cpu(self, tensors: Sequence[Tensor]) -> str:
+        return "Torch multiplies."
 
     def out_features(self, tensors: Sequence[Tensor]) -> int:
         return tensors[0].shape[0]

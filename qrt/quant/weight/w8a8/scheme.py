@@ -11,7 +11,7 @@ from qrt.checks import expect
 from qrt.errors import UnsupportedError
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.tokens import QuantizedTokens
-from qrt.quant.weight.base import Gemms, WeightData, WeightScheme
+from qrt.quant.weight.base import Layout, WeightData, WeightScheme
 
 _EXACT_INPUTS = 1024  # sums of so many int8 products (at most 2^14 each) are integers that fp32 holds exactly
 
@@ -37,6 +37,7 @@ class W8A8Scheme(WeightScheme):
 
     name = "w8a8"
     spec = QuantSpec(8, symmetric=True, granularity=Granularity.CHANNEL)
+    layout = Layout.INT8_ROWS
     int8_tokens = True
 
     def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -62,15 +63,6 @@ class W8A8Scheme(WeightScheme):
         expect(x.codes, "T K", name="x", K=codes.shape[1])
         y = integer_product(x.codes, codes).float() * x.scale[:, None] * scale
         return (y if bias is None else y + bias.float()).to(x.dtype)
-
-    def linear_triton(
-        self, x: Tensor | QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None, gemms: Gemms
-    ) -> Tensor:
-        codes, scale, arrivals = tensors
-        expect(x if isinstance(x, Tensor) else x.codes, "T K", name="x", K=codes.shape[1])
-        return gemms.int8(x, codes, scale, arrivals, bias)
-
-    linear_int8_triton = linear_triton
 
     def out_features(self, tensors: Sequence[Tensor]) -> int:
         return tensors[0].shape[0]

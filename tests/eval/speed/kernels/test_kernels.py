@@ -7,7 +7,7 @@ import torch
 
 from errors import assert_error, assert_names
 from qrt.kernels import tuned
-from qrt.kernels.linear import int8_kernel, kernel
+from qrt.kernels.linear import int8_kernel, tile_plans
 from qrt.quant.digits import MOST_TOKENS
 from qrt_eval.cli import main
 from qrt_eval.inputs import shapes
@@ -171,7 +171,8 @@ def test_tuned_files_are_complete():
         table = json.loads(file.read_text())
         assert table
         for key, (kind, *sizes) in table.items():
-            plans = {"tiles": {**kernel.PLANS, "dequantize": list}, "int8": int8_kernel.PLANS}[key.split()[0]]
+            known = {"tiles": {**tile_plans.PLANS, "dequantize": list}, "int8": int8_kernel.PLANS}
+            plans = known[key.split()[0]]
             named = dict(zip(getattr(plans[kind], "_fields", ()), sizes, strict=True))
             assert named.pop("persistent", 0) in (0, 1, 2), key
             assert all(isinstance(n, int) and n > 0 for n in named.values()), key

@@ -1,0 +1,201 @@
+"""Which kernel multiplies: `choose` is the only place that decides, and the `Product` says why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qrt.kernels.gpu import multiprocessors
+from qrt.kernels.linear import (
+    digits_kernel,
+    hopper_16bit_kernel,
+    hopper_int8_kernel,
+    hopper_kernel,
+    int8_kernel,
+)
+from qrt.kernels.linear.hopper_int8_kernel import HopperPlan
+from qrt.kernels.linear.int8_kernel import BlockPlan
+from qrt.kernels.linear.tile_plans import (
+    PLANS,
+    FusedPlan,
+    WidePlan,
+    fused_plan,
+    tuning_key,
+    wide_plan,
+    width_of,
+)
+from qrt.kernels.tuned import configs, plan_of
+from qrt.quant.tokens import QuantizedTokens
+from qrt.quant.weight.base import Layout, WeightScheme
+from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
+
+FUSED_TOKENS = {2: 64, 4: 16}  # most, by bytes of x: accumulators and planes fill the registers
+WIDEST = 4096  # of measured widths: more tokens have its plan
+
+
+class Epilogue(Enum):
+    """What becomes of the product x @ W.T + bias, [T, N]."""
+
+    PLAIN = "the product"
+    SILU_MUL = "silu(gate) * up of the product"
+    PARTIAL_SUMS = "the product's sums over each split of K"
+
+
+class Kernel(Enum):
+    """A kernel, by what it does."""
+
+    NOTHING = "no kernel: there are no tokens"
+    DIGITS = "int8 tensor cores multiply 4-bit codes by activations split into two int8 digits"
+    FUSED = "one kernel unpacks every weight once, in registers"
+    WIDE = "Hopper's kernel unpacks the next plane of weights under the product of the last one"
+    DEQUANTIZE = "the weight is dequantized block by block, and torch multiplies"
+    INT8_HOPPER = "Hopper's int8 kernel multiplies codes by codes"
+    INT8_BLOCK = "the int8 kernel of any GPU multiplies codes by codes"
+    FEW_16_BIT = "Hopper's 16-bit kernel streams the weight past a few tokens"
+    TORCH = "torch multiplies"
+    DEFINITION = "the scheme's definition (linear_ref) multiplies, in fp32"
+
+
+Plan = FusedPlan | WidePlan | BlockPlan | HopperPlan
+
+
+class Product(NamedTuple):
+    """What `choose` decides.
+
+    kernel    that multiplies
+    why       it and no other
+    plan      how it is launched; None where the kernel has but one way
+    measured  whether the plan was measured (`qrt.kernels.tuned`), or is a rule of thumb
+    joined    whether the kernel applies the epilogue too
+    epilogue  as asked for
+    """
+
+    kernel: Kernel
+    why: str
+    plan: Plan | None = None
+    measured: bool = False
+    joined: bool = False
+    epilogue: Epilogue = Epilogue.PLAIN
+
+    def explain(self) -> str:
+        """Return one or two sentences: which kernel runs and why."""
+        told = f"{self.kernel.value[0].upper()}{self.kernel.value[1:]}, because {self.why}."
+        more = []
+        if self.plan is not None:
+            sizes = ", ".join(f"{name} {value}" for name, value in self.plan._asdict().items())
+            more.append(f"its plan ({sizes}) {'was measured' if self.measured else 'is a rule of thumb'}")
+        if self.epilogue is Epilogue.SILU_MUL:
+            more.append(f"silu(gate) * up is {'part of it' if self.joined else 'a kernel of its own'}")
+        text = "; ".join(more)
+        return f"{told} {text[0].upper()}{text[1:]}." if text else told
+
+
+def choose(
+    scheme: WeightScheme,
+    x: Tensor | QuantizedTokens,
+    weight: Sequence[Tensor],
+    epilogue: Epilogue = Epilogue.PLAIN,
+) -> Product:
+    """Return what multiplies x [T, K] by the run-time tensors of `scheme`, on x's GPU.
+
+    It asks for shapes, dtypes and devices only; x of an int8 layout is quantized, or will be.
+    """
+    if scheme.layout is Layout.TILES:
+        assert isinstance(x, Tensor) and isinstance(scheme, TiledScheme)
+        found = _tiles(x, TiledWeight(*weight), scheme.bits, epilogue)
+    elif scheme.layout is Layout.INT8_ROWS:
+        found = _int8(x, weight[0], epilogue)
+    elif scheme.layout is Layout.PLAIN:
+        assert isinstance(x, Tensor)
+        found = _plain(x, weight[0])
+    else:
+        found = Product(Kernel.DEFINITION, f"no kernel reads the layout of {scheme.name}")
+    return found._replace(epilogue=epilogue)
+
+
+def _tiles(x: Tensor, weight: TiledWeight, bits: int, epilogue: Epilogue) -> Product:
+    """Choose for weight-only integers in tiles."""
+    if x.shape[0] == 0:
+        return Product(Kernel.NOTHING, "x is empty")
+    if digits_kernel.fits(x, weight, bits):
+        return Product(Kernel.DIGITS, f"{x.shape[0]} tokens in bf16 meet int4 weights on a Hopper GPU")
+    found = tile_plan(x, weight, bits)
+    if epilogue is Epilogue.SILU_MUL and found.plan is not None:
+        assert isinstance(found.plan, FusedPlan | WidePlan)
+        return found._replace(joined=found.plan.gates and weight.out_features % (2 * TILE_ROWS) == 0)
+    return found
+
+
+def tile_plan(x: Tensor, weight: TiledWeight, bits: int) -> Product:
+    """Choose what was measured for x, where it runs, or a rule of thumb."""
+    (tokens, k), (blocks, tiles) = x.shape, weight.packed.shape[:2]
+    width, few = width_of(tokens), tokens <= FUSED_TOKENS[x.itemsize]
+    hopper = hopper_kernel.fits(x, weight)
+    key = partial(tuning_key, k, weight.out_features, bits)
+    measured = plan_of(configs(x.device), key, tokens, min(width, WIDEST))
+    if measured is not None:
+        kind, *sizes = measured
+        if kind == "fused" and few:
+            return Product(Kernel.FUSED, "it was the fastest for this shape", PLANS[kind](*sizes), True)
+        if kind == "wide" and hopper:
+            return Product(Kernel.WIDE, "it was the fastest for this shape", PLANS[kind](*sizes), True)
+    if few:
+        why = f"{tokens} tokens are few and nothing faster was measured"
+        return Product(Kernel.FUSED, why, fused_plan(width, blocks, tiles))
+    if hopper and measured is None:
+        plan = wide_plan(width, blocks, tiles, multiprocessors(x.device))
+        return Product(Kernel.WIDE, f"{tokens} tokens are many, on a Hopper GPU", plan)
+    if measured is not None and hopper:
+        return Product(Kernel.DEQUANTIZE, "it was the fastest for this shape")
+    return Product(Kernel.DEQUANTIZE, f"{tokens} tokens are many, and Hopper's kernel takes them not here")
+
+
+def _int8(x: Tensor | QuantizedTokens, codes: Tensor, epilogue: Epilogue) -> Product:
+    """Choose for int8 rows; only x that comes as codes has its epilogue in the kernel."""
+    rows, n = x.codes if isinstance(x, QuantizedTokens) else x, codes.shape[0]
+    if rows.shape[0] == 0:
+        return Product(Kernel.NOTHING, "x is empty")
+    found = int8_plan(rows, n)
+    if epilogue is Epilogue.PARTIAL_SUMS:
+        return found._replace(joined=True)
+    gates = isinstance(found.plan, HopperPlan) and hopper_int8_kernel.gates(found.plan)
+    return found._replace(joined=gates and isinstance(x, QuantizedTokens) and epilogue is Epilogue.SILU_MUL)
+
+
+def int8_plan(x: Tensor, n: int) -> Product:
+    """Choose what was measured for x [T, K], where it runs, or a rule of thumb."""
+    (tokens, k), hopper = x.shape, hopper_int8_kernel.fits(x)
+    width = int8_kernel.width_of(tokens)
+    measured = plan_of(configs(x.device), partial(int8_kernel.tuning_key, k, n), tokens, width)
+    if measured is not None:
+        kind, *sizes = measured
+        if kind == "block" or hopper:
+            kernel = Kernel.INT8_BLOCK if kind == "block" else Kernel.INT8_HOPPER
+            return Product(kernel, "it was the fastest for this shape", int8_kernel.PLANS[kind](*sizes), True)
+    plan = hopper_int8_kernel.hopper_plan(tokens, n, multiprocessors(x.device)) if hopper else None
+    if plan is not None:
+        return Product(Kernel.INT8_HOPPER, f"{tokens} tokens are many, on a Hopper GPU", plan)
+    why = f"{tokens} tokens are bound by the bytes of the weight" if hopper else "Hopper's does not run here"
+    return Product(Kernel.INT8_BLOCK, why, int8_kernel.block_plan(width))
+
+
+def _plain(x: Tensor, weight: Tensor) -> Product:
+    """Choose for 16-bit and fp32 weights."""
+    if hopper_16bit_kernel.fits(x, weight):
+        return Product(Kernel.FEW_16_BIT, f"{x.shape[0]} tokens meet many outputs on a Hopper GPU")
+    return Product(Kernel.TORCH, "nothing faster was measured for this shape and GPU")
+
+
+def explain(
+    scheme: WeightScheme, x: Tensor, weight: Sequence[Tensor], epilogue: Epilogue = Epilogue.PLAIN
+) -> str:
+    """Return what multiplies x by `linear` and why, on the GPU or the CPU that x is on."""
+    if x.device.type == "cpu":
+        return scheme.explain_cpu(weight)
+    coded = QuantizedTokens(torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x)), x.dtype)
+    return choose(scheme, coded if scheme.int8_tokens else x, weight, epilogue).explain()

@@ -1,0 +1,106 @@
+"""Test `choose`: which kernel multiplies, that it is the one that runs, and what `explain` says of it."""
+
+import pytest
+import torch
+
+from fake_gpu import H200, META, fake_gpu, meta_weight
+from qrt.kernels.linear import choose, int8_kernel, kernel, tile_plans
+from qrt.kernels.linear.choose import Epilogue, Kernel
+from qrt.quant.tokens import QuantizedTokens
+from qrt.quant.weight import WEIGHT_SCHEMES
+
+BF16 = torch.bfloat16
+LAUNCHED = {
+    Kernel.NOTHING: set(), Kernel.TORCH: set(), Kernel.FUSED: {"_fused"}, Kernel.WIDE: {"_wide"},
+    Kernel.DIGITS: {"_make_digits", "_digits_product"}, Kernel.DEQUANTIZE: {"_dequantize"},
+    Kernel.INT8_HOPPER: {"_hopper_int8"}, Kernel.INT8_BLOCK: {"_int8_gemm"},
+    Kernel.FEW_16_BIT: {"_hopper_16bit"},
+}  # fmt: skip
+A100 = {"hopper": False, "multiprocessors": 108, "measured": {}}
+H20 = {"multiprocessors": 78, "measured": {}}
+
+
+def inputs(tokens, k=4096, dtype=BF16):
+    return torch.empty(tokens, k, dtype=dtype, device=META)
+
+
+def quantized(tokens, k=4096):
+    codes = torch.empty(tokens, k, dtype=torch.int8, device=META)
+    return QuantizedTokens(codes, torch.empty(tokens, device=META), BF16)
+
+
+@pytest.mark.parametrize("gpu", [{}, H20, A100], ids=["h200", "h20", "a100"])
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("k, n", [(4096, 6144), (576, 960), (4096, 128256)])
+def test_chosen_kernel_runs(monkeypatch, gpu, scheme, k, n):
+    """Whatever is chosen, `linear` and `linear_silu` launch it, and silu only where it is not joined."""
+    launched, weight = fake_gpu(monkeypatch, **gpu), meta_weight(scheme, k, n)
+    for tokens in (0, 1, 2, 16, 17, 64, 65, 300, 2048):
+        x = inputs(tokens, k)
+        for epilogue, multiply in ((Epilogue.PLAIN, kernel.linear), (Epilogue.SILU_MUL, kernel.linear_silu)):
+            launched.clear()
+            multiply(x, list(weight), None, scheme)
+            chosen = choose.choose(WEIGHT_SCHEMES[scheme], x, weight, epilogue)
+            wanted = set(LAUNCHED[chosen.kernel])
+            if tokens and WEIGHT_SCHEMES[scheme].int8_tokens:
+                wanted.add("_quantize_tokens")
+            if tokens and epilogue is Epilogue.SILU_MUL and not chosen.joined:
+                wanted.add("_silu_mul")
+            assert set(launched) == wanted, (tokens, chosen)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 300])
+def test_silu_of_int8_tokens_is_joined_as_chosen(monkeypatch, tokens):
+    launched, weight, x = fake_gpu(monkeypatch), meta_weight("w8a8", 4096, 28672), quantized(tokens)
+    kernel.linear_silu_int8(x.codes, x.scale, weight, None, "w8a8", BF16)
+    chosen = choose.choose(WEIGHT_SCHEMES["w8a8"], x, weight, Epilogue.SILU_MUL)
+    last = "_quantize_tokens" if chosen.joined else "_silu_mul_int8"
+    assert set(launched) == {*LAUNCHED[chosen.kernel], last}
+
+
+@pytest.mark.parametrize("scheme, tokens, gpu, kernel", [
+    ("w4a16", 1, {}, Kernel.DIGITS), ("w4a16", 16, {}, Kernel.DIGITS), ("w4a16", 17, A100, Kernel.FUSED),
+    ("w4a16", 65, H20, Kernel.WIDE), ("w4a16", 65, A100, Kernel.DEQUANTIZE), ("w8a16", 1, A100, Kernel.FUSED),
+    ("w8a16", 2048, {}, Kernel.WIDE), ("w8a8", 2048, H20, Kernel.INT8_HOPPER),
+    ("w8a8", 16, H20, Kernel.INT8_BLOCK), ("w8a8", 2048, A100, Kernel.INT8_BLOCK),
+    ("fp16", 300, {}, Kernel.TORCH), ("w4a16", 0, {}, Kernel.NOTHING), ("w8a8", 0, {}, Kernel.NOTHING),
+])  # fmt: skip
+def test_kernel_follows_tokens_and_gpu(monkeypatch, scheme, tokens, gpu, kernel):
+    fake_gpu(monkeypatch, **gpu)
+    assert choose.choose(WEIGHT_SCHEMES[scheme], inputs(tokens), meta_weight(scheme)).kernel is kernel
+
+
+def test_small_head_is_left_to_torch(monkeypatch):
+    """A head of 128,256 rows is long enough for the 16-bit kernel, one of 6,144 is not."""
+    fake_gpu(monkeypatch)
+    heads = [meta_weight("fp16", 4096, n) for n in (6144, 128256)]
+    found = [choose.choose(WEIGHT_SCHEMES["fp16"], inputs(1), head).kernel for head in heads]
+    assert found == [Kernel.TORCH, Kernel.FEW_16_BIT]
+
+
+@pytest.mark.parametrize("scheme, key", [
+    ("w8a16", tile_plans.tuning_key(4096, 6144, 8, 32)), ("w8a8", int8_kernel.tuning_key(4096, 6144, 32)),
+])  # fmt: skip
+def test_measured_plan_is_taken_and_called_so(monkeypatch, scheme, key):
+    fake_gpu(monkeypatch)
+    found = choose.choose(WEIGHT_SCHEMES[scheme], inputs(32), meta_weight(scheme))
+    assert found.measured and list(found.plan) == [*H200[key][1:], *found.plan[len(H200[key]) - 1 :]]
+    assert "was measured" in found.explain()
+    fake_gpu(monkeypatch, measured={})
+    assert "rule of thumb" in choose.choose(WEIGHT_SCHEMES[scheme], inputs(32), meta_weight(scheme)).explain()
+
+
+def test_explanation_names_kernel_reason_and_epilogue(monkeypatch):
+    fake_gpu(monkeypatch)
+    weight, scheme = meta_weight("w4a16", 4096, 28672), WEIGHT_SCHEMES["w4a16"]
+    said = choose.explain(scheme, inputs(300), weight, Epilogue.SILU_MUL)
+    assert Kernel.WIDE.value[1:] in said and "fastest for this shape" in said and "part of it" in said
+    assert "a kernel of its own" in choose.explain(scheme, inputs(4), weight, Epilogue.SILU_MUL)
+
+
+def test_int8_scheme_is_explained_for_tokens_that_are_quantized(monkeypatch):
+    fake_gpu(monkeypatch)
+    weight = meta_weight("w8a8", 4096, 28672)
+    said = choose.explain(WEIGHT_SCHEMES["w8a8"], inputs(300), weight, Epilogue.SILU_MUL)
+    wanted = choose.choose(WEIGHT_SCHEMES["w8a8"], quantized(300), weight, Epilogue.SILU_MUL)
+    assert said == wanted.explain() and wanted.joined

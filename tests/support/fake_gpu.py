@@ -1,0 +1,66 @@
+"""Let `choose` decide as on a GPU that is not here, for meta tensors, which have sizes and no data."""
+
+import json
+from types import SimpleNamespace
+
+import torch
+
+from qrt.kernels import chain, tuned
+from qrt.kernels.linear import (
+    choose,
+    digits_kernel,
+    hopper_16bit_kernel,
+    hopper_int8_kernel,
+    hopper_kernel,
+    int8_kernel,
+    make_digits_kernel,
+    tile_kernel,
+)
+from qrt.kernels.silu_mul import kernel as silu_mul_kernel
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.base import Layout, WeightData
+from qrt.quant.weight.tiles import tile
+
+META = torch.device("meta")
+MODULES = (
+    chain, choose, digits_kernel, hopper_16bit_kernel, hopper_int8_kernel, hopper_kernel, int8_kernel,
+    make_digits_kernel, silu_mul_kernel, tile_kernel,
+)  # fmt: skip
+UNCACHED_VARIANT = hopper_kernel._variant.__wrapped__  # the cache would keep what the fake `variant` returns
+H200 = json.loads(tuned.path("NVIDIA H200").read_text())
+
+
+def fake_gpu(monkeypatch, *, hopper=True, multiprocessors=132, measured=H200):
+    """Be this GPU where products are chosen and launched; return the kernels' names as they are launched."""
+    launched = []
+
+    def variant(kernel, **constants):
+        return SimpleNamespace(launch=lambda grid, *args: launched.append(kernel.__name__))
+
+    fakes = {
+        "is_hopper": lambda device: hopper,
+        "multiprocessors": lambda device: multiprocessors,
+        "configs": lambda device: measured,
+        "variant": variant,
+        "_variant": UNCACHED_VARIANT,
+    }
+    for module in MODULES:
+        for name in fakes.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, fakes[name])
+    return launched
+
+
+def meta_weight(scheme, k=4096, n=6144, dtype=torch.bfloat16):
+    """Return the run-time tensors of a weight [n, k] on its scheme's default grid, without data."""
+    kind = WEIGHT_SCHEMES[scheme]
+    if kind.spec is None:
+        return kind.prepare(WeightData(torch.empty(n, k, dtype=dtype, device=META)), META, dtype)
+    group = kind.spec.group_size
+    groups = 1 if group is None or k % group else k // group
+    zero = None if kind.spec.symmetric else torch.empty(n, groups, dtype=torch.uint8, device=META)
+    codes, scale = (
+        torch.empty(n, k, dtype=torch.uint8, device=META),
+        torch.empty(n, groups, dtype=dtype, device=META),
+    )
+    weight = WeightData(codes, scale, zero, bits=kind.spec.bits)
+    return tile(weight, META) if kind.layout is Layout.TILES else kind.prepare(weight, META, dtype)
