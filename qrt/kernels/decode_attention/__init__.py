@@ -1,27 +1,32 @@
-"""One query token per request against the cached tokens of that request.
+"""`decode_attention` and `append_attention`: one query token per request attends its request's cached tokens.
 
 decode_attention(q, kv, slot_table, rows, kv_lens, parts, out, format, scale, newest=False)
 
-q [B, Hq, D] (heads contiguous, any token stride), in the basis of the cache; kv: the layer's buffers in the
-order of `KVFormat.buffers`; slot_table int32 [R, L]: row r, column p holds the slot of position p;
-rows, kv_lens int32 [B]: row of the table, tokens to attend; parts int32 [P, 8]: how they are cut (`plan`).
-Query head h reads KV head h // (Hq/Hkv). Writes softmax(scale * q K^T) V to out [B, Hq, D], contiguous, in
-q's dtype and the model's basis; zeros where kv_lens is 0, and nothing where it is -1.
+q            [B, Hq, D] in the basis of the cache; heads contiguous, any token stride
+kv           the layer's buffers, in the order of `KVFormat.buffers`
+slot_table   int32 [R, L]: row r, column p holds the slot of position p of the request in row r
+rows         int32 [B]: each request's row of the table
+kv_lens      int32 [B]: tokens to attend; 0 writes zeros, -1 writes nothing
+parts        int32 [P, 8]: how the tokens are cut into parts (`plan`)
+out          [B, Hq, D], contiguous, in q's dtype: receives softmax(scale * q K^T) V in the model's basis
+newest       True if the kernel before keeps the promise below
+
+Query head h reads KV head h // (Hq/Hkv).
 
 append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, parts, out, format, scale)
 
-`kv_write` of the newest token of each request, whose q [B, Hq, D] and k, v [B, Hkv, D] are given before RoPE,
-at position kv_lens - 1 and the slot of that, and decode_attention of it, in one launch. q, k and v stay as
-they are. No request may come twice. out: [as above], or [codes, facts] of it as `Digits`, D = 128. ValueError
-for a format whose `KVFormat.appends` is false.
+Does `kv_write` of each request's newest token and then `decode_attention`, in one launch. q [B, Hq, D] and
+k, v [B, Hkv, D] are given before RoPE and stay as they are. The token has position kv_lens - 1 and that
+position's slot. No request may come twice. `out` is [out as above], or [codes, facts] of it as `Digits` if D
+is 128. Raises ValueError for a format whose `KVFormat.appends` is false.
 
-On a GPU whose kernels overlap the one launched before may write q, k, v and tokens of the cache. With
-`newest`, by which tiles are loaded before that one is done, and in `append_attention` it may write no tokens
-but the last of each request, and no request may come twice. All else must be there before that one starts, as
-what a step begins with (`token_inputs`, torch's operators) sees to.
+Where kernels overlap (`gpu.overlaps`), the kernel launched just before may still be writing q, k, v and
+tokens of the cache. With `newest`, and in `append_attention`, tiles are loaded before that kernel is done. It
+must then write only the last token of each request, and no request may come twice. Everything else must be
+written before that kernel starts. The operators that begin a step ensure this (`token_inputs`, and torch's).
 
-The grid depends on shapes only and parts are read on the device, so a CUDA graph captured once serves
-every context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+The grid depends on shapes only and parts are read on the device, so a CUDA graph captured once serves every
+context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 
 from __future__ import annotations

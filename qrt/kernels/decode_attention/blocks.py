@@ -1,7 +1,7 @@
-"""How decode attention goes through a KV format: the tiles, warps and registers of its programs.
+"""The tiles, warps and registers with which decode attention's programs go through a KV format.
 
-They were measured on an H200 at 32 query and 8 KV heads of 128 (docs/kernels-journal.md), and are found by
-the bits that a format declares for K and for V (`KVFormat.widths`).
+They were measured on an H200 with 32 query heads and 8 KV heads of 128 (docs/kernels-journal.md). A format's
+bits for K and for V (`KVFormat.widths`) choose among them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.base import KVFormat
 
-DOT_COLUMNS = 8  # of a tensor core's, at least; heads that do not fill them cost as much
+DOT_COLUMNS = 8  # the least of a tensor-core dot; fewer heads cost as much
 
 
 class DecodeBlock(NamedTuple):
-    """How one program works.
+    """The shape of one program.
 
-    tokens     of a tile
+    tokens     tokens of a tile
     stages     tiles in flight
-    warps      of the program
-    registers  of a thread, at most
-    heads      KV heads that it attends
-    ahead      whether it loads the first tiles before the query is there
-    appends    whether it also stores the newest tokens (`append_attention`), where the format allows it
+    warps      warps of the program
+    registers  registers of a thread, at most
+    heads      KV heads that the program attends
+    ahead      True to load the first tiles before the query is there
+    appends    True to also store the newest tokens (`append_attention`), where the format allows it
     """
 
     tokens: int
@@ -39,17 +39,19 @@ class DecodeBlock(NamedTuple):
 
     @property
     def heads_per_sm(self) -> int:
-        """Return the KV heads that a multiprocessor attends at once: each of its quarters has 16 Ki
-        registers."""
+        """Return the KV heads that a multiprocessor attends at once.
+
+        Each quarter of a multiprocessor has 16 Ki registers.
+        """
         warps = 4 * ((1 << 14) // (32 * self.registers))
         return warps // self.warps * self.heads
 
 
 class Blocks(NamedTuple):
-    """The blocks of one pair of widths.
+    """The blocks for one pair of widths.
 
-    single   by the fewest requests that a block is for
-    paired   the same for two KV heads to a program, by the columns of a dot that their queries take
+    single   the block by the fewest requests that it is for
+    paired   the same for programs of two KV heads, by the columns that their queries take in a dot
     """
 
     single: Mapping[int, DecodeBlock]
@@ -106,11 +108,11 @@ MEASURED = {  # by bits of K and of V
         },
     ),
 }
-UNMEASURED = Blocks({1: _SOME})  # of other widths: fewest registers, one head, nothing ahead
+UNMEASURED = Blocks({1: _SOME})  # for other widths: fewest registers, one head, nothing ahead
 
 
 def measured_block(fmt: KVFormat, requests: int, num_heads: int, num_kv_heads: int) -> DecodeBlock:
-    """Return the block that is fastest for `requests` requests, with heads of 64 or 128 in 16 bits."""
+    """Return the fastest block for `requests` requests, with 16-bit queries and heads of 64 or 128."""
     blocks, group = MEASURED.get(fmt.widths, UNMEASURED), num_heads // num_kv_heads
     columns = max(DOT_COLUMNS, 2 << (group - 1).bit_length())
     paired = blocks.paired.get(columns) if num_kv_heads % 2 == 0 else None
@@ -120,7 +122,7 @@ def measured_block(fmt: KVFormat, requests: int, num_heads: int, num_kv_heads: i
 
 
 def block_of(measured: DecodeBlock, head_dim: int, dtype: torch.dtype) -> DecodeBlock:
-    """Return the measured block, or one that any head fits where it was not measured for such heads."""
+    """Return the measured block, or one that fits any head if such heads were not measured."""
     if dtype is torch.float32:  # exact dots run outside the tensor cores
         return DecodeBlock(tokens=32, stages=3, warps=4, registers=255)
     return measured if head_dim <= 128 else DecodeBlock(tokens=32, stages=3, warps=2, registers=255)

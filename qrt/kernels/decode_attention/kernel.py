@@ -1,13 +1,14 @@
-"""Triton kernel of decode_attention: see the package's docstring for the contract.
+"""The Triton kernel of `decode_attention` and `append_attention`; see the package's docstring.
 
-A program attends one part (`plan`) of one request's tokens for the query heads of one KV head, or of two that
-are read side by side. The last of up to `FAN_IN` parts to arrive merges them by their base-2 log-sum-exp, the
-last of the groups so merged merges those, and whoever holds the whole leaves the basis of the cache
-(docs/kv-layout.md#decode-attention). Parts are added in their order, so results do not depend on timing.
+A program attends one part (`plan`) of one request's tokens, for the query heads of one KV head or of two that
+are read side by side. Parts are merged by their base-2 log-sum-exp. The program of the last of up to `FAN_IN`
+parts to finish merges that group, and the last group to finish merges the groups. The program that then holds
+the whole turns it out of the cache's basis (docs/kv-layout.md#decode-attention). Parts are added in their
+order, so results do not depend on timing.
 
-Where requests are few, programs load what they attend first, slots, K and V, while the kernel before works;
-only then they wait for it, for its query (`DecodeBlock.ahead`). `append_attention` saves a launch: each
-program turns its query, and the one with a request's last part stores the newest K and V before it loads any.
+If there are few requests, programs load their first slots, K and V while the kernel before still runs, and
+only then wait for its query (`DecodeBlock.ahead`). `append_attention` saves a launch: each program turns its
+query itself, and the program with a request's last part stores the newest K and V before it loads any.
 """
 
 import math
@@ -44,20 +45,20 @@ from qrt.quant.digits import GROUP
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, all_tokens, no_sums, part_columns
 
-FAN_IN = 16  # parts that one program merges, and groups of parts; where there are more parts, half of them
-MERGED_ROWS = 16  # heads times parts that a warp reads at a time while merging
-LEAST = tl.constexpr(-1e30)  # below every log-sum-exp, and finite
+FAN_IN = 16  # most parts or groups that one program merges; groups have half as many parts
+MERGED_ROWS = 16  # heads times parts that a warp reads at a time while it merges
+LEAST = tl.constexpr(-1e30)  # below every log-sum-exp, but finite
 
 
 @cache  # CUDA graphs hold its address
 def _arrivals(counters: int, device: torch.device) -> Tensor:
-    """Zero between launches, so that launches that follow each other may share it."""
+    """Return counters that are zero between launches, so that launches in a row can share them."""
     return torch.zeros(counters, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def _is_last(arrivals, count):
-    """Whether `count` programs have now come here; what they stored before is visible to the last."""
+    """Return whether this is the last of `count` programs to come here; it sees what the others stored."""
     tl.debug_barrier()  # every thread has stored before this program counts as arrived
     last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == count - 1
     if last:
@@ -70,8 +71,10 @@ def _merged(
     partial, lse, at, live, dims, real, stride, count,
     D: tl.constexpr, H: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What lies at `at` [M], at + stride, .. (`count` of them): the sum weighted by 2^lse, [M, H] twice, and
-    its lse [M]."""
+    """Merge the `count` parts at `at` [M], at + stride, ..: their sum weighted by 2^lse, and its lse.
+
+    Returns the halves of the sum, [M, H] each, and the lse [M].
+    """
     m, total = tl.full([M], LEAST, tl.float32), tl.zeros([M], tl.float32)
     lo, hi = tl.zeros([M, H], tl.float32), tl.zeros([M, H], tl.float32)
     for begin in tl.range(0, count, N, num_stages=1):
@@ -99,10 +102,11 @@ def _merge(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, FAN: tl.constexpr,
 ):  # fmt: skip
-    """Part `index` of the `count` of a request -> the sum of all and whether this program holds it.
+    """Merge part `index` of a request's `count` parts with the others, if this program is the last.
 
-    `at` [M] is where the request's first part of each head is, `arrivals` the KV head's counter there: it
-    counts groups of parts; those of the following parts count the parts of one group each.
+    Returns the sum, and whether it is the sum of all parts. `at` [M] is the place of the request's first part
+    for each head. `arrivals` is the KV head's counter at that part; it counts groups of parts. The
+    counters of the parts after it each count the parts of one group.
     """
     fan = tl.where(count <= FAN, FAN, FAN // 2)
     groups, group = tl.cdiv(count, fan), index // fan
@@ -126,7 +130,7 @@ def _merge(
 
 @triton.jit
 def _angles(new, position, dims, real, D: tl.constexpr):
-    """cos and sin [1, H] of a position."""
+    """Load cos and sin [1, H] of a position."""
     at = position.to(tl.int64) * (D // 2) + dims
     cos, sin = tl.load(new[2] + at, mask=real, other=0.0), tl.load(new[3] + at, mask=real, other=0.0)
     return cos[None, :], sin[None, :]
@@ -134,7 +138,7 @@ def _angles(new, position, dims, real, D: tl.constexpr):
 
 @triton.jit
 def _turned(lo, hi, angles):
-    """`rope` of vectors [M, H] of one position."""
+    """Apply `rope` to vectors [M, H] of one position."""
     return rope(lo, hi, tl.broadcast_to(angles[0], lo.shape), tl.broadcast_to(angles[1], lo.shape))
 
 
@@ -160,7 +164,7 @@ def _store_new(
     if rotation is not None:
         lo, hi = into_basis(lo, hi, rotation, dims, real, D)
     FMT.encode(lo, hi, buffers, slot.to(tl.int64) + 0 * row, head, every, which, HKV, D)
-    tl.debug_barrier()  # stored before any thread loads it
+    tl.debug_barrier()  # every thread has stored before any loads
 
 
 @triton.jit
@@ -168,8 +172,11 @@ def _query(
     queries, angles, smoothing, kv_head, live, dims, real, rotation, scale,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, FMT: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """What the kernel before left at `queries` [M], as the format wants it; with angles turned by them, as
-    `kv_write` does it, but for the basis, which is entered in 16 bits."""
+    """Load the queries at pointers `queries` [M] in the form that the format's `scores` takes.
+
+    If there are angles, turn and smooth the queries first as `kv_write` does, except that they enter the
+    basis in 16 bits.
+    """
     lo, hi = load_halves(queries, live, dims, real, D)
     if angles is not None:
         dtype: tl.constexpr = lo.dtype
@@ -189,8 +196,11 @@ def _store_result(
     lo, hi, result, facts, request, head, live, dims, real, HQ: tl.constexpr, D: tl.constexpr,
     ROOM: tl.constexpr,
 ):  # fmt: skip
-    """What the heads [M] of a request attended, fp32 [M, H] twice, to `result` [M]; with ROOM as `Digits` of
-    what is rounded to bf16, a group a head: their codes and facts."""
+    """Store what the heads [M] of a request attended, halves lo, hi fp32 [M, H], at pointers `result` [M].
+
+    With ROOM above 0, round it to bf16 and store it as `Digits`, one group per head: the codes to `result`,
+    the facts to `facts`.
+    """
     if ROOM > 0:
         lo, hi = lo.to(tl.bfloat16).to(tl.float32), hi.to(tl.bfloat16).to(tl.float32)
         store_digits_of_halves(lo, hi, result, facts, request + 0 * head, head, live, HQ, ROOM)
@@ -199,7 +209,7 @@ def _store_result(
 
 
 @triton.jit
-def _attend_kernel(
+def _attend_kernel(  # noqa: C901 - its branches are constants, or shared by all threads
     q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
     new, smoothing, kv_lens, facts,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
@@ -207,14 +217,17 @@ def _attend_kernel(
     MERGED: tl.constexpr, FAN: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
     NEWEST: tl.constexpr, ROOM: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """grid (Hkv / TOGETHER, P). partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new`: k, v, cos,
-    sin and the strides of k and v, or None where the cache has the last token. NEWEST: the kernel before
-    writes no tokens but the last. ROOM, unless 0: out and facts are those of `Digits`."""
+    """Grid (Hkv / TOGETHER, P).
+
+    partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new` is k, v, cos, sin and the strides of k and
+    v, or None if the cache already holds the last token. NEWEST says that the kernel before writes no tokens
+    but the last. With ROOM above 0, out and facts are the tensors of `Digits`.
+    """
     EARLY: tl.constexpr = launch_pdl and ROOM > 0
-    if EARLY:  # what reads Digits asks for its weights before it waits
+    if EARLY:  # the kernel that reads Digits requests its weights before it waits
         gdc_launch_dependents()
     kv_head, entry = tl.program_id(0) * TOGETHER, tl.program_id(1)
-    part = parts + entry * FIELDS  # of the step, not of the kernel before
+    part = parts + entry * FIELDS  # written at the start of the step, not by the kernel before
     request, table_row = tl.load(part), tl.load(part + 1).to(tl.int64)
     start, end = tl.load(part + 2), tl.load(part + 3)
     index, count = tl.load(part + 4), tl.load(part + 5)
@@ -230,7 +243,7 @@ def _attend_kernel(
             gdc_wait()
     table = slot_table + table_row * stride_table + start + tl.arange(0, TILE)
     row = tl.arange(0, M)
-    SHARE: tl.constexpr = M // TOGETHER  # of the rows, of each KV head
+    SHARE: tl.constexpr = M // TOGETHER  # rows of each KV head
     live, head = row % SHARE < G, (kv_head + row // SHARE) * G + row % SHARE
     result = out if ROOM > 0 else out + (request.to(tl.int64) * (HKV * G) + head) * D
     if start >= end:
@@ -253,7 +266,7 @@ def _attend_kernel(
     else:
         nothing = tl.zeros([M, H], q.dtype.element_ty)
         query = FMT.query(nothing, nothing, scale, TILE, TOGETHER)
-    # what a last tile reads beyond the end: of one slot for all programs the memory would be a bottleneck
+    # a last tile reads this slot beyond the end; one slot for all programs would make memory a bottleneck
     beyond = tl.load(slot_table + table_row * stride_table + start)
     m, l = tl.full([M], -float("inf"), tl.float32), no_sums(M, TILE)
     acc = FMT.empty(M, H, TILE, TOGETHER)
@@ -263,7 +276,7 @@ def _attend_kernel(
         table += TILE
         tile = FMT.load(buffers, slots, valid, kv_head, HKV, D, H, TOGETHER)
         if AHEAD > 0:
-            if first == start:  # here, behind what the compiler loads before the loop
+            if first == start:  # here, after the loads that the compiler puts before the loop
                 if launch_pdl:
                     gdc_wait()
                 query = _query(
@@ -271,7 +284,7 @@ def _attend_kernel(
                     FMT, TOGETHER,
                 )  # fmt: skip
         m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
-    if launch_pdl and not EARLY:  # in the loop the next kernel's programs take the places of this one's
+    if launch_pdl and not EARLY:  # earlier, the next kernel's programs would take the places of this one's
         gdc_launch_dependents()
     lo, hi = FMT.finish(acc, TOGETHER)
     sums = all_tokens(l)
@@ -349,7 +362,7 @@ def _launch(
     scale: float,
     newest: bool,
 ) -> None:
-    """`new` as the kernel wants it; out [B, Hq, D], or the codes and facts of Digits."""
+    """Launch the kernel; `new` is its argument, out is [out] or the codes and facts of `Digits`."""
     B, Hq, D = expect(q, "B Hq D", name="q").values()
     Hkv = kv[0].shape[1]
     for name, lens in {"rows": rows, "kv_lens": kv_lens}.items():
@@ -365,7 +378,7 @@ def _launch(
     heads = max(DOT_COLUMNS, block.heads * next_power_of_2(Hq // Hkv))
     result, facts = out if len(out) == 2 else (out[0], None)
     if facts is not None and D != GROUP:
-        raise ValueError(f"out: Digits of heads of {D}, wanted heads of {GROUP}, a group each, or a tensor")
+        raise ValueError(f"out: expected heads of {GROUP} for Digits, got heads of {D}; pass one tensor")
     kernel = variant(
         _attend_kernel, G=Hq // Hkv, HKV=Hkv, D=D, H=half_width(D, device.parts), M=heads, TILE=block.tokens,
         FMT=device, STAGES=block.stages, FIELDS=FIELDS, FAN=FAN_IN,

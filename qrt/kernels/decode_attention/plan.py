@@ -1,8 +1,8 @@
 """How the tokens of decoding requests are cut into parts that the GPU attends side by side.
 
-A kernel's grid is settled when a CUDA graph is captured, the lengths are not: so the parts are a list on the
-device, as long as the grid may need, and a program reads from its entry what it attends. Entries without a
-part are few: starting a program that finds nothing to do takes an SM a quarter of a microsecond.
+A kernel's grid is fixed when a CUDA graph is captured, but the lengths are not. So the parts are a list on
+the device, as long as the grid may need, and each program reads from its entry what to attend. Few entries
+are without a part: to start a program that finds nothing to do takes an SM a quarter of a microsecond.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from torch import Tensor
 
 from qrt.kernels.gpu import multiprocessors
 
-FIELDS = 8  # int32 of a part: a sector of memory
-UNIT = 64  # tokens of which parts are made, the last of a request aside
+FIELDS = 8  # int32 per part: a sector of memory
+UNIT = 64  # tokens; a part's length is a multiple of it, except for a request's last part
 MIN_PART = 128  # tokens; a shorter part costs more to merge than it gains
-STARTUP = 64  # what starting and merging a part costs, in tokens it could have attended
-CUTS = (8, 128)  # most parts of a request: among many of them, and among few
-_CUTS_TIMES_REQUESTS = 1 << 13  # that one program can weigh
+STARTUP = 64  # the cost of starting and merging a part, in tokens attended
+CUTS = (8, 128)  # most parts of a request: if there are many requests, if there are few
+_CUTS_TIMES_REQUESTS = 1 << 13  # the most that one program can compare
 
 
 def at_once(num_kv_heads: int, heads_per_sm: int, device: torch.device) -> int:
-    """Parts that the GPU attends at a time, all KV heads of them."""
+    """Return how many parts the GPU attends at a time, with all KV heads."""
     return max(1, heads_per_sm * multiprocessors(device) // num_kv_heads)
 
 
 def max_parts(requests: int, num_kv_heads: int, heads_per_sm: int, device: torch.device) -> int:
-    """Length of the list: one part for each request, and as many again as run at once."""
+    """Return the length of the list: one part per request, plus as many as the GPU attends at a time."""
     return requests + at_once(num_kv_heads, heads_per_sm, device)
 
 
 def max_cuts(requests: int) -> int:
-    """Parts that one request may be cut into."""
+    """Return how many parts one request may be cut into."""
     return min(max(_CUTS_TIMES_REQUESTS // (1 << (max(requests, 1) - 1).bit_length()), CUTS[0]), CUTS[1])
 
 
 def plan_parts(rows: Tensor, kv_lens: Tensor, num_kv_heads: int, heads_per_sm: int) -> Tensor:
-    """The parts of requests with kv_lens int32 [B] tokens at rows int32 [B]: int32 [max_parts, FIELDS].
+    """Return the parts of requests with kv_lens int32 [B] tokens at rows int32 [B]: [max_parts, FIELDS].
 
-    Of the lengths that cut the longest request evenly, the one that is done first: programs run in waves of
-    as many as the GPU holds (`DecodeBlock.heads_per_sm`), and a last wave of few costs as much as a full
-    one. On the device, without a sync; once per step, for all layers.
+    Candidate lengths cut the longest request evenly; the one that finishes first is chosen. Programs run in
+    waves of as many as the GPU holds (`DecodeBlock.heads_per_sm`), and a nearly empty last wave costs as much
+    as a full one. This runs on the device without a sync, once per step for all layers.
     """
     programs = at_once(num_kv_heads, heads_per_sm, kv_lens.device)
     room = max_parts(len(kv_lens), num_kv_heads, heads_per_sm, kv_lens.device)
@@ -51,16 +51,16 @@ def plan_parts(rows: Tensor, kv_lens: Tensor, num_kv_heads: int, heads_per_sm: i
     parts = _counts(kv_lens, lengths[:, None]).sum(1)
     cost = _cdiv(parts, programs) * (lengths + STARTUP)
     cost = cost.where((parts <= room) | (cuts == 1), torch.iinfo(cost.dtype).max >> 8)
-    best = torch.argmin(cost * CUTS[1] + cuts - 1)  # of equals the fewest
+    best = torch.argmin(cost * CUTS[1] + cuts - 1)  # the fewest cuts if costs are equal
     return cut(rows, kv_lens, lengths[best].expand(len(kv_lens)), room)
 
 
 def cut(rows: Tensor, kv_lens: Tensor, lengths: Tensor, room: int) -> Tensor:
-    """Parts of lengths [B] tokens of each request, the last one shorter, in order: int32 [room, FIELDS].
+    """Cut requests into parts of lengths [B] tokens, the last one shorter: int32 [room, FIELDS], in order.
 
-    A part: request, its row of the slot table, first token, end, which part of the request it is, of how many
-    (1 of none for a request without tokens), two that are not used. Entries without a part have request -1;
-    a request of -1 tokens has none.
+    The fields of a part are the request, its row of the slot table, the part's first token and end, its index
+    among the request's parts, their number, and two that are not used. A request without tokens has one empty
+    part, a request of -1 tokens none. Entries without a part have request -1.
     """
     counts = _counts(kv_lens, lengths.clamp(min=1))
     ends = counts.cumsum(0)
@@ -79,7 +79,7 @@ def cut(rows: Tensor, kv_lens: Tensor, lengths: Tensor, room: int) -> Tensor:
 
 
 def _counts(kv_lens: Tensor, lengths: Tensor) -> Tensor:
-    """Parts of each request."""
+    """Return the number of parts of each request."""
     return _cdiv(kv_lens, lengths).clamp(min=1).where(kv_lens >= 0, 0)
 
 

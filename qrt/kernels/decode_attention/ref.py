@@ -1,4 +1,4 @@
-"""decode_attention from its definition, in fp32, and append_attention."""
+"""`decode_attention` from its definition, in fp32, and `append_attention`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qrt.kernels.kv_write.ref import kv_write
 from qrt.quant.digits import Digits
 from qrt.quant.kv import KV_FORMATS
 
-GATHER_TOKENS = 1 << 13  # decoded at a time: bounds the fp32 copy of K and V and keeps it in cache
+GATHER_TOKENS = 1 << 13  # decoded at a time: keeps the fp32 copy of K and V small and in the CPU's cache
 
 
 def decode_attention(
@@ -39,12 +39,12 @@ def decode_attention(
 def _attend(
     q: Tensor, kv: Sequence[Tensor], slots: Tensor, kv_lens: Tensor, format: str, scale: float
 ) -> Tensor:
-    """q [B, Hq, D], slots [B, L] of which the first kv_lens [B] count -> fp32 [B, Hq, D]."""
+    """Return fp32 [B, Hq, D]: q [B, Hq, D] attends the first kv_lens [B] of slots [B, L]."""
     fmt = KV_FORMATS[format]
     B, L = slots.shape
     live = torch.arange(L, device=q.device) < kv_lens[:, None]
     own = slots[:, :1].where(live[:, :1], 0)
-    slots = slots.where(live, own)  # what lies past the end need not be a slot
+    slots = slots.where(live, own)  # entries past the end need not be slots
     k, v = (x.unflatten(0, (B, L)).transpose(1, 2) for x in fmt.decode_ref(kv, slots.flatten()))
     queries = q.float().unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     scores = (queries @ k.mT * scale).masked_fill(~live[:, None, None], -torch.inf)
