@@ -1,9 +1,9 @@
-"""What the two groups of warps of `hopper_kernel` do: attend the keys that come, and store the results.
+"""What the two groups of warps of `hopper_kernel` do: attend the keys that arrive, and store the results.
 
-A group asks for the scores of the next keys before it multiplies the weights of the last ones with V, so that
-the tensor cores work during the softmax. It attends the chunk's own keys, last ones first, so that the masked
-ones come first. Then it attends the cached keys likewise. If these are in another dtype, the group converts
-its queries where they lie.
+A group asks for the scores of the next keys before it multiplies the weights of the current ones with V, so
+that the tensor cores work during the softmax. It attends the chunk's own keys first, then the cached ones,
+each from the last to the first, so that masked keys come first. If the cached keys have another dtype, the
+group converts its queries in place before them.
 """
 
 import triton.language as tl
@@ -19,18 +19,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.jit
 def item(turn):
-    """Return a program's item of this turn. Every other turn goes backwards: a program that is given a long
-    tile first is given a short one next."""
+    """Return a program's item in this turn.
+
+    Every other turn goes backwards, so a program that gets a long tile in one turn gets a short one next.
+    """
     programs, program = gl.num_programs(0), gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
 
 
 @gluon.jit
 def place(where, number, S: gl.constexpr):
-    """Return an item's KV head and first row, its chunk's first token and length, how many own keys it
-    attends, the first cached key and how many of these it attends.
+    """Return what an item attends.
 
-    Entries without a tile come last, so a program is done when it meets one: the length is 0 there."""
+    That is its KV head and first row, its chunk's first token and length, how many of the chunk's own keys it
+    attends, the first cached key, and how many cached keys it attends. Entries without a tile come last and
+    have length 0, so a program is done when it meets one.
+    """
     tiles, query_start, cached_start, items = where
     head, tile = number % S.HKV, number // S.HKV
     chunk = gl.load(tiles + 2 * tile, mask=number < items, other=-1)
@@ -48,7 +52,7 @@ def place(where, number, S: gl.constexpr):
 
 @gluon.jit
 def attend(GROUP: gl.constexpr, rings, where, output, S: gl.constexpr):
-    """Attend half of the rows of all items as their keys come, and store the results."""
+    """Attend half of the rows of this program's items as their keys arrive, and store the results."""
     k_smem, v_smem, q_smem, k_ready, k_empty, v_ready, v_empty, q_ready, q_empty = rings
     matrix, rotation, out, scale, q, stride_q = output
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.D, 16])
@@ -143,8 +147,10 @@ def _convert(query, converted, S: gl.constexpr):
 
 @gluon.jit
 def _weigh(scores, m, l, scale, last, first, MASKED: gl.constexpr):
-    """Return the weights of keys from `first` on, the new maximum and sum of all weights, and the factor of
-    the old sums. If MASKED, row r sees keys up to last[r]."""
+    """Return the weights of keys from `first` on, the new maximum and sum, and the factor of old sums.
+
+    If MASKED, row r sees the keys up to last[r].
+    """
     if MASKED:
         key = first + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
         scores = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(last, 1), scores, -float("inf"))
@@ -159,13 +165,13 @@ def _weigh(scores, m, l, scale, last, first, MASKED: gl.constexpr):
 
 @gluon.jit
 def _free(empty, done, S: gl.constexpr):
-    """Let the slot of tile `done` be overwritten, as far as this group is concerned."""
+    """Release the slot of tile `done`, as far as this group is concerned."""
     mbarrier.arrive(empty.index(done % S.STAGES), count=1)
 
 
 @gluon.jit
 def _wait(ready, done, wanted, S: gl.constexpr):
-    """Wait until tile `done` is there, if it is wanted."""
+    """Wait until tile `done` has arrived, if it is wanted."""
     mbarrier.wait(ready.index(done % S.STAGES), done // S.STAGES & 1, pred=wanted)
 
 
@@ -180,7 +186,7 @@ def _scores(query, k_smem, done, S: gl.constexpr):
 
 @gluon.jit
 def _here(x):
-    """Return x, which is computed before what follows."""
+    """Return x, and make the compiler compute it before what follows."""
     return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
@@ -189,9 +195,11 @@ def _attend_keys(
     query, k_smem, v_smem, signs, state, count, free, last, scale, done, STRADDLED: gl.constexpr,
     S: gl.constexpr,
 ):  # fmt: skip
-    """Go on from `state` through `count` keys, the last tile first. Every row sees the first `free` of them,
-    row r those up to last[r]. Unless STRADDLED, only the last tile has keys that some rows do not see. `done`
-    counts the tiles before these."""
+    """Go on from `state` through `count` keys, the last tile first.
+
+    Every row sees the first `free` keys, and row r those up to last[r]. Unless STRADDLED, only the last tile
+    has keys that some rows do not see. `done` counts the tiles before these.
+    """
     k_ready, k_empty, v_ready, v_empty = signs
     m, l, acc = state
     SUM: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -227,11 +235,11 @@ def _attend_tiles(
     query, k_smem, v_smem, signs, running, to, end, last, scale, MASKED: gl.constexpr,
     S: gl.constexpr,
 ):  # fmt: skip
-    """Go on until the weights of tile `to` are there; tile `end` is the last one.
+    """Go on until the weights of tile `to` are computed; tile `end` is the last one.
 
-    Each turn asks for the scores of a tile, then for the weighted values of the one before. It waits for the
-    values only when the weights are there. The wait for the next keys keeps it that way: ptxas puts a wait
-    for products as early as it can, but not across the loop of another wait.
+    Each turn asks for the scores of a tile, then for the weighted values of the tile before. It waits for the
+    values only after it has computed the new weights. The wait for the next keys enforces that order: ptxas
+    puts a wait for products as early as it can, but not across the loop of another wait.
     """
     k_ready, k_empty, v_ready, v_empty = signs
     m, l, acc, weights, done, first = running

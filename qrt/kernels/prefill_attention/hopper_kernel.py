@@ -1,9 +1,9 @@
-"""Gluon kernel of prefill_attention for Hopper: see the package's docstring for the contract.
+"""The Gluon kernel of `prefill_attention` for Hopper; see the package's docstring for the contract.
 
 It follows FlashAttention-3 (arXiv:2407.08608). One warp asks the copy engine (TMA) for queries and for tiles
-of K and V as long as shared memory has room. Two groups of 4 warps attend them, 64 rows (token, query head)
-each; see `hopper_attend_kernel`. Programs take tiles of rows in turn: the copies for the next tile run ahead
-while this one is stored.
+of K and V as long as shared memory has room. Two groups of 4 warps attend them, with 64 rows (token, query
+head) each; see `hopper_attend_kernel`. A program takes several tiles of rows in turn, and the copies for the
+next tile run while the current one is stored.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from qrt.kernels.linear.device import DTYPES, signals
 from qrt.kernels.prefill_attention.hopper_attend_kernel import attend, item, place
 from qrt.kernels.prefill_attention.tiles import tile_rows
 
-KEYS = 128  # of a tile of K or V
-RING_BYTES = 128 << 10  # of K and V in shared memory
+KEYS = 128  # per tile of K or V
+RING_BYTES = 128 << 10  # for K and V in shared memory
 QUERY_TILES = 2  # in shared memory
-GROUP_REGISTERS, COPY_REGISTERS = 232, 40  # of a thread that attends, and of one that asks for copies
+GROUP_REGISTERS, COPY_REGISTERS = 232, 40  # per thread that attends, per thread that asks for copies
 SWIZZLED = {rank: gl.NVMMASharedLayout(128, 16, rank) for rank in (2, 3)}
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What a variant of the kernel is compiled for."""
+    """The constants that a variant of the kernel is compiled for."""
 
     G: int  # query heads of a KV head
     HKV: int
@@ -48,7 +48,7 @@ class _Sizes:
 
     @property
     def TOKENS(self) -> int:
-        """Tokens of a tile of queries that the copy engine brings; 0 if a tile is not whole tokens."""
+        """Return the tokens of a tile of queries, for the copy engine; 0 if a tile is not whole tokens."""
         return self.M // self.G if self.M % self.G == 0 else 0
 
 
@@ -58,7 +58,7 @@ def _hopper_prefill(
     scale, stride_q, items, S: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,), which take `items` = Hkv * len(tiles) in turn."""
+    """Grid (programs,): the programs take the `items` = Hkv * len(tiles) items in turn."""
     k_smem = gl.allocate_shared_memory(S.OWN, [S.STAGES, S.N, S.D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(S.OWN, [S.STAGES, S.N, S.D], k_desc.layout)
     q_smem = gl.allocate_shared_memory(S.OWN, [S.QUERIES, S.M, S.D], k_desc.layout)
@@ -94,7 +94,7 @@ def _hopper_prefill(
 def _fetch(
     rings, where, q_desc, k_desc, v_desc, cached_k_desc, cached_v_desc, cleared, S: gl.constexpr
 ):  # fmt: skip
-    """Ask for the queries, keys and values of all items as long as there is room."""
+    """Ask for the queries, keys and values of this program's items, as long as there is room."""
     k_smem, v_smem, q_smem, k_ready, k_empty, v_ready, v_empty, q_ready, q_empty = rings
     cached_k_smem = k_smem._reinterpret(S.CACHED, [S.STAGES, S.N, S.D], k_desc.layout)
     cached_v_smem = v_smem._reinterpret(S.CACHED, [S.STAGES, S.N, S.D], k_desc.layout)
@@ -127,11 +127,10 @@ def _fetch(
 def _fetch_keys(
     k_desc, v_desc, k_smem, v_smem, signs, head, start, count, valid, done, clears, S: gl.constexpr
 ):  # fmt: skip
-    """Ask for `count` keys and values from row `start` on, the last tile first. `done` counts the tiles
-    before, `clears` those of them with cleared rows.
+    """Ask for `count` keys and values from row `start` on, the last tile first.
 
-    Rows from `valid` on are another chunk's or nobody's. Their weights are zeros, but their values may be
-    NaN: they are cleared.
+    `done` counts the tiles before, `clears` those of them with cleared rows. Rows from `valid` on belong to
+    another chunk or to nobody. Their weights are zero, but their values may be NaN, so they are cleared.
     """
     k_ready, k_empty, v_ready, v_empty, cleared = signs
     tiles = gl.cdiv(count, S.N)
@@ -168,7 +167,7 @@ def _wait_free(empty, done, S: gl.constexpr):
 def _clear(tile, valid, S: gl.constexpr):
     """Write zeros into the rows of a tile from `valid` on; one warp."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // S.D, S.D // 8], [1, 1], [1, 0])
-    ROWS: gl.constexpr = 8  # at a time
+    ROWS: gl.constexpr = 8  # cleared at a time
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     for r in gl.static_range(S.N // ROWS):
         if (r + 1) * ROWS > valid:
@@ -180,9 +179,9 @@ def _clear(tile, valid, S: gl.constexpr):
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether `hopper_prefill` attends q [T, Hq, D] with k, v [T, Hkv, D].
+    """Return whether `hopper_prefill` takes q [T, Hq, D] and k, v [T, Hkv, D].
 
-    It takes 16 bits, a D of 64 or 128, and tokens that the copy engine can read, on a GPU with wgmma.
+    It needs a 16-bit dtype, a D of 64 or 128, tokens that the copy engine can read, and a GPU with wgmma.
     """
     D = q.shape[2]
     return (
@@ -199,7 +198,7 @@ def _is_readable(x: Tensor, D: int) -> bool:
 
 
 def _of_keys(x: Tensor) -> Descriptor:
-    """Return the TMA descriptor of x [T, heads, D]: the tokens of a tile, of one head."""
+    """Return the TMA descriptor of x [T, heads, D], whose box is a tile's tokens of one head."""
     T, heads, D = x.shape
     boxes = box(x.dtype, (KEYS, D), SWIZZLED[2])
     return descriptor_at(boxes, x.get_device(), x.data_ptr(), (T, heads * D), (x.stride(0), 1))
@@ -210,21 +209,21 @@ def hopper_prefill(
     cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, scale: float,
     attend_cache: bool,
 ) -> None:  # fmt: skip
-    """Attend all `tiles` of tensors that fit, and write out [T, Hq, D].
+    """Attend all `tiles` and write out [T, Hq, D]; q, k and v must be tensors that `fits`.
 
-    cached_k, cached_v [C, Hkv, D], contiguous, hold what the chunks read from the cache: chunk i from row
+    cached_k, cached_v [C, Hkv, D], contiguous, hold what the chunks read from the cache, chunk i from row
     cached_start[i] on. `rotation` is `signs`, None if the cache has the model's basis. `scale` is in base 2.
     """
     _, Hq, D = q.shape
     Hkv = k.shape[1]
-    if not len(cached_k):  # a descriptor is of some rows
+    if not len(cached_k):  # a descriptor needs at least one row
         cached_k = cached_v = cached_k.new_empty(1, Hkv, D)
     sizes = _Sizes(
         Hq // Hkv, Hkv, D, tile_rows(q.itemsize, D), KEYS, DTYPES[q.dtype], DTYPES[cached_k.dtype],
         attend_cache, QUERY_TILES, RING_BYTES // (2 * KEYS * D * q.itemsize),
     )  # fmt: skip
     own = _of_keys(k)
-    queries = own  # a kernel without whole tokens in a tile loads them itself
+    queries = own  # unused: if a tile is not whole tokens, the kernel loads its queries itself
     if sizes.TOKENS:
         queries = descriptor_of(q, box(q.dtype, (sizes.TOKENS, sizes.G, D), SWIZZLED[3]))
     kernel = variant(

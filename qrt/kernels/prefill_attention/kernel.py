@@ -1,11 +1,12 @@
-"""Triton kernels of prefill_attention: see the package's docstring for the contract.
+"""The Triton kernels of `prefill_attention`; see the package's docstring for the contract.
 
-The first kernel decodes what the chunks read from the cache, once, into contiguous 16-bit K and V (fp32 for
-fp32): the price of a format does not grow with the chunk. The second is FlashAttention-2 (arXiv:2307.08691):
-a program takes a tile of (token, query head of one KV head) pairs through the cached tokens, then through the
-chunk's own k and v. Both are in the basis of the cache, so one online softmax runs over all of it, and the
-epilogue turns the sum back. Whole heads are tiles [.., 2H], H columns per half head, so that the epilogue can
-part them. On Hopper `hopper_kernel` does the work of the second one for the sizes that most models have.
+The first kernel decodes what the chunks read from the cache, once, into contiguous K and V of 16 bits (fp32
+for fp32). So the cost of a format does not grow with the chunk. The second kernel is FlashAttention-2
+(arXiv:2307.08691): a program takes a tile of (token, query head of one KV head) pairs through the cached
+tokens, then through the chunk's own k and v. Both are in the basis of the cache, so one online softmax runs
+over all of them, and the epilogue turns the sum back. Whole heads are tiles [.., 2H], with H columns per half
+head, so that the epilogue can separate the halves. On Hopper, `hopper_kernel` replaces the second kernel for
+the sizes that most models have.
 """
 
 import math
@@ -36,7 +37,7 @@ from qrt.quant.kv.device import part_columns
 
 
 class Tiling(NamedTuple):
-    """Tokens of a program's dot, and how it is compiled; of stages the most."""
+    """Tokens of a program's dot, and how the program is compiled; `stages` is the most that it may have."""
 
     tokens: int
     stages: int
@@ -51,7 +52,7 @@ TILINGS = {  # by bytes of a value and whether D is at most 128; fp32 dots run o
 }
 GATHERED = 64  # tokens that a program of the first kernel decodes at a time
 GATHER_WARPS = 4
-GATHERS_PER_SM = 16  # programs: a grid that does not depend on how many tokens are cached
+GATHERS_PER_SM = 16  # programs; the grid must not depend on how many tokens are cached
 
 
 @triton.jit(do_not_specialize=["chunks", "halvings"])
@@ -59,9 +60,10 @@ def _gather_kernel(
     buffers, slot_table, rows, cached_start, k, v, stride_table, chunks, halvings,
     HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, FMT: tl.constexpr,
 ):  # fmt: skip
-    """grid (Hkv, programs, each every so manieth tile); writes k, v [num_cached, Hkv, D], chunk after chunk.
+    """Grid (Hkv, programs): decode the cached tokens, chunk after chunk, into k, v [num_cached, Hkv, D].
 
-    `halvings` of `chunks` leave one."""
+    The programs of a head take its tiles in turn. `halvings` is how often `chunks` is halved to find one.
+    """
     head, total = tl.program_id(0), tl.load(cached_start + chunks)
     for first in tl.range(tl.program_id(1) * TILE, total, tl.num_programs(1) * TILE):
         token = first + tl.arange(0, TILE)
@@ -83,7 +85,10 @@ def _gather_kernel(
 
 @triton.jit
 def _load_heads(rows, dims, live, real, D: tl.constexpr, MASKED: tl.constexpr):
-    """Heads at `rows` [N] (pointers) -> [N, 2H]; zero where not `real` [2H] or, if MASKED, not `live` [N]."""
+    """Load the heads [N, 2H] at pointers `rows` [N].
+
+    They are zero where `real` [2H] is False and, if MASKED, where `live` [N] is False.
+    """
     at = rows[:, None] + dims[None, :]
     if MASKED:
         return tl.load(at, mask=live[:, None] & real[None, :], other=0.0)
@@ -98,10 +103,10 @@ def _attend_tiles(
     q, k, v, stride_k, stride_v, first, end, last, state, scale, dims, real,
     D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Go on from `state` through keys first..end-1: whole tiles that every row sees or, if MASKED, any
-    number of them, of which row r sees those up to last[r].
+    """Go on from `state` through keys first to end-1, in base 2 and fp32.
 
-    Every row must see a token of the first tile it meets, or m stays -inf. Base 2, fp32.
+    These are whole tiles that every row sees or, if MASKED, any number of keys, of which row r sees those up
+    to last[r]. Every row must see a key of the first tile it meets, or its m stays -inf.
     """
     m, l, acc = state
     column = tl.arange(0, TILE)
@@ -129,11 +134,11 @@ def _attend(
     q, k, v, stride_k, stride_v, free, end, last, state, scale, dims, real,
     D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Go on from `state` through keys 0..end-1, of which every row sees the first `free` and row r those up
-    to last[r]: masks cost, so only the last tiles have them.
+    """Go on from `state` through keys 0 to end-1.
 
-    These go first (every row sees key free-1 in them), because ptxas makes every wgmma of the kernel wait for
-    the one before (warning C7515) when they come after the others.
+    Every row sees the first `free` keys, and row r those up to last[r]. Masks take time, so only the last
+    tiles have them. The masked tiles go first, and every row sees key free-1 in them: if they came after the
+    others, ptxas would make every wgmma of the kernel wait for the one before (warning C7515).
     """
     whole = tl.maximum(free - 1, 0) // TILE * TILE
     state = _attend_tiles(
@@ -151,7 +156,7 @@ def _prefill_kernel(
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """grid (Hkv, tiles): M rows (token, query head) of a chunk."""
+    """Grid (Hkv, tiles): a program attends M rows (token, query head) of a chunk."""
     kv_head, tile = tl.program_id(0), tiles + tl.program_id(1) * FIELDS
     chunk, first = tl.load(tile), tl.load(tile + 1)
     if chunk < 0:
@@ -206,8 +211,10 @@ def gather(
     k: Tensor,
     v: Tensor,
 ) -> None:
-    """Decode the cached tokens of all chunks into k, v [num_cached, Hkv, D], in the basis of the cache and
-    their own dtype."""
+    """Decode the cached tokens of all chunks into k, v [num_cached, Hkv, D].
+
+    The values keep the basis of the cache and get the dtype of k and v.
+    """
     (room, Hkv, D), device = k.shape, fmt.device
     if not room or not len(rows):
         return
@@ -250,7 +257,7 @@ def prefill_attention(
     if not len(tiles):
         return
     fmt = KV_FORMATS[format]
-    # fp16 holds what a code times its scale is worth, bf16 would round it as coarsely as int8 does
+    # fp16 holds a code times its scale, bf16 would round it as coarsely as int8 does
     dtype = torch.float16 if fmt.bits < 16 and q.dtype is torch.bfloat16 else q.dtype
     cached_k, cached_v = (torch.empty(num_cached, Hkv, D, dtype=dtype, device=q.device) for _ in "kv")
     gather(kv, slot_table, rows, cached_start, fmt, cached_k, cached_v)
@@ -266,10 +273,10 @@ def _triton_prefill(
     cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, scale: float,
     attend_cache: bool,
 ) -> None:  # fmt: skip
-    """Do what `hopper_prefill` does, of any tensors."""
+    """Do what `hopper_prefill` does, for any tensors."""
     (_, Hq, D), Hkv = q.shape, k.shape[1]
     tiling, H, M = TILINGS[q.itemsize, D <= 128], half_width(D, 1), tile_rows(q.itemsize, D)
-    row_bytes, queries = 2 * H * q.itemsize, 1 + (cached_k.dtype is not q.dtype)  # q is there in both dtypes
+    row_bytes, queries = 2 * H * q.itemsize, 1 + (cached_k.dtype is not q.dtype)  # one copy of q per dtype
     stages = (shared_bytes(q.device) - queries * M * row_bytes) // (2 * tiling.tokens * row_bytes)
     kernel = variant(
         _prefill_kernel, ATTEND_CACHE=attend_cache, G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=M, TILE=tiling.tokens,

@@ -1,4 +1,4 @@
-"""prefill_attention from its definition, in fp32, a chunk at a time."""
+"""`prefill_attention` from its definition, in fp32, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def prefill_attention(
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [n, Hq, D] are the last n of the L positions of k, v [L, Hkv, D] -> [n, Hq, D]; all fp32."""
+    """Attend q [n, Hq, D], the last n of the L positions of k, v [L, Hkv, D] -> [n, Hq, D]; all fp32."""
     n, L = len(q), len(k)
     k, v = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]  # [Hkv, 1, L, D]
     queries = q.unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
     position = torch.arange(L - n, L, device=q.device)
     parts = []
     for some, at in zip(queries.split(QUERIES, 2), position.split(QUERIES), strict=True):
-        seen = int(at[-1]) + 1  # no query of this block looks further
+        seen = int(at[-1]) + 1  # no query of this block sees more
         hidden = torch.arange(seen, device=q.device) > at[:, None]
         scores = (some @ k[..., :seen, :].mT).masked_fill_(hidden, -torch.inf)
         parts.append(torch.softmax(scores, -1) @ v[..., :seen, :])

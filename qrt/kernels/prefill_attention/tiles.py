@@ -1,7 +1,7 @@
-"""How the queries of chunks are cut into tiles, on the host: numpy only, once per step for all layers.
+"""How the queries of chunks are cut into tiles: on the host with numpy, once per step for all layers.
 
-A kernel's grid is settled when a CUDA graph is recorded, the chunks are not. So the tiles are a list on the
-device, and a program reads from its entry what it attends.
+A kernel's grid is fixed when a CUDA graph is recorded, but the chunks are not. So the tiles are a list on the
+device, and each program reads from its entry what to attend.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROWS = {(2, True): 128, (2, False): 64, (4, True): 32, (4, False): 32}  # by itemsize and whether D <= 128
-FIELDS = 2  # int32 of a tile: its chunk, and its first row in it
+FIELDS = 2  # int32 per tile: its chunk, and its first row in the chunk
 NONE = -1  # the chunk of an entry without a tile
 
 
 def tile_rows(itemsize: int, head_dim: int) -> int:
-    """Return the rows of a tile: pairs of a token and a query head of one KV head."""
+    """Return the rows of a tile. A row is a token and a query head; all heads of a tile share a KV head."""
     return ROWS[itemsize, head_dim <= 128]
 
 
 class Queries(NamedTuple):
-    """What of a model decides how its queries are cut.
+    """The sizes of a model that decide how its queries are cut.
 
-    group   query heads of a KV head
-    rows    of a tile
+    group   query heads per KV head
+    rows    rows of a tile
     """
 
     group: int
@@ -34,21 +34,21 @@ class Queries(NamedTuple):
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Queries:
-        """Return them for queries of `itemsize` bytes a value."""
+        """Return the sizes for queries of `itemsize` bytes a value."""
         return cls(num_heads // num_kv_heads, tile_rows(itemsize, head_dim))
 
     def tiles(self, lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tiles each chunk of `lengths` [B] tokens has."""
+        """Return how many tiles each of the chunks of `lengths` [B] tokens has."""
         return -(-np.asarray(lengths, np.int64) * self.group // self.rows)
 
 
 def plan_tiles(
     lengths: Sequence[int], cached: Sequence[int], queries: Queries, room: int | None = None
 ) -> NDArray[np.int32]:
-    """Return the tiles of chunks of `lengths` [B] tokens behind `cached` [B] others: int32 [N, FIELDS].
+    """Return the tiles of chunks of `lengths` [B] tokens after `cached` [B] others: int32 [N, FIELDS].
 
-    Those that attend most come first, so that the last programs to start are short. `room` pads the list to
-    that length with entries of chunk NONE; ValueError where it does not hold all tiles.
+    Tiles that attend most come first, so that the last programs to start are short. The list is padded to
+    length `room`, if given, with entries of chunk NONE. Raises ValueError if `room` does not hold all tiles.
     """
     own, behind, counts = np.asarray(lengths), np.asarray(cached), queries.tiles(lengths)
     total = int(counts.sum())
