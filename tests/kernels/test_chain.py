@@ -161,7 +161,7 @@ def test_inputs_far_apart(device, inputs, times):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so_and_with_its_token(device, value):
+def test_non_finite_input_affects_only_its_token(device, value):
     sizes = SIZES["0.6b"]
     x, residual, prepared, norms = operands(sizes, four(sizes, 4, False, device), "w4a16", device, tokens=9)
     link = Link(*prepared, None, *norms, EPS, "w4a16")

@@ -78,7 +78,7 @@ def test_right_after_its_last_token_is_written(device, name, requests):
 
 @pytest.mark.ptx
 @pytest.mark.parametrize("name, cached, count", [("fp16", 0, 72), ("int8", 125, 6), ("k8v4", 250, 8)])
-def test_a_request_whose_last_tokens_are_all_just_written(device, monkeypatch, name, cached, count):
+def test_several_newest_tokens_of_one_request(device, monkeypatch, name, cached, count):
     """As a short chunk runs: each of its tokens attends on its own, those of the chunk before it too, which
     a kernel that still runs writes."""
     monkeypatch.setattr(kv_write_kernel, "multiprocessors", lambda device: 132)

@@ -127,7 +127,7 @@ def test_a_chunk_of_several_tiles(device, attend_cache, name):
 
 @CACHED
 @FORMATS
-def test_chunks_without_some_and_with_many_cached_tokens(device, attend_cache, name):
+def test_chunks_with_no_and_with_many_cached_tokens(device, attend_cache, name):
     """In one call: tiles of the cache and of the chunk that no mask is needed for, and none at all."""
     case = chunks(name, [150, 20, 420, 9], [150, 5, 130, 9], 2, 2, 64, torch.float16, device)
     assert error(case.run(kernel.prefill_attention, attend_cache), case.truth(attend_cache)) < bound(
@@ -218,7 +218,7 @@ def test_tokens_before_the_first_chunk_are_passed_over(device, attention, attend
 
 @BOTH
 @CACHED
-def test_room_for_more_chunks_tiles_and_cached_tokens_changes_nothing(device, attention, attend_cache):
+def test_padding_of_chunks_tiles_and_cached_tokens_changes_nothing(device, attention, attend_cache):
     """As a recorded step has it: empty chunks behind, and among, those there are."""
     case = chunks("int8", [70, 9, 40], [40, 9, 1], 4, 2, 64, torch.float16, device)
     alone = case.run(attention, attend_cache)
@@ -235,7 +235,7 @@ def test_room_for_more_chunks_tiles_and_cached_tokens_changes_nothing(device, at
 
 
 @pytest.mark.ptx
-def test_room_for_cached_tokens_of_which_there_are_none(device):
+def test_no_cached_tokens_where_there_is_room_for_some(device):
     """As a recorded step of whole prompts has it, or one of padding alone."""
     case = chunks("int8", [70, 9], [70, 9], 4, 2, 64, torch.float16, device)
     alone = case.run(kernel.prefill_attention)

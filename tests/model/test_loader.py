@@ -104,7 +104,7 @@ def test_a_stored_head_that_differs_wins_over_the_config(broken, caplog):
     assert "lm_head is stored apart" in caplog.text
 
 
-def test_a_tied_embedding_that_is_stored_as_the_head_alone_is_missing(broken):
+def test_tied_embedding_stored_only_as_head_is_missing(broken):
     def rename(held):
         held["lm_head.weight"] = held.pop("model.embed_tokens.weight")
 
@@ -120,7 +120,7 @@ def test_derived_buffers_and_zero_biases_of_old_tools_are_fine(broken):
     assert not any(linear.bias is not None for linear in model.linears()), "they would only cost time"
 
 
-def test_after_the_remedy_for_a_kv_cache_scheme_the_scales_of_attention_are_left_unread(saved, tmp_path):
+def test_kv_cache_scheme_is_refused_and_attention_scales_are_ignored(saved, tmp_path):
     """compressed-tensors, vLLM, ModelOpt and Quark round q, K, V and probabilities by these scales."""
     quantize_checkpoint(saved["plain"], tmp_path / "model", "w4a16", G32)
     names = [f"{name}_{what}" for name in "qkv" for what in ("scale", "zero_point")]
@@ -191,7 +191,7 @@ def test_codes_are_not_read_as_an_embedding_or_a_norm(broken, name, dtype):
 
 
 @pytest.mark.parametrize("module", ["model.embed_tokens", "model.layers.0.input_layernorm", Q])
-def test_tensors_that_a_known_module_does_not_use_are_named(broken, module):
+def test_unused_tensors_of_known_modules_are_named(broken, module):
     def add(held):
         held[f"{module}.weight_scale"] = torch.ones(1)
 
@@ -244,7 +244,7 @@ def test_parts_of_a_fused_projection_must_be_quantized_alike(saved, tmp_path):
     refuses(tmp_path, CheckpointError, rf"{Q} is fp16, .*k_proj is w4a16.*quantize or ignore them together")
 
 
-def test_a_grid_that_no_kernel_runs_is_refused_with_the_linears_name(saved, tmp_path):
+def test_unsupported_grid_error_names_the_linear(saved, tmp_path):
     quantize_checkpoint(saved["plain"], tmp_path, "w4a16", QuantSpec(4, False, Granularity.GROUP, 16))
     refuses(tmp_path, UnsupportedError, rf"{tmp_path}: model\.layers\.0\.self_attn\.q_proj, .*groups of 16")
 

@@ -147,7 +147,7 @@ def test_load_format_dummy_makes_the_head_that_the_config_names(scheme, tmp_path
     assert model.head.scheme == head[0] and model.schemes == {scheme: 4 * 6}
 
 
-def test_load_format_dummy_wants_a_config_that_says_all(tmp_path):
+def test_load_format_dummy_needs_a_complete_config(tmp_path):
     folder = quantized_tiny(tmp_path / "m", {"quant_method": "gptq", "bits": 4, "group_size": 128})
     with pytest.raises(UnsupportedError, match="wanted a plain or a compressed-tensors config"):
         Engine(EngineConfig(folder, load_format="dummy"))
