@@ -91,20 +91,24 @@ def _add_grid(parser: ArgumentParser) -> None:
         "--head-bits", type=int, choices=HEAD_BITS,
         help="8: the head in int8 too, one scale per channel, rounded to nearest (unties it; default: 16)",
     )  # fmt: skip
+    specs = {name: spec for name in schemes if (spec := WEIGHT_SCHEMES[name].spec)}
+    symmetric, asymmetric = (
+        [name for name, spec in specs.items() if spec.symmetric is kind] for kind in (True, False)
+    )
     zero = grid.add_mutually_exclusive_group()
     zero.add_argument(
         "--sym",
         action="store_const",
         const=True,
         dest="symmetric",
-        help="no zero points (default for w8a8 and mixtures)",
+        help=f"no zero points (default for {', '.join(symmetric)} and mixtures of experts)",
     )
     zero.add_argument(
         "--asym",
         action="store_const",
         const=False,
         dest="symmetric",
-        help="zero points (default for the others)",
+        help=f"zero points (default for {', '.join(asymmetric)})",
     )
     grid.add_argument(
         "--ignore", action="extend", nargs="+", metavar="PATTERN",
@@ -202,18 +206,18 @@ def _work(arguments: Namespace, recipe: Recipe) -> None:
     from qrt_calibrate.model.devices import devices_of
     from qrt_calibrate.pipeline import calibrate, prepare
 
-    name = short_name(arguments.model)
-    out = Path(arguments.out or f"{name}-{recipe.scheme.removesuffix('a16')}")
     devices = devices_of(arguments.device)
     if arguments.dry_run:
         job = plan(open_checkpoint(arguments.model), recipe, *devices)
         began = time.perf_counter()
-        _, budget = prepare(job, out)
+        _, budget = prepare(job)
         reading = time.perf_counter() - began
         print(*([budget.line(job.recipe.grid)] if budget else []), *preflight(job).lines(), sep="\n")
         takes, where = in_words(reading + expected_seconds(job, budget)), ", ".join(map(str, devices))
         print(f"time: {takes} on {where} with nothing else running, by a try of some parts of a layer")
         return
+    name = short_name(arguments.model)
+    out = Path(arguments.out or f"{name}-{recipe.scheme.removesuffix('a16')}")
     width = None if sys.stdout.isatty() else WIDTH
     calibrate(arguments.model, recipe, out, *devices).print(Console(width=width))
     if arguments.push_to_hub:

@@ -45,7 +45,8 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.devi
     """
     start = time.perf_counter()
     job = plan(open_checkpoint(model), recipe, *devices)
-    text, budget = prepare(job, out)
+    _writer(job, out, None)  # refuses a folder that is taken, before anything is measured
+    text, budget = prepare(job)
     curve: tuple[Point, ...] = ()
     if text is not None and budget is not None:
         job, curve = _with_bits(job, budget, text)
@@ -84,12 +85,11 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.devi
     return report
 
 
-def prepare(job: Job, out: Path) -> tuple[Calibration | None, Budget | None]:
+def prepare(job: Job) -> tuple[Calibration | None, Budget | None]:
     """Return the text and the budget of a job, None where it has none.
 
-    Raises what is wrong with them, or with the folder `out`, before anything is measured.
+    Raises what is wrong with them before anything is measured.
     """
-    _writer(job, out, None)  # refuses a folder that is taken
     budget = budget_of(job) if job.recipe.has_budget else None
     return calibration(job) if any(job.recipe.windows) else None, budget
 

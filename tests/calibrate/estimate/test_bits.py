@@ -137,7 +137,6 @@ def test_a_size_is_kept_whatever_the_grid_and_the_dtype(share, dtype, group_size
         ("--target-bits 6 --override *=w8a16", "--target-bits: every Linear is settled by an override"),
         ("--target-bits 6 --eval-samples 0", "--target-bits: needs text to measure on"),
         ("--target-bits 6 --calib gone.txt", "--calib: no file 'gone.txt'"),
-        ("--target-bits 6 --out full", "full: already there and not an empty folder"),
     ],
 )
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
@@ -146,13 +145,28 @@ def test_what_cannot_be_is_said_before_anything_is_measured(
 ):
     monkeypatch.setattr(bits, "measure", lambda *arguments: pytest.fail("measured"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
     words = ["--model", llama, "--method", "rtn", "--calib", calib, "--seqlen", 64, "--eval-samples", 4]
     assert cli.main([*map(str, words), *flags.split(), *dry]) == 1
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_only_a_dry_run_accepts_a_taken_output_folder(dry, llama, calib, tmp_path, monkeypatch, capsys):
+    """A dry run writes nothing; a real one refuses the folder before it measures anything."""
+    if not dry:
+        monkeypatch.setattr(bits, "measure", lambda *arguments: pytest.fail("measured"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    words = ["--model", llama, "--method", "rtn", "--calib", calib, "--seqlen", 64, "--eval-samples", 4]
+    words += ["--target-bits", 6, "--out", tmp_path / "full", *(["--dry-run"] if dry else [])]
+    assert cli.main([*map(str, words)]) == (0 if dry else 1)
+    shown = capsys.readouterr()
+    assert ("full: already there and not an empty folder" in shown.err) is not dry
+    assert ("bits are still to be chosen" in shown.out) is dry
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    assert [path.read_text() for path in (tmp_path / "full").iterdir()] == ["mine"]
 
 
 def test_a_dry_run_says_what_is_open(llama, calib, capsys):
