@@ -13,6 +13,8 @@ from qrt.cli import ArgumentParser, add_hub_flags, run_main
 from qrt.location import EXPECTED, short_name
 
 if TYPE_CHECKING:
+    from argparse import _ArgumentGroup
+
     from qrt_calibrate.recipe.recipe import Recipe
 
 WIDTH = 110  # of the table in a file or a pipe, where there is no terminal to fit
@@ -37,34 +39,36 @@ def _main(words: list[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="qrt-calibrate",
-        description="Quantize a Hugging Face checkpoint into a new one (compressed-tensors), layer by layer. "
-        "`qrt-calibrate convert --help` is about changing the format of a quantized checkpoint.",
+        description="Quantize a Hugging Face checkpoint, layer by layer, and write the result as a new "
+        "checkpoint (compressed-tensors). To change the format of a quantized checkpoint, see "
+        "`qrt-calibrate convert --help`.",
     )
     add = parser.add_argument
     add("--model", required=True, help=EXPECTED)
     add_hub_flags(parser)
-    add("--out", metavar="DIR", help="folder to make (default: the model's name with -w4, -w8 or -w8a8); an "
-        "interrupted run goes on from DIR.partial")  # fmt: skip
+    add(
+        "--out", metavar="DIR",
+        help="folder to make; an interrupted run leaves its finished layers in DIR.partial, and the same "
+        "command continues from there (default: the model's name with -w4, -w8 or -w8a8)",
+    )  # fmt: skip
     add(
         "--device",
-        help="cpu, a GPU as cuda:1, or several that share the windows, as cuda:0,cuda:2 (default: cuda, "
-        "which is all GPUs, or else cpu)",
+        help="cpu, one GPU (cuda:1), or several that share the windows (cuda:0,cuda:2); cuda means all GPUs "
+        "(default: cuda if there is a GPU, else cpu)",
     )
     add(
-        "--recipe",
-        metavar="FILE",
-        help="YAML file with flags' names as keys; flags win over it (default: none)",
-    )
+        "--recipe", metavar="FILE",
+        help="YAML file whose keys are the names of flags; flags on the command line win (default: none)",
+    )  # fmt: skip
     add(
-        "--dry-run",
-        action="store_true",
-        help="say what it takes, time too, and where the result loads; then stop",
-    )
+        "--dry-run", action="store_true",
+        help="print memory, sizes, time and where the result will load, then stop; writes nothing",
+    )  # fmt: skip
     add(
-        "--push-to-hub",
-        metavar="ORG/NAME",
-        help="upload the result; wants a token, of `hf auth login` or HF_TOKEN (default: no upload)",
-    )
+        "--push-to-hub", metavar="ORG/NAME",
+        help="upload the result to the Hub; needs a token from `hf auth login` or HF_TOKEN (default: "
+        "no upload)",
+    )  # fmt: skip
     _add_grid(parser)
     _add_method(parser)
     return parser
@@ -75,65 +79,61 @@ def _add_grid(parser: ArgumentParser) -> None:
     from qrt.quant.weight.head import HEAD_BITS
 
     grid = parser.add_argument_group("format")
-    grid.add_argument(
-        "--bits", type=int, choices=WEIGHT_ONLY, help="4, 8: short for --scheme w4a16, w8a16 (default: 4)"
-    )
-    schemes = [name for name in WEIGHT_SCHEMES if name != "fp16"]
-    grid.add_argument("--scheme", choices=schemes, help="weight and activation bits (default: w4a16)")
-    grid.add_argument(
-        "--group-size",
-        type=int,
-        metavar="G",
-        help="inputs per scale, -1: one per channel (default: the largest of 128, 64 and 32 that divides the "
-        "inputs of all Linears to quantize)",
-    )
-    grid.add_argument(
-        "--head-bits", type=int, choices=HEAD_BITS,
-        help="8: the head in int8 too, one scale per channel, rounded to nearest (unties it; default: 16)",
+    add = grid.add_argument
+    add("--bits", type=int, choices=WEIGHT_ONLY, help="short for --scheme w4a16 or w8a16 (default: 4)")
+    specs = {name: spec for name in WEIGHT_SCHEMES if (spec := WEIGHT_SCHEMES[name].spec)}
+    add("--scheme", choices=list(specs), help="bits of weights and activations (default: w4a16)")
+    add(
+        "--group-size", type=int, metavar="G",
+        help="inputs that share a scale; -1: all of an output channel (default: the largest of 128, 64 "
+        "and 32 that divides the inputs of every Linear to quantize)",
     )  # fmt: skip
-    specs = {name: spec for name in schemes if (spec := WEIGHT_SCHEMES[name].spec)}
+    add(
+        "--head-bits", type=int, choices=HEAD_BITS,
+        help="8: round the head to int8 too, to nearest, with one scale per channel; a head tied to the "
+        "embedding becomes a tensor of its own (default: 16)",
+    )  # fmt: skip
     symmetric, asymmetric = (
-        [name for name, spec in specs.items() if spec.symmetric is kind] for kind in (True, False)
+        ", ".join(name for name, spec in specs.items() if spec.symmetric is kind) for kind in (True, False)
     )
     zero = grid.add_mutually_exclusive_group()
     zero.add_argument(
-        "--sym",
-        action="store_const",
-        const=True,
-        dest="symmetric",
-        help=f"no zero points (default for {', '.join(symmetric)} and mixtures of experts)",
-    )
+        "--sym", action="store_const", const=True, dest="symmetric",
+        help=f"store no zero points (default for {symmetric} and mixtures of experts)",
+    )  # fmt: skip
     zero.add_argument(
-        "--asym",
-        action="store_const",
-        const=False,
-        dest="symmetric",
-        help=f"zero points (default for {', '.join(asymmetric)})",
-    )
+        "--asym", action="store_const", const=False, dest="symmetric",
+        help=f"store zero points (default for {asymmetric})",
+    )  # fmt: skip
+    _add_choice_of_linears(grid)
+
+
+def _add_choice_of_linears(grid: _ArgumentGroup) -> None:
+    """Add the flags that give some Linears another grid than --scheme."""
     grid.add_argument(
         "--ignore", action="extend", nargs="+", metavar="PATTERN",
-        help="leave Linears as they are: globs over names, whole or from a dot (down_proj), or re:<regex> "
-        "(default: none)",
+        help="leave these Linears unquantized. A pattern is a glob that matches the full name, or its end "
+        "from a dot on (down_proj), or re:<regex> (default: none)",
     )  # fmt: skip
     grid.add_argument(
         "--override", action="extend", nargs="+", metavar="PATTERN=SCHEME",
-        help="Linears in another scheme, on its default grid, or fp16; of several that match the last counts "
-        "(default: none)",
+        help="give these Linears another scheme with its default grid, or fp16; the last match "
+        "wins (default: none)",
     )  # fmt: skip
     budget = grid.add_mutually_exclusive_group()
     budget.add_argument(
         "--target-bits", type=float, metavar="B",
-        help="4, 8 or 16 bits for each fused Linear by its measured cost, at most B bits per weight on "
-        "average; counts scales and zero points of all Linears in the layers, ignored ones too, but no "
-        "embedding, head, norms or biases (default: none, all are of --scheme)",
+        help="choose 4, 8 or 16 bits for each fused Linear by its measured cost, with at most B bits per "
+        "weight on average. The average is over all Linears in the layers, ignored ones too, with their "
+        "scales and zero points; embedding, head, norms and biases do not count (default: no budget, every "
+        "Linear gets --scheme)",
     )  # fmt: skip
     budget.add_argument(
-        "--max-size",
-        type=float,
-        metavar="GB",
-        help="the same with a budget in 10^9 bytes for all tensors of the result, embedding and head "
-        "included; the index's total_size and the report count them in the same way (default: none)",
-    )
+        "--max-size", type=float, metavar="GB",
+        help="choose bits as --target-bits does, with a budget for the result: 10^9 bytes for all "
+        "its tensors, embedding and head included, as total_size of the index and the report count them "
+        "(default: no budget)",
+    )  # fmt: skip
 
 
 def _add_method(parser: ArgumentParser) -> None:
@@ -141,39 +141,39 @@ def _add_method(parser: ArgumentParser) -> None:
     from qrt_calibrate.recipe.method import METHODS
     from qrt_calibrate.recipe.recipe import Recipe
 
-    method = parser.add_argument_group("method")
-    method.add_argument(
-        "--method",
-        choices=METHODS,
-        help="default: awq-yaqa for w4a16, awq-gptq for w8a16, smoothquant-gptq for w8a8; rtn reads no text "
-        "(unless --eval-samples, --target-bits or --max-size asks for a measurement)",
-    )
-    method.add_argument(
+    add = parser.add_argument_group("method").add_argument
+    add(
+        "--method", choices=METHODS,
+        help="how weights are rounded. rtn reads no text, unless --eval-samples, --target-bits or --max-size "
+        "asks for a measurement (default: awq-yaqa for w4a16, awq-gptq for w8a16, smoothquant-gptq for w8a8)",
+    )  # fmt: skip
+    add(
         "--calib", metavar="DATA",
-        help=f"file of {KINDS}, folder of such files, or dataset, ORG/NAME[@REVISION][:CONFIG[:SPLIT]]; a "
-        "row holds a text, a chat, or a question and its answer (default: Python's own docstrings)",
+        help=f"calibration data: a file of {KINDS}; a folder of such files; or a dataset of the Hub, "
+        "ORG/NAME[@REVISION][:CONFIG[:SPLIT]]. A row holds a text, a chat, or a question and its answer "
+        "(default: Python's own docstrings)",
     )  # fmt: skip
     for flag, kind, field, what in (
-        ("--n-samples", int, "n_samples", "windows of text"),
-        ("--seqlen", int, "seqlen", "tokens of a window"),
-        ("--seed", int, "seed", "of the choice of windows"),
-        ("--damp", float, "damping", "share of the Hessian's mean diagonal that GPTQ adds to it"),
+        ("--n-samples", int, "n_samples", "number of windows of calibration text"),
+        ("--seqlen", int, "seqlen", "tokens per window"),
+        ("--seed", int, "seed", "seed that chooses the windows"),
+        ("--damp", float, "damping", "share of the Hessian's mean diagonal that GPTQ adds to the diagonal"),
     ):
-        method.add_argument(
-            flag, type=kind, dest=field, help=f"{what} (default: {getattr(Recipe, field)})", metavar="N"
-        )
-    method.add_argument(
+        add(flag, type=kind, dest=field, help=f"{what} (default: {getattr(Recipe, field)})", metavar="N")
+    add(
         "--eval-samples", type=int, metavar="N",
-        help=f"further windows that measure the cost, 0: none (default: {Recipe.eval_samples}; 0 for rtn)",
+        help="number of further windows on which the result is compared with the original; 0: none "
+        f"(default: {Recipe.eval_samples}; 0 for rtn)",
     )  # fmt: skip
-    method.add_argument(
+    add(
         "--tune", type=int, metavar="STEPS",
-        help="then train codes, scales and norms of the whole model on text that the original writes; "
-        "hundreds of steps, best on a GPU (default: 0)",
+        help="after rounding, train codes, scales and norms of the whole model for STEPS steps, on text that "
+        "the original model writes. Use hundreds of steps and a GPU (default: 0)",
     )  # fmt: skip
-    method.add_argument(
+    add(
         "--no-exact-fold", action="store_const", const=False, dest="exact_folds",
-        help="scales that are no powers of two: folds round norms and biases",
+        help="allow channel scales that are not powers of two, which round norms and biases (default: powers "
+        "of two only)",
     )  # fmt: skip
 
 
