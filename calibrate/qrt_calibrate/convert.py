@@ -1,9 +1,9 @@
-"""`qrt-calibrate convert`: a quantized checkpoint in another format, where every weight stays what it is."""
+"""Write a quantized checkpoint in another format; every weight keeps its value."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch, ModelConfig
 from qrt.arch.runnable import runnable
 from qrt.cli import ArgumentParser, add_hub_flags, run_main
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.folder import read_config
 from qrt.location import EXPECTED, model_folder, model_name
-from qrt.quant.checkpoint import awq, gptq, open_checkpoint
+from qrt.quant.checkpoint import Checkpoint, awq, gptq, open_checkpoint
 from qrt.quant.checkpoint.compressed_tensors import quantization_config, stored_as
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.checkpoint.writer import OutputFolder
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="qrt-calibrate convert", description=__doc__)
     parser.add_argument("--model", required=True, help=f"quantized checkpoint: {EXPECTED}")
     add_hub_flags(parser)
-    parser.add_argument("--to", required=True, choices=TARGETS, help="format; gptq is written as gptq_v2")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="format to write; gptq means gptq_v2")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
     arguments = parser.parse_args(argv)
 
@@ -51,47 +51,30 @@ def _check(folder: Path) -> None:
     runnable(read_config(folder), model_name(folder))
 
 
-def convert(model: str | Path, target: str, out: Path) -> int:  # noqa: C901  # one refusal after the other
-    """Write checkpoint `model` into the new folder `out` in format `target`; the number of quantized Linears.
+def convert(model: str | Path, target: str, out: Path) -> int:
+    """Write checkpoint `model` into the new folder `out` in format `target`; return how many Linears changed.
 
-    UnsupportedError, naming the Linear and why, where the format cannot hold a weight exactly: act-order or
-    a scale in another dtype than the model's for compressed-tensors; other than 4 bits or act-order for AWQ;
-    a head, grids that differ, scales that fp16 does not hold or words that are not full for it and for GPTQ.
+    Raises UnsupportedError, naming the Linear and the reason, where the format cannot hold a weight exactly:
+
+    compressed-tensors  act-order, or a scale in another dtype than the model's
+    awq                 other than 4 bits, or act-order
+    awq and gptq        a quantized head, Linears on different grids, scales that fp16 does not hold, or sizes
+                        that do not fill their 32-bit words
     """
     source = open_checkpoint(model)
     if not source.quantization:
         raise UnsupportedError(f"{source.path}: not quantized; qrt-calibrate --model quantizes it")
     arch = runnable(source.config, source.path)
     config = ModelConfig.from_hf(source.config, arch)
-    modules = [f"{arch.layers}.{i}.{name}" for i in range(config.num_layers) for name in arch.projections]
-    if any(name.startswith(f"{arch.head}.") for name in source.names()):
-        modules.append(arch.head)
-    dtype = getattr(torch, config.dtype, None)
-    if dtype not in FLOATS:
-        raise CheckpointError(
-            f"{source.path}/config.json: expected dtype float16, bfloat16 or float32, got {config.dtype!r}"
-        )
+    modules, dtype = _linears(source, arch, config), _dtype(source, config)
     if target != "compressed-tensors" and arch.head in modules:
         if source.linear(arch.head)[1].scale is not None:
             why = "engines read its head in 16 bits; calibrate the original again, with --head-bits 16"
             raise _refusal(arch.head, target, why)
     folder = OutputFolder(out, source, None, max_shard_bytes=5_000_000_000)
-    grids: dict[str, tuple[str, QuantSpec]] = {}
     folder.begin()
     try:
-        for module in tqdm(modules, "Converting", unit="Linear"):
-            scheme, weight = source.linear(module)
-            if weight.scale is None:
-                if not source.has(f"{module}.weight") or source.spec(f"{module}.weight").dtype.itemsize < 2:
-                    raise UnsupportedError(f"{module}: fp8 weights are not converted; quantize the original")
-                continue
-            grids[module] = scheme, spec_of(weight)
-            first = next(iter(grids))
-            if grids[module] != grids[first] and target != "compressed-tensors":
-                raise _refusal(module, target, f"the format holds one grid, and {first} has another")
-            bias = {} if weight.bias is None else {"bias": weight.bias}
-            tensors = encode(target, module, scheme, weight, dtype) | bias
-            folder.add({f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
+        grids = _write_linears(folder, source, modules, target, dtype)
         own = tuple(f"{module}." for module in grids)
         for name in source.names():
             if not name.startswith(own):
@@ -105,6 +88,45 @@ def convert(model: str | Path, target: str, out: Path) -> int:  # noqa: C901  # 
         raise
     folder.publish(settings, {name for name in source.names() if name.startswith(own)})
     return len(grids)
+
+
+def _linears(source: Checkpoint, arch: Arch, config: ModelConfig) -> list[str]:
+    """Return the full names of the Linears in the layers, and of a head that is stored."""
+    modules = [f"{arch.layers}.{i}.{name}" for i in range(config.num_layers) for name in arch.projections]
+    if any(name.startswith(f"{arch.head}.") for name in source.names()):
+        modules.append(arch.head)
+    return modules
+
+
+def _dtype(source: Checkpoint, config: ModelConfig) -> torch.dtype:
+    """Return the model's dtype; CheckpointError for one that scales cannot have."""
+    dtype = getattr(torch, config.dtype, None)
+    if dtype not in FLOATS:
+        raise CheckpointError(
+            f"{source.path}/config.json: expected dtype float16, bfloat16 or float32, got {config.dtype!r}"
+        )
+    return dtype
+
+
+def _write_linears(
+    folder: OutputFolder, source: Checkpoint, modules: Sequence[str], target: str, dtype: torch.dtype
+) -> dict[str, tuple[str, QuantSpec]]:
+    """Write those of `modules` that are quantized in format `target`; return the grid of each."""
+    grids: dict[str, tuple[str, QuantSpec]] = {}
+    for module in tqdm(modules, "Converting", unit="Linear"):
+        scheme, weight = source.linear(module)
+        if weight.scale is None:
+            if not source.has(f"{module}.weight") or source.spec(f"{module}.weight").dtype.itemsize < 2:
+                raise UnsupportedError(f"{module}: fp8 weights are not converted; quantize the original")
+            continue
+        grids[module] = scheme, spec_of(weight)
+        first = next(iter(grids))
+        if grids[module] != grids[first] and target != "compressed-tensors":
+            raise _refusal(module, target, f"the format holds one grid, and {first} has another")
+        bias = {} if weight.bias is None else {"bias": weight.bias}
+        tensors = encode(target, module, scheme, weight, dtype) | bias
+        folder.add({f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
+    return grids
 
 
 def spec_of(weight: WeightData) -> QuantSpec:
