@@ -26,8 +26,9 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
     "qrt.serve": 7.6,
     # the calibrator sees floors 0 and 1
     "qrt_calibrate.recipe": 2.0, "qrt_calibrate.rounding": 2.0, "qrt_calibrate.model": 2.1,
-    "qrt_calibrate.job": 2.2, "qrt_calibrate.text": 2.3, "qrt_calibrate.steps": 2.3,
-    "qrt_calibrate.estimate": 2.4, "qrt_calibrate.report": 2.5, "qrt_calibrate": 2.6,
+    "qrt_calibrate.tuning": 2.15, "qrt_calibrate.job": 2.2, "qrt_calibrate.text": 2.3,
+    "qrt_calibrate.steps": 2.3, "qrt_calibrate.estimate": 2.4, "qrt_calibrate.report": 2.5,
+    "qrt_calibrate": 2.6,
     "qrt_eval.inputs": 8.0, "qrt_eval.results": 8.1, "qrt_eval.quality": 8.2, "qrt_eval.speed": 8.2,
     "qrt_eval.reports": 8.3, "qrt_eval.flags": 8.3, "qrt_eval": 8.4,
 }  # fmt: skip

@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
-from qrt_calibrate.estimate.bits import WINDOWS, Budget, Point, allocate, budget_of
+from qrt_calibrate.estimate.bits import WINDOWS, Point, allocate
+from qrt_calibrate.estimate.budget import Budget, budget_of
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import Job, plan
 from qrt_calibrate.model.decoder import Decoder, read, read_layer
@@ -29,9 +30,10 @@ from qrt_calibrate.steps.advance import Windows
 from qrt_calibrate.steps.evaluate import Cost, measure_cost
 from qrt_calibrate.steps.layer import quantize_layer
 from qrt_calibrate.steps.sensitivity import gradient_windows, loss_gradients
-from qrt_calibrate.steps.tune import check_room, tune
 from qrt_calibrate.steps.written import REST, TUNED, Written, label
 from qrt_calibrate.text.text import Calibration, calibration
+from qrt_calibrate.tuning.training import check_room
+from qrt_calibrate.tuning.tune import tune
 
 
 def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.device) -> Report:
@@ -52,9 +54,10 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.devi
         job, curve = _with_bits(job, budget, text)
     recipe = job.recipe
     with products(TF32 if job.device.type == "cuda" else EXACT), _writer(job, out, text) as writer:
-        print(*preflight(job).lines(), sep="\n", file=sys.stderr)
-        if recipe.tune:
-            check_room(job)
+        foreseen = preflight(job)
+        print(*foreseen.lines(), sep="\n", file=sys.stderr)
+        if recipe.tune:  # beside the hidden states
+            check_room(foreseen.tune_bytes + foreseen.hidden_bytes // len(set(job.devices)), job.device)
         run = Run(job, writer, text)
         layers = []
         with tqdm(total=job.config.num_layers, desc="Calibrating", unit="layer") as bar:
@@ -91,7 +94,8 @@ def prepare(job: Job) -> tuple[Calibration | None, Budget | None]:
     Raises what is wrong with them before anything is measured.
     """
     budget = budget_of(job) if job.recipe.has_budget else None
-    return calibration(job) if any(job.recipe.windows) else None, budget
+    text = calibration(job.recipe, job.checkpoint.path) if any(job.recipe.windows) else None
+    return text, budget
 
 
 def _writer(job: Job, out: Path, text: Calibration | None) -> CheckpointWriter:
@@ -111,7 +115,9 @@ def _writer(job: Job, out: Path, text: Calibration | None) -> CheckpointWriter:
 
 def _with_bits(job: Job, budget: Budget, text: Calibration) -> tuple[Job, tuple[Point, ...]]:
     """Return the job with widths chosen under its budget, and the trade-off."""
-    allocation = allocate(job, budget, text.windows[:WINDOWS])
+    windows = text.windows[:WINDOWS]
+    decoder = Decoder(job.checkpoint, job.arch, windows.shape[1], job.device)
+    allocation = allocate(decoder, budget, windows, job.scale_dtype)
     overrides = (*allocation.overrides, *job.recipe.overrides)
     chosen = plan(job.checkpoint, replace(job.recipe, overrides=overrides), *job.devices)
     return replace(chosen, notes=job.notes), allocation.curve
@@ -131,9 +137,9 @@ class Run:
         decoder = Decoder(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
         calibrating, stored = job.recipe.windows[0], job.checkpoint.spec(f"{job.arch.embed}.weight").dtype
         streams = Streams(decoder.embed(ids), calibrating, job.devices, folder, stored)
-        count = gradient_windows(job)
+        count = gradient_windows(job.recipe)
         if count and not self._written.all_layers:
-            loss_gradients(job, decoder, streams, count, folder)
+            loss_gradients(decoder, streams, count, job.recipe.seed, folder)
         return Windows(decoder, streams, ids)
 
     def layer(self, index: int) -> LayerReport:
@@ -183,7 +189,8 @@ class Run:
             if (head := self._written.head()) is not None:
                 rest[f"{self._job.arch.head}.weight"] = head.dequantize()
             with products(EXACT):
-                result = tune(self._job, linears, rest, ids[: streams.calibrating])
+                text = ids[: streams.calibrating]
+                result = tune(self._job.checkpoint.path, self._job.training, linears, rest, text)
             self._written.write_tuned(result, linears)
         if self._job.recipe.eval_samples:
             layers = self._job.config.num_layers

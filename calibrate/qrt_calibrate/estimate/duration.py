@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qrt.arch import Arch
 from qrt.quant.spec import QuantSpec
-from qrt_calibrate.estimate.bits import WINDOWS, Budget
+from qrt_calibrate.estimate.bits import WINDOWS
+from qrt_calibrate.estimate.budget import Budget
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read_layer
 from qrt_calibrate.model.experts import inside
 from qrt_calibrate.model.head import PlainHead
-from qrt_calibrate.recipe.method import Scales
+from qrt_calibrate.recipe.method import Method, Scales
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.clip import search_clip
 from qrt_calibrate.rounding.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
 from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.rounding.search import GRID, STRENGTHS
-from qrt_calibrate.steps import tune
 from qrt_calibrate.steps.bench import SEARCH_TOKENS
 from qrt_calibrate.steps.sensitivity import block_sizes, gradient_windows
+from qrt_calibrate.tuning.training import TEXT_WINDOWS, Training
 
 SLICE = 256  # columns that GPTQ rounds, and rows whose clipping is searched
 ROWS = 4096  # that GPTQ rounds, and of a head
@@ -46,11 +48,15 @@ def expected_seconds(job: Job, budget: Budget | None = None) -> float:
     layers = [job.layer_name(index) for index in range(job.config.num_layers)]
     seconds = 0.0
     for fused, parts in job.arch.fuse:
-        stacked, times = (parts[:1], len(parts)) if _apart(job, fused) else (parts, 1)
+        stacked, times = (parts[:1], len(parts)) if _apart(job.arch, fused) else (parts, 1)
         weight = torch.cat([tensors[f"{part}.weight"] for part in stacked])
         for grid, count in Counter(job.grids[f"{layer}.{parts[0]}"] for layer in layers).items():
             if grid is not None:
-                seconds += count * times * _rounding(job, grid, weight.to(job.device, torch.float32))
+                seconds += (
+                    count
+                    * times
+                    * _rounding(job.recipe.steps, grid, weight.to(job.device, torch.float32), job.scale_dtype)
+                )
     if any(job.recipe.windows):
         seconds += _Windows(job, tensors).seconds(budget)
     if job.recipe.head is not None:
@@ -79,20 +85,20 @@ def _nearest(few: Tensor, spec: QuantSpec, dtype: torch.dtype) -> float:
     return _seconds(lambda: round_weight(few, spec, dtype).dequantize(), few)
 
 
-def _apart(job: Job, fused: str) -> bool:
+def _apart(arch: Arch, fused: str) -> bool:
     """Whether the parts of `fused` have inputs of their own: experts behind their first Linears."""
-    return job.arch.is_expert(fused) and fused.endswith("down_proj")
+    return arch.is_expert(fused) and fused.endswith("down_proj")
 
 
-def _rounding(job: Job, grid: Grid, weight: Tensor) -> float:
-    """Search and round one stack of weights [N, K]: slices of it, times their number."""
-    steps, spec, dtype = job.recipe.steps, grid.spec, job.scale_dtype
+def _rounding(steps: Method, grid: Grid, weight: Tensor, dtype: torch.dtype) -> float:
+    """Time the search and the rounding of one stack of weights [N, K]: slices of it, times their number."""
+    spec = grid.spec
     rows, columns = weight.shape
     few = weight[:SLICE]
     nearest = _nearest(few, spec, dtype) * rows / len(few)
     if not steps.needs_text:
         return nearest
-    seconds = nearest * (2 + _candidates(job))  # once more for the error of rounding to nearest
+    seconds = nearest * (2 + _candidates(steps.scales))  # once more for the error of rounding to nearest
     if steps.clip:
         cost = torch.ones(columns, device=weight.device)
         found = _seconds(lambda: search_clip(few, cost, spec, dtype), few)
@@ -102,9 +108,9 @@ def _rounding(job: Job, grid: Grid, weight: Tensor) -> float:
     return seconds
 
 
-def _candidates(job: Job) -> int:
-    """How many scales are tried for a smoothing pair."""
-    return {Scales.NONE: 0, Scales.AWQ: GRID, Scales.SMOOTHQUANT: 1 + len(STRENGTHS)}[job.recipe.steps.scales]
+def _candidates(scales: Scales) -> int:
+    """Return how many scales are tried for a smoothing pair."""
+    return {Scales.NONE: 0, Scales.AWQ: GRID, Scales.SMOOTHQUANT: 1 + len(STRENGTHS)}[scales]
 
 
 def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool, refactored: bool) -> float:
@@ -175,15 +181,11 @@ class _Windows:
         seconds *= layers
         gradients, evaluated = self._head()
         seconds += evaluated * evaluating
-        if felt := gradient_windows(job):
+        if felt := gradient_windows(job.recipe):
             seconds += (self._felt() * layers + gradients) * felt
         if budget is not None:
             seconds += self._measured_bits(budget, evaluated)
-        if job.recipe.tune:  # text drawn, the original and the rounded model forth, and back
-            windows = (
-                job.recipe.tune * tune.windows_a_step(job) * min(tune.WINDOW, self._seqlen) / self._seqlen
-            )
-            seconds += (2 + 1 + 1 + 2 + (1 + 2) / tune.TEXT_WINDOWS) * self.forward * windows * layers
+        seconds += self._training(job.training) * layers
         return seconds / len(job.devices)
 
     def _moments(self) -> float:
@@ -196,7 +198,7 @@ class _Windows:
                 self._hidden.shape[:2].numel(), self._shapes[parts[0]][1], device=self._hidden.device
             )
             moments = 2 * self._window(partial(torch.mm, x.T, x))  # Hessian and drift
-            if _apart(self._job, fused):  # every expert's, and what leads there, in both copies
+            if _apart(self._job.arch, fused):  # every expert's, and what leads there, in both copies
                 flat = self._hidden.flatten(0, 1)
                 moments += 2 * self._window(partial(inside, self._layer, parts[0], flat))
                 moments *= len(parts)
@@ -213,7 +215,7 @@ class _Windows:
         forwards = 3.0
         if recipe.steps.scales is not Scales.NONE:
             judged = not (recipe.steps.gptq and recipe.steps.scales is Scales.AWQ)
-            forwards += folds * (1 + _candidates(self._job) / 2 * judged)
+            forwards += folds * (1 + _candidates(recipe.steps.scales) / 2 * judged)
         return forwards * self.forward * min(recipe.n_samples, max(1, SEARCH_TOKENS // self._seqlen))
 
     def _felt(self) -> float:
@@ -228,6 +230,11 @@ class _Windows:
                     g = torch.randn(self._hidden.shape[:2].numel(), size, device=self._hidden.device)
                     seconds += self._window(partial(torch.mm, g.T, g))
         return seconds
+
+    def _training(self, training: Training) -> float:
+        """Time one layer in training: drawing, the original forward, the rounded forward and back."""
+        windows = training.steps * training.batch * training.length / self._seqlen
+        return (2 + 1 + 1 + 2 + (1 + 2) / TEXT_WINDOWS) * self.forward * windows
 
     def _head(self) -> tuple[float, float]:
         """One window's gradient behind the last layer, and its evaluation in both models."""
@@ -250,7 +257,7 @@ class _Windows:
         return times * _seconds(gradient, x), times * _seconds(evaluation, x)
 
     def _measured_bits(self, budget: Budget, evaluated: float) -> float:
-        """Measure a budget's units: each at each width is a stream of its own from its layer to the last."""
+        """Time the measurement of a budget: each unit and width is a stream from its layer to the last."""
         layers = self._job.config.num_layers
         streams = len(budget.units) * sum(grid is not None for grid in budget.grids.values())
         return WINDOWS * streams * (self.forward * (layers + 1) / 2 + evaluated)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
-from qrt.quant.checkpoint.shard import TensorSpec
+import torch
+
+from qrt.arch import Arch
+from qrt.quant.spec import TensorSpec
 from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt_calibrate.estimate.sizes import (
+    COUNTED,
+    bits_per_weight,
+    linear_weights,
+    output_bytes,
+    stored_bytes,
+)
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.experts import EXPERT_BYTES
 from qrt_calibrate.model.streams import stream_bytes
-from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.gptq import WALK_BYTES
 from qrt_calibrate.steps.sensitivity import block_sizes, gradient_windows
-from qrt_calibrate.steps.tune import tune_bytes
 
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
 SHARE_BYTES = 10**9  # of weights, at least, that a GPU should have: less is not worth what GPUs then exchange
 SPLIT_BY_INPUT = (".o_proj", ".down_proj", ".w2")  # the others are split by output
 ZEROS_A_WORD = 32
-SHAPE_BYTES = 16  # of the weight_shape that packed formats store
-COUNTED = "bits per weight, scales and zero points included, over all Linears in the layers"
+
+Shapes = Mapping[str, tuple[int, ...]]  # of the weights of one layer, by names inside it
 
 
 @dataclass(frozen=True)
@@ -72,57 +81,65 @@ class Preflight:
 
 def preflight(job: Job) -> Preflight:
     """Estimate a job and find where its result will not load; no weight is read."""
+    checkpoint, recipe, dtype = job.checkpoint, job.recipe, job.scale_dtype
     layers = [_layer(job, index) for index in range(job.config.num_layers)]
     weights = [sum(prod(spec.shape) for spec in layer) for layer in layers]
     stored = [sum(spec.num_bytes for spec in layer) for layer in layers]
-    moments, beside = _stage_bytes(job) if job.recipe.steps.needs_text else (0, 0)
+    shapes = {
+        name: checkpoint.spec(f"{job.layer_name(0)}.{name}.weight").shape for name in job.arch.projections
+    }
+    moments, beside = _stage_bytes(job.arch, shapes, job.device) if recipe.steps.needs_text else (0, 0)
+    outputs = _output_moments(job.arch, shapes) if recipe.steps.rows else 0
     on_cpu = max(stored) + max(weights) if job.device.type == "cpu" else 0  # as read, and codes to write
-    replica = 2 * 4 * max(weights) + moments + _output_moments(job)
+    replica = 2 * 4 * max(weights) + moments + outputs
+    stream = partial(stream_bytes, seqlen=recipe.seqlen, hidden_size=job.config.hidden_size)
+    size = output_bytes(checkpoint, job.written, dtype)
     return Preflight(
-        output_bytes=output_bytes(job),
-        bits_per_weight=bits_per_weight(job),
+        output_bytes=size,
+        bits_per_weight=bits_per_weight(checkpoint, job.grids, dtype),
         working_bytes=replica + beside + on_cpu,
-        replica_bytes=replica if len(job.devices) > 1 and any(job.recipe.windows) else 0,
+        replica_bytes=replica if len(job.devices) > 1 and any(recipe.windows) else 0,
         devices=len(job.devices),
-        hidden_bytes=2 * stream_bytes(sum(job.recipe.windows), job.recipe.seqlen, job.config.hidden_size),
-        gradient_bytes=job.config.num_layers
-        * stream_bytes(gradient_windows(job), job.recipe.seqlen, job.config.hidden_size),
-        tune_bytes=tune_bytes(job),
-        findings=tuple(_findings(job)),
+        hidden_bytes=2 * stream(sum(recipe.windows)),
+        gradient_bytes=job.config.num_layers * stream(gradient_windows(recipe)),
+        tune_bytes=_tune_bytes(job),
+        findings=tuple(_findings(job, size)),
     )
 
 
-def _stage_bytes(job: Job) -> tuple[int, int]:
-    """Return the most that an input's moments take, and what its stage takes beyond that."""
-    readers = {r for pair in job.arch.smooth if pair.source not in job.arch.projections for r in pair.readers}
+def _tune_bytes(job: Job) -> int:
+    """Return the bytes that training the whole model takes."""
+    trained = linear_weights(job.checkpoint, job.quantized)
+    others = job.num_weights - trained
+    if job.recipe.head is not None:  # the rounded head beside the original
+        others += linear_weights(job.checkpoint, [job.arch.head])
+    return job.training.num_bytes(job.config, trained, others)
+
+
+def _stage_bytes(arch: Arch, shapes: Shapes, device: torch.device) -> tuple[int, int]:
+    """Return the most bytes that an input's moments take, and what its stage takes beyond that."""
+    readers = {name for pair in arch.smooth if pair.source not in arch.projections for name in pair.readers}
     held = most = 0
-    for fused, parts in job.arch.fuse:
-        shapes = [job.checkpoint.spec(f"{job.layer_name(0)}.{part}.weight").shape for part in parts]
-        rows, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
+    for fused, parts in arch.fuse:
+        rows, inputs = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
         square = 4 * inputs**2
         moments = 3 * square
-        if job.arch.is_expert(fused) and parts[0] not in readers:  # each has an input of its own
+        if arch.is_expert(fused) and parts[0] not in readers:  # each has an input of its own
             rows //= len(parts)
             moments *= min(len(parts), max(1, EXPERT_BYTES // moments))
         elif parts[0] not in readers:
             moments = square + 2 * 4 * rows * inputs
-        factors = (3 if job.device.type == "cuda" else 2) * square
+        factors = (3 if device.type == "cuda" else 2) * square
         held = max(held, moments)
         most = max(most, moments + max(factors, square + WALK_BYTES * rows * inputs))
     return held, most - held
 
 
-def _output_moments(job: Job) -> int:
-    """Of the outputs of all Linears of a layer, where rows feel each other."""
-    if not job.recipe.steps.rows:
-        return 0
-    rows = 0
-    for fused, parts in job.arch.fuse:
-        if job.arch.is_expert(fused):
-            continue  # they feel each other in attention alone
-        names = (f"{job.layer_name(0)}.{part}.weight" for part in parts)
-        rows += sum(size**2 for size in block_sizes(sum(job.checkpoint.spec(n).shape[0] for n in names)))
-    return 2 * 4 * rows
+def _output_moments(arch: Arch, shapes: Shapes) -> int:
+    """Return the bytes of the moments of all outputs in a layer; experts have none."""
+    stacks = [parts for fused, parts in arch.fuse if not arch.is_expert(fused)]
+    sizes = (size for parts in stacks for size in block_sizes(sum(shapes[part][0] for part in parts)))
+    return 2 * 4 * sum(size**2 for size in sizes)
 
 
 def _layer(job: Job, index: int) -> list[TensorSpec]:
@@ -130,62 +147,15 @@ def _layer(job: Job, index: int) -> list[TensorSpec]:
     return [job.checkpoint.spec(name) for name in job.checkpoint.names() if name.startswith(prefix)]
 
 
-def output_bytes(job: Job) -> int:
-    """Of the quantized checkpoint's tensors."""
-    own = sum(job.checkpoint.spec(f"{name}.weight").num_bytes for name in job.written)
-    return job.checkpoint.num_bytes - own + sum(_stored_bytes(job, *pair) for pair in job.written.items())
-
-
-def _stored_bytes(job: Job, name: str, grid: Grid) -> int:
-    """Of one quantized Linear's tensors, without its bias."""
-    shape = 0 if WEIGHT_SCHEMES[grid.scheme].int8_tokens else SHAPE_BYTES
-    return linear_bytes(job, name, grid) + shape
-
-
-def linear_bytes(job: Job, name: str, grid: Grid | None) -> int:
-    """Return the bytes of one Linear that `bits_per_weight` counts: codes, scales and zero points on `grid`.
-
-    Without a grid the Linear stays unchanged, and its weight counts.
-    """
-    stored = job.checkpoint.spec(f"{name}.weight")
-    if grid is None:
-        return stored.num_bytes
-    (rows, inputs), spec = stored.shape, grid.spec
-    groups = inputs // spec.group_of(inputs)
-    scales = rows * groups * job.scale_dtype.itemsize
-    if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
-        return rows * inputs + scales
-    zeros = 0 if spec.symmetric else groups * _in_words(rows * spec.bits)
-    return rows * _in_words(inputs * spec.bits) + scales + zeros
-
-
-def linear_weights(job: Job, names: Iterable[str]) -> int:
-    """Count the weights of the Linears `names`."""
-    return sum(prod(job.checkpoint.spec(f"{name}.weight").shape) for name in names)
-
-
-def bits_per_weight(job: Job) -> float:
-    """Return the bits per weight of the result: `linear_bytes` over the weights of all Linears in the layers.
-
-    Linears that stay unchanged count; embedding, head, norms, biases and routers do not.
-    """
-    total = sum(linear_bytes(job, *pair) for pair in job.grids.items())
-    return 8 * total / linear_weights(job, job.grids)
-
-
-def _in_words(bits: int) -> int:
-    """Bytes of the 32-bit words that hold some bits."""
-    return -(-bits // 32) * 4
-
-
-def _findings(job: Job) -> list[str]:
+def _findings(job: Job, size: int) -> list[str]:
+    """Say where a result of `size` bytes will not load, and what else a user should know."""
     found = list(job.notes)
     if job.recipe.calib is not None and not any(job.recipe.windows):
         found.append(
             f"--calib is not read: --method {job.recipe.method} needs no text; --eval-samples N measures the "
             "cost on it"
         )
-    found += _parallel_findings(job)
+    found += _parallel_findings(job, size)
     if any(not grid.spec.symmetric and grid.spec.bits == 8 for grid in job.quantized.values()):
         found.append("vLLM runs 8-bit weights with zero points on Hopper only; --sym runs on all its GPUs")
     if any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in job.quantized.values()):
@@ -195,8 +165,8 @@ def _findings(job: Job) -> list[str]:
     head = f"{job.arch.head}.weight"
     if job.checkpoint.has(head) and not job.source.has(head):
         assert job.recipe.head is not None
-        size = _stored_bytes(job, job.arch.head, job.recipe.head)
-        found.append(f"quantized, the head differs from the embedding: it is stored too, {_gigabytes(size)}")
+        own = stored_bytes(job.checkpoint.spec(head), job.recipe.head, job.scale_dtype)
+        found.append(f"quantized, the head differs from the embedding: it is stored too, {_gigabytes(own)}")
     if job.recipe.head is not None:
         found.append(
             "vLLM before PR 37291 (March 2026) and SGLang before PR 35228 (August 2026) do not read a "
@@ -207,10 +177,9 @@ def _findings(job: Job) -> list[str]:
     return found
 
 
-def _parallel_findings(job: Job) -> list[str]:
-    """Say over how many GPUs other engines cannot split the result, of those that its size may need."""
+def _parallel_findings(job: Job, size: int) -> list[str]:
+    """Say over how many GPUs other engines cannot split a result of `size` bytes; only counts worth using."""
     reasons: dict[str, list[str]] = {}
-    size = output_bytes(job)
     for count in PARALLEL:
         if size >= count * SHARE_BYTES and (reason := _split(job, count)):
             reasons.setdefault(reason, []).append(str(count))

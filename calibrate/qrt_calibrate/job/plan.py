@@ -24,6 +24,7 @@ from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.recipe.recipe import Grid, Recipe
 from qrt_calibrate.recipe.selection import matched, select
 from qrt_calibrate.rounding.rtn import round_weight
+from qrt_calibrate.tuning.training import Training
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,16 @@ class Job:
     def source(self) -> Checkpoint:
         """The checkpoint as it lies on disk."""
         return as_stored(self.checkpoint)
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights that the checkpoint stores."""
+        return self.source.num_bytes // self.scale_dtype.itemsize
+
+    @property
+    def training(self) -> Training:
+        """How `--tune` trains the whole model."""
+        return Training.of(self.recipe, self.config, self.num_weights, self.device)
 
     @property
     def ignored(self) -> list[str]:

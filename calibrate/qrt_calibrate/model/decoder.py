@@ -40,7 +40,7 @@ class Decoder:
         model.eval().requires_grad_(False)  # no dropout, no noise on routers
         self._checkpoint = checkpoint
         self._arch = arch
-        self._device = device
+        self.device = device
         self._layers = model.get_submodule(arch.layers)
         self._norm = model.get_submodule(arch.norm)
         self._head: tuple[nn.Module, PlainHead] | None = None
@@ -61,22 +61,35 @@ class Decoder:
         layer = copy.deepcopy(self._layers[index])
         filled = {}
         for name, wanted in layer.state_dict().items():
-            full = f"{self._arch.layers}.{index}.{name}"
+            full = f"{self.layer_name(index)}.{name}"
             if name not in tensors:
                 raise CheckpointError(f"{self._checkpoint.path}: tensor {full} is missing")
             if tensors[name].shape != wanted.shape:
                 raise CheckpointError(
                     f"{full}: shape {list(tensors[name].shape)}, but config.json says {list(wanted.shape)}"
                 )
-            filled[name] = tensors[name].to(self._device).to(torch.float32, copy=True)
+            filled[name] = tensors[name].to(self.device).to(torch.float32, copy=True)
         layer.load_state_dict(filled, assign=True)
         return layer
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self._arguments[self.device])
+
+    def layer_name(self, index: int) -> str:
+        """Return the full name of layer `index`."""
+        return f"{self._arch.layers}.{index}"
+
+    def load_stored(self, index: int) -> nn.Module:
+        """Return layer `index` as the checkpoint stores it, in fp32 on the device."""
+        return self.load(index, read_layer(self._checkpoint, self.layer_name(index)))
 
     def run(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, H] -> the layer's output, fp32 on the layer's device."""
         device = _device(layer)
         if device not in self._arguments:  # copies in every call would make the devices wait for each other
-            self._arguments[device] = _moved(self._arguments[self._device], device, {})
+            self._arguments[device] = _moved(self._arguments[self.device], device, {})
         return layer(hidden.to(device), **self._arguments[device][index])
 
     def backward(self, index: int, layer: nn.Module, hidden: Tensor, gradient: Tensor) -> Tensor:
@@ -93,7 +106,7 @@ class Decoder:
         The loss is a sum over tokens; next tokens are drawn from the predictions themselves.
         """
         with torch.enable_grad():
-            leaf = hidden.to(self._device).detach().requires_grad_()
+            leaf = hidden.to(self.device).detach().requires_grad_()
             norm, head = self._final()
             normed = norm(leaf)
             with torch.no_grad():
@@ -112,17 +125,17 @@ class Decoder:
         Uses the checkpoint's head unless `other` gives one.
         """
         norm, head = self._final()
-        return (other or head).logits(norm(hidden.to(self._device)))
+        return (other or head).logits(norm(hidden.to(self.device)))
 
     def _final(self) -> tuple[nn.Module, PlainHead]:
         """Return the last norm and the head of the checkpoint."""
         if self._head is None:
             norm = copy.deepcopy(self._norm)
             weight = read(self._checkpoint, f"{self._arch.norm}.weight")
-            norm.load_state_dict({"weight": weight.to(self._device, torch.float32)}, assign=True)
+            norm.load_state_dict({"weight": weight.to(self.device, torch.float32)}, assign=True)
             stored = self._checkpoint.has(f"{self._arch.head}.weight")
             head = read(self._checkpoint, f"{self._arch.head if stored else self._arch.embed}.weight")
-            self._head = norm, PlainHead(head.to(self._device))
+            self._head = norm, PlainHead(head.to(self.device))
         return self._head
 
 

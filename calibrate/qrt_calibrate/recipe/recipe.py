@@ -59,8 +59,8 @@ class Recipe:
                   which `recipe_of` takes for a method that needs no text
     damping       share of the Hessian's mean diagonal that GPTQ adds to it; less fits the windows' noise
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
-    tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.steps.tune`)
-    target_bits   most bits per weight of the result, as `preflight.bits_per_weight` counts; each fused Linear
+    tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.tuning`)
+    target_bits   most bits per weight of the result, as `sizes.bits_per_weight` counts; each fused Linear
                   gets 4, 8 or 16 by its cost. None: all are on the grid, unless max_size is given
     max_size      GB (10^9 bytes) that all tensors of the result may take: the same choice, another budget
     zeros_asked   whether the grid's symmetry was asked for; else a mixture of experts is symmetric

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from qrt_calibrate.estimate.preflight import COUNTED
+from qrt_calibrate.estimate.sizes import COUNTED
 
 NEAREST = ", rtn"  # added to an error's title: the same error of rounding to nearest
 PAGE = """<!doctype html>

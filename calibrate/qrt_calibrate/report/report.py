@@ -19,7 +19,8 @@ from qrt.location import api_name, model_commit, model_name
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.version import __version__
 from qrt_calibrate.estimate.bits import Point
-from qrt_calibrate.estimate.preflight import COUNTED, linear_weights, preflight
+from qrt_calibrate.estimate.preflight import preflight
+from qrt_calibrate.estimate.sizes import COUNTED, linear_weights
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.streams import LARGEST_TOKEN
 from qrt_calibrate.report.page import NEAREST, figure, render
@@ -60,7 +61,7 @@ class Report:
 
     cost          what rounding costs on text kept apart, None where none was
     stored_bytes  of all tensors written
-    bits_per_weight  as `preflight.bits_per_weight` counts
+    bits_per_weight  as `sizes.bits_per_weight` counts
     calibration   the text and how it was cut, None where none was read
     tuned         of training end to end, None where it was not asked for: the KL on drawn text in its first
                   and last steps, and on the text kept apart before it
@@ -215,10 +216,10 @@ def source_of(job: Job) -> dict[str, Any]:
 
 
 def bits_per_weight(job: Job, stored: TensorFolder) -> float:
-    """Count the bits per weight of the written tensors, as `preflight.bits_per_weight` estimates them."""
+    """Count the bits per weight of the written tensors, as `sizes.bits_per_weight` estimates them."""
     parts = (name.rpartition(".") for name in stored.names())
     own = [f"{module}.{part}" for module, _, part in parts if module in job.grids and part not in UNCOUNTED]
-    return 8 * sum(stored.spec(name).num_bytes for name in own) / linear_weights(job, job.grids)
+    return 8 * sum(stored.spec(name).num_bytes for name in own) / linear_weights(job.checkpoint, job.grids)
 
 
 def _megabytes(count: int) -> str:

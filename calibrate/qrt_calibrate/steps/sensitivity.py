@@ -7,15 +7,16 @@ Linear costs (YAQA, arXiv:2505.22988; the inputs' side is `observe.Moments`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from qrt_calibrate.job.plan import Job
-from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read_layer
+from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder
 from qrt_calibrate.model.streams import Share, Streams, place
+from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.rounding.fold import linear
 
 TOKENS = 32768  # that gradients are taken of: they say where errors hurt, not by how much to correct them
@@ -23,56 +24,61 @@ STORED = torch.bfloat16  # what gradients are kept in: their moments are trusted
 COUPLED = 2048  # rows whose gradients are seen together: bounds the moments' memory
 
 
-def gradient_windows(job: Job) -> int:
-    """How many of the calibration windows gradients are taken of; 0 where the method takes none."""
-    if not job.recipe.steps.rows:
+def gradient_windows(recipe: Recipe) -> int:
+    """Return how many of the calibration windows gradients are taken of; 0 where the method takes none."""
+    if not recipe.steps.rows:
         return 0
-    return min(job.recipe.n_samples, max(1, TOKENS // job.recipe.seqlen))
+    return min(recipe.n_samples, max(1, TOKENS // recipe.seqlen))
 
 
-def loss_gradients(  # noqa: C901  # three closures over the states
-    job: Job, decoder: Decoder, streams: Streams, windows: int, folder: Path
-) -> None:
-    """Set the `gradients` of every share of `streams`, which hold the embedding.
+def loss_gradients(decoder: Decoder, streams: Streams, windows: int, seed: int, folder: Path) -> None:
+    """Set the `gradients` of every share of `streams`, whose hidden states are the embedding's.
 
     They are the loss's at every layer's output, [L, b, T, H] in STORED, for those of the share's windows that
-    are among the first `windows` of all.
+    are among the first `windows` of all. They lie on the GPU or in RAM if they fit there, else in `folder`.
 
-    The exact model is run forth and back one layer at a time, each read twice; on the way forth what will be
-    the gradient's place holds the layer's input. On the GPU or in RAM if it fits there, else in `folder`.
+    The exact model runs forward and backward one layer at a time, so each layer is read twice.
     """
-    layers, step = job.config.num_layers, max(1, BATCH_TOKENS // streams.seqlen)
     states = {share: share.exact[: share.among(windows)].clone() for share in streams.shares}
     for number, (share, own) in enumerate(states.items()):
-        room = own.to(STORED).expand(layers, *own.shape)
+        room = own.to(STORED).expand(decoder.num_layers, *own.shape)
         share.gradients = place(room, share.device, folder / f"gradients-{number}", len(states))
+    _forward(decoder, streams, states)
+    generator = torch.Generator(decoder.device).manual_seed(seed)
+    for share, at in streams.in_order(0, windows):
+        window = states[share][at]
+        window.copy_(decoder.loss_gradient(window, generator))
+    _backward(decoder, streams, states)
 
-    def forth(share: Share, layer: nn.Module, index: int) -> None:
+
+def _forward(decoder: Decoder, streams: Streams, states: Mapping[Share, Tensor]) -> None:
+    """Run `states` through all layers, and keep each layer's input in the place of its output's gradient."""
+    step = max(1, BATCH_TOKENS // streams.seqlen)
+
+    def run(index: int, share: Share, layer: nn.Module) -> None:
         assert share.gradients is not None
         share.gradients[index].copy_(states[share])
         for part in states[share].split(step):
             part.copy_(decoder.run(index, layer, part))
 
-    def back(share: Share, layer: nn.Module, index: int) -> None:
+    with torch.no_grad():
+        for index in range(decoder.num_layers):
+            streams.each(partial(run, index), decoder.load_stored(index))
+
+
+def _backward(decoder: Decoder, streams: Streams, states: Mapping[Share, Tensor]) -> None:
+    """Take gradients back through all layers, from `states`, the gradients behind the last one."""
+    step = max(1, BATCH_TOKENS // streams.seqlen)
+
+    def run(index: int, share: Share, layer: nn.Module) -> None:
         assert share.gradients is not None
         for x, own in zip(share.gradients[index].split(step), states[share].split(step), strict=True):
             before = decoder.backward(index, layer, x.float(), own)
             x.copy_(own)
             own.copy_(before)
 
-    def through(way: Callable[[Share, nn.Module, int], None], index: int) -> None:
-        layer = decoder.load(index, read_layer(job.checkpoint, job.layer_name(index)))
-        streams.each(lambda share, own: way(share, own, index), layer)
-
-    with torch.no_grad():
-        for index in range(layers):
-            through(forth, index)
-    generator = torch.Generator(job.device).manual_seed(job.recipe.seed)
-    for share, at in streams.in_order(0, windows):
-        window = states[share][at]
-        window.copy_(decoder.loss_gradient(window, generator))
-    for index in range(layers - 1, 0, -1):
-        through(back, index)
+    for index in range(decoder.num_layers - 1, 0, -1):
+        streams.each(partial(run, index), decoder.load_stored(index))
     for share, own in states.items():
         assert share.gradients is not None
         share.gradients[0].copy_(own)

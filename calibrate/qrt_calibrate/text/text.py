@@ -22,7 +22,7 @@ from qrt.text.data.rows import Row, read_rows
 from qrt.text.data.texts import Render, Texts
 from qrt.text.loading import load
 from qrt.text.tokenizer import Tokenizer
-from qrt_calibrate.job.plan import Job
+from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.text.windows import choose_windows
 
 logger = logging.getLogger(__name__)
@@ -63,10 +63,9 @@ class Source:
     remote: bool = False
 
 
-def calibration(job: Job) -> Calibration:
-    """Cut the windows of a job with the checkpoint's own tokenizer."""
-    recipe = job.recipe
-    tokenizer = load_tokenizer(job.checkpoint.path)
+def calibration(recipe: Recipe, folder: Path) -> Calibration:
+    """Cut the windows that a recipe asks for, with the tokenizer of the checkpoint in `folder`."""
+    tokenizer = load_tokenizer(folder)
     source = open_source(recipe.calib, recipe.seed)
     shape = {"n_samples": recipe.windows[0], "seqlen": recipe.seqlen, "seed": recipe.seed}
     found = choose_windows(

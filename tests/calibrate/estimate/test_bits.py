@@ -16,9 +16,11 @@ from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.estimate import bits
-from qrt_calibrate.estimate.bits import Unit, budget_of, measure, spend
-from qrt_calibrate.estimate.preflight import bits_per_weight, output_bytes
+from qrt_calibrate.estimate.bits import measure, spend
+from qrt_calibrate.estimate.budget import Settled, Unit, budget_of
+from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
+from qrt_calibrate.model.decoder import Decoder
 from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
 
 W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
@@ -39,7 +41,9 @@ def test_prices_are_those_of_the_whole_model(llama):
         ("model.layers.0.self_attn.o_proj",),
         ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
     ]
-    prices = measure(job, [Unit(part, 1, {}) for part in parts], {4: W4, 8: W8}, windows)
+    decoder = Decoder(job.checkpoint, job.arch, 32, CPU)
+    units = [Unit(part, 1, {}) for part in parts]
+    prices = measure(decoder, units, {4: W4, 8: W8}, windows, torch.bfloat16)
     assert set(prices) == {(unit, bits) for unit in (0, 1) for bits in (4, 8)}
     for number, part in enumerate(parts):
         model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
@@ -61,7 +65,7 @@ def test_spending():
     grids = {4: W4, 8: W8, 16: None}
 
     def chosen(target):
-        found = spend(units, prices, grids, target)
+        found = spend(units, prices, grids, target, Settled())
         assert found.curve[-1].bits <= target and found.curve[-1].kl <= found.curve[0].kl
         return [override.grid for override in found.overrides]
 
@@ -115,9 +119,9 @@ def test_a_size_is_kept_whatever_the_grid_and_the_dtype(share, dtype, group_size
     budget = budget_of(job)
     prices = {(number, width): 1 / width for number in range(len(budget.units)) for width in (4, 8)}
     found = spend(budget.units, prices, budget.grids, budget.bits, budget.settled)
-    chosen = plan(source, replace(recipe, overrides=found.overrides), CPU)
-    assert output_bytes(chosen) <= share * source.num_bytes
-    assert found.curve[-1].bits == pytest.approx(bits_per_weight(chosen))
+    chosen = preflight(plan(source, replace(recipe, overrides=found.overrides), CPU))
+    assert chosen.output_bytes <= share * source.num_bytes
+    assert found.curve[-1].bits == pytest.approx(chosen.bits_per_weight)
 
 
 @pytest.mark.parametrize(

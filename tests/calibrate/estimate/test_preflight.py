@@ -10,7 +10,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.estimate import duration
 from qrt_calibrate.estimate import preflight as preflight_module
-from qrt_calibrate.estimate.bits import budget_of
+from qrt_calibrate.estimate.budget import budget_of
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.pipeline import calibrate

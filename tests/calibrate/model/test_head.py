@@ -17,8 +17,8 @@ from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.recipe.recipe_file import recipe_of
-from qrt_calibrate.steps import tune
 from qrt_calibrate.text.text import cut_windows
+from qrt_calibrate.tuning import training, tune
 from tiny_models import altered
 
 CPU = torch.device("cpu")
@@ -192,7 +192,7 @@ def test_tuning_goes_against_the_rounded_head(make_checkpoint, calib, tmp_path, 
 
     monkeypatch.setattr(tune, "_backward", torch.enable_grad()(record))
     for name, value in (("BATCH", 4), ("DRAWN", 8), ("WINDOW", 48)):
-        monkeypatch.setattr(tune, name, value)
+        monkeypatch.setattr(training, name, value)
     cut = {"calib": str(calib), "n_samples": 4, "seqlen": 64, "eval_samples": 2}
     entries = {"bits": 4, "group_size": 64, "method": "gptq", "tune": 2, "head_bits": 8, **cut}
     report = calibrate(str(source), recipe_of(entries), tmp_path / "out", CPU)

@@ -11,7 +11,7 @@ from qrt.errors import ConfigError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import largest_group
 from qrt_calibrate import cli
-from qrt_calibrate.estimate.bits import budget_of
+from qrt_calibrate.estimate.budget import budget_of
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.recipe.recipe_file import recipe_of

@@ -9,7 +9,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.model import decoder as decoder_module
 from qrt_calibrate.model import streams as streams_module
-from qrt_calibrate.model.decoder import Decoder, read_layer
+from qrt_calibrate.model.decoder import Decoder
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.steps import sensitivity
@@ -42,10 +42,10 @@ def whole_model(folder, windows, seed):
     return {name: output.grad for name, output in outputs.items()}
 
 
-def gradients_of(job, decoder, windows, folder, devices=(CPU,)):
+def gradients_of(decoder, windows, folder, devices=(CPU,)):
     """The streams of `windows`, all calibrating, with the loss's gradients."""
     streams = Streams(decoder.embed(windows), len(windows), devices, folder)
-    loss_gradients(job, decoder, streams, len(windows), folder)
+    loss_gradients(decoder, streams, len(windows), 5, folder)
     return streams
 
 
@@ -57,11 +57,11 @@ def test_gradients_and_their_moments(devices, make_checkpoint, tmp_path, monkeyp
     monkeypatch.setattr(sensitivity, "STORED", torch.float32)
     monkeypatch.setattr(sensitivity, "COUPLED", 96)  # of q's 128 rows, k's 64 and v's 64
     folder = make_checkpoint("LlamaForCausalLM", dtype=torch.float32)
-    job = plan(open_checkpoint(folder), recipe_of({"bits": 4, "group_size": 64, "seed": 5}), CPU)
+    job = plan(open_checkpoint(folder), recipe_of({"bits": 4, "group_size": 64}), CPU)
     windows = torch.randint(0, 512, (5, 40), generator=torch.Generator().manual_seed(0))
     wanted = whole_model(folder, windows, 5)
     decoder = Decoder(job.checkpoint, job.arch, 40, CPU)
-    streams = gradients_of(job, decoder, windows, tmp_path, devices)
+    streams = gradients_of(decoder, windows, tmp_path, devices)
     assert [share.numbers.tolist() for share in streams.shares] == {
         1: [[0, 1, 2, 3, 4]],
         2: [[0, 1, 4], [2, 3]],
@@ -71,7 +71,7 @@ def test_gradients_and_their_moments(devices, make_checkpoint, tmp_path, monkeyp
         for index in range(2):
             layer_wanted = wanted[f"model.layers.{index}"][share.numbers]
             torch.testing.assert_close(share.gradients[index], layer_wanted, rtol=1e-3, atol=1e-4)
-    layer = decoder.load(0, read_layer(job.checkpoint, "model.layers.0"))
+    layer = decoder.load_stored(0)
 
     def measure(share, layer):
         batches = share.batches(share.exact, share.gradients[0])
@@ -91,11 +91,11 @@ def test_gradients_and_their_moments(devices, make_checkpoint, tmp_path, monkeyp
 def test_gradients_are_kept_in_bf16(make_checkpoint, tmp_path):
     """Of inputs and gradients so kept the moments are those of fp32 to a hundredth."""
     folder = make_checkpoint("LlamaForCausalLM", dtype=torch.float32)
-    job = plan(open_checkpoint(folder), recipe_of({"bits": 4, "group_size": 64, "seed": 5}), CPU)
+    job = plan(open_checkpoint(folder), recipe_of({"bits": 4, "group_size": 64}), CPU)
     windows = torch.randint(0, 512, (5, 40), generator=torch.Generator().manual_seed(0))
     wanted = whole_model(folder, windows, 5)
     decoder = Decoder(job.checkpoint, job.arch, 40, CPU)
-    (share,) = gradients_of(job, decoder, windows, tmp_path).shares
+    (share,) = gradients_of(decoder, windows, tmp_path).shares
     gradients = share.gradients
     assert gradients.dtype == torch.bfloat16
     for index in range(2):
@@ -103,9 +103,9 @@ def test_gradients_are_kept_in_bf16(make_checkpoint, tmp_path):
         assert (kept.T @ kept - exact.T @ exact).norm() < 0.01 * (exact.T @ exact).norm()
 
 
-def test_windows_are_as_many_as_the_tokens_allow(llama):
+def test_windows_are_as_many_as_the_tokens_allow():
     def windows(**entries):
-        return gradient_windows(plan(open_checkpoint(llama), recipe_of({"bits": 4, **entries}), CPU))
+        return gradient_windows(recipe_of({"bits": 4, **entries}))
 
     assert windows(n_samples=512, seqlen=512) == 64 and windows(n_samples=16, seqlen=512) == 16
     assert windows(method="awq-gptq") == 0
