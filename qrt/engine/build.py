@@ -32,6 +32,7 @@ from qrt.mem.sizing import (
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.model.loader import dummy_model, load_model
+from qrt.model.products import explain_products
 from qrt.model.smoothing import fit_smoothing
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV, KVFormat
@@ -88,6 +89,8 @@ def build(
         runner = _runner(config, model, kv, limits, sizes, adjustments)
     logger.info("model: %s, on %s", model, model.device)
     logger.info("%s; at most %d run at once", pool, limits.max_num_seqs)
+    if logger.isEnabledFor(logging.DEBUG):
+        _log_products(model, limits, sizes)
     return Parts(config, generation, eos, limits, formats, pool, runner)
 
 
@@ -111,8 +114,10 @@ def _load(config: EngineConfig) -> tuple[Decoder, GenerationConfig]:
     checkpoint = open_checkpoint(config.model, weights=not dummy)
     neutral = config.generation_config == "vllm"
     generation = GenerationConfig.read(Path(checkpoint.path), sampling=not neutral)
+    if dummy:
+        logger.warning("%s: the weights are random, as load_format dummy asks for", checkpoint.path)
     load = dummy_model if dummy else load_model
-    return load(checkpoint, device=device, dtype=_dtype(config, checkpoint, device)), generation
+    return load(checkpoint, device=device, dtype=model_dtype(config, checkpoint, device)), generation
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -126,7 +131,8 @@ def _device(config: EngineConfig) -> torch.device:
     return device
 
 
-def _dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+def model_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """Return the dtype of activations: the one that `config` names, or the checkpoint's where it is fast."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16"
@@ -229,3 +235,10 @@ def _runner(
         if not config.enforce_eager:
             steps.record()
     return Runner(model, kv, table, adjustments, attend_cache=config.attend_cache, token_steps=steps)
+
+
+def _log_products(model: Decoder, limits: Limits, sizes: tuple[Sequence[int], Sequence[int]] | None) -> None:
+    """Log which kernel runs each product of the model in the sizes of its steps, and why."""
+    rows, tokens = sizes or (default_rows(limits.max_num_seqs), default_tokens(limits.max_num_batched_tokens))
+    for product in explain_products(model, [*rows, *tokens]):
+        logger.debug("%s", product)

@@ -33,6 +33,7 @@ from qrt.kernels.linear import (
     linear_silu,
     linear_silu_int8,
 )
+from qrt.kernels.linear.product import Epilogue
 from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, embed_rmsnorm
 from qrt.kernels.silu_mul import silu_mul, silu_mul_int8
 from qrt.kernels.step import KVLayer, StepMeta
@@ -128,6 +129,19 @@ class FusedLayer:
         """Return whether `chain` computes what follows the attention of this step."""
         heads, head_dim = self.layer.attention.qkv_heads[0], self.layer.attention.head_dim
         return self.link is not None and fits(heads * head_dim, residual, self.link)
+
+    def epilogues(self, tokens: Tensor) -> dict[str, Epilogue]:
+        """Return what the products of o, gate_up and down are asked for where `chain` does not run.
+
+        `tokens` has as many rows as the step, and its device.
+        """
+        o, gate_up, down = self.layer.attention.o, self.layer.mlp.gate_up, self.layer.mlp.down
+        silu = _takes_int8(gate_up) == _takes_int8(down)
+        sums = {
+            name: Epilogue.PARTIAL_SUMS if _splits(linear, tokens) else Epilogue.PLAIN
+            for name, linear in (("o", o), ("down", down))
+        }
+        return sums | {"gate_up": Epilogue.SILU_MUL if silu else Epilogue.PLAIN}
 
     def after_attention(self, attended: list[Tensor], residual: Tensor, chained: bool) -> Tensor:
         """Run the rest of a call, by `chain` if `chained`.

@@ -30,7 +30,6 @@ def dummy_model(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dt
     """Make random weights of the sizes, schemes and grids in `checkpoint`'s config.json; read no tensor."""
     arch = _architecture(checkpoint)
     config = _cap_to_window(ModelConfig.from_hf(checkpoint.config, arch))
-    logger.warning("%s: the weights are random, as load_format dummy asks for", checkpoint.path)
     return build(config, arch, RandomWeights(checkpoint.grid, device, dtype), progress="Making weights")
 
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from fake_gpu import H200, META, fake_gpu, meta_weight
-from qrt.kernels.linear import choose, int8_kernel, kernel, tile_plans
-from qrt.kernels.linear.choose import Epilogue, Kernel
+from qrt.kernels.linear import choose, explain, int8_kernel, kernel, prepare, tile_plans
+from qrt.kernels.linear.product import Epilogue, Kernel
 from qrt.quant.tokens import QuantizedTokens
-from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+from random_weights import random_weight
 
 BF16 = torch.bfloat16
 LAUNCHED = {
@@ -92,15 +93,26 @@ def test_measured_plan_is_taken_and_called_so(monkeypatch, scheme, key):
 
 def test_explanation_names_kernel_reason_and_epilogue(monkeypatch):
     fake_gpu(monkeypatch)
-    weight, scheme = meta_weight("w4a16", 4096, 28672), WEIGHT_SCHEMES["w4a16"]
-    said = choose.explain(scheme, inputs(300), weight, Epilogue.SILU_MUL)
+    weight = meta_weight("w4a16", 4096, 28672)
+    said = explain(inputs(300), weight, "w4a16", Epilogue.SILU_MUL)
     assert Kernel.WIDE.value[1:] in said and "fastest for this shape" in said and "part of it" in said
-    assert "a kernel of its own" in choose.explain(scheme, inputs(4), weight, Epilogue.SILU_MUL)
+    assert "a kernel of its own" in explain(inputs(4), weight, "w4a16", Epilogue.SILU_MUL)
 
 
 def test_int8_scheme_is_explained_for_tokens_that_are_quantized(monkeypatch):
     fake_gpu(monkeypatch)
     weight = meta_weight("w8a8", 4096, 28672)
-    said = choose.explain(WEIGHT_SCHEMES["w8a8"], inputs(300), weight, Epilogue.SILU_MUL)
     wanted = choose.choose(WEIGHT_SCHEMES["w8a8"], quantized(300), weight, Epilogue.SILU_MUL)
-    assert said == wanted.explain() and wanted.joined
+    assert explain(inputs(300), weight, "w8a8", Epilogue.SILU_MUL) == wanted.explain() and wanted.joined
+
+
+@pytest.mark.parametrize("scheme, dtype, said", [
+    ("w4a16", BF16, "packed.py"), ("w8a16", BF16, "packed.py"), ("w4a16", torch.float32, "linear_ref"),
+    ("w8a8", BF16, "quantized first"), ("fp16", BF16, "Torch multiplies"),
+])  # fmt: skip
+def test_cpu_is_explained_by_how_the_weight_lies(scheme, dtype, said):
+    weight = WeightData(torch.randn(64, 128))
+    if scheme != "fp16":
+        weight = random_weight(64, 128, int(scheme[1]), dtype=dtype)
+    tensors = prepare(scheme, weight, torch.device("cpu"), dtype)
+    assert said in explain(torch.empty(3, 128, dtype=dtype), tensors, scheme)

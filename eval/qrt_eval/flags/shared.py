@@ -92,7 +92,7 @@ class _Flattened(Action):
         setattr(namespace, self.dest, list(chain.from_iterable(values)))
 
 
-def add_several(command: ArgumentParser, name: str, one: Callable[[str], Any], **kind: Any) -> None:
+def add_several(command: Any, name: str, one: Callable[[str], Any], **kind: Any) -> None:
     """Add a flag that takes several values, each read by `one`."""
 
     def read(text: str) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from argparse import BooleanOptionalAction
 
-from qrt.cli import ArgumentParser, add_download_dir
+from qrt.cli import ArgumentParser, add_download_dir, add_hub_flags
 from qrt.quant.kv import KV_FORMATS
 from qrt_eval.flags import shared as flags
 from qrt_eval.speed.kernels.row import OPS
@@ -214,7 +214,7 @@ def add_kernels(command: ArgumentParser) -> None:
         "--tokens",
         flags.positive,
         metavar="T",
-        help="tokens per step (default: 1 16 64 256 4096)",
+        help="tokens per step (default: 1 16 64 256 4096; with --explain those of all recorded steps)",
     )
     flags.add_several(
         command,
@@ -231,8 +231,16 @@ def add_kernels(command: ArgumentParser) -> None:
         help="chunk and cached prefix of prefill attention (default: 4096x0 4096x28672)",
     )
     command.add_argument("--compare", action="store_true", help="also time other projects' operators")
+    instead = command.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--explain",
+        action="store_true",
+        help="instead, print which kernel runs each product, and why, by tokens per step",
+    )
+    command.add_argument("--model", help=f"with --explain, instead of --shape: {flags.EXPECTED}")
+    add_hub_flags(command)
     flags.add_several(
-        command,
+        instead,
         "--tune",
         flags.one_of(list(flags.SHAPES)),
         metavar="SHAPE",

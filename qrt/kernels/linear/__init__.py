@@ -27,6 +27,7 @@ from torch import Tensor
 
 from qrt.config import ENV, KernelBackend
 from qrt.kernels.linear import cpu, ref
+from qrt.kernels.linear.product import Epilogue
 from qrt.kernels.op import define
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
@@ -38,6 +39,21 @@ def prepare(scheme: str, weight: WeightData, device: torch.device, dtype: torch.
     if _PACKED_ON_CPU and device.type == "cpu":
         return WEIGHT_SCHEMES[scheme].prepare_cpu(weight, dtype)
     return WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
+
+
+def explain(x: Tensor, weight: Sequence[Tensor], scheme: str, epilogue: Epilogue = Epilogue.PLAIN) -> str:
+    """Return which kernel multiplies x [T, K] by `weight` and why, in a sentence or two.
+
+    It asks x for its shape, dtype and device only.
+    """
+    if ENV.kernel_backend is KernelBackend.REF:
+        return f"The definition of {scheme} (linear_ref) multiplies, because QRT_KERNEL_BACKEND is ref."
+    kind = WEIGHT_SCHEMES[scheme]
+    if x.device.type == "cpu" and ENV.kernel_backend is KernelBackend.AUTO:
+        return kind.explain_cpu(weight)
+    from qrt.kernels.linear.choose import choose_unquantized  # it imports Triton
+
+    return choose_unquantized(kind, x, weight, epilogue).explain()
 
 
 def _fake(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:

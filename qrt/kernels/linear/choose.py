@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from qrt.kernels.linear import (
     int8_kernel,
 )
 from qrt.kernels.linear.hopper_int8_kernel import HopperPlan
-from qrt.kernels.linear.int8_kernel import BlockPlan
+from qrt.kernels.linear.product import Epilogue, Kernel, Product
 from qrt.kernels.linear.tile_plans import (
     PLANS,
     FusedPlan,
@@ -36,63 +34,6 @@ from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
 
 FUSED_TOKENS = {2: 64, 4: 16}  # most, by bytes of x: accumulators and planes fill the registers
 WIDEST = 4096  # of measured widths: more tokens have its plan
-
-
-class Epilogue(Enum):
-    """What becomes of the product x @ W.T + bias, [T, N]."""
-
-    PLAIN = "the product"
-    SILU_MUL = "silu(gate) * up of the product"
-    PARTIAL_SUMS = "the product's sums over each split of K"
-
-
-class Kernel(Enum):
-    """A kernel, by what it does."""
-
-    NOTHING = "no kernel: there are no tokens"
-    DIGITS = "int8 tensor cores multiply 4-bit codes by activations split into two int8 digits"
-    FUSED = "one kernel unpacks every weight once, in registers"
-    WIDE = "Hopper's kernel unpacks the next plane of weights under the product of the last one"
-    DEQUANTIZE = "the weight is dequantized block by block, and torch multiplies"
-    INT8_HOPPER = "Hopper's int8 kernel multiplies codes by codes"
-    INT8_BLOCK = "the int8 kernel of any GPU multiplies codes by codes"
-    FEW_16_BIT = "Hopper's 16-bit kernel streams the weight past a few tokens"
-    TORCH = "torch multiplies"
-    DEFINITION = "the scheme's definition (linear_ref) multiplies, in fp32"
-
-
-Plan = FusedPlan | WidePlan | BlockPlan | HopperPlan
-
-
-class Product(NamedTuple):
-    """What `choose` decides.
-
-    kernel    that multiplies
-    why       it and no other
-    plan      how it is launched; None where the kernel has but one way
-    measured  whether the plan was measured (`qrt.kernels.tuned`), or is a rule of thumb
-    joined    whether the kernel applies the epilogue too
-    epilogue  as asked for
-    """
-
-    kernel: Kernel
-    why: str
-    plan: Plan | None = None
-    measured: bool = False
-    joined: bool = False
-    epilogue: Epilogue = Epilogue.PLAIN
-
-    def explain(self) -> str:
-        """Return one or two sentences: which kernel runs and why."""
-        told = f"{self.kernel.value[0].upper()}{self.kernel.value[1:]}, because {self.why}."
-        more = []
-        if self.plan is not None:
-            sizes = ", ".join(f"{name} {value}" for name, value in self.plan._asdict().items())
-            more.append(f"its plan ({sizes}) {'was measured' if self.measured else 'is a rule of thumb'}")
-        if self.epilogue is Epilogue.SILU_MUL:
-            more.append(f"silu(gate) * up is {'part of it' if self.joined else 'a kernel of its own'}")
-        text = "; ".join(more)
-        return f"{told} {text[0].upper()}{text[1:]}." if text else told
 
 
 def choose(
@@ -123,7 +64,7 @@ def _tiles(x: Tensor, weight: TiledWeight, bits: int, epilogue: Epilogue) -> Pro
     if x.shape[0] == 0:
         return Product(Kernel.NOTHING, "x is empty")
     if digits_kernel.fits(x, weight, bits):
-        return Product(Kernel.DIGITS, f"{x.shape[0]} tokens in bf16 meet int4 weights on a Hopper GPU")
+        return Product(Kernel.DIGITS, "few tokens in bf16 meet int4 weights on a Hopper GPU")
     found = tile_plan(x, weight, bits)
     if epilogue is Epilogue.SILU_MUL and found.plan is not None:
         assert isinstance(found.plan, FusedPlan | WidePlan)
@@ -145,14 +86,14 @@ def tile_plan(x: Tensor, weight: TiledWeight, bits: int) -> Product:
         if kind == "wide" and hopper:
             return Product(Kernel.WIDE, "it was the fastest for this shape", PLANS[kind](*sizes), True)
     if few:
-        why = f"{tokens} tokens are few and nothing faster was measured"
+        why = "the tokens are few and nothing faster was measured"
         return Product(Kernel.FUSED, why, fused_plan(width, blocks, tiles))
     if hopper and measured is None:
         plan = wide_plan(width, blocks, tiles, multiprocessors(x.device))
-        return Product(Kernel.WIDE, f"{tokens} tokens are many, on a Hopper GPU", plan)
+        return Product(Kernel.WIDE, "the tokens are many, on a Hopper GPU", plan)
     if measured is not None and hopper:
         return Product(Kernel.DEQUANTIZE, "it was the fastest for this shape")
-    return Product(Kernel.DEQUANTIZE, f"{tokens} tokens are many, and Hopper's kernel takes them not here")
+    return Product(Kernel.DEQUANTIZE, "the tokens are many, and Hopper's kernel does not take them here")
 
 
 def _int8(x: Tensor | QuantizedTokens, codes: Tensor, epilogue: Epilogue) -> Product:
@@ -179,23 +120,23 @@ def int8_plan(x: Tensor, n: int) -> Product:
             return Product(kernel, "it was the fastest for this shape", int8_kernel.PLANS[kind](*sizes), True)
     plan = hopper_int8_kernel.hopper_plan(tokens, n, multiprocessors(x.device)) if hopper else None
     if plan is not None:
-        return Product(Kernel.INT8_HOPPER, f"{tokens} tokens are many, on a Hopper GPU", plan)
-    why = f"{tokens} tokens are bound by the bytes of the weight" if hopper else "Hopper's does not run here"
+        return Product(Kernel.INT8_HOPPER, "the tokens are many, on a Hopper GPU", plan)
+    why = "reading the weight takes the time" if hopper else "Hopper's kernel does not take them here"
     return Product(Kernel.INT8_BLOCK, why, int8_kernel.block_plan(width))
 
 
 def _plain(x: Tensor, weight: Tensor) -> Product:
     """Choose for 16-bit and fp32 weights."""
     if hopper_16bit_kernel.fits(x, weight):
-        return Product(Kernel.FEW_16_BIT, f"{x.shape[0]} tokens meet many outputs on a Hopper GPU")
+        return Product(Kernel.FEW_16_BIT, "few tokens meet many outputs on a Hopper GPU")
     return Product(Kernel.TORCH, "nothing faster was measured for this shape and GPU")
 
 
-def explain(
+def choose_unquantized(
     scheme: WeightScheme, x: Tensor, weight: Sequence[Tensor], epilogue: Epilogue = Epilogue.PLAIN
-) -> str:
-    """Return what multiplies x by `linear` and why, on the GPU or the CPU that x is on."""
-    if x.device.type == "cpu":
-        return scheme.explain_cpu(weight)
-    coded = QuantizedTokens(torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x)), x.dtype)
-    return choose(scheme, coded if scheme.int8_tokens else x, weight, epilogue).explain()
+) -> Product:
+    """Do as `choose`, for x whose codes are made before the product where `scheme` multiplies codes."""
+    if not scheme.int8_tokens:
+        return choose(scheme, x, weight, epilogue)
+    codes = x.new_empty(1, dtype=torch.int8).expand(x.shape)
+    return choose(scheme, QuantizedTokens(codes, x.new_empty(1).expand(len(x)), x.dtype), weight, epilogue)

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.checks import expect
-from qrt.kernels.linear.choose import Epilogue, Kernel, Product, choose
+from qrt.kernels.linear.choose import choose
 from qrt.kernels.linear.digits_kernel import digits_gemm
 from qrt.kernels.linear.hopper_16bit_kernel import hopper_16bit_gemm
 from qrt.kernels.linear.hopper_int8_kernel import HopperPlan
 from qrt.kernels.linear.hopper_kernel import wide_product
 from qrt.kernels.linear.int8_kernel import BlockPlan, block_gemm, hopper_product, quantize_tokens
+from qrt.kernels.linear.product import Epilogue, Kernel, Product
 from qrt.kernels.linear.tile_kernel import dequantized_gemm, fused_gemm, layout_of
 from qrt.kernels.linear.tile_plans import FusedPlan, WidePlan
 from qrt.kernels.linear.weight import Prepared, is_new, ready

@@ -12,10 +12,11 @@ from rich.table import Table
 from tqdm import tqdm
 
 from qrt.arch import ModelConfig
+from qrt.errors import ConfigError
 from qrt_eval.inputs.shapes import shape
 from qrt_eval.results.console import show
 from qrt_eval.results.record import save
-from qrt_eval.speed.kernels import attention, elementwise, layer, linear, peers, sample
+from qrt_eval.speed.kernels import attention, elementwise, explain, layer, linear, peers, sample
 from qrt_eval.speed.kernels.row import OPS, Row
 from qrt_eval.speed.kernels.timer import Rates, measure_rates
 from qrt_eval.speed.kernels.tune import tune
@@ -32,6 +33,11 @@ def run(arguments: Namespace) -> None:
     if arguments.tune:
         tune([shape(name) for name in arguments.tune], device)
         return
+    if arguments.explain:
+        explain.run(arguments, device)
+        return
+    if arguments.model:
+        raise ConfigError("--model: expected --explain beside it, as kernels are timed by --shape")
     rates = measure_rates(device)
     print(
         f"this machine: {rates.bytes_per_s / 1e9:,.0f} GB/s copied, "

@@ -20,12 +20,17 @@ def integer_product(a: Tensor, b: Tensor) -> Tensor:
     """a [T, K] @ b [N, K].T of int8 codes, exact, int32 [T, N]. `torch._int_mm` is so where the CPU adds int8
     products in 32 bits (VNNI), but for K of 1, where torch 2.13 reads past it; elsewhere it is a plain loop,
     or may saturate at 16 bits."""
-    if a.device.type == "cpu" and a.shape[1] > 1 and torch.cpu._is_vnni_supported():
+    if a.device.type == "cpu" and a.shape[1] > 1 and _adds_in_32_bits():
         return torch._int_mm(a, b.T)
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
     for left, right in zip(a.split(_EXACT_INPUTS, 1), b.split(_EXACT_INPUTS, 1), strict=True):
         total += (left.float() @ right.float().T).to(torch.int32)
     return total
+
+
+def _adds_in_32_bits() -> bool:
+    """Return whether this CPU adds int8 products in 32 bits (VNNI)."""
+    return torch.cpu._is_vnni_supported()
 
 
 class W8A8Scheme(WeightScheme):
@@ -63,6 +68,12 @@ class W8A8Scheme(WeightScheme):
         expect(x.codes, "T K", name="x", K=codes.shape[1])
         y = integer_product(x.codes, codes).float() * x.scale[:, None] * scale
         return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    def explain_cpu(self, tensors: Sequence[Tensor]) -> str:
+        how = (
+            "Torch's int8 product" if _adds_in_32_bits() else "Torch's fp32 product of 1,024 inputs at a time"
+        )
+        return f"{how} multiplies tokens that are quantized first."
 
     def out_features(self, tensors: Sequence[Tensor]) -> int:
         return tensors[0].shape[0]

@@ -9,6 +9,7 @@ from errors import assert_error, assert_names
 from qrt.kernels import tuned
 from qrt.kernels.linear import int8_kernel, tile_plans
 from qrt.quant.digits import MOST_TOKENS
+from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.cli import main
 from qrt_eval.inputs import shapes
 from qrt_eval.speed.kernels import timer, trials, tune
@@ -60,6 +61,38 @@ def test_every_operator_has_rows(small, tmp_path, capsys):
     baseline = {at for op, what, at in cells if (op, what) == ("prefill", "torch SDPA, contiguous")}
     assert baseline == {"32 + 0", "32 + 32"}
     assert "linear" in capsys.readouterr().out
+
+
+def test_explain_names_a_kernel_for_every_product_and_scheme(small, capsys):
+    """No row is timed."""
+    assert main(["kernels", "--explain", "--shape", "small", "--tokens", "1", "8"]) == 0
+    out = capsys.readouterr().out
+    for scheme in WEIGHT_SCHEMES:
+        assert f"small in {scheme}, on " in out
+    for words in ("qkv of layers 0 to 1", "128 x 512", "256 x 128", "head", "1 to 8", "multiplies"):
+        assert words in out, words
+
+
+def test_explain_takes_a_checkpoint(capsys):
+    assert main(["kernels", "--explain", "--model", "tiny"]) == 0
+    captured = capsys.readouterr()
+    assert "gate_up of layers 0 to 5" in captured.out and "head" in captured.out
+    assert "dummy" not in captured.err
+
+
+@pytest.mark.parametrize("words, named", [
+    (["--explain", "--op", "linear"], "--op"), (["--explain", "--compare"], "--compare"),
+    (["--explain", "--json", "kernels.json"], "--json"), (["--model", "tiny"], "--model"),
+    (["--explain", "--tune", "llama-3-8b"], "--tune"),
+])  # fmt: skip
+def test_flags_that_do_not_go_with_explain_are_refused(words, named, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(["kernels", *words])
+    except SystemExit as error:
+        code = error.code
+    assert code in (1, 2)
+    assert_error(capsys.readouterr().err, named, "--explain")
 
 
 def test_time_is_of_one_call(monkeypatch):

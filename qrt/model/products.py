@@ -1,0 +1,130 @@
+"""Say which kernel runs each product of a model, by the number of tokens in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qrt.kernels.linear import explain
+from qrt.kernels.linear.product import Epilogue
+from qrt.layers.linear import Linear
+from qrt.model.build import layer_shapes
+from qrt.model.decoder import Decoder
+from qrt.model.fused import FusedDecoder
+from qrt.quant.weight import WEIGHT_SCHEMES
+
+CHAINED = "One operator computes all between two attentions (qrt.kernels.chain)."
+
+
+class Explained(NamedTuple):
+    """Which kernel runs one product for a range of token counts.
+
+    name     qkv, o, gate_up, down or head
+    layers   the layers whose product it is; empty for the head
+    scheme   of the weight
+    sizes    its inputs and outputs, K and N
+    tokens   the fewest and the most tokens of the range
+    why      which kernel runs, and why
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    scheme: str
+    sizes: tuple[int, int]
+    tokens: tuple[int, int]
+    why: str
+
+    @property
+    def place(self) -> str:
+        """Return the name with the layers: `qkv of layers 0 to 31`."""
+        return f"{self.name} of {_runs(self.layers)}" if self.layers else self.name
+
+    @property
+    def size(self) -> str:
+        """Return K and N: `4096 x 6144`."""
+        return f"{self.sizes[0]} x {self.sizes[1]}"
+
+    @property
+    def range(self) -> str:
+        """Return the token counts: `17 to 32`."""
+        first, last = self.tokens
+        return f"{first} to {last}" if last > first else f"{first}"
+
+    def __str__(self) -> str:
+        """Return one line: `qkv of layers 0 to 31 (w4a16, 4096 x 6144), tokens 17 to 32: ...`."""
+        return f"{self.place} ({self.scheme}, {self.size}), tokens {self.range}: {self.why}"
+
+
+def explain_products(model: Decoder, tokens: Sequence[int]) -> Iterator[Explained]:
+    """Yield which kernel runs each product in steps of these token counts.
+
+    Layers that are multiplied alike come together, and so do neighbouring counts; the head comes last.
+    """
+    counts = sorted(set(tokens))
+    alike: dict[tuple[str, str, tuple[int, int], tuple[str, ...]], list[int]] = {}
+    for index in range(len(model.layers)):
+        said = [_layer(model, index, count) for count in counts]
+        for name, (linear, inputs) in _products(model, index).items():
+            key = name, linear.scheme, _sizes(linear, inputs), tuple(whys[name] for whys in said)
+            alike.setdefault(key, []).append(index)
+    head, hidden = model.head, model.config.hidden_size
+    whys = tuple(explain(_rows(model, count, hidden), head.tensors, head.scheme) for count in counts)
+    alike["head", head.scheme, _sizes(head, hidden), whys] = []
+    for (name, scheme, sizes, whys), layers in alike.items():
+        for why, run in groupby(zip(counts, whys, strict=True), key=lambda pair: pair[1]):
+            same = [count for count, _ in run]
+            yield Explained(name, tuple(layers), scheme, sizes, (same[0], same[-1]), why)
+
+
+def _products(model: Decoder, index: int) -> dict[str, tuple[Linear, int]]:
+    """Return the products of a layer by name, with the inputs of each."""
+    shapes, layer = layer_shapes(model.config), model.layers[index]
+    return {
+        "qkv": (layer.attention.qkv, shapes["self_attn.qkv_proj"].in_features),
+        "o": (layer.attention.o, shapes["self_attn.o_proj"].in_features),
+        "gate_up": (layer.mlp.gate_up, shapes["mlp.gate_up_proj"].in_features),
+        "down": (layer.mlp.down, shapes["mlp.down_proj"].in_features),
+    }
+
+
+def _layer(model: Decoder, index: int, count: int) -> dict[str, str]:
+    """Return which kernel runs each product of a layer in a step of `count` tokens, and why."""
+    fused = model.fused if isinstance(model, FusedDecoder) else None
+    residual = _rows(model, count, model.config.hidden_size)
+    found, epilogues = {}, {}
+    if fused is not None:
+        epilogues = fused[index].epilogues(residual)
+        if fused[index].chains(residual):
+            found = dict.fromkeys(epilogues, CHAINED)
+        if index > 0 and fused[index - 1].chains(residual):
+            found["qkv"] = CHAINED
+    for name, (linear, inputs) in _products(model, index).items():
+        if name not in found:
+            epilogue = epilogues.get(name, Epilogue.PLAIN)
+            found[name] = explain(_rows(model, count, inputs), linear.tensors, linear.scheme, epilogue)
+    return found
+
+
+def _rows(model: Decoder, count: int, width: int) -> Tensor:
+    """Return a tensor [count, width] on the model's device that takes no memory."""
+    return torch.empty(1, dtype=model.dtype, device=model.device).expand(count, width)
+
+
+def _sizes(linear: Linear, inputs: int) -> tuple[int, int]:
+    """Return K and N."""
+    return inputs, WEIGHT_SCHEMES[linear.scheme].out_features(linear.tensors)
+
+
+def _runs(layers: Sequence[int]) -> str:
+    """Return ascending layers in words: `layer 3`, or `layers 0, 2 to 5`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(' to '.join(map(str, run)) for run in runs)}"

@@ -1,0 +1,129 @@
+"""What is said of a model's products is what runs, for every scheme and number of tokens."""
+
+import logging
+
+import pytest
+import torch
+
+from fake_gpu import META, fake_gpu, meta_weight
+from qrt.arch import ARCHS, ModelConfig
+from qrt.kernels.linear.product import Epilogue, Kernel
+from qrt.layers.linear import Linear
+from qrt.llm import LLM
+from qrt.model import fused
+from qrt.model.build import build
+from qrt.model.products import CHAINED, explain_products
+from qrt.quant.weight import WEIGHT_SCHEMES
+
+CONFIG = ModelConfig.from_hf(
+    {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 3,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 128,
+    },
+    ARCHS["LlamaForCausalLM"],
+)  # fmt: skip
+SIZES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
+
+
+class MetaWeights:
+    """A WeightSource of sizes without data; `mix` names other schemes by parts of a module's name."""
+
+    device, dtype = META, torch.bfloat16
+
+    def __init__(self, scheme, mix):
+        self.scheme, self.mix = scheme, mix
+
+    def linear(self, modules, shape):
+        scheme = next((to for part, to in self.mix.items() if part in modules[0]), self.scheme)
+        scheme = "fp16" if modules == ("lm_head",) else scheme
+        return Linear(scheme, meta_weight(scheme, shape.in_features, sum(shape.outs)))
+
+    def tensor(self, name, shape):
+        return torch.empty(shape, dtype=self.dtype, device=META)
+
+
+def products(monkeypatch, scheme, tokens, mix=None, **gpu):
+    """Return what is said of a model on a faked GPU, by product, first layer and least tokens."""
+    fake_gpu(monkeypatch, **gpu)
+    monkeypatch.setattr(
+        fused, "_splits", lambda linear, x: fused._takes_int8(linear) and len(x) <= fused.SPLIT_TOKENS
+    )
+    model = build(CONFIG, ARCHS["LlamaForCausalLM"], MetaWeights(scheme, mix or {}), progress="")
+    return {(each.name, each.layers[:1], each.tokens[0]): each for each in explain_products(model, tokens)}
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_every_product_and_number_of_tokens_is_explained_once(monkeypatch, scheme):
+    tokens = [1, 2, 16, 17, 64, 65, 300]
+    found = products(monkeypatch, scheme, tokens).values()
+    told = [
+        (each.name, layer, count)
+        for each in found
+        for layer in each.layers or ("head",)
+        for count in tokens
+        if each.tokens[0] <= count <= each.tokens[1]
+    ]
+    assert len(told) == len(set(told)) == len(tokens) * (3 * len(SIZES) + 1)
+    assert {each.name: each.sizes for each in found} == SIZES | {"head": (4096, 128256)}
+    assert {each.scheme for each in found} == {scheme, "fp16"}
+
+
+def test_chained_layers_are_called_so(monkeypatch):
+    """All but the first q, k and v, and with many tokens none."""
+    found = products(monkeypatch, "w4a16", [1, 16, 17])
+    chained = {key for key, each in found.items() if each.why == CHAINED}
+    assert chained == {("qkv", (1,), 1), ("o", (0,), 1), ("gate_up", (0,), 1), ("down", (0,), 1)}
+    assert found["o", (0,), 1].layers == (0, 1, 2) and found["o", (0,), 1].tokens == (1, 16)
+    assert Kernel.DIGITS.value[1:] in found["qkv", (0,), 1].why
+    elsewhere = products(monkeypatch, "w4a16", [1, 16], hopper=False, measured={})
+    assert not any(each.why == CHAINED for each in elsewhere.values())
+
+
+@pytest.mark.parametrize("scheme, mix, told", [
+    ("w4a16", {}, True), ("w8a8", {}, True), ("w8a8", {"down_proj": "w8a16"}, False),
+])  # fmt: skip
+def test_silu_is_told_of_gate_up_where_it_goes_with_it(monkeypatch, scheme, mix, told):
+    found = products(monkeypatch, scheme, [100], mix)
+    assert ("silu" in found["gate_up", (0,), 100].why) is told
+    assert not any("silu" in each.why for each in found.values() if each.name != "gate_up")
+
+
+def test_layers_of_another_scheme_are_told_apart(monkeypatch):
+    found = products(monkeypatch, "w8a16", [300], {"layers.1.self_attn.o_proj": "w8a8"})
+    lines = [str(each) for each in found.values() if each.name == "o"]
+    assert [line.partition(":")[0] for line in lines] == [
+        "o of layers 0, 2 (w8a16, 4096 x 4096), tokens 300", "o of layer 1 (w8a8, 4096 x 4096), tokens 300",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_epilogues_are_those_of_the_operators_that_run(monkeypatch, scheme, tokens):
+    """The operators that a layer calls with these tokens, on a GPU without `chain`."""
+    products(monkeypatch, scheme, [1], hopper=False, measured={})
+    model = build(CONFIG, ARCHS["LlamaForCausalLM"], MetaWeights(scheme, {}), progress="")
+    layer, called = model.fused[0], []
+
+    def note(epilogue, operator):
+        return lambda *args: called.append(epilogue) or operator(*args)
+
+    for name in ("linear_silu", "linear_silu_int8"):
+        monkeypatch.setattr(fused, name, note(Epilogue.SILU_MUL, getattr(fused, name)))
+    sums = torch.empty(1, tokens, 4096, device=META)  # torch cannot tell how many splits there are
+    for name in ("linear_shares", "linear_int8_shares"):
+        monkeypatch.setattr(fused, name, note(Epilogue.PARTIAL_SUMS, lambda *args: sums))
+    residual = torch.empty(tokens, 4096, dtype=torch.bfloat16, device=META)
+    layer.after_attention([torch.empty_like(residual)], residual, False)
+    wanted = [each for each in layer.epilogues(residual).values() if each is not Epilogue.PLAIN]
+    assert sorted(called, key=str) == sorted(wanted, key=str) and Epilogue.SILU_MUL in wanted
+
+
+def test_debug_log_of_the_engine_has_a_line_per_weight_shape(caplog):
+    with caplog.at_level(logging.DEBUG, "qrt.engine.build"):
+        LLM("tiny", max_model_len=64)
+    lines = [line for line in caplog.messages if "tokens 1 to" in line]
+    assert [line.split()[0] for line in lines] == ["qkv", "o", "gate_up", "down", "head"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "qrt.engine.build"):
+        LLM("tiny", max_model_len=64)
+    assert caplog.messages and not any("tokens 1 to" in line for line in caplog.messages)
