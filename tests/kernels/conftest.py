@@ -5,7 +5,8 @@ import torch
 
 from backends import PTX
 from ptx import launch
-from qrt.kernels.linear import hopper_int8_kernel, hopper_kernel
+from qrt.kernels.linear.int8 import hopper_kernel
+from qrt.kernels.linear.tiles import wide_kernel
 
 
 @pytest.fixture
@@ -27,6 +28,6 @@ def copies(request, monkeypatch):
 @pytest.fixture
 def small_gpu(monkeypatch):
     """Two SMs and panels of two token blocks: few blocks are taken in turn, and a panel can be ragged."""
-    for kernel in hopper_int8_kernel, hopper_kernel:
+    for kernel in hopper_kernel, wide_kernel:
         monkeypatch.setattr(kernel, "multiprocessors", lambda device: 2)
         monkeypatch.setattr(kernel, "PANEL", 2)

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from backends import GPU
 from qrt.kernels import chain as package
 from qrt.kernels.chain import Link, chain, fits, kernel, ref
-from qrt.kernels.linear import choose, digits_kernel
-from qrt.kernels.linear.make_digits_kernel import make_digits
+from qrt.kernels.linear import choose
+from qrt.kernels.linear.tiles import digits_kernel
+from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
 from qrt.quant.digits import MOST_TOKENS, room_for
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight, reference, relative
@@ -289,7 +290,7 @@ def test_operator():
 CODE = """
 import torch
 from qrt.kernels.chain import MOST_INPUTS, MOST_UNITS, UNIT, kernel, one_token_kernel
-from qrt.kernels.linear import digits_kernel
+from qrt.kernels.linear.tiles import digits_kernel
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight
 

@@ -9,8 +9,12 @@ import torch
 from qrt.kernels import gpu
 gpu.overlaps = lambda device: True  # as on the GPU that is compiled for
 from random_weights import random_weight
-from qrt.kernels.linear import choose, hopper_int8_kernel, hopper_kernel, int8_kernel, kernel
-from qrt.kernels.linear import tile_kernel, tile_plans
+from qrt.kernels.linear import choose, kernel
+from qrt.kernels.linear.int8.hopper_kernel import hopper_product
+from qrt.kernels.linear.int8.plans import HopperPlan
+from qrt.kernels.linear.tiles import plans as tile_plans
+from qrt.kernels.linear.tiles.device import layout_of
+from qrt.kernels.linear.tiles.wide_kernel import wide_product
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
 from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8
 from qrt.quant.tokens import QuantizedTokens
@@ -43,8 +47,8 @@ for scheme, symmetric, group, dtype, plan in (
     gated = bool(plan.persistent or plan.blocks == 4)
     x, y = torch.empty(300, 1024, dtype=dtype), torch.empty(300, 128 // (1 + gated), dtype=dtype)
     tensors = TiledWeight(*scheme.prepare(weight, torch.device("cpu"), dtype))
-    layout = tile_kernel.layout_of(tensors, scheme.bits, scheme.unpacker())
-    hopper_kernel.wide_product(x, tensors, None, layout, plan, gated)(x, None, y)
+    layout = layout_of(tensors, scheme.bits, scheme.unpacker())
+    wide_product(x, tensors, None, layout, plan, gated)(x, None, y)
 x = QuantizedTokens(torch.empty(300, 1024, dtype=torch.int8), torch.empty(300), BF16)
 weight = torch.empty(128, 1024, dtype=torch.int8), torch.empty(128), torch.zeros(128, dtype=torch.int32)
 for plan, gated, shares in (
@@ -53,8 +57,8 @@ for plan, gated, shares in (
     ((128, 256, 1, 4), True, False), ((64, 128, 1, 6), True, False), ((16, 128, 1, 6), True, False),
     ((128, 128, 1, 3, 2), True, False),
 ):
-    plan = hopper_int8_kernel.HopperPlan(*plan)
-    int8_kernel.hopper_product(x, weight, None, plan, gated, shares)(x, None)
+    plan = HopperPlan(*plan)
+    hopper_product(x, weight, None, plan, gated, shares)(x, None)
 rmsnorm(torch.empty(9, 12, 128, dtype=BF16)[:, :8], torch.empty(128, dtype=BF16), 1e-5)
 add_rmsnorm(*torch.empty(2, 9, 8192, dtype=FP16), torch.empty(8192, dtype=FP16), 1e-5)
 add_rmsnorm(torch.empty(9, 8192, dtype=FP16), torch.empty(2, 9, 8192), torch.empty(8192, dtype=FP16), 1e-5)

@@ -5,8 +5,9 @@ import torch
 from linear_truth import UNIT
 
 from backends import COMPILED, GPU
-from qrt.kernels.linear import digits_kernel, kernel
-from qrt.kernels.linear.make_digits_kernel import make_digits
+from qrt.kernels.linear import kernel
+from qrt.kernels.linear.tiles import digits_kernel
+from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
 from qrt.kernels.rmsnorm import add_rmsnorm
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
 from qrt.quant.digits import Digits, room_for

@@ -13,8 +13,13 @@ from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends import COMPILED, GPU, PTX, PTX_SM
-from qrt.kernels.linear import choose, hopper_kernel, int8_kernel, kernel, linear, tile_kernel, tile_plans
+from qrt.kernels.linear import choose, kernel, linear
 from qrt.kernels.linear import device as shared
+from qrt.kernels.linear.int8 import plans as int8_plans
+from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
+from qrt.kernels.linear.tiles import dequantize_kernel, wide_kernel
+from qrt.kernels.linear.tiles import plans as tile_plans
+from qrt.kernels.linear.tiles.device import layout_of
 from qrt.kernels.linear.weight import MOST_SIZES, Weight, is_new, ready
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
@@ -81,7 +86,7 @@ def test_fp32_is_tight(device, bits, scale_dtype, tokens):
 @pytest.mark.parametrize("tokens", [65, 129, 300])
 def test_many_tokens(device, tokens, bits, group, symmetric, dtype, monkeypatch):
     """The weight is rounded to the dtype: in registers, or in blocks of 64 rows, the last one ragged."""
-    monkeypatch.setattr(tile_kernel, "SCRATCH_BYTES", 64 * 384 * 2)
+    monkeypatch.setattr(dequantize_kernel, "SCRATCH_BYTES", 64 * 384 * 2)
     weight = random_weight(150, 384, bits, group, symmetric=symmetric, dtype=dtype, device=device)
     x, bias = torch.randn(tokens, 384, device=device).to(dtype), torch.randn(150, device=device).to(dtype)
     assert relative(triton_linear(x, weight, bias), reference(x, weight, bias)) < 2 * UNIT[dtype]
@@ -248,7 +253,7 @@ def test_products_that_a_weight_keeps(device, scheme, bits):
             assert torch.equal(kernel.linear(x, weight, *args), kernel.linear(x, tensors, *args))
             assert torch.equal(kernel.linear_silu(x, weight, *args), kernel.linear_silu(x, tensors, *args))
             if scheme == "w8a8":
-                tokens = int8_kernel.quantize_tokens(x)[:2]
+                tokens = quantize_tokens(x)[:2]
                 for multiply in (kernel.linear_int8, kernel.linear_silu_int8):
                     got, want = (multiply(*tokens, which, *args, dtype) for which in (weight, tensors))
                     assert all(map(torch.equal, got, want))
@@ -305,9 +310,9 @@ def test_wide_kernel(device, bits, symmetric, dtype, scales, n, k, group, tokens
     weight = random_weight(n, k, bits, group, symmetric=symmetric, dtype=scales, device=device)
     tiled = TiledWeight(*WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, device, dtype))
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
-    layout = tile_kernel.layout_of(tiled, bits, WEIGHT_SCHEMES[f"w{bits}a16"].unpacker())
+    layout = layout_of(tiled, bits, WEIGHT_SCHEMES[f"w{bits}a16"].unpacker())
     first, again = torch.empty(2, tokens, n, device=device, dtype=dtype)
-    multiply = hopper_kernel.wide_product(x, tiled, bias, layout, tile_plans.WidePlan(*plan), False)
+    multiply = wide_kernel.wide_product(x, tiled, bias, layout, tile_plans.WidePlan(*plan), False)
     multiply(x, bias, first)
     assert relative(first, reference(x, weight, bias)) < 2 * UNIT[dtype]
     for _ in range(3 if GPU else 1):
@@ -413,7 +418,7 @@ def test_blocks_that_have_no_counter_are_not_split(device, monkeypatch, scheme, 
     if not COMPILED and plan[0] != "block":
         pytest.skip("Hopper's kernels")
     n, k, tokens = 1, 2048, 100
-    table = {tile_plans.tuning_key(k, n, 4, 128): [*plan], int8_kernel.tuning_key(k, n, 128): [*plan]}
+    table = {tile_plans.tuning_key(k, n, 4, 128): [*plan], int8_plans.tuning_key(k, n, 128): [*plan]}
     monkeypatch.setattr(choose, "configs", lambda device: table)
     weight = random_weight(n, k, 4 if scheme == "w4a16" else 8, dtype=HALF[1], device=device)
     *tensors, _ = WEIGHT_SCHEMES[scheme].prepare(weight, device, HALF[1])

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from fake_gpu import H200, META, fake_gpu, meta_weight
-from qrt.kernels.linear import choose, explain, int8_kernel, kernel, prepare, tile_plans
+from qrt.kernels.linear import choose, explain, kernel, prepare
+from qrt.kernels.linear.int8 import plans as int8_plans
 from qrt.kernels.linear.product import Epilogue, Kernel
+from qrt.kernels.linear.tiles import plans as tile_plans
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from random_weights import random_weight
@@ -80,7 +82,7 @@ def test_small_head_is_left_to_torch(monkeypatch):
 
 
 @pytest.mark.parametrize("scheme, key", [
-    ("w8a16", tile_plans.tuning_key(4096, 6144, 8, 32)), ("w8a8", int8_kernel.tuning_key(4096, 6144, 32)),
+    ("w8a16", tile_plans.tuning_key(4096, 6144, 8, 32)), ("w8a8", int8_plans.tuning_key(4096, 6144, 32)),
 ])  # fmt: skip
 def test_measured_plan_is_taken_and_called_so(monkeypatch, scheme, key):
     fake_gpu(monkeypatch)

@@ -7,13 +7,9 @@ from operators import check_operator
 
 from backends import COMPILED, GPU
 from qrt.kernels.gpu import is_hopper
-from qrt.kernels.linear import (
-    choose,
-    int8_kernel,
-    kernel,
-    ref,
-)
-from qrt.kernels.linear.int8_kernel import quantize_tokens
+from qrt.kernels.linear import choose, kernel, ref
+from qrt.kernels.linear.int8 import plans as int8_plans
+from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
 from qrt.kernels.silu_mul.kernel import silu_mul_int8
 from qrt.quant import affine
 from qrt.quant.tokens import QuantizedTokens
@@ -41,7 +37,7 @@ def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
     if not COMPILED and len(plan) < 6 and tokens > 200:
         pytest.skip("Hopper's kernel; what the interpreter has in its place is above")
     n, k = 150, 1104
-    key = int8_kernel.tuning_key(k, n, int8_kernel.width_of(tokens))
+    key = int8_plans.tuning_key(k, n, int8_plans.width_of(tokens))
     monkeypatch.setattr(choose, "configs", lambda device: {key: named(plan)})
     weight, x = random_weight(n, k, 8, device=device), torch.randn(tokens, k, device=device)
     codes, scale = affine.quantize_tokens(x.cpu())  # on a GPU torch divides by a number inexactly
@@ -58,7 +54,7 @@ def test_every_kind_of_measured_int8_plan(device, monkeypatch, tokens, plan):
 def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
     """As many as the plan splits K, each of its own inputs alone and rounded once."""
     n, k = 150, 1104
-    key = int8_kernel.tuning_key(k, n, int8_kernel.width_of(tokens))
+    key = int8_plans.tuning_key(k, n, int8_plans.width_of(tokens))
     monkeypatch.setattr(choose, "configs", lambda device: {key: named(plan)} if plan else {})
     if plan and len(plan) == 4 and not is_hopper(device):
         pytest.skip("wgmma needs a Hopper GPU")
@@ -96,7 +92,7 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dty
     most = 25 if dtype in HALF else 129  # what fp32 gives is held to the reference too
     if not COMPILED and (tokens > most or (plan is not None and len(plan) == 5)):
         pytest.skip("the interpreter takes the operators one by one")
-    k, key = 272, int8_kernel.tuning_key(272, 2 * width, int8_kernel.width_of(tokens))
+    k, key = 272, int8_plans.tuning_key(272, 2 * width, int8_plans.width_of(tokens))
     monkeypatch.setattr(choose, "configs", lambda device: {key: named(plan)} if plan else {})
     weight = random_weight(2 * width, k, 8, dtype=dtype, device=device)
     tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, dtype))

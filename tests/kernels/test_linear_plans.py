@@ -2,7 +2,8 @@
 
 import pytest
 
-from qrt.kernels.linear import hopper_int8_kernel, tile_plans
+from qrt.kernels.linear.int8 import plans as int8_plans
+from qrt.kernels.linear.tiles import plans as tile_plans
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 32, 64])
@@ -37,7 +38,7 @@ def test_plans_of_many_tokens_leave_no_sm_idle_that_could_work(blocks, tiles, to
     assert wide.splits == 1 or (programs * wide.splits <= sms and share >= 4)
     assert (wide.splits - 1) * share < tiles <= wide.splits * share
     assert wide.blocks == 1 or blocks * -(-width // wide.tokens) > sms
-    narrow = hopper_int8_kernel.hopper_plan(tokens, blocks * 64, sms)
+    narrow = int8_plans.hopper_plan(tokens, blocks * 64, sms)
     if tokens <= 128:
         assert narrow is None
     else:

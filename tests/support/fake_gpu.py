@@ -6,15 +6,14 @@ from types import SimpleNamespace
 import torch
 
 from qrt.kernels import chain, tuned
-from qrt.kernels.linear import (
-    choose,
+from qrt.kernels.linear import choose, hopper_16bit_kernel
+from qrt.kernels.linear.int8 import block_kernel, hopper_kernel, quantize_kernel
+from qrt.kernels.linear.tiles import (
+    dequantize_kernel,
     digits_kernel,
-    hopper_16bit_kernel,
-    hopper_int8_kernel,
-    hopper_kernel,
-    int8_kernel,
+    fused_kernel,
     make_digits_kernel,
-    tile_kernel,
+    wide_kernel,
 )
 from qrt.kernels.silu_mul import kernel as silu_mul_kernel
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -23,10 +22,10 @@ from qrt.quant.weight.tiles import tile
 
 META = torch.device("meta")
 MODULES = (
-    chain, choose, digits_kernel, hopper_16bit_kernel, hopper_int8_kernel, hopper_kernel, int8_kernel,
-    make_digits_kernel, silu_mul_kernel, tile_kernel,
+    chain, choose, hopper_16bit_kernel, block_kernel, hopper_kernel, quantize_kernel, dequantize_kernel,
+    digits_kernel, fused_kernel, make_digits_kernel, wide_kernel, silu_mul_kernel,
 )  # fmt: skip
-UNCACHED_VARIANT = hopper_kernel._variant.__wrapped__  # the cache would keep what the fake `variant` returns
+UNCACHED_VARIANT = wide_kernel._variant.__wrapped__  # the cache would keep what the fake `variant` returns
 H200 = json.loads(tuned.path("NVIDIA H200").read_text())
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from qrt.kernels.chain.one_token_kernel import one_token
-from qrt.kernels.linear.digits_kernel import digits_product, digits_shares, gated_digits_product
-from qrt.kernels.linear.make_digits_kernel import make_digits
+from qrt.kernels.linear.tiles.digits_kernel import digits_product, digits_shares, gated_digits_product
+from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, add_rmsnorm_digits
 from qrt.quant.digits import Digits, room_for
 from qrt.quant.weight import WEIGHT_SCHEMES

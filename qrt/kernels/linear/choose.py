@@ -9,30 +9,21 @@ import torch
 from torch import Tensor
 
 from qrt.kernels.gpu import multiprocessors
-from qrt.kernels.linear import (
-    digits_kernel,
-    hopper_16bit_kernel,
-    hopper_int8_kernel,
-    hopper_kernel,
-    int8_kernel,
-)
-from qrt.kernels.linear.hopper_int8_kernel import HopperPlan
+from qrt.kernels.linear import hopper_16bit_kernel
+from qrt.kernels.linear.int8 import hopper_kernel as int8_hopper_kernel
+from qrt.kernels.linear.int8 import plans as int8_plans
+from qrt.kernels.linear.int8.plans import HopperPlan
 from qrt.kernels.linear.product import Epilogue, Kernel, Product
-from qrt.kernels.linear.tile_plans import (
-    PLANS,
-    FusedPlan,
-    WidePlan,
-    fused_plan,
-    tuning_key,
-    wide_plan,
-    width_of,
-)
+from qrt.kernels.linear.tiles import digits_kernel, wide_kernel
+from qrt.kernels.linear.tiles import plans as tile_plans
+from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
 from qrt.kernels.tuned import configs, plan_of
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight.base import Layout, WeightScheme
 from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
 
 FUSED_TOKENS = {2: 64, 4: 16}  # most, by bytes of x: accumulators and planes fill the registers
+FASTEST = "it was the fastest for this shape"
 WIDEST = 4096  # of measured widths: more tokens have its plan
 
 
@@ -75,24 +66,24 @@ def _tiles(x: Tensor, weight: TiledWeight, bits: int, epilogue: Epilogue) -> Pro
 def tile_plan(x: Tensor, weight: TiledWeight, bits: int) -> Product:
     """Choose what was measured for x, where it runs, or a rule of thumb."""
     (tokens, k), (blocks, tiles) = x.shape, weight.packed.shape[:2]
-    width, few = width_of(tokens), tokens <= FUSED_TOKENS[x.itemsize]
-    hopper = hopper_kernel.fits(x, weight)
-    key = partial(tuning_key, k, weight.out_features, bits)
+    width, few = tile_plans.width_of(tokens), tokens <= FUSED_TOKENS[x.itemsize]
+    hopper = wide_kernel.fits(x, weight)
+    key = partial(tile_plans.tuning_key, k, weight.out_features, bits)
     measured = plan_of(configs(x.device), key, tokens, min(width, WIDEST))
     if measured is not None:
         kind, *sizes = measured
         if kind == "fused" and few:
-            return Product(Kernel.FUSED, "it was the fastest for this shape", PLANS[kind](*sizes), True)
+            return Product(Kernel.FUSED, FASTEST, tile_plans.PLANS[kind](*sizes), True)
         if kind == "wide" and hopper:
-            return Product(Kernel.WIDE, "it was the fastest for this shape", PLANS[kind](*sizes), True)
+            return Product(Kernel.WIDE, FASTEST, tile_plans.PLANS[kind](*sizes), True)
     if few:
         why = "the tokens are few and nothing faster was measured"
-        return Product(Kernel.FUSED, why, fused_plan(width, blocks, tiles))
+        return Product(Kernel.FUSED, why, tile_plans.fused_plan(width, blocks, tiles))
     if hopper and measured is None:
-        plan = wide_plan(width, blocks, tiles, multiprocessors(x.device))
+        plan = tile_plans.wide_plan(width, blocks, tiles, multiprocessors(x.device))
         return Product(Kernel.WIDE, "the tokens are many, on a Hopper GPU", plan)
     if measured is not None and hopper:
-        return Product(Kernel.DEQUANTIZE, "it was the fastest for this shape")
+        return Product(Kernel.DEQUANTIZE, FASTEST)
     return Product(Kernel.DEQUANTIZE, "the tokens are many, and Hopper's kernel does not take them here")
 
 
@@ -104,25 +95,25 @@ def _int8(x: Tensor | QuantizedTokens, codes: Tensor, epilogue: Epilogue) -> Pro
     found = int8_plan(rows, n)
     if epilogue is Epilogue.PARTIAL_SUMS:
         return found._replace(joined=True)
-    gates = isinstance(found.plan, HopperPlan) and hopper_int8_kernel.gates(found.plan)
+    gates = isinstance(found.plan, HopperPlan) and found.plan.gates
     return found._replace(joined=gates and isinstance(x, QuantizedTokens) and epilogue is Epilogue.SILU_MUL)
 
 
 def int8_plan(x: Tensor, n: int) -> Product:
     """Choose what was measured for x [T, K], where it runs, or a rule of thumb."""
-    (tokens, k), hopper = x.shape, hopper_int8_kernel.fits(x)
-    width = int8_kernel.width_of(tokens)
-    measured = plan_of(configs(x.device), partial(int8_kernel.tuning_key, k, n), tokens, width)
+    (tokens, k), hopper = x.shape, int8_hopper_kernel.fits(x)
+    width = int8_plans.width_of(tokens)
+    measured = plan_of(configs(x.device), partial(int8_plans.tuning_key, k, n), tokens, width)
     if measured is not None:
         kind, *sizes = measured
         if kind == "block" or hopper:
             kernel = Kernel.INT8_BLOCK if kind == "block" else Kernel.INT8_HOPPER
-            return Product(kernel, "it was the fastest for this shape", int8_kernel.PLANS[kind](*sizes), True)
-    plan = hopper_int8_kernel.hopper_plan(tokens, n, multiprocessors(x.device)) if hopper else None
+            return Product(kernel, FASTEST, int8_plans.PLANS[kind](*sizes), True)
+    plan = int8_plans.hopper_plan(tokens, n, multiprocessors(x.device)) if hopper else None
     if plan is not None:
         return Product(Kernel.INT8_HOPPER, "the tokens are many, on a Hopper GPU", plan)
     why = "reading the weight takes the time" if hopper else "Hopper's kernel does not take them here"
-    return Product(Kernel.INT8_BLOCK, why, int8_kernel.block_plan(width))
+    return Product(Kernel.INT8_BLOCK, why, int8_plans.block_plan(width))
 
 
 def _plain(x: Tensor, weight: Tensor) -> Product:

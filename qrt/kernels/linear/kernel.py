@@ -13,14 +13,18 @@ from torch.nn import functional as F
 
 from qrt.checks import expect
 from qrt.kernels.linear.choose import choose
-from qrt.kernels.linear.digits_kernel import digits_gemm
 from qrt.kernels.linear.hopper_16bit_kernel import hopper_16bit_gemm
-from qrt.kernels.linear.hopper_int8_kernel import HopperPlan
-from qrt.kernels.linear.hopper_kernel import wide_product
-from qrt.kernels.linear.int8_kernel import BlockPlan, block_gemm, hopper_product, quantize_tokens
+from qrt.kernels.linear.int8.block_kernel import block_gemm
+from qrt.kernels.linear.int8.hopper_kernel import hopper_product
+from qrt.kernels.linear.int8.plans import BlockPlan, HopperPlan
+from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
 from qrt.kernels.linear.product import Epilogue, Kernel, Product
-from qrt.kernels.linear.tile_kernel import dequantized_gemm, fused_gemm, layout_of
-from qrt.kernels.linear.tile_plans import FusedPlan, WidePlan
+from qrt.kernels.linear.tiles.dequantize_kernel import dequantized_gemm
+from qrt.kernels.linear.tiles.device import layout_of
+from qrt.kernels.linear.tiles.digits_kernel import digits_gemm
+from qrt.kernels.linear.tiles.fused_kernel import fused_gemm
+from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
+from qrt.kernels.linear.tiles.wide_kernel import wide_product
 from qrt.kernels.linear.weight import Prepared, is_new, ready
 from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8
 from qrt.quant.tokens import QuantizedTokens

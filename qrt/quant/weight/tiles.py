@@ -10,7 +10,7 @@ follow each other in memory, each in one piece (8 KB for J = 64).
 
 So the low halves of a word's bytes are the first two planes, whose inputs mostly share a scale, and the high
 ones the others; 8-bit codes have words of 64 only where both bytes share a scale. Such bytes are what
-`qrt.kernels.linear.digits_kernel` multiplies as they are.
+`qrt.kernels.linear.tiles.digits_kernel` multiplies as they are.
 
 A run is the inputs of one tile that share a scale: the whole tile, a half or a quarter of it. A group longer
 than a run repeats its scale in every run. N and K are padded to whole tiles; the padding is never read back.

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from qrt.arch import ModelConfig
 from qrt.kernels import tuned
-from qrt.kernels.linear import int8_kernel, tile_plans
-from qrt.kernels.linear.int8_kernel import BlockPlan, HopperPlan
-from qrt.kernels.linear.tile_plans import FusedPlan, WidePlan
+from qrt.kernels.linear.int8 import plans as int8_plans
+from qrt.kernels.linear.int8.plans import BlockPlan, HopperPlan
+from qrt.kernels.linear.tiles import plans as tile_plans
+from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
 from qrt.kernels.sizes import next_power_of_2
 from qrt.quant.weight.tiles import TILE_ROWS
 from qrt_eval.speed.kernels.linear import HEADS, head, products
@@ -24,7 +25,7 @@ INT8_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, *tuned.BETWEEN)
 HEAD_WIDTHS = (8, 16, 64, 128, 256)  # numbers of rows that sample
 SMS = 132
 Plan = FusedPlan | WidePlan | BlockPlan | HopperPlan
-KINDS = {plan: kind for kind, plan in {**tile_plans.PLANS, **int8_kernel.PLANS}.items()}
+KINDS = {plan: kind for kind, plan in {**tile_plans.PLANS, **int8_plans.PLANS}.items()}
 
 
 class Trial(NamedTuple):
@@ -41,7 +42,7 @@ class Trial(NamedTuple):
     def key(self) -> str:
         """Return the winner's key in the file."""
         if self.scheme == "w8a8":
-            return int8_kernel.tuning_key(self.k, self.n, self.width)
+            return int8_plans.tuning_key(self.k, self.n, self.width)
         return tile_plans.tuning_key(self.k, self.n, 4 if self.scheme == "w4a16" else 8, self.width)
 
     @property
@@ -113,7 +114,7 @@ WIDE_BLOCKS = {
 
 
 def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterable[WidePlan | None]:
-    """Return plans of `hopper_kernel`, and None for dequantizing."""
+    """Return plans of `tiles.wide_kernel`, and None for dequantizing."""
     plans: list[WidePlan | None] = [None] * (width > 64)
     above = min(next_power_of_2(width), 2048)
     around = (above // 2, above) if width in tuned.BETWEEN else (above,)
@@ -133,7 +134,7 @@ def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterable[Wide
     return dict.fromkeys(plans)  # at 8 bits two of them may be equal
 
 
-# tokens, outputs and stages of `hopper_int8_kernel`; blocks below 64 tokens serve only widths of that size
+# tokens, outputs and stages of `int8.hopper_kernel`; blocks below 64 tokens serve only widths of that size
 HOPPER_INT8_BLOCKS = ((16, 64, 8), (16, 64, 12), (16, 128, 6), (16, 256, 6), (32, 128, 4),
                       (64, 64, 8), (64, 64, 12), (64, 128, 4), (64, 128, 6), (128, 64, 8), (128, 128, 3),
                       (128, 128, 4), (128, 128, 6), (128, 256, 4))  # fmt: skip

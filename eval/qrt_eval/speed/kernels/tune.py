@@ -28,7 +28,8 @@ from tqdm import tqdm
 from qrt.arch import ModelConfig
 from qrt.errors import ConfigError
 from qrt.kernels import tuned
-from qrt.kernels.linear import int8_kernel, linear, linear_silu, linear_silu_int8
+from qrt.kernels.linear import linear, linear_silu, linear_silu_int8
+from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
 from qrt.layers.linear import Linear
 from qrt.quant.digits import MOST_TOKENS
 from qrt_eval.speed.kernels.layer import decode_step, layer_us, layers
@@ -134,7 +135,7 @@ def _calls(trial: Trial, weights: Sequence[Linear]) -> tuple[Callable[..., objec
     if not trial.gated or trial.scheme != "w8a8":
         operator = linear_silu if trial.gated else linear
         return operator, [(x, list(own.tensors), None, trial.scheme) for own in weights]
-    codes, scale, dtype = int8_kernel.quantize_tokens(x)
+    codes, scale, dtype = quantize_tokens(x)
     tensors = [list(own.tensors) for own in weights]  # the tensors of a Linear would keep their first plan
     return linear_silu_int8, [(codes, scale, own, None, trial.scheme, dtype) for own in tensors]
 

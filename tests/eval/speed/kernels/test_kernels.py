@@ -7,7 +7,8 @@ import torch
 
 from errors import assert_error, assert_names
 from qrt.kernels import tuned
-from qrt.kernels.linear import int8_kernel, tile_plans
+from qrt.kernels.linear.int8 import plans as int8_plans
+from qrt.kernels.linear.tiles import plans as tile_plans
 from qrt.quant.digits import MOST_TOKENS
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.cli import main
@@ -204,7 +205,7 @@ def test_tuned_files_are_complete():
         table = json.loads(file.read_text())
         assert table
         for key, (kind, *sizes) in table.items():
-            known = {"tiles": {**tile_plans.PLANS, "dequantize": list}, "int8": int8_kernel.PLANS}
+            known = {"tiles": {**tile_plans.PLANS, "dequantize": list}, "int8": int8_plans.PLANS}
             plans = known[key.split()[0]]
             named = dict(zip(getattr(plans[kind], "_fields", ()), sizes, strict=True))
             assert named.pop("persistent", 0) in (0, 1, 2), key

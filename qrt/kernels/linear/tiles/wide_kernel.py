@@ -43,10 +43,10 @@ from qrt.kernels.linear.device import (
     store_block,
     sum_splits,
 )
-from qrt.kernels.linear.hopper_tile_kernel import fetch_tile, tile_of, weights_of
-from qrt.kernels.linear.shared.order_kernel import in_panels
-from qrt.kernels.linear.shared.split_kernel import split_evenly
-from qrt.kernels.linear.tile_plans import Layout, WidePlan, registers
+from qrt.kernels.linear.shared.device import in_panels, split_evenly
+from qrt.kernels.linear.tiles.device import Layout
+from qrt.kernels.linear.tiles.plans import WidePlan, registers
+from qrt.kernels.linear.tiles.wide_tile_kernel import fetch_tile, tile_of, weights_of
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.kernels.sizes import cdiv
 from qrt.quant.weight.device import unit_of

@@ -1,17 +1,13 @@
-"""The product of any GPU with weight-only integers in tiles: of few tokens, and of many.
+"""The product of a few tokens with weight-only integers in tiles, on any GPU.
 
-Few tokens: one kernel reads every weight once and is bound by that read. It computes W @ x^T, so that the
-unpacked weights are the register operand of the tensor core and never touch shared memory, keeps codes as
-exact small integers and applies scales to fp32 group sums. Where N / 64 programs would leave SMs idle, K is
-split; the last program of a row block to arrive adds the partial sums in split order, so results do not
-depend on timing. Many tokens: the weight is dequantized block by block to scratch and torch multiplies.
+One kernel reads every weight once and is bound by that read. It computes W @ x^T, so that the unpacked
+weights are the register operand of the tensor core and never touch shared memory. Codes stay exact small
+integers; scales multiply fp32 sums of groups. Where N / 64 programs would leave SMs idle, K is split. The
+last program of a row block to arrive adds the partial sums in split order: results do not depend on timing.
 Layout: quant/weight/tiles.py. A format is its `unpack` device function.
 """
 
 from __future__ import annotations
-
-from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -21,31 +17,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels.gpu import overlaps, shared_bytes
 from qrt.kernels.launch import COMPILED, variant
-from qrt.kernels.linear.shared.split_kernel import sum_splits
-from qrt.kernels.linear.tile_plans import FusedPlan, Layout, width_of
+from qrt.kernels.linear.shared.device import sum_splits
+from qrt.kernels.linear.tiles.device import TL, Layout, scale_of_run, zero_of_run
+from qrt.kernels.linear.tiles.plans import FusedPlan, width_of
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.weight.device import unit_of
-from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
+from qrt.quant.weight.tiles import TiledWeight
 
 SMALL_BYTES = 4 << 10  # of shared memory, for scales and zeros
-SCRATCH_BYTES = 64 << 20  # of dequantized weight: near the L2 cache, and small beside a model
-_TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
-@triton.jit
-def _scale(ptr, run: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr):
-    """fp32 scale of each row's `run`. 16-bit scales come in pairs: an async copy moves 4 bytes or more."""
-    if SCALE == tl.float32:
-        return tl.load(ptr + run * ROWS).to(tl.float32, bitcast=True)
-    else:
-        pair = tl.load(ptr + run // 2 * ROWS)
-        return ((pair >> (run % 2 * 16)) & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _zero(zeros, run: tl.constexpr):
-    """Signed byte `run` of each row's word, [ROWS, 1]."""
-    return ((zeros << (24 - 8 * run)) >> 24)[:, None]
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -91,13 +70,13 @@ def _fused(
         for run in tl.static_range(RUNS):
             part = tl.zeros([BLOCKS * ROWS, BM], tl.float32)
             for p in tl.static_range(run * PER_RUN, (run + 1) * PER_RUN):
-                plane = UNPACK(packed, _zero(zeros, run) if ASYMMETRIC else 0, p, DOT, ASM)
+                plane = UNPACK(packed, zero_of_run(zeros, run) if ASYMMETRIC else 0, p, DOT, ASM)
                 inside = live
                 if K % TILE:
                     inside = live & ((first + i) * TILE + p * J + words < K)[:, None]
                 x = tl.load(xp + p * J, mask=inside, other=0.0)
                 part = tl.dot(plane, x.to(DOT), part, input_precision="ieee")
-            acc += part * _scale(sp, run, ROWS, SCALE)[:, None]
+            acc += part * scale_of_run(sp, run, ROWS, SCALE)[:, None]
         wp += ROWS * J
         sp += RUNS // WORDS * ROWS
         zp += ROWS
@@ -122,33 +101,6 @@ def _fused(
             tl.store(Y + at, silu_times(gate, up, ASM), mask=tl.broadcast_to(live, (ROWS, BM)))
         else:
             tl.store(Y + tokens[None, :] * N + n[:, None], y, mask=inside)
-
-
-@triton.jit
-def _dequantize(
-    W, SCALES, ZEROS, OUT, TILES,
-    K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, RUNS: tl.constexpr,
-    SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles, row blocks): OUT [64 * row blocks, K] = (code - zero) * scale, rounded to OUT's dtype."""
-    WORDS: tl.constexpr = 1 if SCALE == tl.float32 else 2
-    PER_RUN: tl.constexpr = PLANES // RUNS
-    column = tl.program_id(0)
-    block = tl.program_id(1)
-    rows = tl.arange(0, ROWS)
-    words = tl.arange(0, J)
-    tile = block.to(tl.int64) * TILES + column
-    packed = tl.load(W + tile * (ROWS * J) + rows[:, None] * J + words[None, :])
-    if ASYMMETRIC:
-        zeros = tl.load(ZEROS + tile * ROWS + rows)
-    for p in tl.static_range(PLANES):
-        zero = _zero(zeros, p // PER_RUN) if ASYMMETRIC else 0
-        plane = UNPACK(packed, zero, p, OUT.dtype.element_ty, ASM).to(tl.float32)
-        scales = SCALES + tile * (RUNS // WORDS * ROWS) + rows
-        plane *= (_scale(scales, p // PER_RUN, ROWS, SCALE) * unit_of(OUT.dtype.element_ty, ASM))[:, None]
-        k = (column * PLANES + p) * J + words
-        out = OUT + (block * ROWS + rows).to(tl.int64)[:, None] * K + k[None, :]
-        tl.store(out, plane.to(OUT.dtype.element_ty), mask=(k < K)[None, :])
 
 
 def fused_gemm(
@@ -176,49 +128,9 @@ def fused_gemm(
     )  # fmt: skip
 
 
-def dequantized_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: Layout) -> None:
-    """y [T, N] = x [T, K] @ W.T + bias, by torch from blocks of the dequantized weight."""
-    blocks = max(1, SCRATCH_BYTES // (TILE_ROWS * x.shape[1] * x.itemsize))
-    for first in range(0, weight.packed.shape[0], blocks):
-        matrix = _dequantized(x, weight, slice(first, first + blocks), layout)
-        columns = slice(first * TILE_ROWS, min((first + blocks) * TILE_ROWS, weight.out_features))
-        matrix = matrix[: columns.stop - columns.start].T
-        if bias is None:
-            torch.mm(x, matrix, out=y[:, columns])
-        else:
-            torch.addmm(bias[columns], x, matrix, out=y[:, columns])
-
-
-def _dequantized(x: Tensor, weight: TiledWeight, blocks: slice, layout: Layout) -> Tensor:
-    """Row blocks of the weight as [rows, K] in x's dtype."""
-    packed, scale, zero = weight.packed[blocks], weight.scale[blocks], weight.zero[blocks]
-    out = torch.empty(packed.shape[0] * TILE_ROWS, x.shape[1], dtype=x.dtype, device=x.device)
-    kernel = variant(_dequantize, K=x.shape[1], **layout._asdict())
-    kernel.launch(
-        (packed.shape[1], packed.shape[0]), packed, scale.view(torch.int32), zero.view(torch.int32), out,
-        packed.shape[1],
-    )  # fmt: skip
-    return out
-
-
-def layout_of(weight: TiledWeight, bits: int, unpack: Any) -> Layout:
-    """Return the constants of a weight, whose codes `unpack` (`TiledScheme.unpacker`) makes numbers of."""
-    scale = weight.scale
-    return _cached_layout(
-        weight.packed.shape[3], weight.runs, scale.dtype, weight.zero.numel() > 0, bits, unpack
-    )
-
-
-@cache
-def _cached_layout(
-    words: int, runs: int, scale: torch.dtype, asymmetric: bool, bits: int, unpack: Any
-) -> Layout:  # fmt: skip
-    return Layout(TILE_ROWS, words, 16 // bits, runs, _TL[scale], asymmetric, unpack, COMPILED)
-
-
 def _dot_type(x: Tensor) -> tl.dtype:
     """x's dtype; the interpreter would multiply bf16 as bit patterns, so there fp32."""
-    return _TL[x.dtype] if COMPILED else tl.float32
+    return TL[x.dtype] if COMPILED else tl.float32
 
 
 def _stages(device: torch.device, stage_bytes: int, most: int) -> int:

@@ -1,7 +1,7 @@
 """A tile of a quantized weight on its way to Hopper's tensor cores, in Gluon: brought by the copy engine
 (TMA), loaded as the register operand, unpacked plane by plane.
 
-Everywhere `ring` and `copies` are what `hopper_kernel` has in shared memory and brings there, S its sizes. A
+Everywhere `ring` and `copies` are what `wide_kernel` has in shared memory and brings there, S its sizes. A
 tile of a gate and its up has as many rows of both, by eights in turn: a thread then has both of a column.
 Layout: quant/weight/tiles.py.
 """

@@ -1,9 +1,20 @@
-"""Split-K: programs that share an output block add their sums in a fixed order, whoever comes last."""
+"""What Triton kernels of several products share: the order of their blocks, and sums over splits of K."""
 
 import triton
 import triton.language as tl
 
 from qrt.kernels.sizes import cdiv
+
+
+@triton.jit
+def in_panels(block, token_blocks, row_blocks, PANEL: tl.constexpr):
+    """(token block, row block) of number `block`: PANEL token blocks take a row block before the next one, so
+    that their tokens stay in the L2 cache while all weights pass."""
+    size = PANEL * row_blocks
+    panel = block // size
+    width = tl.minimum(token_blocks - panel * PANEL, PANEL)
+    place = block % size
+    return panel * PANEL + place % width, place // width
 
 
 @triton.jit

@@ -7,8 +7,7 @@ gate over its up, a block can hold as many rows of both, and silu(gate) * up is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import triton.language as tl
@@ -27,8 +26,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import aligned, of_tokens, of_weight, store_block, sum_splits
-from qrt.kernels.linear.shared.order_kernel import in_panels
-from qrt.kernels.linear.shared.split_kernel import split_evenly
+from qrt.kernels.linear.int8.plans import HopperPlan
+from qrt.kernels.linear.shared.device import in_panels, split_evenly
+from qrt.kernels.linear.weight import Prepared
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.kernels.sizes import cdiv
 from qrt.quant.tokens import QuantizedTokens
@@ -184,54 +184,27 @@ def _fetch_tokens(a_desc, a_smem, ready, slot, token, k, wanted):
     tma.async_copy_global_to_shared(a_desc, [token, k], ready.index(slot), a_smem.index(slot), pred=wanted)
 
 
-class HopperPlan(NamedTuple):
-    """Tokens and outputs of a program's block, shares of K, stages in flight; programs an SM that take all
-    blocks in turn, where K is not split, or 0."""
-
-    tokens: int
-    outputs: int
-    splits: int
-    stages: int
-    persistent: int = 0
-
-
-def hopper_plan(tokens: int, n: int, sms: int) -> HopperPlan | None:
-    """Where nothing was measured; None: the bytes of the weights are the bound, not the tensor cores.
-
-    Triton's int8 wgmma takes at most 128 columns, so large blocks grow in outputs.
-    """
-    if tokens <= 128:
-        return None
-    many = cdiv(tokens, 128) * cdiv(n, 256) >= sms
-    return HopperPlan(128, 256 if many else 128, 1, 4)
-
-
-def gates(plan: HopperPlan) -> bool:
-    """Whether gate and up of a column come to lie in one thread: each warp has rows of both halves."""
-    return plan.splits == 1 and plan.outputs >= 128
-
-
 def fits(x: Tensor) -> bool:
     """Whether this kernel multiplies codes x [T, K]: rows of whole 16 bytes, on a GPU with wgmma."""
     return is_hopper(x.device) and x.shape[1] % 16 == 0
 
 
-def hopper_int8_product(
-    x: QuantizedTokens, codes: Tensor, scale: Tensor, arrivals: Tensor, bias: Tensor | None,
-    plan: HopperPlan, halves: int = 1, shares: bool = False,
-) -> Callable[[QuantizedTokens, Tensor | None, Tensor], None]:  # fmt: skip
-    """Return what computes y from x, bias and y, for all that are as x and bias.
+def hopper_product(
+    x: QuantizedTokens, weight: Sequence[Tensor], bias: Tensor | None, plan: HopperPlan, gated: bool,
+    shares: bool = False,
+) -> Prepared:  # fmt: skip
+    """Return the product of x and bias, for all that are as x and bias.
 
-    y [T, N] = x @ codes.T scaled, plus bias; x `fits`, the weight lies as in `Layout.INT8_ROWS`. With two
-    halves, by a plan that `gates`, y [T, N / 2] = silu(first) * second. With `shares` y is the sum of each
-    split, fp32 [S, T, N]. All that does not depend on addresses is worked out here, once.
+    [T, N] = x @ codes.T scaled, plus bias; x `fits`, the weight lies as in `Layout.INT8_ROWS`. If gated, by a
+    plan that `gates`, it is silu(gate) * up of that, [T, N / 2]. With `shares` it is the sum of each split,
+    fp32 [S, T, N]. All that does not depend on addresses is worked out here, once.
     """
-    (tokens, k), n = x.codes.shape, codes.shape[0]
+    codes, scale, arrivals = weight
+    (tokens, k), n, halves = x.codes.shape, codes.shape[0], 2 if gated else 1
     outputs = cdiv(tokens, plan.tokens) * cdiv(n, plan.outputs)
     steps = cdiv(k, INPUTS)
     share, splits = split_evenly(steps, plan.splits, outputs, arrivals.shape[0])
     room = outputs * splits * plan.tokens * plan.outputs if splits > 1 and not shares else 0
-    rows = (halves, plan.outputs // halves, INPUTS)
     persistent = plan.persistent > 0 and splits == 1 and steps >= plan.stages
     programs = min(plan.persistent * multiprocessors(codes.device), outputs) if persistent else outputs
     kernel = variant(
@@ -239,15 +212,18 @@ def hopper_int8_product(
         SPLIT=splits > 1, SHARES=shares, STAGES=plan.stages, HALVES=halves, PERSISTENT=persistent,
         num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
     )  # fmt: skip
-    block, shape = (plan.tokens, INPUTS), (halves, n // halves, k)
-    weight = of_weight(codes, shape, torch.int8, rows, SWIZZLED[3])
+    rows = halves, plan.outputs // halves, INPUTS
+    of_codes = of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3])
+    size = (splits, tokens, n) if shares else (tokens, n // halves)
 
-    def multiply(x: QuantizedTokens, bias: Tensor | None, y: Tensor) -> None:
-        tokens_of_x = of_tokens(aligned(x.codes.contiguous()), block, SWIZZLED[2])
+    def multiply(x: QuantizedTokens, bias: Tensor | None) -> Tensor:
+        y = torch.empty(size, dtype=torch.float32 if shares else x.dtype, device=codes.device)
+        of_x = of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED[2])
         parts = torch.empty(room, dtype=torch.int32, device=codes.device) if room else None
         kernel.launch(
-            (programs, splits), tokens_of_x, weight, x.scale, scale, bias, y, parts, arrivals, tokens, n,
-            steps, share,
+            (programs, splits), of_x, of_codes, x.scale, scale, bias, y, parts, arrivals, tokens, n, steps,
+            share,
         )  # fmt: skip
+        return y
 
     return multiply

@@ -23,19 +23,6 @@ class FusedPlan(NamedTuple):
         return (self.blocks, self.splits) == (2, 1)
 
 
-class Layout(NamedTuple):
-    """The constants that describe a tiled weight to its kernels."""
-
-    ROWS: int  # of a tile
-    J: int  # words of a tile's row, inputs of a plane
-    PLANES: int  # of a tile
-    RUNS: int  # of a tile, each with scales of its own
-    SCALE: Any  # dtype of the scales
-    ASYMMETRIC: bool
-    UNPACK: Any  # `TiledScheme.unpacker`
-    ASM: bool
-
-
 def width_of(tokens: int) -> int:
     """BM: columns of the dot for so many tokens."""
     return 8 if tokens <= 8 else max(16, next_power_of_2(tokens))
@@ -65,7 +52,7 @@ def even_splits(splits: int, tiles: int) -> int:
 
 
 class WidePlan(NamedTuple):
-    """How `hopper_kernel` is launched for one shape."""
+    """How `wide_kernel` is launched for one shape."""
 
     tokens: int  # BM
     blocks: int  # of rows a program

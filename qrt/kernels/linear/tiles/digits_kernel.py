@@ -43,7 +43,7 @@ from qrt.kernels.linear.device import (
     store_block,
     sum_splits,
 )
-from qrt.kernels.linear.make_digits_kernel import make_digits
+from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.kernels.sizes import cdiv
 from qrt.quant.device import digits_of, larger

@@ -1,0 +1,1 @@
+"""The products of int8 codes by int8 codes."""

@@ -1,0 +1,68 @@
+"""How the int8 products are launched: by measured plans (`qrt.kernels.tuned`) or rules of thumb."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from qrt.kernels.sizes import cdiv, next_power_of_2
+
+
+class BlockPlan(NamedTuple):
+    """Tokens, outputs and inputs of a program's block, and how it is compiled."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def width_of(tokens: int) -> int:
+    """Token counts that share a plan, by the largest of them: powers of two, all up to 16 and all above 1024
+    alike."""
+    return min(max(16, next_power_of_2(tokens)), 2048)
+
+
+@lru_cache(maxsize=1 << 10)
+def tuning_key(k: int, n: int, width: int) -> str:
+    """Of a plan in `qrt.kernels.tuned`."""
+    return f"int8 {k}x{n} {width} wide"
+
+
+def block_plan(width: int) -> BlockPlan:
+    """Where nothing was measured."""
+    if width <= 64:  # bound by weight bytes: narrow blocks, so that every SM reads
+        return BlockPlan(width, 32, 256, 1, 4, 4)
+    return BlockPlan(128, 128, 128, 1, 8, 3)
+
+
+class HopperPlan(NamedTuple):
+    """Tokens and outputs of a program's block, shares of K, stages in flight; programs an SM that take all
+    blocks in turn, where K is not split, or 0."""
+
+    tokens: int
+    outputs: int
+    splits: int
+    stages: int
+    persistent: int = 0
+
+    @property
+    def gates(self) -> bool:
+        """Whether gate and up of a column come to lie in one thread: each warp has rows of both halves."""
+        return self.splits == 1 and self.outputs >= 128
+
+
+def hopper_plan(tokens: int, n: int, sms: int) -> HopperPlan | None:
+    """Where nothing was measured; None: the bytes of the weights are the bound, not the tensor cores.
+
+    Triton's int8 wgmma takes at most 128 columns, so large blocks grow in outputs.
+    """
+    if tokens <= 128:
+        return None
+    many = cdiv(tokens, 128) * cdiv(n, 256) >= sms
+    return HopperPlan(128, 256 if many else 128, 1, 4)
+
+
+PLANS: dict[str, Any] = {"block": BlockPlan, "hopper": HopperPlan}  # by their names there

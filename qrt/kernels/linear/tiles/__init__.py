@@ -1,0 +1,1 @@
+"""The products of weight-only integers in tiles (qrt/quant/weight/tiles.py)."""

@@ -1,0 +1,59 @@
+"""What kernels over tiles share: the constants of a weight, and how scales and zeros of a tile are read."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from qrt.kernels.launch import COMPILED
+from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
+
+TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}  # Triton's dtypes
+
+
+class Layout(NamedTuple):
+    """The constants that describe a tiled weight to its kernels."""
+
+    ROWS: int  # of a tile
+    J: int  # words of a tile's row, inputs of a plane
+    PLANES: int  # of a tile
+    RUNS: int  # of a tile, each with scales of its own
+    SCALE: Any  # dtype of the scales
+    ASYMMETRIC: bool
+    UNPACK: Any  # `TiledScheme.unpacker`
+    ASM: bool
+
+
+def layout_of(weight: TiledWeight, bits: int, unpack: Any) -> Layout:
+    """Return the constants of a weight, whose codes `unpack` (`TiledScheme.unpacker`) makes numbers of."""
+    scale = weight.scale
+    return _cached_layout(
+        weight.packed.shape[3], weight.runs, scale.dtype, weight.zero.numel() > 0, bits, unpack
+    )
+
+
+@cache
+def _cached_layout(
+    words: int, runs: int, scale: torch.dtype, asymmetric: bool, bits: int, unpack: Any
+) -> Layout:  # fmt: skip
+    return Layout(TILE_ROWS, words, 16 // bits, runs, TL[scale], asymmetric, unpack, COMPILED)
+
+
+@triton.jit
+def scale_of_run(ptr, run: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr):
+    """fp32 scale of each row's `run`. 16-bit scales come in pairs: an async copy moves 4 bytes or more."""
+    if SCALE == tl.float32:
+        return tl.load(ptr + run * ROWS).to(tl.float32, bitcast=True)
+    else:
+        pair = tl.load(ptr + run // 2 * ROWS)
+        return ((pair >> (run % 2 * 16)) & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def zero_of_run(zeros, run: tl.constexpr):
+    """Signed byte `run` of each row's word, [ROWS, 1]."""
+    return ((zeros << (24 - 8 * run)) >> 24)[:, None]
