@@ -156,8 +156,8 @@ class AsyncLLM:
             await self.client.start()
         elif self._loop is not loop:
             raise ConfigError(
-                "AsyncLLM: got another event loop than the one it began in, wanted that; call asyncio.run "
-                "once, around all that uses it, or make an AsyncLLM in each"
+                "AsyncLLM: expected the event loop it began in, got another; call asyncio.run once, around "
+                "all that uses it, or make an AsyncLLM in each"
             )
 
     def _collector(

@@ -34,11 +34,11 @@ def expect(
     if bound is None:
         known = ", ".join(f"{k}={v}" for k, v in sizes.items())
         given = f" with {known}" if known else ""
-        raise ValueError(f"{name}: shape {[int(n) for n in tensor.shape]}, wanted [{shape}]{given}")
+        raise ValueError(f"{name}: expected shape [{shape}]{given}, got {[int(n) for n in tensor.shape]}")
     if dtype is not None and tensor.dtype is not dtype:
         dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
         if tensor.dtype not in dtypes:
-            raise ValueError(f"{name}: dtype {tensor.dtype}, wanted {' or '.join(map(str, dtypes))}")
+            raise ValueError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     return bound
 
 
@@ -70,38 +70,38 @@ def is_number(value: object) -> TypeGuard[float]:
 def at_least(name: str, value: object, low: int) -> None:
     """Raise ConfigError unless `value` is an integer from `low` to LARGEST."""
     if not is_integer(value) or value < low:
-        raise ConfigError(f"{name}: got {value!r}, wanted an integer of at least {low}")
+        raise ConfigError(f"{name}: expected an integer of at least {low}, got {value!r}")
     at_most(name, value, LARGEST)
 
 
 def check_seed(value: object) -> None:
     """Raise ConfigError unless `value` is an integer of 64 bits."""
     if not is_integer(value) or not -LARGEST - 1 <= value <= LARGEST:
-        raise ConfigError(f"seed: got {value!r}, wanted an integer of 64 bits")
+        raise ConfigError(f"seed: expected an integer of 64 bits, got {value!r}")
 
 
 def at_most(name: str, value: int, high: int) -> None:
     """Raise ConfigError for a `value` above `high`."""
     if value > high:
-        raise ConfigError(f"{name}: got {value}, wanted at most {high}")
+        raise ConfigError(f"{name}: expected at most {high}, got {value}")
 
 
 def between(name: str, value: object, low: float, high: float) -> None:
     """Raise ConfigError unless `value` is a number from `low` to `high`."""
     if not is_number(value) or not low <= value <= high:
-        raise ConfigError(f"{name}: got {value!r}, wanted {low} to {high}")
+        raise ConfigError(f"{name}: expected {low} to {high}, got {value!r}")
 
 
 def yes_or_no(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is True, False, 1 or 0; a text such as "false" is none of them."""
     if not isinstance(value, int) or value not in (0, 1):
-        raise ConfigError(f"{name}: got {value!r}, wanted True or False")
+        raise ConfigError(f"{name}: expected True or False, got {value!r}")
 
 
 def listed(name: str, value: object) -> tuple[Any, ...]:
     """Return a list as a tuple of plain values; ConfigError for anything else, such as a text."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ConfigError(f"{name}: got {value!r}, wanted a list")
+        raise ConfigError(f"{name}: expected a list, got {value!r}")
     return tuple(map(plain, value))
 
 
@@ -113,4 +113,4 @@ def plain(value: Any) -> Any:
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raise ConfigError unless `value` is one of `known`."""
     if value not in known:
-        raise ConfigError(f"{name}: got {value!r}, wanted one of {', '.join(known)}")
+        raise ConfigError(f"{name}: expected one of {', '.join(known)}, got {value!r}")

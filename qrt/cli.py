@@ -99,7 +99,7 @@ def check_output(flag: str, path: Path) -> None:
     Makes its folders if needed.
     """
     if path.is_dir():
-        raise ConfigError(f"{flag} {path}: a folder, wanted a file")
+        raise ConfigError(f"{flag} {path}: expected a file, got a folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

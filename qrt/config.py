@@ -43,7 +43,7 @@ class Environment:
         name = given("QRT_KERNEL_BACKEND", "auto")
         known = [backend.value for backend in KernelBackend]
         if name not in known:
-            raise ConfigError(f"QRT_KERNEL_BACKEND: got {name!r}, wanted one of {', '.join(known)}")
+            raise ConfigError(f"QRT_KERNEL_BACKEND: expected one of {', '.join(known)}, got {name!r}")
         home = given("HF_HOME") or f"{given('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
         offline = given("HF_HUB_OFFLINE") or given("TRANSFORMERS_OFFLINE") or ""
         return cls(
@@ -139,7 +139,7 @@ class EngineConfig:
             if not isinstance(value := getattr(self, name), str | None):
                 raise ConfigError(f"{name}: expected a branch, a tag or a commit, got {value!r}")
         if not isinstance(self.kv, str):
-            raise ConfigError(f"kv: got {self.kv!r}, wanted the name of a KV format")
+            raise ConfigError(f"kv: expected the name of a KV format, got {self.kv!r}")
         for name in ("kv_skip_layers", "cudagraph_capture_sizes"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, listed(name, getattr(self, name)))
@@ -172,10 +172,10 @@ class EngineConfig:
             yes_or_no("overlap", self.overlap)
         share = self.gpu_memory_utilization
         if not is_number(share) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization: got {share!r}, wanted above 0 and at most 1")
+            raise ConfigError(f"gpu_memory_utilization: expected above 0 and at most 1, got {share!r}")
         check_seed(self.seed)
 
 
 def _folder(name: str, value: object, remedy: str) -> None:
     if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError(f"{name}: got {type(value).__name__}, wanted a folder; {remedy}")
+        raise ConfigError(f"{name}: expected a folder, got {type(value).__name__}; {remedy}")

@@ -115,14 +115,14 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON ({error}); download or copy it again") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: wanted a JSON object, got {type(value).__name__}")
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
 def expect_at_most(path: Path, most: int) -> None:
     """Raise CheckpointError for a larger file, before it is read."""
     if (size := path.stat().st_size) > most:
-        raise CheckpointError(f"{path}: {size} bytes, wanted at most {most}; download or copy it again")
+        raise CheckpointError(f"{path}: expected at most {most} bytes, got {size}; download or copy it again")
 
 
 def is_file(path: Path) -> bool:

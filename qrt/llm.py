@@ -117,7 +117,7 @@ class LLM:
         params = self._params(sampling_params, len(listed))
         priorities = [0] * len(listed) if priority is None else priority
         if len(priorities) != len(listed):
-            raise ConfigError(f"priority: got {len(priorities)} for {len(listed)} prompts, wanted one each")
+            raise ConfigError(f"priority: expected one per prompt, got {len(priorities)} for {len(listed)}")
         parts = split_prompts(listed, self.tokenizer)
         collectors = [
             self._collector(*given, own, first)
@@ -163,8 +163,8 @@ class LLM:
         refuse_arguments("LLM.chat", others, signature(self.chat).parameters)
         if isinstance(messages, (str, Mapping)) or not hasattr(messages, "__getitem__"):
             raise ConfigError(
-                f"messages: got {type(messages).__name__}, wanted a list such as "
-                '[{"role": "user", "content": "..."}], or a list of those'
+                'messages: expected a list such as [{"role": "user", "content": "..."}], or a list of those, '
+                f"got {type(messages).__name__}"
             )
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
@@ -226,7 +226,7 @@ class LLM:
         """
         if os.getpid() != self._pid:
             raise QrtError(
-                f"LLM: made in process {self._pid}, used in its fork {os.getpid()}, wanted the same process; "
+                f"LLM: expected use in process {self._pid}, which made it, got its fork {os.getpid()}; "
                 "make the LLM in the child, which multiprocessing starts by spawn"
             )
         with self._lock:
@@ -264,7 +264,9 @@ class LLM:
             return [given.clone()] * count
         if not isinstance(given, Sequence) or not all(isinstance(own, SamplingParams) for own in given):
             got = type(given).__name__
-            raise ConfigError(f"sampling_params: got {got}, wanted SamplingParams, or a list of one each")
+            raise ConfigError(
+                f"sampling_params: expected SamplingParams, or a list of one per prompt, got {got}"
+            )
         if len(given) != count:
             raise ConfigError(f"sampling_params: expected one each, got {len(given)} for {count} prompts")
         return [own.clone() for own in given]
@@ -276,7 +278,7 @@ def _listed(prompts: Prompt | Sequence[Prompt] | None) -> Sequence[Prompt]:
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         got = type(prompts).__name__
-        raise ConfigError(f"prompts: got {got}, wanted text, token ids or a dictionary, or a list of them")
+        raise ConfigError(f"prompts: expected text, token ids or a dictionary, or a list of them, got {got}")
     if len(prompts) > 0 and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

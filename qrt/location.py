@@ -90,7 +90,7 @@ def _place(name: str | Path, revision: str | None, download_dir: str | Path | No
     if folder.is_dir():
         if revision is not None:
             raise ConfigError(
-                f"revision: got {revision!r} for the folder {name}, which has none; leave it out"
+                f"revision: expected none for the folder {name}, got {revision!r}; leave it out"
             )
         return folder
     if folder.exists():
@@ -99,5 +99,5 @@ def _place(name: str | Path, revision: str | None, download_dir: str | Path | No
     if found is None:
         raise CheckpointError(f"{name}: no such folder; give {EXPECTED}")
     if revision is not None and found[2] not in (None, revision):
-        raise ConfigError(f"revision: got {revision!r} and {name}; name one of the two")
+        raise ConfigError(f"revision: expected one, got {revision!r} and {name}; name one of the two")
     return Repository.of(found[1], found[2] or revision, download_dir)

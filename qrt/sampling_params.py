@@ -109,7 +109,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", listed("allowed_token_ids", self.allowed_token_ids))
         if not isinstance(self.logit_bias or {}, Mapping):
             raise ConfigError(
-                f"logit_bias: got {self.logit_bias!r}, wanted a value for each of some token ids"
+                f"logit_bias: expected a mapping of token ids to values, got {self.logit_bias!r}"
             )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         self._check_numbers()
@@ -129,15 +129,15 @@ class SamplingParams:
         ):
             between(name, getattr(self, name), low, high)
         if not is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p: got {self.top_p!r}, wanted above 0 and at most 1")
+            raise ConfigError(f"top_p: expected above 0 and at most 1, got {self.top_p!r}")
         penalty = self.repetition_penalty
         if not is_number(penalty) or not 1 / LARGE <= penalty <= LARGE:
-            raise ConfigError(f"repetition_penalty: got {penalty!r}, wanted above 0")
+            raise ConfigError(f"repetition_penalty: expected above 0, got {penalty!r}")
         if (decay := self.exponential_decay_length_penalty) is not None:
             start, factor = decay if isinstance(decay, (tuple, list)) and len(decay) == 2 else (None, None)
             if not is_integer(start) or start < 0 or not is_number(factor) or not 1 <= factor <= LARGE:
                 raise ConfigError(
-                    f"exponential_decay_length_penalty: got {decay!r}, wanted (tokens, factor of at least 1)"
+                    f"exponential_decay_length_penalty: expected (tokens, factor from 1 on), got {decay!r}"
                 )
             object.__setattr__(self, "exponential_decay_length_penalty", (start, float(factor)))
         for token, bias in self.logit_bias.items():
@@ -150,7 +150,8 @@ class SamplingParams:
             at_least("best_of", self.best_of, self.n)
             if self.best_of > self.n and self.greedy:
                 raise ConfigError(
-                    f"best_of: got {self.best_of} with temperature 0, where all completions are the same"
+                    f"best_of: expected at most n with temperature 0, where all completions are the same, "
+                    f"got {self.best_of}; leave it out, or raise temperature"
                 )
         at_least("top_k", self.top_k, -1)
         if self.seed is not None:
@@ -160,7 +161,7 @@ class SamplingParams:
             at_least("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
                 raise ConfigError(
-                    f"min_tokens: got {self.min_tokens}, wanted at most max_tokens {self.max_tokens}"
+                    f"min_tokens: expected at most max_tokens {self.max_tokens}, got {self.min_tokens}"
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -177,11 +178,11 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             at_most("allowed_token_ids: number", len(self.allowed_token_ids), MAX_TOKENS_LISTED)
             if not self.allowed_token_ids:
-                raise ConfigError("allowed_token_ids: got none, wanted at least one token id, or None")
+                raise ConfigError("allowed_token_ids: expected at least one token id, or None, got none")
             for token in self.allowed_token_ids:
                 at_least("allowed_token_ids", token, 0)
         if any(not isinstance(text, str) or not text for text in self.stop_strings):
-            raise ConfigError(f"stop: got {self.stop!r}, wanted non-empty strings")
+            raise ConfigError(f"stop: expected non-empty strings, got {self.stop!r}")
         if self.stop_strings and not self.detokenize:
             raise ConfigError(
                 f"stop: expected none with detokenize=False, got {self.stop!r}; they are looked for in the "
@@ -189,7 +190,7 @@ class SamplingParams:
             )
         for word in self.bad_words:
             if not isinstance(word, (str, tuple)) or not word:
-                raise ConfigError(f"bad_words: got {word!r}, wanted non-empty strings")
+                raise ConfigError(f"bad_words: expected non-empty strings, got {word!r}")
             for token in word if isinstance(word, tuple) else ():
                 at_least("bad_words", token, 0)
 

@@ -28,11 +28,13 @@ def test_number_of_dimensions():
 
 
 def test_messages_name_the_tensor_what_came_and_what_was_wanted():
-    with pytest.raises(ValueError, match=re.escape("q: shape [2, 3, 5], wanted [B Hq D] with D=64")):
+    with pytest.raises(ValueError, match=re.escape("q: expected shape [B Hq D] with D=64, got [2, 3, 5]")):
         expect(torch.empty(2, 3, 5), "B Hq D", name="q", D=64)
-    with pytest.raises(ValueError, match="slots: dtype torch.int64, wanted torch.int32"):
+    with pytest.raises(ValueError, match="slots: expected dtype torch.int32, got torch.int64"):
         expect(torch.empty(2, dtype=torch.int64), "T", torch.int32, name="slots")
-    with pytest.raises(ValueError, match=r"x: dtype torch.int8, wanted torch.float16 or torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"x: expected dtype torch.float16 or torch.bfloat16, got torch.int8"
+    ):
         expect(torch.empty(2, dtype=torch.int8), "T", (torch.float16, torch.bfloat16), name="x")
 
 

@@ -122,6 +122,9 @@ def test_an_output_is_tried_before_the_work(tmp_path):
     (tmp_path / "file").write_text("kept")
     check_output("--json", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "kept"
-    for wrong, why in ((tmp_path, "a folder, wanted a file"), (tmp_path / "file" / "x", "cannot be written")):
+    for wrong, why in (
+        (tmp_path, "expected a file, got a folder"),
+        (tmp_path / "file" / "x", "cannot be written"),
+    ):
         with pytest.raises(ConfigError, match=f"--json {wrong}: {why}"):
             check_output("--json", wrong)

@@ -153,7 +153,7 @@ def test_two_processes_download_once(asking, tmp_path):
 def test_an_existing_folder_wins(asking, tmp_path):
     shutil.copytree(TINY, tmp_path / "org/tiny")
     assert str(model_folder("org/tiny")) == "org/tiny" and not asking.requests
-    wanted = "revision: got 'v1' for the folder org/tiny, which has none; leave it out"
+    wanted = "revision: expected none for the folder org/tiny, got 'v1'; leave it out"
     assert refusal("org/tiny", revision="v1") == wanted
 
 
@@ -174,7 +174,10 @@ def test_revisions(asking):
     assert pinned_name(folder) == f"org/tiny@{repo.commit}"
     assert api_name("org/tiny@v1") == api_name(folder) == "org/tiny"
     assert "no revision 'v2'; give a branch, a tag or a commit of" in refusal("org/tiny@v2")
-    assert refusal("org/tiny@v1", revision="v2") == "revision: got 'v2' and org/tiny@v1; name one of the two"
+    assert (
+        refusal("org/tiny@v1", revision="v2")
+        == "revision: expected one, got 'v2' and org/tiny@v1; name one of the two"
+    )
 
 
 def test_a_folder_of_the_cache_is_known_again(asking, monkeypatch):

@@ -124,9 +124,9 @@ def test_parameters_are_changed_as_vllms_are():
     params.max_tokens = 5
     params.stop = ["x", "y"]
     assert params == SamplingParams(max_tokens=5, stop=("x", "y"))
-    with pytest.raises(ConfigError, match="max_tokens: got 0"):
+    with pytest.raises(ConfigError, match="max_tokens: expected an integer of at least 1, got 0"):
         params.max_tokens = 0
-    with pytest.raises(ConfigError, match="min_tokens: got 6, wanted at most max_tokens 5"):
+    with pytest.raises(ConfigError, match="min_tokens: expected at most max_tokens 5, got 6"):
         params.min_tokens = 6
     with pytest.raises(ConfigError, match="unknown argument 'max_token'; did you mean 'max_tokens'"):
         params.max_token = 5

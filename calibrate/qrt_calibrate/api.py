@@ -54,8 +54,8 @@ def calibrate(
         return run(source, recipe, Path(out), *devices)
     if tokenizer is None and any(recipe.windows):
         raise ConfigError(
-            "tokenizer: got none, wanted the model's, to read the calibration text; without one "
-            "method='rtn' works"
+            "tokenizer: expected the model's, to read the calibration text, got none; give it, or take "
+            "method='rtn', which reads no text"
         )
     with tempfile.TemporaryDirectory() as folder:
         _save(model, tokenizer, Path(folder))

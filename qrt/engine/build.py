@@ -127,7 +127,7 @@ def _device(config: EngineConfig) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= count:
         found = f"cuda:0 to cuda:{count - 1}, or cpu" if count else "cpu: torch finds no GPU here"
-        raise ConfigError(f"device: got {name!r}, wanted {found}")
+        raise ConfigError(f"device: expected {found}, got {name!r}")
     return device
 
 

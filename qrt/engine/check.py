@@ -40,10 +40,10 @@ class RequestCheck:
             wrong = values[(values < 0) | (values >= vocab)]
             if wrong.size:
                 raise ConfigError(
-                    f"{name}: token id {wrong[0]}, wanted 0 to {vocab - 1}, the model's vocabulary"
+                    f"{name}: expected token ids of 0 to {vocab - 1}, the model's vocabulary, got {wrong[0]}"
                 )
         if any(isinstance(word, str) for word in params.bad_words):
-            raise ConfigError("bad_words: got text, wanted token ids; LLM and the server encode them")
+            raise ConfigError("bad_words: expected token ids, got text; LLM and the server encode them")
         self._check_allowed(params)
         return ids.astype(np.int32)
 
@@ -63,14 +63,14 @@ class RequestCheck:
     def order(self, priority: object, cache_salt: object) -> None:
         """Check the priority and the salt of cached prefixes."""
         if not isinstance(priority, int):
-            raise ConfigError(f"priority: got {priority!r}, wanted an integer")
+            raise ConfigError(f"priority: expected an integer, got {priority!r}")
         if priority and not self._priorities:
             raise ConfigError(
-                f"priority: got {priority}, but requests run in the order they come; set scheduling_policy "
-                "to 'priority' (--scheduling-policy priority), or leave it out"
+                f"priority: expected 0, as requests run in the order they come, got {priority}; leave it "
+                "out, or set scheduling_policy to 'priority' (--scheduling-policy priority)"
             )
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise ConfigError(f"cache_salt: got {cache_salt!r}, wanted text, not empty")
+            raise ConfigError(f"cache_salt: expected text, not empty, got {cache_salt!r}")
 
 
 def _array(prompt_ids: Sequence[int]) -> NDArray[Any]:
@@ -84,4 +84,4 @@ def _array(prompt_ids: Sequence[int]) -> NDArray[Any]:
             return ids
         if all(map(is_integer, prompt_ids)):  # beyond 64 bits
             return np.array(prompt_ids, object)
-    raise ConfigError(f"prompt: got {str(prompt_ids)[:50]}, wanted a list of token ids")
+    raise ConfigError(f"prompt: expected a list of token ids, got {str(prompt_ids)[:50]}")

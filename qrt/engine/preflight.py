@@ -67,15 +67,15 @@ def check_settings(config: EngineConfig) -> None:
     if config.kv not in UNQUANTIZED_KV:
         KV_FORMATS.check(config.kv)
     if config.device is not None and not DEVICE.fullmatch(str(config.device)):
-        raise ConfigError(f"device: got {config.device!r}, wanted cuda, cuda:N or cpu")
+        raise ConfigError(f"device: expected cuda, cuda:N or cpu, got {config.device!r}")
 
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError for a length or a layer that the model does not have."""
     if config.max_model_len is not None and config.max_model_len > model.context:
         raise ConfigError(
-            f"max_model_len: got {config.max_model_len}, wanted at most {model.context}, the model's context"
+            f"max_model_len: expected at most the model's {model.context}, got {config.max_model_len}"
         )
     if wrong := [layer for layer in config.kv_skip_layers if layer >= model.num_layers]:
         layers = f"0 to {model.num_layers - 1}"
-        raise ConfigError(f"kv_skip_layers: got {wrong[0]}, wanted {layers}, the model's layers")
+        raise ConfigError(f"kv_skip_layers: expected {layers}, the model's layers, got {wrong[0]}")

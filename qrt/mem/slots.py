@@ -23,7 +23,7 @@ class SlotAllocator:
 
     def __init__(self, capacity: int, run: int = RUN) -> None:
         if capacity < 1 or run < 1:
-            raise ValueError(f"slot pool: got capacity {capacity} and run {run}, wanted at least 1 of each")
+            raise ValueError(f"slot pool: expected at least 1 of each, got capacity {capacity} and run {run}")
         num_runs = -(-capacity // run)
         self.capacity, self.run, self.num_free = capacity, run, capacity
         self._used = np.zeros(num_runs * run, np.bool_)
@@ -66,7 +66,9 @@ class SlotAllocator:
         if not len(slots):
             return
         if slots.min() < 0 or slots.max() >= self.capacity:
-            raise ValueError(f"free: slots {slots.min()} to {slots.max()}, wanted 0 to {self.capacity - 1}")
+            raise ValueError(
+                f"free: expected slots of 0 to {self.capacity - 1}, got {slots.min()} to {slots.max()}"
+            )
         if not self._used[slots].all():
             raise ValueError(f"free: slot {slots[~self._used[slots]][0]} is not in use")
         rows = self._distinct(slots // self.run)

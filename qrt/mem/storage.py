@@ -52,10 +52,10 @@ class KVStorage:
                 table = smoothing[i] if smoothing and format.rotated else None
                 self._layers.append(KVLayer(format.name, buffers, table))
         except (torch.OutOfMemoryError, MemoryError) as error:
-            wanted = pool_bytes(formats, num_slots, num_kv_heads, head_dim, dtype)
+            size = pool_bytes(formats, num_slots, num_kv_heads, head_dim, dtype)
             raise QrtError(
-                f"KV pool: could not allocate {wanted / GIB:.2f} GiB on {device} for {num_slots} tokens in "
-                f"{len(formats)} layers (got {self.num_bytes / GIB:.2f} GiB); lower "
+                f"KV pool: expected {size / GIB:.2f} GiB free on {device} for {num_slots} tokens in "
+                f"{len(formats)} layers, got {self.num_bytes / GIB:.2f} GiB; lower "
                 f"--kv-cache-memory-bytes or --gpu-memory-utilization ({str(error).splitlines()[0]})"
             ) from error
 

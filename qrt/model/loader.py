@@ -110,10 +110,10 @@ class CheckpointWeights:
         self.checkpoint.expect_no_more(module, (name, f"{module}.bias"))  # a bias is zero: _check_names
         return tensor.to(self.device, self.dtype)
 
-    def _mismatch(self, name: str, came: Iterable[int], wanted: Iterable[int]) -> CheckpointError:
+    def _mismatch(self, name: str, came: Iterable[int], expected: Iterable[int]) -> CheckpointError:
         return CheckpointError(
-            f"{self.checkpoint.path}: {name} has shape {list(came)}, config.json says {list(wanted)}; "
-            "correct config.json or download the checkpoint again"
+            f"{self.checkpoint.path}: {name}: expected shape {list(expected)}, as config.json says, "
+            f"got {list(came)}; correct config.json or download the checkpoint again"
         )
 
 

@@ -34,11 +34,15 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
-            raise ConfigError(f"bits: got {self.bits}, wanted 2 to 8")
+            raise ConfigError(f"bits: expected 2 to 8, got {self.bits}")
         if (self.granularity is Granularity.GROUP) != (self.group_size is not None):
-            raise ConfigError(f"group_size: got {self.group_size} with {self.granularity.value} granularity")
+            expected = "a number" if self.granularity is Granularity.GROUP else "None"
+            raise ConfigError(
+                f"group_size: expected {expected} with {self.granularity.value} granularity, "
+                f"got {self.group_size}"
+            )
         if self.group_size is not None and self.group_size < 1:
-            raise ConfigError(f"group_size: got {self.group_size}, wanted a positive number")
+            raise ConfigError(f"group_size: expected a positive number, got {self.group_size}")
 
     @property
     def levels(self) -> int:

@@ -35,8 +35,8 @@ def check_socket_path(name: str, path: str) -> None:
     """Raise ConfigError for a path that is too long for the kernel; `name` is its setting."""
     if (size := len(os.fsencode(path))) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
-            f"{name}: got the socket {path} of {size} bytes, wanted at most {MAX_SOCKET_PATH_BYTES}; take a "
-            "shorter folder"
+            f"{name}: expected a socket path of at most {MAX_SOCKET_PATH_BYTES} bytes, got {path} of {size}; "
+            "take a shorter folder"
         )
 
 
@@ -81,29 +81,29 @@ class ServerConfig:
 
     def __post_init__(self) -> None:  # noqa: C901 -- a flat list of checks
         if self.api_server_count < 1:
-            raise ConfigError(f"api_server_count: got {self.api_server_count}, wanted at least 1")
+            raise ConfigError(f"api_server_count: expected at least 1, got {self.api_server_count}")
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
-            raise ConfigError(f"max_logprobs: got {self.max_logprobs}, wanted 0 to {MAX_LOGPROBS}")
+            raise ConfigError(f"max_logprobs: expected 0 to {MAX_LOGPROBS}, got {self.max_logprobs}")
         if not 0 <= self.shutdown_timeout <= MAX_SECONDS:
             raise ConfigError(
-                f"shutdown_timeout: got {self.shutdown_timeout}, wanted 0 to {MAX_SECONDS} seconds"
+                f"shutdown_timeout: expected 0 to {MAX_SECONDS} seconds, got {self.shutdown_timeout}"
             )
         for name in ("watchdog_timeout", "request_timeout"):
             if (value := getattr(self, name)) is not None and not 0 < value <= MAX_SECONDS:
-                raise ConfigError(f"{name}: got {value}, wanted above 0 and at most {MAX_SECONDS} seconds")
+                raise ConfigError(f"{name}: expected above 0 and at most {MAX_SECONDS} seconds, got {value}")
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port: got {self.port}, wanted 0 (any) to 65535")
+            raise ConfigError(f"port: expected 0 (any) to 65535, got {self.port}")
         object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
         if self.root_path and not ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(f"root_path: expected a path such as /llm, got {self.root_path!r}")
         if self.uds is not None:
             check_socket_path("uds", self.uds)
         if any(not key for key in self.api_keys):
-            raise ConfigError("api_key: got an empty key, wanted one that is not empty")
+            raise ConfigError("api_key: expected a key that is not empty, got an empty one")
         for origin in self.allowed_origins:
             if not isinstance(origin, str) or not ORIGIN.fullmatch(origin):
                 raise ConfigError(
-                    f"allowed_origins: got {origin!r}, wanted * or scheme://host, such as https://a.example"
+                    f"allowed_origins: expected * or scheme://host, such as https://a.example, got {origin!r}"
                 )
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
-            raise ConfigError("ssl_keyfile, ssl_certfile: got one of the two, wanted both or neither")
+            raise ConfigError("ssl_keyfile, ssl_certfile: expected both or neither, got one of the two")

@@ -72,8 +72,8 @@ class ChatTemplate:
         for name, items in (("tools", tools), ("documents", documents)):
             if items and name not in self._text:
                 raise UnsupportedError(
-                    f"{name}: got {len(items)}, but the chat template shows the model none; leave them out, "
-                    "or give a template that does"
+                    f"{name}: expected none, as the chat template shows the model none, got {len(items)}; "
+                    "leave them out, or give a template that shows them"
                 )
         if continue_final_message and add_generation_prompt:
             raise ConfigError(

@@ -271,7 +271,7 @@ def encode_bad_words(
             if ids and ids not in encoded:
                 encoded.append(ids)
     if (count := sum(map(len, encoded))) > MAX_TOKENS_LISTED:
-        raise ConfigError(f"bad_words: got {count} token ids, wanted at most {MAX_TOKENS_LISTED}")
+        raise ConfigError(f"bad_words: expected at most {MAX_TOKENS_LISTED} token ids, got {count}")
     return tuple(encoded)
 
 

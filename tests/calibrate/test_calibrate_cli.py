@@ -165,7 +165,11 @@ def test_figures_of_a_table_in_a_pipe_are_whole(run, llama):
             1,
             "--group-size: expected a positive number, or -1 for one scale per channel",
         ),
-        (["--group-size", "16"], 1, "in groups of 16, runs 4-bit codes in groups of a multiple of 32"),
+        (
+            ["--group-size", "16"],
+            1,
+            "groups of a multiple of 32 or one per channel, got 4-bit codes in groups of 16;",
+        ),
         (["--ignore", "nothing"], 1, "--ignore 'nothing' matches no Linear"),
         (["--ignore", "k_proj"], 1, "engines run model.layers.0.self_attn.qkv_proj as one Linear"),
         (["--ignore", "*"], 1, "nothing is left to quantize"),
@@ -173,7 +177,7 @@ def test_figures_of_a_table_in_a_pipe_are_whole(run, llama):
         (["--n-samples", "0"], 1, "--n-samples: expected at least 1, got 0"),
         (["--n-samples", "100000"], 1, "calibration text: "),
         (["--seed", "-1"], 1, "--seed: expected 0 to 2^63 - 1, got -1"),
-        (["--seqlen", "513"], 1, "--seqlen: got 513, the model holds 512 tokens"),
+        (["--seqlen", "513"], 1, "--seqlen: expected at most the model's 512, got 513"),
         (["--device", "gpu"], 1, "cuda:0,cuda:2 or cpu, got 'gpu'"),
         (["--out", "full"], 1, "full: already there and not an empty folder"),
     ],
@@ -258,13 +262,13 @@ def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
         ): f"not use: {bias}; correct",
         altered(
             llama, folder / "fine", lambda t: t.update({norm: t[norm].double()})
-        ): f"{norm} is torch.float64",
+        ): f"{norm}: expected torch.float16 or",
         edit_config(
             llama, folder / "vocab", vocab_size=500
-        ): "embed_tokens.weight has shape [512, 128], config.json says [500, 128]; correct",
+        ): "embed_tokens.weight: expected shape [500, 128], as config.json says, got [512, 128]; correct",
         altered(
             llama, folder / "short", lambda t: t.update({"model.norm.weight": torch.ones(64)})
-        ): "model.norm.weight has shape [64], config.json says [128]",
+        ): "model.norm.weight: expected shape [128], as config.json says, got [64]",
         edit_config(
             llama, folder / "type", model_type=None
         ): "calibration runs, does not read it (The checkpoint",

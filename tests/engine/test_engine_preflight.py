@@ -32,9 +32,9 @@ def test_what_is_right_goes_on_to_the_weights(folder):
     "settings, error, message",
     [
         ({"kv": "int5"}, UnsupportedError, "unknown KV format 'int5'"),
-        ({"device": "tpu"}, ConfigError, "device: got 'tpu', wanted cuda, cuda:N or cpu"),
-        ({"max_model_len": 101}, ConfigError, "max_model_len: got 101, wanted at most 100"),
-        ({"kv_skip_layers": (1, 2)}, ConfigError, "kv_skip_layers: got 2, wanted 0 to 1"),
+        ({"device": "tpu"}, ConfigError, "device: expected cuda, cuda:N or cpu, got 'tpu'"),
+        ({"max_model_len": 101}, ConfigError, "max_model_len: expected at most the model's 100, got 101"),
+        ({"kv_skip_layers": (1, 2)}, ConfigError, "kv_skip_layers: expected 0 to 1, .*, got 2"),
         ({"tokenizer": "no/such"}, CheckpointError, "no/such: no such folder"),
     ],
 )

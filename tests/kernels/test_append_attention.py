@@ -173,7 +173,7 @@ def test_other_formats_are_refused(device, append, write, name):
 
 def test_digits_of_narrow_heads_are_refused(device):
     step = Step("int8", [9], 4, 2, 64, torch.float32, device)
-    with pytest.raises(ValueError, match="heads of 64, wanted heads of 128"):
+    with pytest.raises(ValueError, match="out: expected heads of 128 for Digits, got heads of 64"):
         step.run(kernel.append_attention, 1, Digits.empty(1, 256, 8, device))
 
 

@@ -100,7 +100,7 @@ def test_only_quantized_layers_have_smoothing():
 
 def test_a_pool_too_large_is_one_clear_line():
     with pytest.raises(
-        QrtError, match=r"could not allocate 2097152.00 GiB on cpu for \d+ tokens in 2"
+        QrtError, match=r"KV pool: expected 2097152.00 GiB free on cpu for \d+ tokens in 2"
     ) as error:
         storage("fp16", "fp16", num_slots=1 << 40)
     assert "\n" not in str(error.value)
@@ -113,5 +113,5 @@ def test_on_the_gpu(name):
     kv = KVStorage([KV_FORMATS[name]] * 2, 100_000, 8, 128, torch.bfloat16, "cuda")
     assert kv.num_bytes == pool_bytes([KV_FORMATS[name]] * 2, 100_000, 8, 128, torch.bfloat16)
     assert not any(buffer.count_nonzero() for i in range(2) for buffer in kv.layer(i).buffers)
-    with pytest.raises(QrtError, match="could not allocate .* on cuda for 100000000 tokens"):
+    with pytest.raises(QrtError, match="KV pool: expected .* free on cuda for 100000000 tokens"):
         KVStorage([KV_FORMATS[name]] * 32, 100_000_000, 8, 128, torch.bfloat16, "cuda")

@@ -146,5 +146,5 @@ def test_large_pools_take_few_steps(count_lines):
 
 def test_wrong_pools_are_refused():
     for capacity, run in ((0, 16), (16, 0)):
-        with pytest.raises(ValueError, match="wanted at least 1"):
+        with pytest.raises(ValueError, match="expected at least 1"):
             SlotAllocator(capacity, run)

@@ -171,10 +171,16 @@ def test_more_layers_stored_than_the_config_says(broken):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"intermediate_size": 300}, r"layers\.0\.mlp\.gate_proj has shape \[256, 128\], .* \[300, 128\]"),
-        ({"num_key_value_heads": 1}, r"self_attn\.k_proj has shape \[128, 128\], .* \[64, 128\]"),
-        ({"head_dim": 32}, r"q_proj has shape \[256, 128\], .* \[128, 128\]"),
-        ({"vocab_size": 400}, r"embed_tokens\.weight has shape \[512, 128\], .* \[400, 128\]; correct"),
+        (
+            {"intermediate_size": 300},
+            r"layers\.0\.mlp\.gate_proj: expected shape \[300, 128\], .*, got \[256, 128\]",
+        ),
+        ({"num_key_value_heads": 1}, r"self_attn\.k_proj: expected shape \[64, 128\], .*, got \[128, 128\]"),
+        ({"head_dim": 32}, r"q_proj: expected shape \[128, 128\], .*, got \[256, 128\]"),
+        (
+            {"vocab_size": 400},
+            r"embed_tokens\.weight: expected shape \[400, 128\], .*, got \[512, 128\]; correct",
+        ),
     ],
 )
 def test_shapes_are_checked_against_the_config(broken, change, text):

@@ -86,7 +86,7 @@ def test_a_quantized_head(scheme, wanted, tied):
 
 
 def test_heads_that_are_refused():
-    with pytest.raises(ConfigError, match="--head-bits: got 4, wanted one of 8, 16"):
+    with pytest.raises(ConfigError, match="--head-bits: expected one of 8, 16, got 4"):
         make("w4a16", head_bits=4)
     with pytest.raises(ConfigError, match="--head-bits 8: goes with quantized layers, not fp16"):
         make("fp16", head_bits=8)
@@ -149,5 +149,5 @@ def test_load_format_dummy_makes_the_head_that_the_config_names(scheme, tmp_path
 
 def test_load_format_dummy_needs_a_complete_config(tmp_path):
     folder = quantized_tiny(tmp_path / "m", {"quant_method": "gptq", "bits": 4, "group_size": 128})
-    with pytest.raises(UnsupportedError, match="wanted a plain or a compressed-tensors config"):
+    with pytest.raises(UnsupportedError, match="expected a plain or a compressed-tensors config"):
         Engine(EngineConfig(folder, load_format="dummy"))

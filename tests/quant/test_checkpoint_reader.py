@@ -112,7 +112,7 @@ def test_folders_that_are_not_checkpoints(made, copy, tmp_path):
     (plain / "config.json").write_bytes(b"\xff\xfe\x00")
     refuse(plain, CheckpointError, r"config\.json: not JSON")
     (plain / "config.json").write_text("[]")
-    refuse(plain, CheckpointError, r"config\.json: wanted a JSON object, got list")
+    refuse(plain, CheckpointError, r"config\.json: expected a JSON object, got list")
     (plain / "config.json").unlink()
     refuse(plain, CheckpointError, r"no config\.json")
 
@@ -182,7 +182,7 @@ def test_index_files(copy):
     good = json.loads(index.read_text())
     for name in ("../plain/model.safetensors", "/etc/passwd", "..", "sub/model.safetensors"):
         edit(index, lambda value, name=name: value["weight_map"].update({"model.norm.weight": name}))
-        refuse(sharded, CheckpointError, "wanted plain file names inside the folder")
+        refuse(sharded, CheckpointError, "expected plain file names inside the folder, got ")
     index.write_text(json.dumps(good))
     edit(index, lambda value: value["weight_map"].update({"no.such": files[0].name}))
     refuse(sharded, CheckpointError, r"tensor 'no\.such' is not in model-00001")
@@ -220,7 +220,7 @@ def test_a_link_to_a_file_that_is_gone_says_so(copy, base, file):
 def test_a_file_that_would_fill_the_memory_is_not_read(copy, base, file):
     path = copy(base) / file
     os.truncate(path, 2**40)
-    refuse(path.parent, CheckpointError, rf"/{file}: 1099511627776 bytes, wanted at most")
+    refuse(path.parent, CheckpointError, rf"/{file}: expected at most .*, got 1099511627776")
 
 
 def test_a_name_that_is_too_long_for_a_file(copy):
@@ -297,7 +297,7 @@ def test_a_dtype_is_checked_without_a_shape_too(made):
     checkpoint = open_checkpoint(made / "plain")
     assert checkpoint.tensor("model.norm.weight", dtype=torch.float32).shape == (128,)
     with pytest.raises(
-        CheckpointError, match="norm.weight: dtype torch.float32, wanted torch.int8; the weights"
+        CheckpointError, match="norm.weight: expected dtype torch.int8, got torch.float32; the weights"
     ):
         checkpoint.tensor("model.norm.weight", dtype=torch.int8)
 
@@ -394,7 +394,7 @@ def test_a_weight_without_inputs(copy):
 def test_a_bias_of_another_length(made, tmp_path):
     random_checkpoint(tmp_path, "LlamaForCausalLM", attention_bias=True, num_hidden_layers=1)
     replaced(tmp_path, f"{Q}.bias", lambda t: t[:-1].clone())
-    refuse(tmp_path, CheckpointError, re.escape(f"{Q}.bias: shape [255]"), Q)
+    refuse(tmp_path, CheckpointError, re.escape(f"{Q}.bias: expected shape [N] with N=256, got [255]"), Q)
 
 
 # -- quantization_config -----------------------------------------------------------------------------------

@@ -249,8 +249,8 @@ def linear(**change) -> WeightData:
 @pytest.mark.parametrize(
     "module, weight, message",
     [
-        ("a", linear(bits=8), "wanted"),
-        ("a", linear(scale=torch.ones(8, 1, dtype=torch.bfloat16)), "wanted"),
+        ("a", linear(bits=8), r"expected .* \(4, .*, got \(8,"),
+        ("a", linear(scale=torch.ones(8, 1, dtype=torch.bfloat16)), r"expected .*, 2\), got .*, 1\)"),
         ("a", linear(scale=torch.ones(8, 2)), "model torch.bfloat16"),
         ("a", linear(perm=torch.arange(128)), "permuted"),
         ("lm_head", linear(), "ignore"),

@@ -167,7 +167,7 @@ def test_k8v4_is_int8s_k_and_int4s_v():
 
 
 def test_a_head_that_fills_no_word_is_refused():
-    with pytest.raises(UnsupportedError, match=r"int4.*head_dim 66.*multiple of 4"):
+    with pytest.raises(UnsupportedError, match=r"int4: expected head_dim a multiple of 4, got 66"):
         KV_FORMATS["int4"].buffers(8, 1, 66, torch.float16)
 
 

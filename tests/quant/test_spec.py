@@ -14,7 +14,7 @@ def test_levels_and_midpoint(bits):
 
 @pytest.mark.parametrize("bits", [-1, 0, 1, 9, 16])
 def test_bits_out_of_range(bits):
-    with pytest.raises(ConfigError, match=f"bits: got {bits}, wanted 2 to 8"):
+    with pytest.raises(ConfigError, match=f"bits: expected 2 to 8, got {bits}"):
         QuantSpec(bits, symmetric=True, granularity=Granularity.CHANNEL)
 
 

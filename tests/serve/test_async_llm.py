@@ -63,7 +63,7 @@ def test_aborts_refusals_and_the_end():
                 await anext(llm.generate("The", LONG, request_id="a"))
             break
         await wait_until(lambda: idle(llm))
-        with pytest.raises(ConfigError, match="wanted at most 1999"):
+        with pytest.raises(ConfigError, match="expected at most 1999"):
             await anext(llm.generate([5] * 3000, LONG))
         with pytest.raises(ConfigError, match="unknown key 'promt'"):
             await anext(llm.generate({"promt": "x"}))
@@ -76,9 +76,9 @@ def test_aborts_refusals_and_the_end():
         running = llm.generate("The", LONG, lora_request=None, trace_headers={"a": "b"})
         await anext(running)
         for prompt, priority, message in (  # each is refused alone
-            ({"prompt": "x", "cache_salt": ["a"]}, 0, "cache_salt: got"),
-            ([[1, [2, 3]]], 0, "wanted a list of token ids"),
-            ("x", "a", "priority: got 'a'"),
+            ({"prompt": "x", "cache_salt": ["a"]}, 0, "cache_salt: expected text"),
+            ([[1, [2, 3]]], 0, "expected a list of token ids"),
+            ("x", "a", "priority: expected an integer, got 'a'"),
         ):
             with pytest.raises(ConfigError, match=message):
                 await anext(llm.generate(prompt, LONG, priority=priority))
@@ -164,7 +164,9 @@ def test_second_event_loop_is_refused():
     llm, params = AsyncLLM("tiny"), SamplingParams(max_tokens=2)
     asyncio.run(last(llm.generate("The", params)))
     for way in (lambda: last(llm.generate("The", params)), llm.reset_prefix_cache):
-        with pytest.raises(ConfigError, match="got another event loop than the one it began in"):
+        with pytest.raises(
+            ConfigError, match="expected the event loop it began in, got another; call asyncio.run once"
+        ):
             asyncio.run(way())
     llm = AsyncLLM("tiny")
     asyncio.run(llm.shutdown())

@@ -120,7 +120,7 @@ def test_logprobs_come_in_streamed_chunks(client):
 def test_more_tokens_than_the_context(client, server):
     """As vLLM: more than the context is wrong, more than it has left is cut."""
     longest = server.service.client.info.max_model_len
-    with pytest.raises(openai.BadRequestError, match=f"wanted at most {longest}"):
+    with pytest.raises(openai.BadRequestError, match=f"expected at most {longest}"):
         complete(client, max_tokens=longest + 1)
     near = complete(client, prompt=[5] * (longest - 3), max_tokens=longest, extra_body={"ignore_eos": True})
     assert near.usage.completion_tokens == 3 and near.choices[0].finish_reason == "length"

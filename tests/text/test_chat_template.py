@@ -44,7 +44,7 @@ def test_what_the_template_never_shows_is_refused(name):
     """The model would answer as if it had never been given."""
     items = [{"type": "function", "function": {"name": "f"}}]
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with pytest.raises(UnsupportedError, match=f"{name}: got 1"):
+    with pytest.raises(UnsupportedError, match=f"{name}: expected none, .*, got 1; leave them out"):
         ChatTemplate(plain, {}).render(MESSAGES, **{name: items})
     assert ChatTemplate(plain, {}).render(MESSAGES, **{name: []})
     assert "function" in ChatTemplate(plain + "{{ " + name + " }}", {}).render(MESSAGES, **{name: items})

@@ -60,7 +60,7 @@ def test_the_remedy_fits_the_files(files, config, told, tmp_path, none_installed
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"])
 @pytest.mark.parametrize(
-    "content, told", [("{ damaged", "not JSON"), ("[]", "wanted a JSON object, got list")]
+    "content, told", [("{ damaged", "not JSON"), ("[]", "expected a JSON object, got list")]
 )
 def test_damaged_settings_are_named(name, content, told, tmp_path):
     folder = small_tokenizers.save(small_tokenizers.byte_level(), tmp_path)

@@ -88,7 +88,7 @@ def test_tokenizer_json_is_taken_as_it_is(folder, named, tmp_path):
 def test_files_that_would_fill_the_memory_are_not_read(folder, tmp_path):
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     os.truncate(copy / "tokenizer.json", 2**40)
-    with pytest.raises(CheckpointError, match="tokenizer.json: 1099511627776 bytes, wanted at most"):
+    with pytest.raises(CheckpointError, match="tokenizer.json: expected at most .*, got 1099511627776"):
         Tokenizer(copy)
 
 

@@ -27,14 +27,14 @@ def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None
     for name in sorted(known & names):
         if checkpoint.spec(name).dtype not in FLOATS:
             raise UnsupportedError(
-                f"{where}: {name} is {checkpoint.spec(name).dtype}, wanted {' or '.join(map(str, FLOATS))}; "
-                "save the model in one of them"
+                f"{where}: {name}: expected {' or '.join(map(str, FLOATS))}, "
+                f"got {checkpoint.spec(name).dtype}; save the model in one of them"
             )
     for name, shape in _outer_shapes(arch, config).items():
         if name in names and (came := checkpoint.spec(name).shape) != shape:
             raise CheckpointError(
-                f"{where}: {name} has shape {list(came)}, config.json says {list(shape)}; correct "
-                "config.json (vocab_size, hidden_size) or download the checkpoint again"
+                f"{where}: {name}: expected shape {list(shape)}, as config.json says, got {list(came)}; "
+                "correct config.json (vocab_size, hidden_size) or download the checkpoint again"
             )
     unused = sorted(name for name in names - known if not is_unread(name))
     unused = [name for name in unused if not (_is_bias(name, known) and not checkpoint.tensor(name).any())]

@@ -125,7 +125,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         recipe = _for_mixture(recipe, arch)
     if any(recipe.windows) and recipe.seqlen > config.max_position:
         raise ConfigError(
-            f"--seqlen: got {recipe.seqlen}, the model holds {config.max_position} tokens; lower it"
+            f"--seqlen: expected at most the model's {config.max_position}, got {recipe.seqlen}; lower it"
         )
     recipe, notes = choose_groups(checkpoint, matched(arch, config.num_layers, recipe), recipe)
     grids = select(arch, config.num_layers, recipe)

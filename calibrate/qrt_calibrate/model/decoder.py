@@ -66,7 +66,8 @@ class Decoder:
                 raise CheckpointError(f"{self._checkpoint.path}: tensor {full} is missing")
             if tensors[name].shape != wanted.shape:
                 raise CheckpointError(
-                    f"{full}: shape {list(tensors[name].shape)}, but config.json says {list(wanted.shape)}"
+                    f"{full}: expected shape {list(wanted.shape)}, as config.json says, "
+                    f"got {list(tensors[name].shape)}"
                 )
             filled[name] = tensors[name].to(self.device).to(torch.float32, copy=True)
         layer.load_state_dict(filled, assign=True)

@@ -37,8 +37,8 @@ def devices_of(name: str | torch.device | None) -> list[torch.device]:
     if len({device.type for device in devices}) > 1:
         raise ConfigError(f"--device: expected devices of one kind, got {name!r}")
     if devices[0].type == "cuda" and max(device.index or 0 for device in devices) >= count:
-        there = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0 alone" if count else "no CUDA device"
-        raise ConfigError(f"--device: got {name!r}, but there is {there}; use what is there, or cpu")
+        there = f"cuda:0 to cuda:{count - 1}, or cpu" if count > 1 else "cuda:0 or cpu" if count else "cpu"
+        raise ConfigError(f"--device: expected {there}, which is what this machine has, got {name!r}")
     return devices
 
 

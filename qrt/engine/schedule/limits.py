@@ -34,13 +34,14 @@ class Limits:
         (`max_tokens` 0) needs one slot less: nothing is predicted from its last token.
         """
         if not prompt_len:
-            raise ConfigError("prompt: got no tokens, wanted at least one")
+            raise ConfigError("prompt: expected at least one token, got none")
         first = -1 if max_tokens == 0 else 1
         for name, limit in (("max_model_len", self.max_model_len), ("KV pool", pool)):
             if prompt_len + first > limit:
                 raise ConfigError(
-                    f"prompt: got {prompt_len} tokens, wanted at most {limit - first} ({name} {limit}"
-                    f"{', one for the output' if first > 0 else ''}); shorten the prompt or raise the {name}"
+                    f"prompt: expected at most {limit - first} tokens ({name} {limit}"
+                    f"{', one for the output' if first > 0 else ''}), got {prompt_len}; "
+                    f"shorten the prompt or raise the {name}"
                 )
         most = min(self.max_model_len, pool)
         if max_tokens == 0:

@@ -275,32 +275,32 @@ def _fp8_group(where: str, entry: Mapping[str, Any]) -> Group:
     return Group(_patterns(where, entry.get("targets")), "fp16", None, FloatQuantized(block).decode)
 
 
-def _arguments(where: str, entry: Any, wanted: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Read a `weights` or `input_activations` entry with its defaults; each value is one of those wanted."""
+def _arguments(where: str, entry: Any, known: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Read a `weights` or `input_activations` entry with its defaults; each value is one of `known`."""
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{where} is {entry!r}, wanted an object")
+        raise CheckpointError(f"{where}: expected an object, got {entry!r}")
     values = {**DEFAULTS, **entry}
     bits, size = values["num_bits"], values["group_size"]
     if type(bits) is not int:
-        raise CheckpointError(f"{where}.num_bits is {bits!r}, wanted a whole number")
+        raise CheckpointError(f"{where}.num_bits: expected a whole number, got {bits!r}")
     if values["strategy"] is None and size is not None:
         values["strategy"] = "channel" if size == -1 else "group"
     if values["strategy"] == "group":
         if type(size) is not int or size < 1:
-            raise CheckpointError(f"{where}.group_size is {size!r}, wanted a positive number")
+            raise CheckpointError(f"{where}.group_size: expected a positive number, got {size!r}")
     else:
         values["group_size"] = None
-    for key, allowed in wanted.items():
+    for key, allowed in known.items():
         if values[key] not in allowed:
-            known = " or ".join(repr(value) for value in allowed)
-            raise UnsupportedError(f"{where}.{key} is {values[key]!r}; qrt reads {known}; {REMEDY}")
+            expected = " or ".join(repr(value) for value in allowed)
+            raise UnsupportedError(f"{where}.{key}: expected {expected}, got {values[key]!r}; {REMEDY}")
     return values
 
 
 def _patterns(where: str, entry: Any) -> tuple[str, ...]:
     """Read a list of `targets` or `ignore`: strings, each "re:" one a regular expression that compiles."""
     if not isinstance(entry, list) or not all(isinstance(target, str) for target in entry):
-        raise CheckpointError(f"{where}: targets and ignore are lists of strings, got {entry!r}")
+        raise CheckpointError(f"{where}: expected lists of strings for targets and ignore, got {entry!r}")
     for target in entry:
         try:
             re.compile(target.removeprefix(REGEX) if target.startswith(REGEX) else "")

@@ -87,7 +87,9 @@ def _shards(folder: Path) -> dict[str, Shard]:
     index = folder / listed
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise CheckpointError(f'{index}: wanted a "weight_map" from tensor names to file names')
+        raise CheckpointError(
+            f'{index}: expected a "weight_map" from tensor names to file names, got {weight_map!r:.50}'
+        )
     shards = {file: _open_listed(index, file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in shards[file].tensors:
@@ -98,7 +100,7 @@ def _shards(folder: Path) -> dict[str, Shard]:
 def _open_listed(index: Path, file: str) -> Shard:
     """Open a shard that an index names; a name that leaves the folder is refused (links inside are fine)."""
     if file != Path(file).name or file == "..":
-        raise CheckpointError(f"{index}: names {file!r}; wanted plain file names inside the folder")
+        raise CheckpointError(f"{index}: expected plain file names inside the folder, got {file!r}")
     if not is_file(index.parent / file):
         raise CheckpointError(f"{index}: names {file!r}, which is not there; download the missing shard")
     return open_shard(index.parent / file)

@@ -32,8 +32,8 @@ class CheckpointFormat(ABC):
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
         """Scheme name and grid of `module` by the config alone; UnsupportedError where only tensors tell."""
         raise UnsupportedError(
-            f"load_format dummy: {type(self).__name__} configs do not say all; "
-            "wanted a plain or a compressed-tensors config.json"
+            "load_format dummy: expected a plain or a compressed-tensors config.json, "
+            f"got one of {type(self).__name__}, which does not say all"
         )
 
 
@@ -48,7 +48,7 @@ def setting(where: str, config: Mapping[str, Any], names: Sequence[str], default
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if type(value) is not int or value == 0 or value < -1:
         raise CheckpointError(
-            f"{where}.{names[0]} is {value!r}, wanted a positive number (or -1 for one group)"
+            f"{where}.{names[0]}: expected a positive number (or -1 for one group), got {value!r}"
         )
     return value
 
@@ -56,7 +56,7 @@ def setting(where: str, config: Mapping[str, Any], names: Sequence[str], default
 def block_of(where: str, entry: Any) -> tuple[int, int]:
     """Rows and columns of a block, from a config."""
     if not isinstance(entry, list) or len(entry) != 2 or any(type(n) is not int or n < 1 for n in entry):
-        raise CheckpointError(f"{where} is {entry!r}, wanted two positive numbers, rows and columns")
+        raise CheckpointError(f"{where}: expected two positive numbers, rows and columns, got {entry!r}")
     return entry[0], entry[1]
 
 

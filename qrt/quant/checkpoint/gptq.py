@@ -69,7 +69,7 @@ class Gptq(CheckpointFormat):
         self._rules = _rules(self._where, config.get("dynamic") or {})
         meta = config.get("meta") or {}
         if not isinstance(meta, Mapping):
-            raise CheckpointError(f"{self._where}.meta is {meta!r}, wanted an object")
+            raise CheckpointError(f"{self._where}.meta: expected an object, got {meta!r}")
         writer = str(meta.get("quantizer") or "")
         if self._minus_one and config.get("sym") is False and "gptqmodel" not in writer:
             logger.warning(
@@ -130,7 +130,7 @@ class Gptq(CheckpointFormat):
 def _rules(where: str, dynamic: Any) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
     """GPTQModel's `dynamic`: "+:<regex>" or "<regex>" to changed settings; "-:<regex>" is not quantized."""
     if not isinstance(dynamic, Mapping):
-        raise CheckpointError(f"{where}.dynamic is {dynamic!r}, wanted an object")
+        raise CheckpointError(f"{where}.dynamic: expected an object, got {dynamic!r}")
     rules: list[tuple[re.Pattern[str], Mapping[str, Any]]] = []
     for pattern, changes in dynamic.items():
         try:

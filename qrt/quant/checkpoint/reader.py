@@ -131,7 +131,9 @@ def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any]:
             return {}
         entry = {**read_json(path / file), "quant_method": SEPARATE_CONFIGS[file]}
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{path}/config.json: quantization_config is {entry!r}, wanted an object")
+        raise CheckpointError(
+            f"{path}/config.json: expected quantization_config to be an object, got {entry!r}"
+        )
     method = str(entry.get("quant_method"))
     if method not in FORMATS:
         raise UnsupportedError(

@@ -137,8 +137,8 @@ class CheckpointWriter:
         scheme, spec = self._grid_of(module)
         grid = (weight.bits, weight.zero is None, weight.scale.shape[1])
         groups = weight.in_features // spec.group_of(weight.in_features)
-        wanted = (spec.bits, spec.symmetric, groups)
-        assert grid == wanted, f"{module}: (bits, symmetric, groups) {grid}, wanted {wanted}"
+        expected = (spec.bits, spec.symmetric, groups)
+        assert grid == expected, f"{module}: expected (bits, symmetric, groups) {expected}, got {grid}"
         assert self._dtype in (None, weight.scale.dtype), (
             f"{module}: scale {weight.scale.dtype}, model {self._dtype}"
         )

@@ -84,7 +84,8 @@ class PlaneFormat(KVFormat):
         planes = max(self.k.planes, self.v.planes)
         if head_dim % planes:
             raise UnsupportedError(
-                f"KV format {self.name}: head_dim {head_dim}, wanted a multiple of {planes}; use --kv fp16"
+                f"KV format {self.name}: expected head_dim a multiple of {planes}, got {head_dim}; "
+                "use --kv fp16"
             )
         return {
             "k": TensorSpec((num_slots, num_kv_heads, head_dim // self.k.planes), torch.int16),

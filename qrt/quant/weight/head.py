@@ -15,7 +15,7 @@ def head_grid(scheme: str, bits: int) -> tuple[str, QuantSpec | None]:
     """Scheme and grid of a head of `bits` behind layers in `scheme`: w8a8 behind w8a8, w8a16 behind weights
     alone, unquantized at 16. ConfigError for other bits, and for 8 where the layers are not quantized."""
     if bits not in HEAD_BITS:
-        raise ConfigError(f"--head-bits: got {bits}, wanted one of {', '.join(map(str, HEAD_BITS))}")
+        raise ConfigError(f"--head-bits: expected one of {', '.join(map(str, HEAD_BITS))}, got {bits}")
     if bits == 16:
         return "fp16", None
     if WEIGHT_SCHEMES[scheme].spec is None:

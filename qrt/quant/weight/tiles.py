@@ -170,8 +170,9 @@ class TiledScheme(WeightScheme):
         group = weight.in_features // groups
         if weight.bits != self.bits or (groups > 1 and group % 32):
             raise UnsupportedError(
-                f"{self.name}: got {weight.bits}-bit codes in groups of {group}, runs {self.bits}-bit codes "
-                "in groups of a multiple of 32 or one per channel; quantize again with such a group size"
+                f"{self.name}: expected {self.bits}-bit codes in groups of a multiple of 32 or one per "
+                f"channel, got {weight.bits}-bit codes in groups of {group}; "
+                "quantize again with such a group size"
             )
         scale = weight.scale
         if scale is not None and scale.dtype == torch.bfloat16 and scale.abs().max() >= _SCALE_LIMIT:
@@ -211,8 +212,8 @@ class TiledScheme(WeightScheme):
         tile = most // weight.packed.shape[1]
         ordered = weight.perm.numel()
         if x.dim() != 2 or not most - tile < x.shape[1] <= most or ordered not in (0, x.shape[1]):
-            wanted = ordered or f"{most - tile + 1} to {most}"
-            raise ValueError(f"x: shape {list(x.shape)}, wanted [T K] with K = {wanted}, the weight's inputs")
+            inputs = ordered or f"{most - tile + 1} to {most}"
+            raise ValueError(f"x: expected shape [T K] with K = {inputs}, the weight's, got {list(x.shape)}")
         return weight
 
     def _is_packed(self, tensors: Sequence[Tensor]) -> bool:

@@ -87,7 +87,7 @@ def _keys(arguments: Namespace) -> list[str]:
         text = _read("--api-key-file", arguments.api_key_file)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if not lines:
-            raise ConfigError(f"--api-key-file {arguments.api_key_file}: got no key, wanted one a line")
+            raise ConfigError(f"--api-key-file {arguments.api_key_file}: expected one key per line, got none")
         keys += lines
     if not keys and ENV.api_key is not None:
         keys = [ENV.api_key]
@@ -117,7 +117,9 @@ def _check_certificate(certificate: str, key: str) -> None:
         try:
             load()
         except ssl.SSLError as error:
-            raise ConfigError(f"{flag} {path}: {error}; wanted a certificate and its key, in PEM") from error
+            raise ConfigError(
+                f"{flag} {path}: {error}; expected a certificate and its key, in PEM"
+            ) from error
 
 
 def _read(flag: str, path: str) -> str:

@@ -309,7 +309,9 @@ def _number(text: str) -> int:
     try:
         return int(float(text[:-1]) * factor) if factor > 1 else int(text)
     except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number such as 4096, 32k or 32K") from None
+        raise argparse.ArgumentTypeError(
+            f"expected a number such as 4096, 32k or 32K, got {text!r}"
+        ) from None
 
 
 def _origins(text: str) -> list[Any]:
@@ -319,12 +321,12 @@ def _origins(text: str) -> list[Any]:
     try:
         return list(json.loads(text))
     except (ValueError, RecursionError):
-        raise argparse.ArgumentTypeError(f'got {text!r}, wanted a JSON list such as ["*"]') from None
+        raise argparse.ArgumentTypeError(f'expected a JSON list such as ["*"], got {text!r}') from None
 
 
 def _lightllm_kv(text: str) -> str:
     if text not in LIGHTLLM_KV:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(LIGHTLLM_KV)}")
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(LIGHTLLM_KV)}, got {text!r}")
     return LIGHTLLM_KV[text]
 
 

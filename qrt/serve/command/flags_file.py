@@ -18,9 +18,9 @@ def file_words(top: ArgumentParser, path: Path) -> list[str]:
     try:
         entries: Any = yaml.safe_load(path.read_text("utf-8"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: got {error}, wanted UTF-8") from error
+        raise ConfigError(f"{path}: expected UTF-8, got {error}") from error
     if not isinstance(entries, dict):
-        raise ConfigError(f"{path}: wanted `flag: value` lines")
+        raise ConfigError(f"{path}: expected `flag: value` lines")
     known = top._option_string_actions
     words: list[str] = []
     for key, value in entries.items():
@@ -44,7 +44,9 @@ def file_words(top: ArgumentParser, path: Path) -> list[str]:
 
 def _switch(flag: str, value: bool, known: dict[str, Any]) -> list[str]:
     if known[flag].nargs != 0:
-        raise ConfigError(f"{flag.removeprefix('--')}: got {value}, wanted a value that is not true or false")
+        raise ConfigError(
+            f"{flag.removeprefix('--')}: expected a value that is not true or false, got {value}"
+        )
     if value:
         return [flag]
     negative = f"--no-{flag.removeprefix('--')}"

@@ -53,7 +53,7 @@ def by_token_id(bias: LogitBias) -> dict[int, float]:
     """Return the bias with its JSON keys as token ids; ConfigError for a key that is none."""
     for key in bias:
         if not TOKEN_ID.fullmatch(key):
-            raise ConfigError(f"logit_bias: got the key {key[:20]!r}, wanted a token id")
+            raise ConfigError(f"logit_bias: expected a token id, got the key {key[:20]!r}")
     return {int(key): value for key, value in bias.items()}
 
 

@@ -103,7 +103,7 @@ class Connection(HttpToolsProtocol):
         if len(self.headers) > MAX_HEADERS:
             self._refuse(431, f"more than {MAX_HEADERS} headers")
         elif name.lower() == b"content-length" and value.isdigit() and int(value) > MAX_BODY_BYTES:
-            self._refuse(413, f"the body has {int(value)} bytes, wanted at most {MAX_BODY_BYTES}")
+            self._refuse(413, f"body: expected at most {MAX_BODY_BYTES} bytes, got {int(value)}")
 
     def on_headers_complete(self) -> None:
         """Start to count the body; a refused request reaches no route."""

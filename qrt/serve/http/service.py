@@ -84,8 +84,8 @@ class Service:
         longest = (self.client.info.max_model_len + 1) * self.tokenizer.max_token_chars
         if len(text) > longest:
             raise ConfigError(
-                f"prompt: got {len(text)} characters, which are more than max_model_len "
-                f"{self.client.info.max_model_len} tokens; shorten it"
+                f"prompt: expected at most max_model_len {self.client.info.max_model_len} tokens, "
+                f"got {len(text)} characters, which are more; shorten it"
             )
         return await self.off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
@@ -126,14 +126,14 @@ class Service:
             ("tokens", tokens, info.max_num_queued_tokens),
         ):
             if most is not None and count > 1 and got > most:
-                raise ConfigError(f"prompts x n: got {got} {what} in one, wanted at most {most}")
+                raise ConfigError(f"prompts x n: expected at most {most} {what} per body, got {got}")
         if (scores := sum(c.num_scores for c in collectors)) > MAX_SCORES:
             raise ConfigError(
-                f"prompts x n: got {scores} log-probabilities of prompts in one, wanted at most {MAX_SCORES}"
+                f"prompts x n: expected at most {MAX_SCORES} prompt log-probabilities per body, got {scores}"
             )
         if count > 1 and (listed := sum(c.num_listed for c in collectors)) > MAX_LISTED:
             raise ConfigError(
-                f"prompts x n: got {listed} token ids in the lists of one, wanted at most {MAX_LISTED}"
+                f"prompts x n: expected at most {MAX_LISTED} token ids in lists per body, got {listed}"
             )
         if self.config.enable_log_requests:
             name = request.state.request_name

@@ -36,7 +36,7 @@ class StrictJsonRoute(APIRoute):
 
         async def strict(request: Request) -> Response:
             if self.body_field is not None and not _is_json(request.headers.get("content-type", "")):
-                raise HTTPException(415, "Content-Type: wanted application/json")
+                raise HTTPException(415, "Content-Type: expected application/json")
             return await handle(StrictJsonRequest(request.scope, request.receive))
 
         return strict

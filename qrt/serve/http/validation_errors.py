@@ -67,5 +67,5 @@ def _located(error: Any, body: Any) -> WrongField:
     if error["type"] == "literal_error":  # such as the type of a tool
         given = error["input"]
         got = repr(given[:MAX_ECHO_CHARS]) if isinstance(given, str) else type(given).__name__
-        message = f"got {got}, wanted {error['ctx']['expected']}"
+        message = f"expected {error['ctx']['expected']}, got {got}"
     return WrongField(loc, path, tuple(names), error["type"], message)

@@ -79,7 +79,7 @@ class Parameters(Body):
         self.refuse_not_run(FIELDS)
         if max_tokens is not None and (self.min_new_tokens or 0) > max_tokens:
             raise ConfigError(
-                f"min_new_tokens: got {self.min_new_tokens}, wanted at most max_new_tokens {max_tokens}"
+                f"min_new_tokens: expected at most max_new_tokens {max_tokens}, got {self.min_new_tokens}"
             )
         given = {name: getattr(self, name) for name in SAME}
         given.update({ours: getattr(self, theirs) for ours, theirs in RENAMED.items()})
@@ -104,14 +104,14 @@ class Parameters(Body):
         """
         if self.input_penalty is False and params.repetition_penalty != 1:
             raise UnsupportedError(
-                "input_penalty: got false with repetition_penalty, which counts the prompt's tokens here; "
-                "leave input_penalty out"
+                "input_penalty: expected true with repetition_penalty, which counts the prompt's tokens, "
+                "got false; leave input_penalty out"
             )
         for name in ("presence_penalty", "frequency_penalty"):
             if self.input_penalty and getattr(params, name) != 0:
                 raise UnsupportedError(
-                    f"input_penalty: got true with {name}, which counts the output's tokens alone here; "
-                    "leave input_penalty out"
+                    f"input_penalty: expected false with {name}, which counts the output's tokens alone, "
+                    "got true; leave input_penalty out"
                 )
 
 
@@ -160,7 +160,7 @@ def lightllm_routes(service: Service) -> APIRouter:
         arrived = time.monotonic()
         collector = await _collector(service, body, shape)
         if collector.params.n > 1:
-            raise ConfigError("best_of: wanted 1 of a stream")
+            raise ConfigError("best_of: expected 1 for a stream")
         stream = await service.submit([collector], arrived, request, whole=False)
         reply = shape(service, body, collector)
         return answer_events(stream, Deadline(service, arrived), reply.events, end=b"")

@@ -92,17 +92,17 @@ def _check_body(service: Service, body: SamplingFields) -> None:
     service.check_running()
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
-        raise ConfigError("stream_options: wanted only with stream: true")
+        raise ConfigError("stream_options: expected only with stream: true; leave it out or set stream")
     body.refuse_not_run(FIELDS)
     declared = type(body).model_fields
     for name in declared.keys() & {"logprobs", "top_logprobs", "prompt_logprobs"}:
         wanted = body.given(name) or 0
         if wanted is not True and wanted > service.config.max_logprobs:  # true: only the token's own
-            raise ConfigError(f"{name}: got {wanted}, wanted at most {service.config.max_logprobs}")
+            raise ConfigError(f"{name}: expected at most {service.config.max_logprobs}, got {wanted}")
     if body.stream and body.prompt_logprobs is not None:
-        raise ConfigError("prompt_logprobs: wanted without stream")
+        raise ConfigError("prompt_logprobs: expected without stream; leave one of the two out")
     if body.stream and (body.best_of or body.n) > body.n:
-        raise ConfigError("best_of: wanted no more than n with stream")
+        raise ConfigError("best_of: expected at most n with stream; leave stream out or lower best_of")
 
 
 async def _completion_collectors(service: Service, body: CompletionRequest) -> list[RequestCollector]:
@@ -116,7 +116,7 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
     params = await service.with_bad_words(params)
     if body.echo and body.logprobs is not None:
         if body.stream and body.n > 1:
-            raise ConfigError("echo with logprobs: wanted without stream, or with n 1")
+            raise ConfigError("echo with logprobs: expected without stream, or with n 1")
         params = replace(params, prompt_logprobs=body.logprobs)
     collectors = []
     for prompt in body.prompts():
@@ -135,7 +135,9 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
 async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> list[RequestCollector]:
     """Render the conversation with the chat template, tokenize it and make its collector."""
     if body.top_logprobs and not body.logprobs:
-        raise ConfigError("top_logprobs: wanted only with logprobs: true")
+        raise ConfigError(
+            "top_logprobs: expected only with logprobs: true; set it, or leave top_logprobs out"
+        )
     messages = [message.for_template() for message in body.messages]
     text = await service.render_chat(messages, **body.template_arguments(tools=body.uses_tools))
     ids = await service.encode(text, body.add_special_tokens)
@@ -157,9 +159,9 @@ def _check_length(service: Service, num_prompt: int, max_tokens: int | None, nam
     """Refuse more tokens than the context has, as vLLM; more than are left are cut later."""
     longest = service.client.info.max_model_len
     if max_tokens is not None and max_tokens > longest:
-        raise ConfigError(f"{name}: got {max_tokens}, wanted at most {longest}, the model's context")
+        raise ConfigError(f"{name}: expected at most {longest}, the model's context, got {max_tokens}")
     if num_prompt > longest:
-        raise ConfigError(f"prompt: got {num_prompt} tokens, wanted at most {longest}, the model's context")
+        raise ConfigError(f"prompt: expected at most {longest} tokens, the model's context, got {num_prompt}")
 
 
 async def _answer(

@@ -239,4 +239,4 @@ class ChatCompletionRequest(Conversation, SamplingFields):
             return
         if choice == "required" or isinstance(choice, dict):
             raise UnsupportedError("tool_choice: only auto and none; a forced call needs grammars")
-        raise ConfigError("tool_choice: wanted none, auto, required or a function's name")
+        raise ConfigError("tool_choice: expected none, auto, required or a function's name")

@@ -260,7 +260,7 @@ def test_quantize_takes_it_too(llama):
 
 
 def test_what_is_refused(llama, tmp_path, capsys):
-    with pytest.raises(ConfigError, match="--head-bits: got 4, wanted one of 8, 16"):
+    with pytest.raises(ConfigError, match="--head-bits: expected one of 8, 16, got 4"):
         recipe_of({"bits": 4, "head_bits": 4})
     with pytest.raises(ConfigError, match="head_bits: expected int, got '8'"):
         recipe_of({"bits": 4, "head_bits": "8"})

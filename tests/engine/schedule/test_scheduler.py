@@ -236,8 +236,8 @@ def test_nobody_is_paused_while_each_can_have_a_slot(monkeypatch):
 def test_refused_requests_name_the_lengths():
     scheduler = make(slots=96, max_model_len=128)
     for length, message in (
-        (0, "got no tokens"),
-        (128, "got 128 tokens.*127.*max_model_len 128"),
+        (0, "expected at least one token"),
+        (128, "expected at most 127 tokens .*max_model_len 128.*got 128"),
         (97, "KV pool 96"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -246,7 +246,7 @@ def test_refused_requests_name_the_lengths():
     with pytest.raises(ConfigError, match="'x': already in use"):
         scheduler.add("x", ids(1), LONG)
     scheduler.add("whole", np.zeros(97, np.int32), LONG, generate=False)  # the last token takes no slot
-    with pytest.raises(ConfigError, match="got 98 tokens, wanted at most 97"):
+    with pytest.raises(ConfigError, match="expected at most 97 tokens .*, got 98"):
         scheduler.add("more", np.zeros(98, np.int32), LONG, generate=False)
     assert not scheduler.running and len(scheduler.waiting) == 2
 

@@ -119,17 +119,20 @@ def test_nothing_asked_for_is_no_adjustment():
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ({"min_p": 1.5}, "min_p: got 1.5, wanted 0 to 1"),
-        ({"presence_penalty": float("nan")}, "presence_penalty: got nan, wanted -2 to 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty: got 0, wanted above 0"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias: got -1"),
-        ({"logit_bias": {3: 101}}, "logit_bias of token 3: got 101, wanted -100 to 100"),
-        ({"allowed_token_ids": []}, "allowed_token_ids: got none"),
-        ({"bad_words": [""]}, "bad_words: got"),
-        ({"best_of": 2, "n": 3}, "best_of: got 2, wanted an integer of at least 3"),
-        ({"best_of": 3, "temperature": 0}, "best_of: got 3 with temperature 0"),
-        ({"exponential_decay_length_penalty": (1, 0.5)}, "exponential_decay_length_penalty: got"),
-        ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "got 2000, wanted at most 1024"),
+        ({"min_p": 1.5}, "min_p: expected 0 to 1, got 1.5"),
+        ({"presence_penalty": float("nan")}, "presence_penalty: expected -2 to 2, got nan"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected above 0, got 0"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias: expected an integer of at least 0, got -1"),
+        ({"logit_bias": {3: 101}}, "logit_bias of token 3: expected -100 to 100, got 101"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: expected at least one token id.*got none"),
+        ({"bad_words": [""]}, "bad_words: expected non-empty strings, got ''"),
+        ({"best_of": 2, "n": 3}, "best_of: expected an integer of at least 3, got 2"),
+        ({"best_of": 3, "temperature": 0}, "best_of: expected at most n with temperature 0.*, got 3"),
+        (
+            {"exponential_decay_length_penalty": (1, 0.5)},
+            r"exponential_decay_length_penalty: expected .*, got \(1, 0.5\)",
+        ),
+        ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "expected at most 1024, got 2000"),
     ],
 )
 def test_bad_values_are_refused_by_name(way, message):

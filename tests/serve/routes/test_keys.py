@@ -43,7 +43,7 @@ def test_the_scheme_is_in_any_case(server):
 
 
 def test_an_empty_key_is_no_key():
-    with pytest.raises(ConfigError, match="empty key"):
+    with pytest.raises(ConfigError, match="api_key: expected a key that is not empty"):
         ServerConfig(model_names=("x",), api_keys=("",))
 
 

@@ -21,7 +21,7 @@ class FP16Scheme(WeightScheme):
 
     def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         if weight.bits:
-            raise UnsupportedError(f"fp16: got {weight.bits}-bit codes, runs unquantized weights only")
+            raise UnsupportedError(f"fp16: expected unquantized weights, got {weight.bits}-bit codes")
         return (weight.values.to(device, dtype),)
 
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:

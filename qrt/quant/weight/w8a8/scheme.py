@@ -50,8 +50,9 @@ class W8A8Scheme(WeightScheme):
         if weight.scale is None or groups > 1 or weight.bits != 8 or weight.zero is not None:
             kind = "symmetric" if weight.zero is None else "asymmetric"
             raise UnsupportedError(
-                f"w8a8: got {kind} {weight.bits}-bit codes with {groups} scales a row, runs symmetric 8-bit "
-                "codes with one scale per output channel; quantize again with --scheme w8a8"
+                "w8a8: expected symmetric 8-bit codes with one scale per output channel, "
+                f"got {kind} {weight.bits}-bit codes with {groups} scales a row; "
+                "quantize again with --scheme w8a8"
             )
         values = weight.values.to(device)
         if weight.perm is not None:  # one scale a row: columns can simply go back to input order
