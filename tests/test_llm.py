@@ -74,7 +74,7 @@ def ids_of(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_greedy_tokens_are_those_of_transformers_alone_and_batched(llm, expected):
+def test_greedy_tokens_match_transformers(llm, expected):
     together = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert ids_of(together) == expected
     assert ids_of(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)) == expected[:1]
@@ -370,7 +370,7 @@ def test_an_interrupt_anywhere_leaves_the_engine_whole(folder, expected, way):
         llm.engine.scheduler.kv.check()
 
 
-def test_what_may_not_be_drawn_is_not_drawn_whatever_else_is_asked_for(llm):
+def test_banned_tokens_are_never_sampled(llm):
     """A penalty that grows beyond fp32 gives back no token that min_tokens bans; where nothing may be drawn
     the request is refused."""
     for temperature in (0, 1):

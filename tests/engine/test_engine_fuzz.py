@@ -325,7 +325,7 @@ def test_eos_ends_and_ignore_eos_does_not():
     assert EOS not in tokens(deltas["late"])[:late] and len(tokens(deltas["late"])) > late
 
 
-def test_an_id_may_be_used_again_while_its_last_step_is_in_flight():
+def test_request_id_can_be_reused_during_its_last_step():
     engine = fake_engine(overlap=True)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     engine.add("a", [1, 2, 3], params)

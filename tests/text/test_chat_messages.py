@@ -165,7 +165,7 @@ def test_results_without_ids_belong_to_the_calls_in_order():
     assert [part[:9] for part in text.split('"call_id": "')[1:]] == ids and len(set(ids)) == 2
 
 
-def test_parallel_calls_come_one_by_one_where_the_template_takes_one():
+def test_parallel_calls_are_split_for_single_call_templates():
     """Llama 3.1's template refuses two calls, but its model can make them."""
     calls = [{**CALL, "id": id} for id in ("1", "2")]
     results = [{"role": "tool", "tool_call_id": id, "content": f"result {id}"} for id in ("2", "1")]

@@ -90,7 +90,7 @@ def test_bytes_that_are_no_text_are_one_text_however_they_come(tokenizer, seed):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_text_with_invalid_bytes_in_it_is_one_text_however_it_comes(kind, tokenizer, seed):
+def test_invalid_bytes_decode_alike_in_any_chunks(kind, tokenizer, seed):
     if kind == "metaspace":
         pytest.skip("no bytes")
     rng = random.Random(seed)

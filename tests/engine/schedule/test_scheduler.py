@@ -277,7 +277,7 @@ def test_abort_at_any_time_gives_everything_back():
     scheduler.kv.check()
 
 
-def test_requests_without_a_seed_differ_and_repeat_with_the_engine():
+def test_unseeded_requests_follow_the_engine_seed():
     def seeds(engine_seed):
         scheduler = Scheduler(KVManager(64), Limits(32, 4, 16), seed=engine_seed)
         for i in range(3):
@@ -305,7 +305,7 @@ def test_the_largest_step_is_within_the_limits(limits):
     (1100, 1024), (1151, 1024), (1152, 1152), (1200, 1200), (1300, 1280), (1350, 1350), (1500, 1400),
     (500, 500),
 ])  # fmt: skip
-def test_a_step_of_decodes_and_prompts_ends_at_a_size_that_is_near(prompt, computed):
+def test_mixed_step_is_cut_to_a_nearby_graph_size(prompt, computed):
     """`computed` tokens with the decode, of so many: those beyond a size wait if the next size is further."""
     limits = Limits(4096, 4, 1400, step_sizes=(256, 512, 1024, 1280, 1400))
     scheduler = Scheduler(KVManager(4096), limits)

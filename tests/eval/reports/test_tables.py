@@ -36,7 +36,7 @@ def test_readme_shows_six_rows_of_a_recorded_table():
     assert set(shown) <= set(recorded)
 
 
-def test_changes_are_against_the_unquantized_model_on_the_same_text():
+def test_change_is_against_unquantized_model_on_the_same_text():
     def run(dataset, weights, kv, ppl, model="m", protocol="gptq", seqlen=64, stride=None):
         facts = {"dataset": dataset, "model": model, "weights": weights, "kv": kv, "ppl": ppl}
         return {**facts, "protocol": protocol, "seqlen": seqlen, "arguments": {"stride": stride}}

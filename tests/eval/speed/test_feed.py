@@ -64,7 +64,7 @@ def test_window_is_where_all_run_and_some_wait(engine):
     assert run.window.started == said[begin][1] and 0 < run.window.seconds < run.total.seconds
 
 
-def test_a_window_ends_after_its_time_and_leaves_the_engine_empty(engine, monkeypatch):
+def test_timed_window_ends_and_empties_the_engine(engine, monkeypatch):
     seconds = itertools.count()
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     requests = Fixed(9, 50).requests(12, 0, 500)

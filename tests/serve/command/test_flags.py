@@ -82,7 +82,7 @@ NAMES = """
 
 
 @pytest.mark.parametrize("name", NAMES.split())
-def test_every_name_of_the_peers_is_a_flag_or_is_answered_by_name(name, capsys):
+def test_every_peer_flag_is_known_or_answered(name, capsys):
     if name.replace("_", "-") in parser()._option_string_actions:
         return
     with pytest.raises(SystemExit):

@@ -217,7 +217,7 @@ def test_one_answer_at_a_time(play):
     assert len(played["sent"]) == 1 and [state[:2] for state in played["states"]] == [["Q1", "A"]]
 
 
-def test_retry_asks_once_more_and_a_refused_retry_changes_nothing(play):
+def test_refused_retry_keeps_the_conversation(play):
     replies = [answer("A1"), answer("bad"), answer("good"), {"error": "full"}]
     played = play(replies, [["ask", "Q1"], ["ask", "Q2"], ["retry"], ["retry"]])
     assert messages(played, 2) == messages(played, 1) == messages(played, 3)
@@ -258,7 +258,7 @@ def test_a_system_prompt_holds_from_the_next_request_on(play):
     assert len(messages(play([answer("A")], [["system", "  "], ["ask", "Q"]]))) == 1
 
 
-def test_a_connection_that_closes_after_the_last_piece_is_no_failure(play):
+def test_close_after_the_last_event_is_no_failure(play):
     assert play([{"chunks": ["A", end()]}], [["ask", "Q"]])["states"][0][2] == "done"
 
 
@@ -329,7 +329,7 @@ def test_a_reload_in_the_middle_of_an_answer(play, scripts, chunks, question):
 @pytest.mark.parametrize(
     "saved", [None, {}, 3, {"system": 1, "exchanges": []}, {"system": "", "exchanges": [{}]}]
 )
-def test_what_was_not_saved_by_this_page_is_an_empty_conversation(scripts, saved):
+def test_foreign_saved_data_gives_an_empty_conversation(scripts, saved):
     assert scripts.call("restored", saved) == {"question": None, "exchanges": [], "history": []}
 
 

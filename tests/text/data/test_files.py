@@ -40,7 +40,7 @@ def test_other_kinds_are_refused_by_name(name, tmp_path):
     ("content", "kind"),
     [('{"text": 1}\n', "JSON"), ("[\n {", "JSON"), ("<!DOCTYPE html>", "HTML"), ("%PDF-1.7 x", "PDF")],
 )
-def test_what_looks_like_another_kind_is_no_text_without_a_suffix(content, kind, tmp_path):
+def test_file_without_suffix_may_not_look_like_another_kind(content, kind, tmp_path):
     (tmp_path / "a").write_text(content)
     with pytest.raises(ConfigError, match=f"a: expected text, .*looks like {kind}.*add the suffix"):
         values(tmp_path / "a")

@@ -159,7 +159,7 @@ def test_an_instruction_with_its_input_and_history():
     assert reason({**row, "history": "before"}).startswith("a history that is not a list")
 
 
-def test_without_a_chat_template_a_question_and_its_answer_are_joined():
+def test_question_and_answer_are_joined_without_a_template():
     row = {"system": "Be brief.", "instruction": "Sort.", "input": "3 1", "output": "1 3"}
     assert said(row, None) == "Be brief.\n\nSort.\n\n3 1\n\n1 3"
     assert said({"prompt": "2 + 2 =", "completion": " 4"}, None) == "2 + 2 = 4"
