@@ -22,7 +22,7 @@ MAX_NUM_QUEUED_TOKENS = 2**22  # their ids take about 160 MB in an API process
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default=SERVER.host, help="address to listen on")
-    group.add_argument("--port", type=int, default=SERVER.port, help="TCP port; 0 takes any free one")
+    group.add_argument("--port", type=int, default=SERVER.port, help="TCP port; 0 means any free port")
     group.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead (default: none)")
     group.add_argument(
         "--api-server-count",
@@ -36,23 +36,25 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         "--root-path",
         default="",
         metavar="PATH",
-        help="prefix of all paths, such as /llm, which a proxy may strip or forward (default: none)",
+        help="prefix of all paths, such as /llm; a proxy may strip or forward it (default: none)",
     )
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="key in PEM, to serve HTTPS (default: HTTP)")
+    group.add_argument(
+        "--ssl-keyfile", metavar="FILE", help="private key in PEM; serves HTTPS (default: HTTP)"
+    )
     group.add_argument("--ssl-certfile", metavar="FILE", help="certificate in PEM (default: none)")
     group.add_argument(
         "--shutdown-timeout",
         type=float,
         default=SERVER.shutdown_timeout,
         metavar="SECONDS",
-        help="time that running requests have to finish after SIGTERM",
+        help="how long running requests may take to finish after SIGTERM",
     )
     group.add_argument(
         "--watchdog-timeout",
         type=float,
         default=SERVER.watchdog_timeout,
         metavar="SECONDS",
-        help="end the server if a step takes longer than this",
+        help="stop the server if a step takes longer than this",
     )
 
 
@@ -96,7 +98,9 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--enable-auto-tool-choice", action="store_true", help="always on; accepted as in vLLM"
     )
-    group.add_argument("--use-tgi-api", action="store_true", help="/generate as in TGI, not LightLLM")
+    group.add_argument(
+        "--use-tgi-api", action="store_true", help="make /generate behave as in TGI, not as in LightLLM"
+    )
     group.add_argument("--enable-admin-endpoints", action="store_true", help="serve /reset_prefix_cache")
     group.add_argument(
         "--enable-request-id-headers", action="store_true", help="send X-Request-Id with replies"
@@ -109,32 +113,36 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=_number,
         default=MAX_NUM_QUEUED_REQS,
         metavar="N",
-        help="most requests that may wait; further ones get 429",
+        help="maximum number of waiting requests; more get status 429",
     )
     group.add_argument(
         "--max-num-queued-tokens",
         type=_number,
         default=MAX_NUM_QUEUED_TOKENS,
         metavar="TOKENS",
-        help="most tokens in waiting requests; further ones get 429 (default: 4M)",
+        help="maximum number of tokens in waiting requests; more get status 429 (default: 4M)",
     )
     group.add_argument(
         "--max-logprobs",
         type=int,
         default=SERVER.max_logprobs,
         metavar="N",
-        help="most log-probabilities per token that a request may ask for",
+        help="maximum number of log-probabilities per token that a request may ask for",
     )
     group.add_argument(
         "--request-timeout",
         type=float,
         metavar="SECONDS",
-        help="longest time of a request, waiting included (default: no limit)",
+        help="time limit of a request, including its wait in the queue (default: no limit)",
     )
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", "--model-dir", help="MODEL as a flag (no default: give one of the two)")
+    group.add_argument(
+        "--model",
+        "--model-dir",
+        help="the model, instead of as the first argument (no default: give one of the two)",
+    )
     add_hub_flags(group)
     group.add_argument(
         "--tokenizer", metavar="MODEL", help="folder or ORG/NAME of the tokenizer (default: the model's)"
@@ -163,13 +171,14 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--max-req-total-len",
         type=_number,
         metavar="TOKENS",
-        help="most tokens of a request, prompt and output together, e.g. 32K (default: the model's)",
+        help="maximum number of tokens of a request, prompt and output together, e.g. 32K (default: the "
+        "model's)",
     )
     group.add_argument(
         "--generation-config",
         default=ENGINE.generation_config,
         choices=GENERATION_CONFIGS,
-        help="sampling settings of requests that give none: the checkpoint's (auto), or neutral ones (vllm)",
+        help="default sampling settings of requests: the checkpoint's (auto), or neutral ones (vllm)",
     )
     group.add_argument("--seed", type=int, default=ENGINE.seed, help="seed for requests without one")
 
@@ -209,13 +218,13 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
         "--kv-cache-memory-bytes",
         type=_number,
         metavar="BYTES",
-        help="size of the KV pool, e.g. 8G (default: what --gpu-memory-utilization leaves; on a CPU 4G)",
+        help="size of the KV pool, e.g. 8G (default: what --gpu-memory-utilization leaves; 4G on a CPU)",
     )
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=ENGINE.enable_prefix_caching,
-        help="reuse the K and V of prompts that begin alike",
+        help="reuse the K and V of prompts that start with the same tokens",
     )
     group.add_argument(
         "--attend-cache",
@@ -238,14 +247,15 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=_number,
         default=ENGINE.max_num_seqs,
         metavar="N",
-        help="most requests that run at once (default: 256; on a GPU up to 1,024 if the KV pool holds them)",
+        help="maximum number of requests that run at once (default: 256; on a GPU up to 1,024 if the KV pool "
+        "holds them)",
     )
     group.add_argument(
         *("--max-num-batched-tokens", "--batch-max-tokens"),
         type=_number,
         default=ENGINE.max_num_batched_tokens,
         metavar="TOKENS",
-        help="most tokens of one step; longer prompts are prefilled in chunks",
+        help="maximum number of tokens in one step; longer prompts are prefilled in chunks",
     )
     group.add_argument("--enable-chunked-prefill", action="store_true", help="always on; accepted as in vLLM")
     group.add_argument(
@@ -258,7 +268,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--admission",
         default=ENGINE.admission,
         choices=ADMISSIONS,
-        help="start requests by the expected length of outputs, or keep room for all of max_tokens",
+        help="start a request when its expected output fits in memory (aggressive), or only when all of its "
+        "max_tokens fit (conservative)",
     )
     group.add_argument(
         "--disable-aggressive-schedule",
@@ -273,17 +284,17 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--overlap",
         dest="overlap",
         action=argparse.BooleanOptionalAction,
-        help="prepare a step while the last one runs (default: on a GPU)",
+        help="prepare the next step while the current one runs (default: on for a GPU)",
     )
     group.add_argument(
-        "--enforce-eager", "--disable-cudagraph", action="store_true", help="record no CUDA graphs"
+        "--enforce-eager", "--disable-cudagraph", action="store_true", help="do not record CUDA graphs"
     )
     group.add_argument(
         "--cudagraph-capture-sizes",
         type=int,
         nargs="+",
         metavar="N",
-        help="batch sizes of recorded decode steps (default: 1, 2, 4, then every 8 to 256, then wider)",
+        help="batch sizes of recorded decode steps (default: 1, 2, 4, multiples of 8 up to 256, then wider)",
     )
 
 
@@ -292,9 +303,11 @@ def _add_logs(group: argparse._ArgumentGroup) -> None:
         "--log-level",
         default=SERVER.log_level,
         choices=("debug", "info", "warning", "error"),
-        help="lowest level of log lines on stderr",
+        help="lowest level of the log lines on stderr",
     )
-    group.add_argument("--disable-log-stats", action="store_true", help="log no statistics every 10 s")
+    group.add_argument(
+        "--disable-log-stats", action="store_true", help="do not log statistics every 10 seconds"
+    )
     group.add_argument(
         "--enable-log-requests",
         "--detail-log",
