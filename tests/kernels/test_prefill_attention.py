@@ -218,7 +218,7 @@ def test_tokens_before_the_first_chunk_are_passed_over(device, attention, attend
 
 @BOTH
 @CACHED
-def test_padding_of_chunks_tiles_and_cached_tokens_changes_nothing(device, attention, attend_cache):
+def test_padded_chunks_tiles_and_cached_tokens_change_nothing(device, attention, attend_cache):
     """As a recorded step has it: empty chunks behind, and among, those there are."""
     case = chunks("int8", [70, 9, 40], [40, 9, 1], 4, 2, 64, torch.float16, device)
     alone = case.run(attention, attend_cache)

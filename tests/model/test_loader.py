@@ -120,7 +120,7 @@ def test_derived_buffers_and_zero_biases_of_old_tools_are_fine(broken):
     assert not any(linear.bias is not None for linear in model.linears()), "they would only cost time"
 
 
-def test_kv_cache_scheme_is_refused_and_attention_scales_are_ignored(saved, tmp_path):
+def test_kv_cache_scheme_is_refused_attention_scales_unread(saved, tmp_path):
     """compressed-tensors, vLLM, ModelOpt and Quark round q, K, V and probabilities by these scales."""
     quantize_checkpoint(saved["plain"], tmp_path / "model", "w4a16", G32)
     names = [f"{name}_{what}" for name in "qkv" for what in ("scale", "zero_point")]
