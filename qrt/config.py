@@ -83,6 +83,7 @@ class EngineConfig:
     generation_config        default sampling: "auto" the checkpoint's generation_config.json, "vllm" neutral
     dtype                    dtype of activations: "auto" is the checkpoint's on a GPU. On a CPU it is
                              float32, or bf16 for a quantized checkpoint in bf16 if the CPU has fast bf16
+    device                   "cuda", "cuda:1" or "cpu" (None: the GPU if there is one, else the CPU)
     max_model_len            most tokens of one request, prompt and output together
     max_num_seqs             most requests that run at once (None: 256, on a GPU up to 1,024 by what the
                              KV pool holds: `mem.sizing.default_num_seqs`)
@@ -92,14 +93,16 @@ class EngineConfig:
     scheduling_policy        "fcfs": in order of arrival; "priority": the smallest `priority` first
     admission                "aggressive" starts requests by the expected length of outputs, and pauses one
                              when slots run out; "conservative" keeps room for all of `max_tokens`: no pauses
-    overlap                  prepare and launch a step while the last one runs (None: on a GPU)
+    overlap                  prepare and launch a step while the last one runs (None: only on a GPU)
     gpu_memory_utilization   share of the GPU's memory that weights, activations and KV may take
     kv_cache_memory_bytes    KV memory, instead of what `gpu_memory_utilization` leaves
+    enable_prefix_caching    reuse the K and V of prompts that start with the same tokens
     attend_cache             prefill reads its own chunk's K/V back from the cache, so that a perplexity
                              includes the KV format's loss, and a cached prefix does not change an answer (by
                              default a prompt attends its own chunk's K/V before they are rounded)
     enforce_eager            record no CUDA graphs: slower steps, an earlier start
     cudagraph_capture_sizes  batch sizes of recorded decode steps (None: 1, 2, 4, then every 8 to 256, wider)
+    seed                     seed for requests without one
     """
 
     model: str
