@@ -117,7 +117,7 @@ def _is_watched() -> bool:
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
-def read(args: Sequence[Any], device: int, kinds: list[Any], values: list[Any]) -> bool:  # noqa: C901 - a branch a type
+def read(args: Sequence[Any], device: int, kinds: list[Any], values: list[Any]) -> bool:  # noqa: C901 -- a branch a type
     """Append each argument's kind to `kinds`, and what the C function takes for it to `values`.
 
     Return False if an argument is not on this GPU, or has a type that only Triton knows.

@@ -209,7 +209,7 @@ def _store_result(
 
 
 @triton.jit
-def _attend_kernel(  # noqa: C901 - its branches are constants, or shared by all threads
+def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by all threads
     q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
     new, smoothing, kv_lens, facts,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
