@@ -20,7 +20,7 @@ from qrt.location import EXPECTED, model_folder, model_name
 from qrt.quant.checkpoint import Checkpoint, awq, gptq, open_checkpoint
 from qrt.quant.checkpoint.compressed_tensors import quantization_config, stored_as
 from qrt.quant.checkpoint.format import FLOATS
-from qrt.quant.checkpoint.writer import OutputFolder
+from qrt.quant.checkpoint.output import OutputFolder
 from qrt.quant.packing import WORD_BITS
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WeightData

@@ -104,8 +104,7 @@ def _writer(job: Job, out: Path, text: Calibration | None) -> CheckpointWriter:
     return CheckpointWriter(
         out,
         job.checkpoint,
-        scheme=recipe.scheme,
-        spec=recipe.spec,
+        grid=(recipe.scheme, recipe.spec),
         overrides=grids,
         ignore=job.ignored,
         metadata={**recipe.metadata(), **source_of(job), **(text.metadata if text else {})},

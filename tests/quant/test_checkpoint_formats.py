@@ -183,9 +183,7 @@ def test_features_that_do_not_fill_a_word(case, tmp_path):
     (tmp_path / "plain/config.json").write_text("{}")
     save_file({"a.weight": weight, "a.bias": data.bias}, tmp_path / "plain/model.safetensors")
     plain = open_checkpoint(tmp_path / "plain")
-    with CheckpointWriter(
-        tmp_path / "out", plain, scheme=scheme, spec=spec, ignore=[], metadata={}
-    ) as writer:
+    with CheckpointWriter(tmp_path / "out", plain, grid=(scheme, spec), ignore=[], metadata={}) as writer:
         writer.add_linear("a", data)
     assert_same(open_checkpoint(tmp_path / "out").linear("a")[1], data)
 

@@ -44,7 +44,7 @@ def source(tmp_path_factory):
 
 
 def writer(out: Path, source: Path, **options) -> CheckpointWriter:
-    options = {"scheme": "w4a16", "spec": W4, "ignore": ["lm_head"], "metadata": {}, **options}
+    options = {"grid": ("w4a16", W4), "ignore": ["lm_head"], "metadata": {}, **options}
     return CheckpointWriter(out, open_checkpoint(source), **options)
 
 
@@ -263,9 +263,9 @@ def test_a_linear_that_the_config_would_misdescribe(source, tmp_path, module, we
 
 def test_schemes_and_sources_without_a_layout(source, tmp_path):
     with pytest.raises(UnsupportedError, match="'fp16' has no compressed-tensors layout.*w4a16"):
-        writer(tmp_path / "out", source, scheme="fp16")
+        writer(tmp_path / "out", source, grid=("fp16", W4))
     with pytest.raises(UnsupportedError, match="'w8a8' does not store"):
-        writer(tmp_path / "out", source, scheme="w8a8", spec=QuantSpec(8, False, Granularity.CHANNEL))
+        writer(tmp_path / "out", source, grid=("w8a8", QuantSpec(8, False, Granularity.CHANNEL)))
     quantize_checkpoint(source, tmp_path / "done", "w4a16", W4)
     with pytest.raises(UnsupportedError, match="already quantized"):
         writer(tmp_path / "out", tmp_path / "done")

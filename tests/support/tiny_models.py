@@ -100,7 +100,7 @@ def quantize_checkpoint(
     dtype = getattr(torch, checkpoint.config["dtype"])
     options = {"ignore": ["lm_head"], "metadata": {}, **options}
     written: dict[str, WeightData] = {}
-    with CheckpointWriter(Path(out), checkpoint, scheme=scheme, spec=spec, **options) as writer:
+    with CheckpointWriter(Path(out), checkpoint, grid=(scheme, spec), **options) as writer:
         for name in checkpoint.names():
             module, _, kind = name.rpartition(".")
             if not module.endswith("_proj") or module in options["ignore"]:
