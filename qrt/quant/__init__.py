@@ -1,1 +1,1 @@
-"""What the bits mean: specs, the one rounding file, packing, weight schemes, KV formats. Torch only."""
+"""What the bits mean: specs, rounding, packing, weight schemes and KV formats. Needs torch alone."""

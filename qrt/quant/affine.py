@@ -1,8 +1,8 @@
-"""The only rounding in the project: every quantizer, on the CPU, is one of these functions.
+"""All rounding of the project: every quantizer on the CPU is one of these functions.
 
 Device functions (`*/device.py`) repeat the arithmetic in Triton and are tested against this file.
-Scales are rounded to their stored dtype first and codes are chosen with the *rounded* scale, in fp32:
-rounding in bf16 misplaces 9-12 % of int8 codes (docs/checkpoint-formats.md#rounding).
+A scale is first rounded to its stored dtype; codes are then chosen in fp32 with the *rounded* scale.
+Rounding in bf16 misplaces 9-12 % of int8 codes (docs/checkpoint-formats.md#rounding).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _grouped(x: Tensor, group: int) -> Tensor:
 def choose_qparams(
     weight: Tensor, spec: QuantSpec, dtype: torch.dtype, shrink: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero of round-to-nearest for `weight` [N, K].
+    """Choose the scale and zero with which `weight` [N, K] is rounded to nearest.
 
     Returns scale [N, K/G] in `dtype` and zero [N, K/G] uint8 (None when symmetric).
     Symmetric: scale = absmax / ((2^b - 1) / 2); asymmetric: the range, widened to hold 0, over 2^b - 1
@@ -41,30 +41,30 @@ def choose_qparams(
 
 
 def _storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scale` rounded to `dtype`, with zero (and what underflows to it) replaced by the smallest normal."""
+    """Round `scale` to `dtype`; the smallest normal replaces zero and all that would underflow to zero."""
     floor = max(_TINY, torch.finfo(dtype).tiny)
     return scale.clamp(min=floor).to(dtype)
 
 
 def quantize(weight: Tensor, scale: Tensor, zero: Tensor | None, spec: QuantSpec) -> Tensor:
-    """Codes uint8 [N, K] nearest to `weight` [N, K] on the grid of `scale`, `zero` [N, K/G]; ties to even."""
+    """Round `weight` [N, K] to codes uint8 [N, K] on the grid of `scale`, `zero` [N, K/G]; ties to even."""
     groups = _grouped(weight, weight.shape[-1] // scale.shape[-1])
     offset = spec.midpoint if zero is None else zero.float()[..., None]
     return nearest(groups, scale.float()[..., None], offset, spec).to(torch.uint8).flatten(-2)
 
 
 def nearest(x: Tensor, scale: Tensor, zero: Tensor | int, spec: QuantSpec) -> Tensor:
-    """Codes nearest to `x`, still in fp32; x, scale and zero are fp32 and broadcast, ties go to even."""
+    """Round `x` to codes, still in fp32; x, scale and zero are fp32 and broadcast, ties go to even."""
     return (x / scale).add_(zero).round_().clamp_(0, spec.levels - 1)
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
-    """(code - zero) * scale in fp32, [N, K]: codes uint8 [N, K], scale [N, K/G], zero uint8 or None."""
+    """Return (code - zero) * scale, fp32 [N, K]: codes uint8 [N, K], scale [N, K/G], zero uint8 or None."""
     return decode_groups(codes, scale, 1 << (bits - 1) if zero is None else zero.float()[..., None])
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Dynamic per-token int8: x [..., K] -> codes int8 [..., K], scale fp32 [..., 1]; x ~ codes * scale.
+    """Quantize tokens to int8: x [..., K] -> codes int8 [..., K], scale fp32 [..., 1]; x ~ codes * scale.
 
     scale = absmax / 127; halves round up (`floor(v + 0.5)`), as the device code does.
     """
@@ -74,13 +74,16 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _kv_scale(scale: Tensor) -> Tensor:
-    """`scale` rounded to fp16, within what fp16 holds; subnormals count, so a V of 1e-4 keeps its levels."""
+    """Round `scale` to fp16, clamped to its range; subnormals are used, so a V of 1e-4 keeps its levels."""
     half = torch.finfo(torch.float16)
     return scale.clamp(half.smallest_normal * half.eps, half.max).to(torch.float16)
 
 
 def quantize_midtread8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """KV int8: x [..., D] -> codes uint8 [..., D] and scale fp16 [..., D/group]; x ~ (code - 128) * scale."""
+    """Quantize K or V to int8: x [..., D] -> codes uint8 [..., D], scale fp16 [..., D/group].
+
+    A value is (code - 128) * scale.
+    """
     groups = _grouped(x, group)
     scale = _kv_scale(groups.abs().amax(-1) / INT8_MAX)
     codes = torch.floor(groups / scale.float()[..., None] + 128.5)
@@ -91,11 +94,11 @@ MIDRISE_STEPS = (8.0, 7.75, 7.5, 7.25, 7.0)  # absmax in steps; none clips
 
 
 def quantize_midrise4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """KV int4: x [..., D] -> codes uint8 0..15 and scale fp16 [..., D/group]; x ~ (code - 7.5) * scale.
+    """Quantize K or V to int4: x [..., D] -> codes uint8 0..15 [..., D], scale fp16 [..., D/group].
 
-    Sixteen levels around zero without a zero point (docs/kv-layout.md#grids). scale = absmax / m, with
-    the m of MIDRISE_STEPS that errs least: where the largest values fall between levels decides a fifth of
-    the squared error of a group of 32.
+    A value is (code - 7.5) * scale. The sixteen levels lie around zero, without a zero point
+    (docs/kv-layout.md#grids). scale = absmax / m with the m of MIDRISE_STEPS that errs least. How the largest
+    values fall between two levels decides a fifth of the squared error of a group of 32.
     """
     groups = _grouped(x, group)
     absmax = groups.abs().amax(-1)
@@ -113,7 +116,7 @@ def _midrise_codes(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 def _midrise_error(groups: Tensor, scale: Tensor) -> Tensor:
-    """Sum of squares lost by each group at `scale`."""
+    """Return the sum of squared errors of each group at `scale`."""
     return ((_midrise_codes(groups, scale) - 7.5) * scale.float()[..., None] - groups).square().sum(-1)
 
 

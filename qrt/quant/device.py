@@ -1,5 +1,7 @@
-"""Activations as int8 in Triton, for every kernel that hands them to an int8 product:
-`affine.quantize_tokens`, bit for bit, and `Digits`."""
+"""Activations as int8 in Triton, for kernels that feed int8 products.
+
+The codes of tokens are those of `affine.quantize_tokens`, bit for bit; `Digits` are written here too.
+"""
 
 import triton
 import triton.language as tl
@@ -12,13 +14,13 @@ STEPS = tl.constexpr(float(digits.STEPS))
 
 @triton.jit
 def token_scale(peak):
-    """Scale fp32 of tokens whose largest magnitude is `peak` fp32, a scalar or a tensor."""
+    """Return the scale fp32 of tokens whose largest magnitude is `peak` fp32, a scalar or a tensor."""
     return tl.div_rn(tl.maximum(peak, 1e-10), 127.0)
 
 
 @triton.jit
 def token_codes(x, scale, ASM: tl.constexpr):
-    """Codes int8 of x fp32; scale fp32 broadcasts to x. ASM False asks for plain Triton."""
+    """Return the codes int8 of x fp32; scale fp32 broadcasts to x. ASM False asks for plain Triton."""
     if ASM:
         return _codes(x, -scale, tl.div_rn(1.0, scale))
     else:
@@ -27,8 +29,10 @@ def token_codes(x, scale, ASM: tl.constexpr):
 
 @triton.jit
 def store_token(blocks, codes, scale, N, BLOCK: tl.constexpr, ASM: tl.constexpr):
-    """Write codes and scale, at these pointers, of a token of N values: `blocks`, a tuple of [BLOCK], zero
-    beyond N."""
+    """Write the codes and the scale of one token of N values at these pointers.
+
+    `blocks` is a tuple of [BLOCK], zero beyond N.
+    """
     peak = tl.zeros([BLOCK], tl.float32)
     for b in tl.static_range(len(blocks)):
         peak = tl.maximum(peak, tl.abs(blocks[b].to(tl.float32)))
@@ -41,24 +45,29 @@ def store_token(blocks, codes, scale, N, BLOCK: tl.constexpr, ASM: tl.constexpr)
 
 @triton.jit
 def larger(a, b):
-    """Of a reduction: NaN where one is."""
+    """Return the larger of two numbers in a reduction, NaN if one of them is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def digits_of(x, largest, AXIS: tl.constexpr):
-    """x fp32, groups along AXIS whose largest magnitudes (`larger`) are `largest` -> 256 * high + low int32,
-    and scales. What is not finite makes its group's scale so."""
+    """Return 256 * high + low, int32, and the scales of x fp32, whose groups lie along AXIS.
+
+    `largest` holds the groups' largest magnitudes, as `larger` finds them. A value that is not finite makes
+    the scale of its group not finite.
+    """
     largest = larger(largest, 1e-30)
     steps = x * tl.expand_dims(1.0 / largest * STEPS, AXIS)
-    # to the nearest, where numbers lie 1 apart
+    # rounds to nearest, because floats of this size lie 1 apart
     return (steps + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000, largest / STEPS
 
 
 @triton.jit
 def store_digits(x, codes, facts, row, group, ROWS, GROUPS, ROOM: tl.constexpr):
-    """Write x fp32 [M, 128 * N], rows `row` [M] of ROWS and groups `group` [N] of GROUPS, as `Digits` with
-    room for ROOM tokens."""
+    """Write x fp32 [M, 128 * N] as `Digits` that are padded to ROOM tokens.
+
+    x has the rows `row` [M] of ROWS and the groups `group` [N] of GROUPS.
+    """
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1] // GROUP
     x = tl.reshape(x, (M, N, GROUP))
@@ -71,8 +80,11 @@ def store_digits(x, codes, facts, row, group, ROWS, GROUPS, ROOM: tl.constexpr):
 
 @triton.jit
 def store_digits_of_halves(first, second, codes, facts, row, group, inside, GROUPS, ROOM: tl.constexpr):
-    """Write groups, rows `row` [M] and groups `group` [M] of GROUPS, whose halves are first and second fp32
-    [M, 64], where `inside` [M], as `Digits` with room for ROOM tokens."""
+    """Write M groups as `Digits` that are padded to ROOM tokens.
+
+    Each is group `group` [M] of GROUPS in row `row` [M]; its halves are first and second fp32 [M, 64]. Groups
+    that are not `inside` [M] are not written.
+    """
     largest = larger(tl.reduce(tl.abs(first), 1, larger), tl.reduce(tl.abs(second), 1, larger))
     first, scale = digits_of(first, largest, 1)
     second, scale = digits_of(second, largest, 1)
@@ -83,28 +95,32 @@ def store_digits_of_halves(first, second, codes, facts, row, group, inside, GROU
 
 @triton.jit
 def _store_groups(first, second, scale, total, codes, facts, place, inside, rows, ROOM: tl.constexpr):
-    """Write digits of groups [..] at `place` [..] of `rows` groups and tokens: of their halves first and
-    second int32 [.., 64]."""
+    """Write the digits of groups [..], whose halves are first and second int32 [.., 64].
+
+    `place` [..] is the position of each among all `rows` pairs of group and token.
+    """
     AXIS: tl.constexpr = len(first.shape) - 1
     HALF: tl.constexpr = GROUP // 2
     tl.store(facts + place, scale, mask=inside)
     tl.store(facts + rows + place, total.to(tl.float32), mask=inside)
-    word = place + place // ROOM * ROOM  # of a token's high digits: a group's low ones are behind all of them
+    word = (
+        place + place // ROOM * ROOM
+    )  # the token's high digits; low digits follow the high ones of all the group's tokens
     words = codes.to(tl.pointer_type(tl.int16)) + tl.expand_dims(word * HALF, AXIS) + tl.arange(0, HALF)
     high = ((first + 128) >> 8) & 0xFF | (((second + 128) >> 8) << 8)
     low = first & 0xFF | (second << 8)
     mask = tl.expand_dims(inside, AXIS)
-    tl.store(words, high.to(tl.int16), mask=mask)  # two lanes
+    tl.store(words, high.to(tl.int16), mask=mask)  # two lanes at once
     tl.store(words + ROOM * HALF, low.to(tl.int16), mask=mask)
 
 
 @triton.jit
 def _codes(x, minus_scale, inverse):
-    """floor(x / scale + 0.5), the quotient rounded as a division is: 8 instructions a value and no branch.
+    """Return floor(x / scale + 0.5) as an exact division gives it, in 8 instructions per value, no branch.
 
-    With fma a quotient's remainder is exact. It corrects the quotient twice: to within an ulp, then to the
-    nearest (Markstein 1990, doi:10.1147/rd.341.0111; `inverse` is 1 / scale to the nearest). Adding
-    1.5 * 2^23, rounded down, leaves the floor in the low byte.
+    fma computes the remainder of a quotient exactly. It corrects the quotient twice: to within an ulp, then
+    to the nearest (Markstein 1990, doi:10.1147/rd.341.0111; `inverse` is 1 / scale rounded to nearest).
+    Adding 1.5 * 2^23 and rounding down leaves the floor in the low byte.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .f32 a, b, c, d, r; .reg .b32 i, j, k, l;

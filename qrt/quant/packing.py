@@ -1,8 +1,8 @@
-"""Dense little-endian bit streams in int32 words: the one packer behind every checkpoint format.
+"""Dense little-endian bit streams in int32 words, which every checkpoint format packs with.
 
-Element i of the packed axis occupies bits [i*b, (i+1)*b) of the stream; word w holds bits
-[32w, 32w+32), least significant first. compressed-tensors, GPTQ and AWQ differ only in the axis,
-the offset and (AWQ) a column order (docs/checkpoint-formats.md#one-packer).
+Element i of the packed axis occupies bits [i*b, (i+1)*b) of the stream. Word w holds bits [32w, 32w+32), the
+least significant first. compressed-tensors, GPTQ and AWQ differ only in the axis, the offset and (AWQ) the
+order of columns (docs/checkpoint-formats.md#one-packer).
 
     4-bit codes 0..7  ->  0x76543210        8-bit codes 1,2,3,4  ->  0x04030201
 """
@@ -17,12 +17,12 @@ WORD_BITS = 32
 
 
 def packed_words(n: int, bits: int) -> int:
-    """Words that hold `n` elements of `bits` bits."""
+    """Return how many words hold `n` elements of `bits` bits."""
     return -(-n * bits // WORD_BITS)
 
 
 def pack(codes: Tensor, bits: int, axis: int = -1) -> Tensor:
-    """codes (any integer dtype, 0..2^bits-1) -> int32 words along `axis`, contiguous."""
+    """Pack codes (any integer dtype, 0..2^bits-1) into int32 words along `axis`, contiguous."""
     stream = codes.movedim(axis, -1)
     n = stream.shape[-1]
     words = packed_words(n, bits)
@@ -42,7 +42,7 @@ def pack(codes: Tensor, bits: int, axis: int = -1) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, n: int, axis: int = -1) -> Tensor:
-    """int32 words -> the first `n` codes along `axis`, uint8 (bits <= 8), contiguous."""
+    """Unpack the first `n` codes of int32 words along `axis`: uint8 (bits <= 8), contiguous."""
     stream = words.movedim(axis, -1)
     mask = (1 << bits) - 1
     if 8 % bits == 0:

@@ -1,11 +1,11 @@
-"""The signed Hadamard rotation of quantized KV: channels of a head are spread over each other.
+"""The signed Hadamard rotation of quantized KV, which spreads each channel of a head over many.
 
-Each half of a head (lo, hi) is multiplied by M = diag(sign) @ H / sqrt(n), n = D/2 (block-diagonal with the
-largest power of two that divides D/2 where D/2 is none). In a head narrower than 128 the halves are first
-crossed, (lo + hi, lo - hi) / sqrt(2): 32 channels alone do not even out an outlier (int4 costs the bundled
-model, D = 64, 1.9 % of perplexity instead of 2.5). Applied to q, k (after RoPE) and v; scores do not change,
-the attention output is rotated back: crossed, times M^T. At the same bytes int4 attention error falls 2.4x
-at D = 128 (docs/kv-layout.md#rotation).
+Each half of a head (lo, hi) is multiplied by M = diag(sign) @ H / sqrt(n), n = D/2. Where D/2 is no power of
+two, M is block-diagonal with the largest power of two that divides D/2. In a head narrower than 128 the
+halves are first crossed, (lo + hi, lo - hi) / sqrt(2), because 32 channels alone do not even out an outlier:
+int4 costs the bundled model (D = 64) 1.9 % of perplexity instead of 2.5. The rotation applies to q, k (after
+RoPE) and v, so scores do not change. The attention output is rotated back with M^T, and crossed. At the same
+bytes the error of int4 attention is 2.4 times smaller at D = 128 (docs/kv-layout.md#rotation).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def signs(n: int) -> Tensor:
-    """n fixed signs from a xorshift32 sequence: the same on every machine and version."""
+    """Return n fixed signs from a xorshift32 sequence: the same on every machine and version."""
     state, drawn = 0x9E3779B9, []
     for _ in range(n):
         state ^= (state << 13) & 0xFFFFFFFF
@@ -28,7 +28,7 @@ def signs(n: int) -> Tensor:
 
 
 def hadamard(n: int) -> Tensor:
-    """Sylvester's matrix of +1 and -1 [n, n], n a power of two."""
+    """Return Sylvester's matrix of +1 and -1 [n, n]; n is a power of two."""
     h = torch.ones(1, 1, dtype=torch.float32)
     while h.shape[0] < n:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
@@ -47,7 +47,7 @@ def matrix(head_dim: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """x [..., D] -> fp32 [..., D]."""
+    """Rotate x [..., D] into the basis of the cache: fp32 [..., D]."""
     return (_halves(x) @ matrix(x.shape[-1]).to(x.device)).flatten(-2)
 
 

@@ -1,4 +1,4 @@
-"""The values that say how numbers are quantized. The single owner of bit widths and group sizes."""
+"""How numbers are quantized: bits, symmetry and groups of a grid, and shapes of tensors to be made."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from qrt.errors import ConfigError
 
-GROUP_SIZES = (128, 64, 32)  # that are chosen from: the usual size first, the smallest that kernels run last
+GROUP_SIZES = (128, 64, 32)  # default choices, from the usual size to the smallest that kernels run
 
 
 class Granularity(Enum):
-    """What one scale covers."""
+    """The weights that share a scale."""
 
     CHANNEL = "channel"  # one output row of a weight
     GROUP = "group"  # `group_size` consecutive inputs of one output row

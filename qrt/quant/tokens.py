@@ -1,4 +1,4 @@
-"""Activations as int8 codes, where every reader of them is an int8 product."""
+"""Activations as int8 codes, for readers that are all int8 products."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from qrt.quant import affine
 
 
 class QuantizedTokens(NamedTuple):
-    """x [T, K], rounded token by token: x ~ codes * scale (`affine.quantize_tokens`).
+    """Activations x [T, K] rounded token by token: x ~ codes * scale (`affine.quantize_tokens`).
 
     codes    int8 [T, K]
     scale    fp32 [T]
-    dtype    of x, and of what a product with it gives
+    dtype    dtype of x and of products with it
     """
 
     codes: Tensor

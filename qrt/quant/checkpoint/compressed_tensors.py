@@ -1,10 +1,10 @@
-"""compressed-tensors: which Linear is quantized how, from `quantization_config`, and that config written.
+"""compressed-tensors: read a `quantization_config`, which says how each Linear is quantized, and write one.
 
-Read: groups of int4, int8 and fp8 weights in any of three layouts, chosen per group, for modules named
-exactly, by regular expression or by class. fp8 weights run as 16-bit weights, with activations that are not
-rounded: closer to the original than what the file asks for, and said once. Whatever else the config asks for
-would change what the model computes and is refused by name. Written: the minimal config that every
-compressed-tensors version loads (docs/checkpoint-formats.md#what-is-written).
+Reads groups of int4, int8 and fp8 weights in any of three layouts, chosen per group, for modules named
+exactly, by regular expression or by class. fp8 weights run as 16-bit weights, and activations are not
+rounded; this is closer to the original than what the file asks for, and a warning says so. Everything else in
+the config would change what the model computes and is refused by name. Writes the minimal config that every
+version of compressed-tensors loads (docs/checkpoint-formats.md#what-is-written).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from qrt.quant.weight.base import WeightData
 
 logger = logging.getLogger(__name__)
 
-LINEAR = "Linear"  # the class name of every module that `Checkpoint.linear` is asked for
-HEAD = "lm_head"  # but in vLLM, where the head's is ParallelLMHead
+LINEAR = "Linear"  # class name of every module that `Checkpoint.linear` reads
+HEAD = "lm_head"  # its class is ParallelLMHead in vLLM
 REGEX = "re:"
-NAIVE = "naive-quantized"  # old name of both layouts that store a code each in a byte
+NAIVE = "naive-quantized"  # old name of the two layouts with one byte per code
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ STORED = (
     Stored("w8a16", 8, PackQuantized(), False),
     Stored("w8a8", 8, IntQuantized(), True),
 )
-# What `weights` and `input_activations` mean where they are silent (compressed-tensors' QuantizationArgs).
+# Defaults of `weights` and `input_activations` (QuantizationArgs of compressed-tensors).
 DEFAULTS: dict[str, Any] = {
     "num_bits": 8,
     "type": "int",
@@ -82,7 +82,7 @@ ACTIVATIONS: dict[str, tuple[Any, ...]] = {
     "strategy": ("token",),
     "dynamic": (True,),
 }
-# Entries that change what the model computes; absent or empty is fine.
+# Entries that change what the model computes; they may be absent or empty.
 REFUSED = {
     "kv_cache_scheme": "delete the entry and choose the KV format with --kv",
     "transform_config": "quantize without transforms",
@@ -95,8 +95,9 @@ REFUSED = {
 class Group:
     """One entry of config_groups.
 
-    It has the modules it targets, their scheme and grid once they are loaded (None: plain weights), and what
-    reads one of them.
+    targets         modules of the group
+    scheme, spec    scheme and grid of the loaded weights; spec is None for plain weights
+    decode          reads one of the modules
     """
 
     targets: tuple[str, ...]
@@ -151,15 +152,15 @@ class CompressedTensors(CheckpointFormat):
 
 
 def _is_dense(entry: Any) -> bool:
-    """Whether a sparsity config says no more than how many zeros its writer has counted."""
+    """Whether a sparsity config only counts zeros."""
     return isinstance(entry, Mapping) and entry.get("format") == "dense"
 
 
 def target_of(module: str, targets: Collection[str]) -> str | None:
     """Return the one of `targets` that means a Linear called `module`, as compressed-tensors chooses.
 
-    Its name comes first; then, of all "re:<regex from its start>" that match, the first in the alphabet; then
-    its class.
+    The exact name wins, then the alphabetically first of the "re:<regex from its start>" that match, then the
+    class.
     """
     if module in targets:
         return module
@@ -177,9 +178,9 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Return the minimal config of a checkpoint whose Linears all have `scheme`, except those in `ignore`.
 
-    With `overrides`, modules on other grids, every group names its `modules`: vLLM gives a fused Linear to a
-    group that targets the class before it looks for the names of its parts. A quantized head, which is among
-    the overrides or the modules, is always named.
+    `overrides` are modules on other grids; with them every group names its `modules`, because vLLM gives a
+    fused Linear to a group that targets the class before it looks for the names of its parts. A quantized
+    head is among the overrides or the modules and is always named.
     """
     default = (scheme, spec)
     targets = dict.fromkeys(modules, default) | dict(overrides or {})
@@ -202,7 +203,7 @@ def quantization_config(
 
 
 def _entry(scheme: str, spec: QuantSpec, targets: list[str]) -> dict[str, Any]:
-    """One group of the config."""
+    """Return one group of the config."""
     stored = stored_as(scheme)
     weights = {
         "num_bits": spec.bits,
@@ -266,7 +267,7 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
 
 
 def _fp8_group(where: str, entry: Mapping[str, Any]) -> Group:
-    """Read an entry of fp8 weights; what it says of activations is left out, as qrt rounds none."""
+    """Read an entry of fp8 weights; what it says about activations is ignored, because qrt rounds none."""
     weights = _arguments(f"{where}.weights", entry.get("weights"), FP8_WEIGHTS)
     block = FP8_BLOCKS.get(weights["strategy"]) or block_of(
         f"{where}.weights.block_structure", weights["block_structure"]

@@ -22,7 +22,7 @@ class TensorFolder:
     """Tensors by name. Opening reads the headers of all shards and no data.
 
     path      the folder
-    shards    the shard of each tensor, where they are known already
+    shards    the shard of each tensor, if already known
     """
 
     def __init__(self, path: Path, shards: Mapping[str, Shard] | None = None) -> None:
@@ -57,10 +57,10 @@ class TensorFolder:
         dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
         **sizes: int,
     ) -> Tensor:
-        """One tensor as stored, on CPU, mapped: its data are read from disk when they are used.
+        """Map one tensor as stored, on the CPU: its data are read from disk when they are used.
 
-        Raises CheckpointError naming tensor and folder when it is absent, or when its shape or dtype are
-        not those asked for (`shape`, `dtype` and `sizes` are those of `qrt.checks.expect`).
+        Raises CheckpointError, naming tensor and folder, when it is absent or has another shape or dtype than
+        asked for (`shape`, `dtype` and `sizes` are those of `qrt.checks.expect`).
         """
         shard = self._shard(name)
         try:
@@ -76,7 +76,7 @@ class TensorFolder:
 
 
 def _shards(folder: Path) -> dict[str, Shard]:
-    """Tensor name -> opened shard; a single file wins over an index, as in transformers."""
+    """Return the opened shard of each tensor; a single file wins over an index, as in transformers."""
     names = [path.name for path in folder.iterdir() if not path.is_dir()]
     single, listed = weight_files(names)
     if single is not None and is_file(folder / single):
@@ -98,7 +98,7 @@ def _shards(folder: Path) -> dict[str, Shard]:
 
 
 def _open_listed(index: Path, file: str) -> Shard:
-    """Open a shard that an index names; a name that leaves the folder is refused (links inside are fine)."""
+    """Open a shard that an index names; refuse a name that leaves the folder (links inside it are fine)."""
     if file != Path(file).name or file == "..":
         raise CheckpointError(f"{index}: expected plain file names inside the folder, got {file!r}")
     if not is_file(index.parent / file):

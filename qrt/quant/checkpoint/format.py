@@ -1,4 +1,4 @@
-"""What a checkpoint format is: how one Linear's weight is found among the tensors of a folder."""
+"""The interface of checkpoint formats: find and decode one Linear's weight in the tensors of a folder."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:
-        """Scheme name (a key of WEIGHT_SCHEMES) and canonical weight of `module`.
+        """Return the scheme name (a key of WEIGHT_SCHEMES) and the canonical weight of `module`.
 
         Raises CheckpointError when a tensor is absent or does not fit, UnsupportedError for a layout that
         qrt does not read.
         """
 
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
-        """Scheme name and grid of `module` by the config alone; UnsupportedError where only tensors tell."""
+        """Return scheme name and grid of `module` from the config; UnsupportedError if only tensors tell."""
         raise UnsupportedError(
             "load_format dummy: expected a plain or a compressed-tensors config.json, "
             f"got one of {type(self).__name__}, which does not say all"
@@ -54,14 +54,14 @@ def setting(where: str, config: Mapping[str, Any], names: Sequence[str], default
 
 
 def block_of(where: str, entry: Any) -> tuple[int, int]:
-    """Rows and columns of a block, from a config."""
+    """Return the rows and columns of a block that a config names."""
     if not isinstance(entry, list) or len(entry) != 2 or any(type(n) is not int or n < 1 for n in entry):
         raise CheckpointError(f"{where}: expected two positive numbers, rows and columns, got {entry!r}")
     return entry[0], entry[1]
 
 
 def group_count(tensors: TensorFolder, module: str, group_size: int, in_features: int) -> int:
-    """Scales per output row for groups of `group_size` inputs, -1 being all of them."""
+    """Return the scales per output row for groups of `group_size` inputs; -1 means all inputs."""
     group = in_features if group_size == -1 else group_size
     if in_features == 0 or in_features % group:
         raise CheckpointError(

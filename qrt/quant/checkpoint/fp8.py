@@ -1,9 +1,9 @@
 """fp8 in blocks, as DeepSeek, Qwen and transformers write it, and per tensor, as AutoFP8 does.
 
 P.weight            fp8   [N, K]                      weight / scale, e4m3
-P.weight_scale_inv  float [ceil(N/B0), ceil(K/B1)]    the scale, whatever its name says, of each block
-P.weight_scale      float [1] or a scalar             in its place in AutoFP8's
-P.input_scale       float [1]                         of static activations; not read
+P.weight_scale_inv  float [ceil(N/B0), ceil(K/B1)]    the scale of each block, in spite of its name
+P.weight_scale      float [1] or a scalar             AutoFP8 stores it instead
+P.input_scale       float [1]                         scale of static activations; not read
 P.bias              float [N]                         where the Linear has one
 """
 
@@ -26,7 +26,7 @@ SCALES = ("weight_scale_inv", "weight_scale")
 
 
 class Fp8(CheckpointFormat):
-    """quant_method "fp8"; read as the 16-bit weights that it stands for, as compressed-tensors' fp8 is."""
+    """quant_method "fp8"; its weights are read as 16-bit weights, like the fp8 of compressed-tensors."""
 
     def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
         size = config.get("weight_block_size")

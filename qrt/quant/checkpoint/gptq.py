@@ -8,8 +8,8 @@ Weights lie transposed:
     P.g_idx    int32   [K]            group of each input: k // G, or any order with `desc_act`
     P.bias     float16 [N]            where the Linear has one
 
-v1's "minus one" is one subtraction a 32-bit word, with a borrow from field to field where a zero is 0; so it
-is undone by one wrapping addition a word.
+v1 subtracts one from every zero with a single subtraction per 32-bit word, so a zero of 0 borrows from the
+next field. One wrapping addition per word undoes that.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Gptq(CheckpointFormat):
     def _zero(
         self, tensors: TensorFolder, module: str, bits: int, groups: int, n: int, symmetric: bool
     ) -> Tensor | None:
-        """Zero points uint8 [N, K/G]; None where all are the midpoint of a symmetric checkpoint."""
+        """Return zero points uint8 [N, K/G]; None where all are the midpoint of a symmetric checkpoint."""
         words = tensors.tensor(f"{module}.qzeros", "G W", torch.int32, G=groups, W=packed_words(n, bits))
         if self._minus_one:
             words = words + ONES[bits]  # int32: wraps

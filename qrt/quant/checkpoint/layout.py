@@ -1,8 +1,8 @@
-"""The tensor layouts of compressed-tensors that qrt reads, and writes but for fp8.
+"""The tensor layouts of compressed-tensors that qrt reads; it writes all of them but fp8.
 
 See docs/checkpoint-formats.md#compressed-tensors.
 
-The integer ones store signed codes q = u - 2^(b-1), where u is WeightData's unsigned code; zeros likewise.
+The integer layouts store signed codes and zeros q = u - 2^(b-1), where u is the unsigned code of WeightData.
 
     pack-quantized  P.weight_packed      int32 [N, ceil(K*b/32)]   u, a bit stream along K
                     P.weight_scale       float [N, K/G]
@@ -53,7 +53,7 @@ class Layout(ABC):
 
 
 class PackQuantized(Layout):
-    """Codes and zeros as bit streams in int32 words."""
+    """Codes and zeros are bit streams in int32 words."""
 
     name = "pack-quantized"
 
@@ -96,7 +96,7 @@ class PackQuantized(Layout):
 
 
 class IntQuantized(Layout):
-    """Signed codes as they are, one byte each; symmetric, 8 bits."""
+    """Signed codes, one byte each; symmetric, 8 bits."""
 
     name = "int-quantized"
 
@@ -117,9 +117,9 @@ class IntQuantized(Layout):
 
 
 class FloatQuantized:
-    """fp8 weights, read (never written) as the 16-bit weights that they stand for: qrt has no fp8 products.
+    """fp8 weights, read as 16-bit weights and never written: qrt has no fp8 products.
 
-    block    rows and columns that share a scale, None being all of them; the last ones may be fewer
+    block    rows and columns that share a scale, None meaning all of them; the last block may be smaller
     scale    suffix of the scales
     """
 
@@ -160,5 +160,5 @@ def _expect_neutral(tensors: TensorFolder, name: str, zero: Tensor, neutral: int
 
 
 def _flip(codes: Tensor) -> Tensor:
-    """Bytes of q = u - 128 from bytes of u, and back: the top bit changes."""
+    """Return bytes of q = u - 128 from bytes of u, or the other way: the top bit flips."""
     return codes ^ 0x80

@@ -1,10 +1,10 @@
 """The working folder of a checkpoint being written: parts that survive whatever happens to the process.
 
-    <out>.partial/plan.json      what is being written; another plan may not go on from these parts
+    <out>.partial/plan.json      what is being written; a run with another plan may not continue from here
                   00007.part     tensors, a safetensors file
                   <label>.json   a finished step: the files of its parts, and notes; written after them
 
-A step counts once its JSON is there. Every file is written under another name, synced and renamed.
+A step is finished once its JSON exists. Every file is written under another name, synced and renamed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ UNFINISHED = ".unfinished"
 
 
 class Parts:
-    """The parts in `path`; `plan` says what they are parts of, None that nobody will go on from them."""
+    """The parts in `path`; `plan` says what they are parts of. With None no later run continues from them."""
 
     def __init__(self, path: Path, plan: Mapping[str, Any] | None) -> None:
         self.path = path
         self._plan = None if plan is None else json.loads(json.dumps(plan))
-        self._files: list[str] = []  # of all steps, in order
+        self._files: list[str] = []  # of finished steps, in order
         self._notes: dict[str, Mapping[str, Any]] = {}
         self._open: list[str] = []  # of the step being written
 
@@ -120,7 +120,7 @@ class Parts:
         return [open_shard(self.path / file) for file in files]
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write, sync, rename."""
+        """Write a JSON file under another name, sync it and rename it."""
         path = self.path / (name + UNFINISHED)
         try:
             with open(path, "w", encoding="utf-8") as file:

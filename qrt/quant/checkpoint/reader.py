@@ -29,9 +29,9 @@ FORMATS: Registry[Callable[[Mapping[str, Any], TensorFolder], CheckpointFormat]]
         "fp8": "qrt.quant.checkpoint.fp8:Fp8",
     },
 )
-# Tensors that hold no weights and that qrt does not read: frequencies that old checkpoints derive from the
-# config; scales with which other engines round activations; scales with which they round q, the KV cache and
-# the probabilities (compressed-tensors and vLLM: in self_attn(.attn); ModelOpt: in the projections; Quark).
+# Tensors without weights, which qrt does not read: RoPE frequencies that old checkpoints store; scales with
+# which other engines round activations; scales with which they round q, the KV cache and the probabilities
+# (compressed-tensors and vLLM: in self_attn(.attn); ModelOpt: in the projections; Quark).
 UNREAD = re.compile(
     r".*([.]rotary_emb[.]inv_freq|[.](input|output|activation)_(scale|zero_point)"
     r"|[.]self_attn[.](\w+[.])?(q|k|v|kv|prob|prob_output)_(scale|zero_point))"
@@ -42,12 +42,12 @@ class Checkpoint(TensorFolder):
     """An opened checkpoint: config.json, an index of tensors over shards, lazily mapped safetensors.
 
     path            the folder
-    config          config.json as a dict; where it says no dtype, with that of the stored embedding
+    config          config.json as a dict; without a dtype it gets that of the stored embedding
     quantization    its quantization_config, or the file in its place; empty in a plain checkpoint
     """
 
     def __init__(self, path: Path, *, weights: bool = True) -> None:
-        """Without `weights` no tensor is looked for."""
+        """Open the folder; without `weights` no tensor is looked for."""
         self.config: dict[str, Any] = read_config(path)
         self.quantization = _quantization(path, self.config)
         super().__init__(path, None if weights else {})
@@ -77,7 +77,7 @@ class Checkpoint(TensorFolder):
         return found
 
     def expect_no_more(self, module: str, read: Collection[str]) -> None:
-        """CheckpointError when `module` has tensors beside those in `read`, which may change its meaning."""
+        """Raise CheckpointError for tensors of `module` not in `read`, which may change its meaning."""
         left = [name for name in self._tensors_of[module] if name not in read and not is_unread(name)]
         if left:
             raise CheckpointError(
@@ -99,7 +99,7 @@ def is_unread(name: str) -> bool:
 
 
 class Reading(TensorFolder):
-    """A folder that notes the names of the tensors that are looked at."""
+    """A folder that notes the names of the tensors that are read."""
 
     def __init__(self, folder: TensorFolder) -> None:
         self.path, self._shard_of = folder.path, folder._shard_of
@@ -113,7 +113,7 @@ class Reading(TensorFolder):
 def open_checkpoint(path: str | Path, *, weights: bool = True) -> Checkpoint:
     """Open a folder (or the bundled "tiny"), and check what can be checked without reading weights.
 
-    Without `weights` there need not be any. Raises CheckpointError: no such folder, no config.json, no
+    Without `weights` the folder need not have any. Raises CheckpointError: no such folder, no config.json, no
     safetensors (says so when only .bin files are there), an index that names a missing shard or a path
     outside the folder, a link to a file that is gone, a truncated shard; UnsupportedError: a quant_method or
     a quantization_config that qrt does not read.

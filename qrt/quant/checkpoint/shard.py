@@ -2,9 +2,9 @@
 
 Its header is checked when it is opened; its tensors are mapped one at a time, and written one at a time.
 
-The layout: a little-endian uint64 header length, a JSON header (dtype, shape and data_offsets of each
-tensor), then the data. Each tensor gets a mapping of its own, so that memory is given back with the tensor;
-the library's `safe_open` keeps all pages it ever touched until the whole file is closed.
+A file holds a little-endian uint64 header length, a JSON header (dtype, shape and data_offsets of each
+tensor), then the data. Each tensor has its own mapping, so its memory is freed with the tensor; the library's
+`safe_open` keeps every page it ever touched until the whole file is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.spec import TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-MAX_DIMENSIONS, MAX_NUMBER = 64, 2**80  # what is larger is no file's, and too long to be told
+MAX_DIMENSIONS, MAX_NUMBER = 64, 2**80  # no real file has more, and larger numbers are too long to print
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -45,7 +45,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Shard:
-    """An opened file: for each tensor its shape and dtype, and the byte of the file where its data begin."""
+    """An opened file: shape and dtype of each tensor, and the byte of the file where its data begin."""
 
     path: Path
     tensors: dict[str, tuple[TensorSpec, int]]
@@ -96,7 +96,7 @@ def open_shard(path: Path) -> Shard:
 
 
 def _locate(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[TensorSpec, int]:
-    """Shape, dtype and first byte of a tensor whose header entry is `entry`; `data` is where data begin."""
+    """Return shape, dtype and first byte of a tensor of header entry `entry`; data begin at byte `data`."""
     try:
         code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
@@ -125,8 +125,8 @@ def _locate(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[Te
 def write_shard(path: Path, specs: Mapping[str, TensorSpec], fetch: Callable[[str], Tensor]) -> None:
     """Write the tensors `fetch(name)`, of shapes and dtypes `specs`, one after another, through to the disk.
 
-    In the order and with the header of the safetensors library (by size of the elements, then by name) and
-    one metadata key, which transformers insists on. CheckpointError when the disk refuses.
+    Order and header are those of the safetensors library (by size of the elements, then by name), with one
+    metadata key that transformers insists on. Raises CheckpointError when the disk refuses.
     """
     names = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,5 +1,7 @@
-"""KV formats, one line per format; `--kv` takes these names. Each is imported, and torch with it, when it is
-used."""
+"""KV formats, one line per format; `--kv` takes these names.
+
+A format is imported when it is first used, and torch with it.
+"""
 
 from typing import TYPE_CHECKING, Any
 

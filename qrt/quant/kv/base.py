@@ -1,4 +1,4 @@
-"""What a KV format is: the buffers of one layer, how K and V become bits, and the basis they live in."""
+"""The interface of KV formats: the buffers of a layer, the encoding of K and V, and the basis they are in."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from qrt.quant.spec import TensorSpec
 
 
 class KVFormat(ABC):
-    """How one token's K and V are stored in a slot. Stateless objects in KV_FORMATS.
+    """How one token's K and V are stored in a slot. Formats are stateless objects in KV_FORMATS.
 
-    K is stored after RoPE. Where `rotated` is true q, k and v are in the basis of `rotation.rotate` while
-    they are in or meet the cache, and the attention output is rotated back. Where `appends` is true its
-    device's `encode` takes vectors of K and of V at once and writes the same bytes whichever threads add up a
-    vector, so that `append_attention` may store it.
+    K is stored after RoPE.
+
+    rotated   q, k and v are in the basis of `rotation.rotate` in the cache and in attention with it; the
+              attention output is rotated back
+    appends   `append_attention` may store the format: its device's `encode` takes vectors of K and V at once
+              and writes the same bytes whichever threads add up a vector
     """
 
     name: ClassVar[str]
@@ -31,28 +33,30 @@ class KVFormat(ABC):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Bits of a value of K and of one of V."""
+        """Bits per value of K and per value of V."""
         return self.bits, self.bits
 
     @abstractmethod
     def buffers(
         self, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> dict[str, TensorSpec]:
-        """The tensors of one layer that hold `num_slots` slots; `dtype` is the model's. Order is fixed:
-        ops receive `list(buffers.values())`."""
+        """Return the tensors of one layer with `num_slots` slots; `dtype` is the model's.
+
+        The order is fixed: operators receive `list(buffers.values())`.
+        """
 
     def bytes_per_slot(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one token's K and V in one layer, all heads, scales included."""
-        many = 64  # whole words whatever the layout
+        """Return the bytes of one token's K and V in one layer: all heads, scales included."""
+        many = 64  # so many fill whole words in every layout
         specs = self.buffers(many, num_kv_heads, head_dim, dtype).values()
         return sum(spec.num_bytes for spec in specs) // many
 
     def to_basis(self, x: Tensor) -> Tensor:
-        """x [..., D] in the model's basis -> the basis of the cache, fp32."""
+        """Return x [..., D] of the model's basis in the basis of the cache, fp32."""
         return rotation.rotate(x) if self.rotated else x.float()
 
     def from_basis(self, x: Tensor) -> Tensor:
-        """The inverse of `to_basis`."""
+        """Undo `to_basis`."""
         return rotation.unrotate(x) if self.rotated else x.float()
 
     @abstractmethod
@@ -61,10 +65,12 @@ class KVFormat(ABC):
 
     @abstractmethod
     def decode_ref(self, buffers: Sequence[Tensor], slots: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v fp32 [n, Hkv, D] of `slots` [n], in the cache's basis."""
+        """Return k, v fp32 [n, Hkv, D] of `slots` [n], in the cache's basis."""
 
     @cached_property
     def device(self) -> Any:
-        """The format's Triton device functions, a KVDevice: DEVICE of `device.py` beside it, imported on
-        first use."""
+        """The format's Triton functions, a KVDevice: DEVICE of the `device.py` beside it.
+
+        It is imported on first use.
+        """
         return import_module(f"{type(self).__module__.rpartition('.')[0]}.device").DEVICE

@@ -1,9 +1,9 @@
-"""What a KV format hands to the attention kernels, and the device code that the integer formats share.
+"""The device functions of a KV format, and the device code that the integer formats share.
 
-A head is worked on as two half heads, tiles [.., H]. A half head is cut into `parts` equal parts, each
-padded to a power of two: column c of a half is its dim (c // P) * (D/2/parts) + c % P, P = H / parts. Where
-D is a power of two columns are dims. A tile of the cache is whatever `load` returns; only the format's own
-functions look inside.
+Kernels work on a head as two half heads, tiles [.., H]. A half head has `parts` equal parts, each padded to a
+power of two: column c of a half is dim (c // P) * (D/2/parts) + c % P, with P = H / parts. Where D is a power
+of two, columns are dims. A tile of the cache is whatever `load` returns; only the format's own functions look
+inside.
 """
 
 from typing import Any, NamedTuple
@@ -13,23 +13,22 @@ import triton.language as tl
 
 
 class KVDevice(NamedTuple):
-    """A format's device functions, passed to the kernel bodies as one constexpr.
+    """A format's device functions, which kernels take as one constexpr.
 
-    Of N tokens and M query heads. K and V are the left operands, so that what is unpacked stays in registers
-    and few heads, as 8 columns, waste little of a tensor core's tile. TOGETHER KV heads may be attended by
-    one dot: their query heads are as many equal shares of the M.
+    There are N tokens and M query heads. K and V are the left operands: unpacked values stay in registers,
+    and few heads, as 8 columns, waste little of a tensor core's tile. One dot may serve TOGETHER KV heads,
+    whose query heads are TOGETHER equal shares of the M.
 
-    parts       of a half head, see above
-    encode      (lo, hi [M, H] fp32, buffers, slots, heads, live, which, HEADS, D) writes
-                vectors of K (which 0) or V (which 1); of a format that appends which may be [M]
+    parts       number of parts of a half head, see above
+    encode      (lo, hi [M, H] fp32, buffers, slots, heads, live, which, HEADS, D) writes vectors of K (which
+                0) or V (which 1); which may be [M] if the format appends
     load        (buffers, slots [N] int64, live [N], head, HEADS, D, H, TOGETHER) -> tile of N tokens
     decode      (tile) -> k_lo, k_hi, v_lo, v_hi [N, H] of one head, in fp32 or the model's dtype
-    query       (lo, hi [M, H], scale, N, TOGETHER) -> what `scores` needs of it, sums in N rows: 1, or a
-                tile's, which need not be moved in a loop that first learns them; scale turns logits into
-                base 2
+    query       (lo, hi [M, H], scale, N, TOGETHER) -> the query as `scores` takes it. Sums have N rows: 1, or
+                as many as a tile, which spares a loop from moving them. scale makes logits base 2
     scores      (query, tile) -> [N, M] fp32, base-2 logits
-    weight      (tile, M) -> bits [N, M] or [N, 1] to add to logits where their largest is sought, or 0; p,
-                which is relative to that, then suits `accumulate`
+    weight      (tile, M) -> bits [N, M] or [N, 1] to add to logits in the search for their maximum, or 0; p,
+                which is relative to that maximum, then suits `accumulate`
     empty       (M, H, N, TOGETHER) -> accumulator of V times probabilities
     accumulate  (acc, p [N, M] fp32, alpha [M], tile) -> acc * alpha + V.T @ p
     finish      (acc, TOGETHER) -> lo, hi [M, H] fp32
@@ -48,29 +47,31 @@ class KVDevice(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """What Triton keys compiled kernels by: of a plain tuple it would take the names of the functions."""
+        """The key of compiled kernels; for a plain tuple Triton would use the names of the functions."""
         return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
     def __hash__(self) -> int:
-        return hash(self.load)  # of all functions it would take as long as a launch
+        return hash(self.load)  # hashing all functions takes as long as a launch
 
 
-ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no PTX
+ASM = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter cannot run PTX
 HEADROOM_BITS = tl.constexpr(10.0)  # probability times V scale enters the fp16 dot as at most 2^10
-SMALLEST_SCALE = tl.constexpr(2.0**-24)  # as in affine._kv_scale: the fp16 subnormals count
+SMALLEST_SCALE = tl.constexpr(2.0**-24)  # as in affine._kv_scale, fp16 subnormals included
 LARGEST_SCALE = tl.constexpr(65504.0)
 
 
 @triton.jit
 def part_columns(D: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr):
-    """dims [H] of a half head's columns, and which of them are real."""
+    """Return the dims [H] of a half head's columns, and which columns are real."""
     return columns_of(D // 2, PARTS, H, 1)
 
 
 @triton.jit
 def columns_of(W: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr, TOGETHER: tl.constexpr):
-    """Rows of W side by side, each cut into PARTS equal parts that are padded to P / PARTS columns: where
-    columns [TOGETHER * P] are, and which of them are real."""
+    """Return the position of columns [TOGETHER * P] in TOGETHER rows of W, and which columns are real.
+
+    The rows lie side by side; each has PARTS equal parts, which are padded to P / PARTS columns.
+    """
     column = tl.arange(0, TOGETHER * P)
     if W == P:
         return column, column < TOGETHER * P
@@ -85,17 +86,18 @@ def load_words(
     WK: tl.constexpr, PARTS: tl.constexpr, PK: tl.constexpr, WV: tl.constexpr, PV: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """K words [N, TOGETHER * PK] and V words [TOGETHER * PV, N], int16, of the heads from `head` on, in
-    `columns_of` WK in PARTS and of WV, and the four scales of each token and head as one int64 [N, TOGETHER].
+    """Load K words [N, TOGETHER * PK] and V words [TOGETHER * PV, N], int16, of the heads from `head` on.
 
-    Slots of tokens that are not `live` must be in the buffers too: their words are read, not their scales.
+    K's columns are the `columns_of` WK in PARTS, V's those of WV. The four scales of each token and head come
+    as one int64 [N, TOGETHER]. Slots of tokens that are not `live` must be in the buffers too: their words
+    are read, their scales are not.
     """
     k_column, k_real = columns_of(WK, PARTS, PK, TOGETHER)
     v_column, v_real = columns_of(WV, 1, PV, TOGETHER)
     first = slots * HEADS + head
     k_at = buffers[0] + (first * WK)[:, None] + k_column[None, :]
     v_at = buffers[1] + (first * WV)[None, :] + v_column[:, None]
-    if WK == PK and WV == PV:  # tokens that are not live have no scale: their words may be any
+    if WK == PK and WV == PV:  # the words of tokens that are not live do not matter: their scale is 0
         k, v = tl.load(k_at), tl.load(v_at)
     else:
         k = tl.load(k_at, mask=live[:, None] & k_real[None, :], other=0)
@@ -105,7 +107,7 @@ def load_words(
 
 @triton.jit
 def _load_scales(buffers, first, live, TOGETHER: tl.constexpr):
-    """The four scales of each token and head as one int64: those of all heads fill sectors of memory."""
+    """Load the four scales of each token and head as one int64; those of all heads fill memory sectors."""
     scales = buffers[2].to(tl.pointer_type(tl.int64)) + first
     if TOGETHER == 1:
         return tl.load(scales, mask=live, other=0)[:, None]
@@ -116,7 +118,7 @@ def _load_scales(buffers, first, live, TOGETHER: tl.constexpr):
 
 @triton.jit
 def per_row(x, M: tl.constexpr):
-    """x [N, heads] -> [N, M]: every head's for its rows; of one head [N, 1]."""
+    """Repeat x [N, heads] for the rows of each head: [N, M]; for one head it stays [N, 1]."""
     if x.shape[1] == 1:
         return x
     else:
@@ -126,15 +128,17 @@ def per_row(x, M: tl.constexpr):
 
 @triton.jit
 def own_columns(M: tl.constexpr, TOGETHER: tl.constexpr):
-    """[M, TOGETHER, 1]: which of the heads is the row's."""
+    """Return [M, TOGETHER, 1]: whether a row belongs to a head."""
     share = tl.arange(0, M) // (M // TOGETHER)
     return (share[:, None] == tl.arange(0, TOGETHER)[None, :])[:, :, None]
 
 
 @triton.jit
 def apart(x, TOGETHER: tl.constexpr):
-    """x [M, C] -> [M, TOGETHER * C], zero outside of the columns of a row's own head: so one dot is enough
-    for all heads."""
+    """Spread x [M, C] to [M, TOGETHER * C], zero outside the columns of a row's own head.
+
+    One dot then serves all heads.
+    """
     if TOGETHER == 1:
         return x
     else:
@@ -146,7 +150,7 @@ def apart(x, TOGETHER: tl.constexpr):
 
 @triton.jit
 def together(x, TOGETHER: tl.constexpr):
-    """The inverse: x [M, TOGETHER * C] -> [M, C], whatever lies outside."""
+    """Undo `apart`: x [M, TOGETHER * C] -> [M, C]; other columns are ignored."""
     if TOGETHER == 1:
         return x
     else:
@@ -157,8 +161,11 @@ def together(x, TOGETHER: tl.constexpr):
 
 @triton.jit
 def sums_of(x, N: tl.constexpr):
-    """The sums of the columns of x fp16 [C, M], fp32, in each row of [N, M]. Where there are many they come
-    from a dot, which leaves them where the dots of `scores` begin."""
+    """Return the sums of the columns of x fp16 [C, M], fp32, in each row of [N, M].
+
+    For several rows they come from a dot, which leaves them in the layout that the dots of `scores` start
+    from.
+    """
     if N == 1:
         return tl.sum(x.to(tl.float32), 0)[None, :]
     else:
@@ -167,14 +174,16 @@ def sums_of(x, N: tl.constexpr):
 
 @triton.jit
 def scale_of(scales, INDEX: tl.constexpr):
-    """The fp16 at INDEX (k_lo, k_hi, v_lo, v_hi) of each int64, as fp32."""
+    """Return the fp16 at INDEX (k_lo, k_hi, v_lo, v_hi) of each int64, as fp32."""
     return ((scales >> (16 * INDEX)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def words_weight(scales):
-    """The `weight` of V in units of its scales [N, heads]: the largest probability times scale becomes
-    2^HEADROOM_BITS."""
+    """Return the `weight` [N, heads] of V in units of its scales.
+
+    The largest product of probability and scale becomes 2^HEADROOM_BITS.
+    """
     largest = tl.maximum(tl.maximum(scale_of(scales, 2), scale_of(scales, 3)), SMALLEST_SCALE)
     if ASM:
         bits = tl.inline_asm_elementwise(
@@ -187,27 +196,29 @@ def words_weight(scales):
 
 @triton.jit
 def no_sums(M: tl.constexpr, N: tl.constexpr):
-    """Of `with_tokens` of N tokens and M heads, before the first."""
+    """Return the sums of `with_tokens` before the first of N tokens, for M heads."""
     return tl.zeros([N // 16, 8, M], tl.float32)
 
 
 @triton.jit
 def with_tokens(sums, alpha, x):
-    """sums [N/16, 8, M] times alpha [M] plus those of x [N, M] that one thread holds where a dot left x."""
+    """Return sums [N/16, 8, M] times alpha [M] plus those of x [N, M] that each thread holds after a dot."""
     shape: tl.constexpr = (x.shape[0] // 16, 2, 8, x.shape[1])
     alpha = tl.reshape(tl.broadcast_to(alpha[None, :], x.shape), shape)
-    return sums * tl.max(alpha, 1) + tl.sum(tl.reshape(x, shape), 1)  # of equal ones: where the sums are
+    return sums * tl.max(alpha, 1) + tl.sum(
+        tl.reshape(x, shape), 1
+    )  # the maximum of equal numbers, in the layout of the sums
 
 
 @triton.jit
 def all_tokens(sums):
-    """sums [N/16, 8, M] of `with_tokens` -> [M]."""
+    """Add up the sums [N/16, 8, M] of `with_tokens`: [M]."""
     return tl.sum(tl.sum(sums, 0), 0)
 
 
 @triton.jit
 def store_scale(scale, buffers, slots, heads, live, HEADS: tl.constexpr, index):
-    """One fp16 of each vector's four."""
+    """Write scale number `index` of each vector's four, fp16."""
     tl.store(buffers[2] + (slots * HEADS + heads) * 4 + index, scale, mask=live)
 
 
@@ -216,7 +227,7 @@ def store_words(
     words, buffer, slots, heads, live,
     HEADS: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """words int32 [M, P] as int16 words of K or V, W of a head."""
+    """Write words int32 [M, P] as int16 words of K or V, W per head."""
     column, real = columns_of(W, PARTS, words.shape[1], 1)
     at = (buffer + (slots * HEADS + heads) * W)[:, None] + column[None, :]
     tl.store(at, words.to(tl.int16), mask=live[:, None] & real[None, :])
@@ -224,14 +235,14 @@ def store_words(
 
 @triton.jit
 def stored_scale(absmax, steps):
-    """The fp16 scale absmax / steps of each half head [M], as affine._kv_scale rounds it."""
+    """Return the fp16 scale absmax / steps of each half head [M], rounded as affine._kv_scale does."""
     scale = tl.div_rn(absmax, steps)
     return tl.minimum(tl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE).to(tl.float16)
 
 
 @triton.jit
 def steps_of(half, scale):
-    """half / scale [M, H], rounded like torch's division: with fma a quotient's remainder is exact."""
+    """Return half / scale [M, H], rounded like torch's division: fma computes the remainder exactly."""
     scale = scale.to(tl.float32)[:, None]
     if ASM:
         inverse = tl.div_rn(1.0, scale)
@@ -244,9 +255,10 @@ def steps_of(half, scale):
 
 @triton.jit
 def floor_above(x, factor: tl.constexpr, ABOVE: tl.constexpr):
-    """floor(x * factor) + ABOVE fp32, for ABOVE an integer of 2^23 and more and a sum of less than 2^24.
+    """Return floor(x * factor) + ABOVE fp32, for an integer ABOVE >= 2^23 and a sum below 2^24.
 
-    So large numbers lie 1 apart: an addition that rounds down, a sixteenth of what a conversion takes.
+    Floats of this size lie 1 apart, so an addition that rounds down gives the floor, in a sixteenth of the
+    time of a conversion.
     """
     if ASM:
         operands = [x, factor, ABOVE]
@@ -259,5 +271,5 @@ def floor_above(x, factor: tl.constexpr, ABOVE: tl.constexpr):
 
 @triton.jit
 def floor_plus(x, PLUS: tl.constexpr):
-    """floor(x) + PLUS, which is at least 0 and below 2^16, as the low 16 bits of an int32."""
+    """Return floor(x) + PLUS, which is at least 0 and below 2^16, in the low 16 bits of an int32."""
     return floor_above(x, 1.0, 8388608.0 + PLUS).to(tl.int32, bitcast=True)

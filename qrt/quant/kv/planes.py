@@ -6,9 +6,8 @@
 int4, D = 128     bits  15..12    11..8     7..4     3..0
 word j (0..31)          j + 96    j + 64    j + 32   j       two planes per half head
 
-16-bit words keep Triton on wide loads, and one shift-and-mask unpacks the same plane of two words at once
-(docs/kv-layout.md#planes). Heads lie side by side, so that K of two int4 heads fills a line of
-memory.
+16-bit words let Triton use wide loads, and one shift-and-mask unpacks the same plane of two words at once
+(docs/kv-layout.md#planes). Heads lie side by side, so the K of two int4 heads fills a line of memory.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Grid:
     """How K or V is rounded and packed: codes 0..2^bits-1, value (code - center) * scale.
 
     quantize   (x [..., D], group) -> codes uint8 [..., D] and scale fp16 [..., D/group], from `affine`
-    many       "module:ATTR" of the Gluon function that does it for many tokens, as `qrt.quant.kv.many.device`
-               says, or "": then `kv_write` encodes every token with the format's `device.py`
+    many       "module:ATTR" of the Gluon function that encodes many tokens (see `qrt.quant.kv.many.device`).
+               With "" `kv_write` encodes all tokens with the format's `device.py`
     """
 
     bits: int
@@ -48,7 +47,7 @@ class Grid:
         return WORD_BITS // self.bits
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., D] -> words int16 [..., W] and the scales fp16 [..., 2] of its half heads."""
+        """Encode x [..., D] as words int16 [..., W] and scales fp16 [..., 2] of its half heads."""
         codes, scales = self.quantize(x, x.shape[-1] // 2)
         planes = codes.unflatten(-1, (self.planes, -1)).to(torch.int16)
         words = planes[..., 0, :]
@@ -57,7 +56,7 @@ class Grid:
         return words, scales
 
     def unpack(self, words: Tensor, scales: Tensor) -> Tensor:
-        """The inverse: fp32 [..., D]."""
+        """Undo `pack`: fp32 [..., D]."""
         size = (*words.shape[:-1], self.planes, words.shape[-1])
         values = torch.empty(size, dtype=torch.float32, device=words.device)
         for plane in range(self.planes):

@@ -11,7 +11,7 @@ def _load(
     buffers, slots, live, head,
     HEADS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    tl.static_assert(TOGETHER == 1)  # a head fills lines of memory
+    tl.static_assert(TOGETHER == 1)  # one head fills whole lines of memory
     column = tl.arange(0, H)
     token = buffers[0] + (slots * (HEADS * 2 * D) + head * (2 * D))
     k_mask, v_mask = live[:, None], live[None, :]

@@ -1,9 +1,9 @@
 """int4 KV on the device: one lop3 per two values, fp16 dots on the codes.
 
-A word's four nibbles become fp16 by setting the exponent bits above them: 1024 + n in the low nibble of a
-byte, 1024 + 16n in the high one, whose factor 16 is taken from q and from the accumulator. K stays biased
-and is corrected per query row; V is made n - 8, exactly, and the missing half step of the mid-rise grid
-(n - 7.5) is added from the sum of the scaled probabilities, in fp32 (docs/kv-layout.md#on-the-device).
+A word's four nibbles become fp16 when the exponent bits above them are set: 1024 + n for the low nibble of a
+byte, 1024 + 16n for the high one; q and the accumulator absorb the factor 16. K keeps its bias, which is
+corrected per query row. V becomes exactly n - 8; the missing half step of the mid-rise grid (n - 7.5) is
+added from the sum of the scaled probabilities, in fp32 (docs/kv-layout.md#on-the-device).
 """
 
 import triton
@@ -37,7 +37,7 @@ HIGH_BIAS = tl.constexpr(1024.0 + 16 * 7.5)  # of 1024 + 16 n
 
 @triton.jit
 def _biased(words):
-    """Words [N, P] -> 1024 + n, 1024 + 16n, 1024 + n, 1024 + 16n of the four nibbles, fp16."""
+    """Return 1024 + n, 1024 + 16n, 1024 + n, 1024 + 16n, fp16, of the four nibbles of words [N, P]."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -58,7 +58,7 @@ def _biased(words):
 
 @triton.jit
 def _exact(words):
-    """Words [N, P] -> n - 8, 16 (n - 8), n - 8, 16 (n - 8) of the four nibbles, fp16."""
+    """Return n - 8, 16 (n - 8), n - 8, 16 (n - 8), fp16, of the four nibbles of words [N, P]."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -100,19 +100,19 @@ def _load(
 
 @triton.jit
 def parts_of(half):
-    """[M, H] -> its two parts [M, H/2]."""
+    """Split [M, H] into its two parts [M, H/2]."""
     return tl.split(tl.permute(tl.reshape(half, (half.shape[0], 2, half.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def _half(a, b):
-    """The inverse of `parts_of`."""
+    """Undo `parts_of`."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
 
 
 @triton.jit
 def _values(words, scale_lo, scale_hi):
-    """Words [N, P] and scales [N, 1] of their half heads -> lo, hi [N, 2P] fp32, (n - 7.5) times scale."""
+    """Decode words [N, P] with the scales [N, 1] of their half heads: lo, hi [N, 2P] fp32."""
     a, b, c, d = _exact(words)
     lo = _half(a.to(tl.float32), b.to(tl.float32) * 0.0625) + 0.5
     hi = _half(c.to(tl.float32), d.to(tl.float32) * 0.0625) + 0.5
@@ -145,7 +145,7 @@ def _scores(query, tile):
     k_a, k_b, k_c, k_d = _biased(tile[0])
     M: tl.constexpr = q_a.shape[1]
     shape: tl.constexpr = (k_a.shape[0], M)
-    lo = tl.dot(k_a, q_a, tl.broadcast_to(less_lo, shape))  # what a bias costs, from the start
+    lo = tl.dot(k_a, q_a, tl.broadcast_to(less_lo, shape))  # begins with the correction of the bias
     hi = tl.dot(k_c, q_c, tl.broadcast_to(less_hi, shape))
     lo, hi = tl.dot(k_b, q_b, lo), tl.dot(k_d, q_d, hi)
     return lo * per_row(scale_of(tile[2], 0), M) + hi * per_row(scale_of(tile[2], 1), M)
@@ -191,7 +191,7 @@ def _finish(acc, TOGETHER: tl.constexpr):
 
 @triton.jit
 def bytes_of(half, scale):
-    """The two codes of each word that a half head fills: [M, H] -> [M, H/2], in the low 16 bits."""
+    """Return the two codes that a half head [M, H] puts in each word: [M, H/2], in the low 16 bits."""
     steps = tl.minimum(tl.maximum(steps_of(half, scale), -8.0), 7.5)
     low, high = parts_of(floor_plus(steps, 8))
     return low + (high << 4)
@@ -199,8 +199,11 @@ def bytes_of(half, scale):
 
 @triton.jit
 def _lost(unit, real, STEPS: tl.constexpr, PADDED: tl.constexpr):
-    """Sum of squares that half heads lose at a scale of 1 / STEPS, from magnitudes unit [M, H], at most 1
-    (8 steps, where the last is the seventh, are as far from its middle as from the eighth's)."""
+    """Return the sum of squared errors of half heads at a scale of 1 / STEPS.
+
+    `unit` [M, H] are magnitudes of at most 1. The codes end at the seventh step; a magnitude of exactly 8
+    steps is counted as in the eighth, whose middle is as far away.
+    """
     middle = floor_above(unit, STEPS, 8388608.0) - 8388607.5
     lost = unit * STEPS - middle
     if PADDED:
@@ -210,7 +213,7 @@ def _lost(unit, real, STEPS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _best_scale(half, D: tl.constexpr):
-    """The scale of affine.quantize_midrise4, up to the rounding of scales that are equally good."""
+    """Return the scale of affine.quantize_midrise4; among equally good scales rounding may pick another."""
     dims, real = part_columns(D, 2, half.shape[1])
     PADDED: tl.constexpr = half.shape[1] != D // 2
     absmax = tl.max(tl.abs(half), 1)

@@ -7,7 +7,7 @@ from qrt.quant.kv.planes import Grid, PlaneFormat
 
 
 class Int4Format(PlaneFormat):
-    """Four planes, two per half head; sixteen levels around zero without a zero point."""
+    """Four planes, two per half head; sixteen levels around zero, without a zero point."""
 
     name = "int4"
     bits = 4

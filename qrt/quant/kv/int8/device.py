@@ -1,7 +1,7 @@
 """int8 KV on the device: one shuffle of bytes per two values, fp16 dots on the codes.
 
-K stays biased (1024 + u, an fp16 whose low byte is u) and is corrected per query row; V is made exact
-(u - 128), because a bias would drown the signal of long contexts (docs/kv-layout.md#on-the-device).
+K keeps its bias (1024 + u, an fp16 whose low byte is u), which is corrected per query row. V becomes exactly
+u - 128, because a bias would drown the signal of long contexts (docs/kv-layout.md#on-the-device).
 """
 
 import triton
@@ -32,7 +32,7 @@ K_BIAS = tl.constexpr(1024.0 + 128.0)
 
 @triton.jit
 def _biased(words):
-    """Words [N, H] -> 1024 + u of the low and of the high byte, fp16."""
+    """Return 1024 + u, fp16, of the low and of the high byte of words [N, H]."""
     if ASM:
         return tl.inline_asm_elementwise(
             """prmt.b32 $0, $2, 0x64646464, 0x4240;
@@ -126,7 +126,7 @@ def _finish(acc, TOGETHER: tl.constexpr):
 
 @triton.jit
 def codes_of(half, scale):
-    """The code of each value in the low 16 bits of an int32."""
+    """Return the code of each value in the low 16 bits of an int32."""
     return floor_plus(tl.minimum(tl.maximum(steps_of(half, scale) + 128.5, 0.0), 255.0), 0)
 
 

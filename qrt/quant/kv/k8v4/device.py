@@ -1,4 +1,4 @@
-"""k8v4 KV on the device: scores as int8's, V as int4's; only where things lie is its own."""
+"""k8v4 KV on the device: scores of int8, V of int4; only the layout is its own."""
 
 import triton
 import triton.language as tl

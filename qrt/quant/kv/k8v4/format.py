@@ -1,4 +1,4 @@
-"""k8v4 KV: K on int8's grid, V on int4's. K decides which tokens are attended, so its error costs more."""
+"""k8v4 KV: K as int8, V as int4. K decides which tokens are attended to, so its error costs more."""
 
 from __future__ import annotations
 

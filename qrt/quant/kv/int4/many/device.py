@@ -10,14 +10,14 @@ from qrt.quant.kv.many.device import exchanged, has_bit, largest
 
 @gluon.jit
 def _swapped(x, SPAN: gl.constexpr):
-    """x [threads, N] with columns SPAN apart in each other's place."""
+    """Exchange columns of x [threads, N] that are SPAN apart."""
     a, b = gl.split(gl.permute(gl.reshape(x, (x.shape[0], x.shape[1] // (2 * SPAN), 2, SPAN)), (0, 1, 3, 2)))
     return gl.reshape(gl.permute(gl.join(b, a), (0, 1, 3, 2)), x.shape)
 
 
 @gluon.jit
 def _for_trades(x, LANES: gl.constexpr, ROWS: gl.constexpr):
-    """x [threads, 16] with what a thread gives away in the trades of `_sum_of_squares` in odd columns."""
+    """Move what a thread trades away in `_sum_of_squares` to the odd columns of x [threads, 16]."""
     for i in gl.static_range(2):
         if LANES >> (i + 1) > 0:
             swapped = gl.convert_layout(_swapped(x, 1 << i), ROWS, assert_trivial=True)
@@ -27,9 +27,12 @@ def _for_trades(x, LANES: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _sum_of_squares(x, LANES: gl.constexpr, ROWS: gl.constexpr):
-    """Of each half vector `_for_trades`, in each of its threads: [threads]. The order is that of a warp which
-    has a channel a lane: those half a half apart first, neighbours last. So threads trade sums: each goes on
-    with half of those that two have."""
+    """Return the sum of squares of each half vector, in each of its threads: [threads].
+
+    x comes from `_for_trades`. The order of additions is that of a warp with one channel per lane: channels
+    half a half vector apart first, neighbours last. Threads trade sums for that: of the sums that two threads
+    hold, each continues with half.
+    """
     low, high = parts_of(x)
     x = gl.fma(low, low, high * high)
     for i in gl.static_range(2):
@@ -49,14 +52,14 @@ def _sum_of_squares(x, LANES: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _lost(unit, STEPS: gl.constexpr, LANES: gl.constexpr, ROWS: gl.constexpr):
-    """`int4.device._lost`, in each of a half vector's threads: [threads]."""
+    """Return `int4.device._lost` in each thread of a half vector: [threads]."""
     lost = unit * STEPS - (floor_above(unit, STEPS, 8388608.0) - 8388607.5)
     return _sum_of_squares(lost, LANES, ROWS) * (1.0 / (STEPS * STEPS))
 
 
 @gluon.jit
 def _best_scale(half, LANES: gl.constexpr, ROWS: gl.constexpr):
-    """`int4.device._best_scale`, the same bits."""
+    """Return `int4.device._best_scale`, bit for bit."""
     absmax = largest(half, LANES)
     unit = gl.abs(half) * gl.expand_dims(1.0 / gl.maximum(absmax, 1e-30), 1)
     unit = _for_trades(unit, LANES, ROWS)
