@@ -75,13 +75,15 @@ def _parser() -> ArgumentParser:
 
 
 def _add_grid(parser: ArgumentParser) -> None:
-    from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+    from qrt.quant.weight import quantized, weight_only
     from qrt.quant.weight.head import HEAD_BITS
 
     grid = parser.add_argument_group("format")
     add = grid.add_argument
-    add("--bits", type=int, choices=WEIGHT_ONLY, help="short for --scheme w4a16 or w8a16 (default: 4)")
-    specs = {name: spec for name in WEIGHT_SCHEMES if (spec := WEIGHT_SCHEMES[name].spec)}
+    widths = weight_only()
+    short = f"short for --scheme {' or '.join(widths.values())} (default: 4)"
+    add("--bits", type=int, choices=widths, help=short)
+    specs = quantized()
     add("--scheme", choices=list(specs), help="bits of weights and activations (default: w4a16)")
     add(
         "--group-size", type=int, metavar="G",
@@ -137,15 +139,17 @@ def _add_choice_of_linears(grid: _ArgumentGroup) -> None:
 
 
 def _add_method(parser: ArgumentParser) -> None:
+    from qrt.quant.weight import WEIGHT_SCHEMES, quantized
     from qrt.text.data.files import KINDS
     from qrt_calibrate.recipe.method import METHODS
     from qrt_calibrate.recipe.recipe import Recipe
 
+    usual = ", ".join(f"{WEIGHT_SCHEMES[name].method} for {name}" for name in quantized())
     add = parser.add_argument_group("method").add_argument
     add(
         "--method", choices=METHODS,
         help="how weights are rounded. rtn reads no text, unless --eval-samples, --target-bits or --max-size "
-        "asks for a measurement (default: awq-yaqa for w4a16, awq-gptq for w8a16, smoothquant-gptq for w8a8)",
+        f"asks for a measurement (default: {usual})",
     )  # fmt: skip
     add(
         "--calib", metavar="DATA",

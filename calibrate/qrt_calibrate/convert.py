@@ -18,12 +18,12 @@ from qrt.errors import CheckpointError, UnsupportedError
 from qrt.folder import read_config
 from qrt.location import EXPECTED, model_folder, model_name
 from qrt.quant.checkpoint import Checkpoint, awq, gptq, open_checkpoint
-from qrt.quant.checkpoint.compressed_tensors import quantization_config, stored_as
+from qrt.quant.checkpoint.compressed_tensors import layout_of, quantization_config
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.checkpoint.output import OutputFolder
 from qrt.quant.packing import WORD_BITS
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt.quant.weight import WeightData
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
 TARGETS = ("compressed-tensors", "awq", "gptq")
 Grids = Mapping[str, tuple[str, QuantSpec]]
@@ -151,10 +151,10 @@ def encode(
                 module, target, f"loaders round its {weight.scale.dtype} scales to the model's {dtype}"
             )
         data = WeightData(weight.values, weight.scale.to(dtype), weight.zero, bits=weight.bits)
-        return stored_as(scheme).layout.encode(data)
+        return layout_of(scheme).encode(data)
     if not torch.equal(weight.scale.half().float(), weight.scale.float()):
         raise _refusal(module, target, "fp16, which the format stores, does not hold its scales")
-    if scheme not in ("w4a16", "w8a16"):
+    if WEIGHT_SCHEMES[scheme].int8_tokens or weight.bits not in gptq.ONES:
         raise _refusal(module, target, f"the format has no {scheme}")
     if target == "awq":
         if weight.bits != awq.BITS or weight.perm is not None or weight.out_features % 8:

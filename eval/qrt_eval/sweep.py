@@ -22,7 +22,7 @@ from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError, QrtError
 from qrt.location import api_name, model_commit, pinned_name, short_name
-from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_SCHEMES, weight_only
 from qrt.registry import nearest
 from qrt_eval.inputs.lengths import Fixed
 from qrt_eval.inputs.text import EvalText, load_text
@@ -41,7 +41,6 @@ from qrt_eval.speed.workload import in_batches
 GIB = 1 << 30
 UTILIZATION = EngineConfig.gpu_memory_utilization
 PLAIN = "fp16"  # weights and KV format of the baseline
-SHORT = {"16": "fp16", "8": "w8a16", "4": "w4a16"}
 QUALITY = ("ppl", "ppl_change", "kl_mean", "kl_se", "kl_p99", "top1_agreement", "top_p_flips")
 SPEED = ("tokens_per_second", "output_tokens_per_second", "achieved_GBps", "host_gap", "repeats")
 
@@ -80,13 +79,18 @@ class Sweep:
         return self.folder / "result.json"
 
 
+def short_names() -> dict[str, str]:
+    """Return what stands for a scheme: the bits of weights that alone are rounded, and 16."""
+    return {"16": PLAIN} | {str(bits): name for bits, name in reversed(weight_only().items())}
+
+
 def _schemes(flag: str, words: Sequence[str]) -> tuple[str, ...]:
-    known = list(WEIGHT_SCHEMES)
-    names = [SHORT.get(word, word) for word in words]
+    known, short = list(WEIGHT_SCHEMES), short_names()
+    names = [short.get(word, word) for word in words]
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"{flag}: expected one of {', '.join([*SHORT, *known])}, got {name!r}{nearest(name, known)}"
+                f"{flag}: expected one of {', '.join([*short, *known])}, got {name!r}{nearest(name, known)}"
             )
     return tuple(dict.fromkeys(names))
 

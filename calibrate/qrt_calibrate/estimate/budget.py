@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from qrt.errors import ConfigError
-from qrt.quant.weight import WEIGHT_ONLY
+from qrt.quant.weight import weight_only
 from qrt_calibrate.estimate.sizes import (
     COUNTED,
     bits_per_weight,
@@ -96,7 +96,8 @@ class Budget:
 def budget_of(job: Job) -> Budget:
     """Return the choice that target_bits or max_size leaves; ConfigError where it leaves none."""
     recipe = job.recipe
-    grids: dict[int, Grid | None] = {bits: _grid(recipe.grid, bits) for bits in WEIGHT_ONLY} | {SIXTEEN: None}
+    grids: dict[int, Grid | None] = {bits: _grid(recipe.grid, bits) for bits in weight_only()}
+    grids[SIXTEEN] = None
     units = _units(job, grids)
     if not units:
         raise ConfigError(
@@ -143,8 +144,9 @@ def _grid(own: Grid, bits: int) -> Grid:
     """Return the grid at another width: the same group size, symmetric if the width is 8."""
     if own.spec.bits == bits:
         return own
-    symmetric = own.spec.symmetric if bits == min(WEIGHT_ONLY) else True
-    return Grid(WEIGHT_ONLY[bits], grid_of(WEIGHT_ONLY[bits], own.spec.group_size or -1, symmetric))
+    symmetric = own.spec.symmetric if bits < 8 else True
+    scheme = weight_only()[bits]
+    return Grid(scheme, grid_of(scheme, own.spec.group_size or -1, symmetric))
 
 
 def _units(job: Job, grids: Mapping[int, Grid | None]) -> list[Unit]:

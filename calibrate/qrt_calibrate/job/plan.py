@@ -16,7 +16,7 @@ from qrt.folder import read_config
 from qrt.location import model_folder
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
-from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_SCHEMES, weight_only
 from qrt_calibrate.job.names import check_names
 from qrt_calibrate.model.untie import UntiedCheckpoint
 from qrt_calibrate.recipe.groups import check_groups, choose_groups
@@ -184,7 +184,7 @@ def _for_mixture(recipe: Recipe, arch: Arch) -> Recipe:
     if any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in grids):
         raise UnsupportedError(
             f"{arch.name} is a mixture of experts, of which transformers loads none in w8a8; "
-            f"use --scheme {' or '.join(WEIGHT_ONLY.values())}"
+            f"use --scheme {' or '.join(weight_only().values())}"
         )
     if recipe.zeros_asked:
         return recipe

@@ -8,7 +8,7 @@ from typing import Any
 
 from qrt.errors import ConfigError
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_SCHEMES, weight_only
 from qrt.quant.weight.head import head_grid
 from qrt.version import __version__
 from qrt_calibrate.recipe.method import METHODS, Method
@@ -117,7 +117,7 @@ class Recipe:
         assert value is not None
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{flag}: expected a number above 0, got {value}")
-        if self.scheme not in WEIGHT_ONLY.values():
+        if self.scheme not in weight_only().values():
             raise ConfigError(
                 f"{flag}: chooses among weight-only widths, not {self.scheme}; leave --scheme out"
             )
@@ -178,7 +178,7 @@ class Recipe:
 def scheme_of(bits: int | None, scheme: str | None) -> str:
     """Return the scheme of --bits, --scheme or both, if they agree; w4a16 without either."""
     if scheme is None:
-        return WEIGHT_ONLY[bits or 4]
+        return weight_only()[bits or 4]
     spec = WEIGHT_SCHEMES[scheme].spec
     if bits is not None and spec is not None and spec.bits != bits:
         raise ConfigError(f"--bits {bits} contradicts --scheme {scheme}; give one of the two")
@@ -207,14 +207,3 @@ def grid_of(scheme: str, group_size: int | None, symmetric: bool | None) -> Quan
     elif group_size is not None:
         spec = replace(spec, group_size=group_size)
     return spec if symmetric is None else replace(spec, symmetric=symmetric)
-
-
-def default_method(scheme: str) -> str:
-    """Return the default method of a scheme.
-
-    It is AWQ's scales and GPTQ's rounding for weights alone, at 4 bits with YAQA's rows, and SmoothQuant's
-    scales where activations are rounded too.
-    """
-    if WEIGHT_SCHEMES[scheme].int8_tokens:
-        return "smoothquant-gptq"
-    return "awq-yaqa" if scheme == WEIGHT_ONLY[4] else "awq-gptq"

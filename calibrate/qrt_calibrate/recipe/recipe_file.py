@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from qrt.errors import ConfigError
-from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_SCHEMES, quantized, weight_only
 from qrt.registry import nearest
 from qrt_calibrate.recipe.method import METHODS, Scales
 from qrt_calibrate.recipe.recipe import (
@@ -27,7 +27,6 @@ from qrt_calibrate.recipe.recipe import (
     Grid,
     Override,
     Recipe,
-    default_method,
     grid_of,
     scheme_of,
 )
@@ -103,7 +102,7 @@ def recipe_of(entries: Mapping[str, Any]) -> Recipe:
         _check(key, value)
     grid = _grid(entries)
     plain = {key: value for key, value in entries.items() if key in PLAIN}
-    plain.setdefault("method", default_method(grid.scheme))
+    plain.setdefault("method", WEIGHT_SCHEMES[grid.scheme].method)
     method = METHODS.get(plain["method"])
     if method is not None and not method.needs_text and not BUDGETS & entries.keys():
         plain.setdefault("eval_samples", 0)
@@ -135,9 +134,9 @@ def _check(key: str, value: Any) -> None:
     wanted = known[key]
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         raise ConfigError(f"{key}: expected {getattr(wanted, '__name__', 'a number')}, got {value!r}")
-    for name, choices in (("scheme", WEIGHT_SCHEMES), ("bits", WEIGHT_ONLY)):
-        if key == name and (value not in choices or value == UNQUANTIZED):
-            listed = ", ".join(str(choice) for choice in choices if choice != UNQUANTIZED)
+    for name, choices in (("scheme", quantized()), ("bits", list(weight_only()))):
+        if key == name and value not in choices:
+            listed = ", ".join(str(choice) for choice in choices)
             raise ConfigError(f"{key}: expected one of {listed}, got {value!r}")
 
 

@@ -21,7 +21,7 @@ def add_sweep(command: ArgumentParser) -> None:
         str,
         default=["16", "8", "4", "w8a8"],
         metavar="SCHEME",
-        help="weight schemes; 16, 8 and 4 stand for fp16, w8a16 and w4a16",
+        help="weight schemes; 16, 8 and 4 stand for those that round weights alone to so many bits",
     )
     flags.add_kvs(command, ["fp16", "int8", "int4"], list(KV_FORMATS))
     command.add_argument(

@@ -21,7 +21,7 @@ from qrt.quant.checkpoint.folder import MISMATCH, TensorFolder
 from qrt.quant.checkpoint.format import FLOATS, REMEDY, CheckpointFormat, bias_of, group_count, setting
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.packing import pack, unpack
-from qrt.quant.weight.base import WeightData
+from qrt.quant.weight import WeightData, weight_only
 
 BITS, MIDPOINT = 4, 8
 SLOT_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -67,7 +67,7 @@ class AwqGemm(CheckpointFormat):
             bias=bias_of(tensors, module, n),
             bits=BITS,
         )
-        return "w4a16", data
+        return weight_only()[BITS], data
 
 
 def unpack_columns(words: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from qrt.quant.checkpoint.format import REMEDY, CheckpointFormat, block_of
 from qrt.quant.checkpoint.layout import FloatQuantized, IntQuantized, Layout, PackQuantized
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt.quant.weight.base import WeightData
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +32,7 @@ REGEX = "re:"
 NAIVE = "naive-quantized"  # old name of the two layouts with one byte per code
 
 
-@dataclass(frozen=True)
-class Stored:
-    """How a weight scheme lies in a file: codes of `bits` in `layout`; activations int8 per token, or not."""
-
-    scheme: str
-    bits: int
-    layout: Layout
-    int8_activations: bool
-
-
-STORED = (
-    Stored("w4a16", 4, PackQuantized(), False),
-    Stored("w8a16", 8, PackQuantized(), False),
-    Stored("w8a8", 8, IntQuantized(), True),
-)
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (PackQuantized(), IntQuantized())}
 # Defaults of `weights` and `input_activations` (QuantizationArgs of compressed-tensors).
 DEFAULTS: dict[str, Any] = {
     "num_bits": 8,
@@ -204,7 +190,6 @@ def quantization_config(
 
 def _entry(scheme: str, spec: QuantSpec, targets: list[str]) -> dict[str, Any]:
     """Return one group of the config."""
-    stored = stored_as(scheme)
     weights = {
         "num_bits": spec.bits,
         "type": "int",
@@ -213,19 +198,34 @@ def _entry(scheme: str, spec: QuantSpec, targets: list[str]) -> dict[str, Any]:
     }
     if spec.group_size is not None:
         weights["group_size"] = spec.group_size
-    group: dict[str, Any] = {"targets": targets, "format": stored.layout.name, "weights": weights}
-    if stored.int8_activations:
+    group: dict[str, Any] = {"targets": targets, "format": layout_of(scheme).name, "weights": weights}
+    if WEIGHT_SCHEMES[scheme].int8_tokens:
         group["input_activations"] = {key: value for key, (value,) in ACTIVATIONS.items()}
     return group
 
 
-def stored_as(scheme: str) -> Stored:
-    """How `scheme` is written; UnsupportedError for a scheme that has no layout here."""
-    for stored in STORED:
-        if stored.scheme == scheme:
-            return stored
-    known = ", ".join(stored.scheme for stored in STORED)
-    raise UnsupportedError(f"weight scheme {scheme!r} has no compressed-tensors layout (known: {known})")
+def layout_of(scheme: str) -> Layout:
+    """Return how `scheme` is written; UnsupportedError for a scheme that has no layout here."""
+    stored = WEIGHT_SCHEMES[scheme].stored
+    if stored is None:
+        raise UnsupportedError(
+            f"weight scheme: expected one that compressed-tensors has a layout for "
+            f"({', '.join(_stored_schemes())}), got {scheme!r}"
+        )
+    return LAYOUTS[stored]
+
+
+def _stored_schemes() -> list[str]:
+    """Return the schemes that files hold."""
+    return [name for name in WEIGHT_SCHEMES if WEIGHT_SCHEMES[name].stored is not None]
+
+
+def _described(scheme: str) -> str:
+    """Return what a file says of `scheme`: `int-quantized with 8 bits and int8 activations`."""
+    kind = WEIGHT_SCHEMES[scheme]
+    assert kind.spec is not None
+    rounded = " and int8 activations" if kind.int8_tokens else ""
+    return f"{kind.stored} with {kind.spec.bits} bits{rounded}"
 
 
 def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
@@ -246,23 +246,19 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
     if entry.get("output_activations") is not None:
         raise UnsupportedError(f"{where}.output_activations is not read; quantize without it")
     bits = weights["num_bits"]
-    for stored in STORED:
-        if (stored.layout.name, stored.bits, stored.int8_activations) == (
-            layout,
-            bits,
-            activations is not None,
-        ):
-            spec = QuantSpec(
-                bits, weights["symmetric"], Granularity(weights["strategy"]), weights["group_size"]
-            )
-            if stored.layout.holds(spec):
-                decode = partial(stored.layout.decode, spec=spec)
-                return Group(_patterns(where, entry.get("targets")), stored.scheme, spec, decode)
+    for scheme in _stored_schemes():
+        kind = WEIGHT_SCHEMES[scheme]
+        assert kind.spec is not None
+        if (kind.stored, kind.spec.bits, kind.int8_tokens) == (layout, bits, activations is not None):
+            granularity = Granularity(weights["strategy"])
+            spec = QuantSpec(bits, weights["symmetric"], granularity, weights["group_size"])
+            if LAYOUTS[layout].holds(spec):
+                decode = partial(LAYOUTS[layout].decode, spec=spec)
+                return Group(_patterns(where, entry.get("targets")), scheme, spec, decode)
     raise UnsupportedError(
         f"{where}: {layout} with {bits}-bit {weights['strategy']} weights"
-        f"{' and int8 activations' if activations is not None else ''} is not read; qrt reads pack-quantized "
-        "4 and 8 bits without activations, int-quantized symmetric 8-bit channels with int8 activations, and "
-        f"float-quantized; {REMEDY}"
+        f"{' and int8 activations' if activations is not None else ''} is not read; qrt reads "
+        f"{', '.join(map(_described, _stored_schemes()))} and float-quantized; {REMEDY}"
     )
 
 

@@ -35,7 +35,7 @@ from qrt.quant.checkpoint.format import (
 )
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.packing import WORD_BITS, pack, packed_words, unpack
-from qrt.quant.weight import WEIGHT_ONLY
+from qrt.quant.weight import weight_only
 from qrt.quant.weight.base import WeightData
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,9 @@ class Gptq(CheckpointFormat):
             return Plain().linear(tensors, module)
         config = {**self._config, **self._overrides(module)}
         bits = setting(self._where, config, ("bits",))
-        if bits not in WEIGHT_ONLY:
-            known = " and ".join(map(str, WEIGHT_ONLY))
+        schemes = {width: name for width, name in weight_only().items() if width in ONES}
+        if bits not in schemes:
+            known = " and ".join(map(str, schemes))
             raise UnsupportedError(
                 f"{self._where}: GPTQ with {bits} bits is not read; qrt reads {known}; {REMEDY}"
             )
@@ -103,7 +104,7 @@ class Gptq(CheckpointFormat):
             bias=bias_of(tensors, module, n),
             bits=bits,
         )
-        return WEIGHT_ONLY[bits], data
+        return schemes[bits], data
 
     def _zero(
         self, tensors: TensorFolder, module: str, bits: int, groups: int, n: int, symmetric: bool

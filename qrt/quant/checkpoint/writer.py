@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from qrt.errors import UnsupportedError
-from qrt.quant.checkpoint.compressed_tensors import quantization_config, stored_as, target_of
+from qrt.quant.checkpoint.compressed_tensors import layout_of, quantization_config, target_of
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.output import OutputFolder
 from qrt.quant.checkpoint.reader import Checkpoint
 from qrt.quant.spec import QuantSpec
-from qrt.quant.weight.base import WeightData
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
 
 class CheckpointWriter:
@@ -58,7 +58,8 @@ class CheckpointWriter:
             raise UnsupportedError(f"{source.path}: already quantized; start from the unquantized model")
         self._overrides = dict(overrides or {})
         for scheme, spec in {grid, *self._overrides.values()}:
-            if stored_as(scheme).bits != spec.bits or not stored_as(scheme).layout.holds(spec):
+            layout, usual = layout_of(scheme), WEIGHT_SCHEMES[scheme].spec
+            if usual is None or usual.bits != spec.bits or not layout.holds(spec):
                 raise UnsupportedError(f"weight scheme {scheme!r} does not store {spec}")
         self._default = grid
         self._ignore = tuple(ignore)
@@ -97,7 +98,7 @@ class CheckpointWriter:
     def read_linear(self, label: str, module: str) -> WeightData:
         """Read a Linear of a finished step, as it was added."""
         scheme, spec = self._grid_of(module)
-        return stored_as(scheme).layout.decode(self._folder.parts.step(label), module, spec)
+        return layout_of(scheme).decode(self._folder.parts.step(label), module, spec)
 
     def read_tensor(self, label: str, name: str) -> Tensor:
         """Read an unquantized tensor of a finished step."""
@@ -131,7 +132,7 @@ class CheckpointWriter:
             f"{module}: scale {weight.scale.dtype}, model {self._dtype}"
         )
         assert target_of(module, self._ignore) is None, f"{module} is on the ignore list"
-        tensors = stored_as(scheme).layout.encode(weight)
+        tensors = layout_of(scheme).encode(weight)
         if weight.bias is not None:
             tensors["bias"] = weight.bias
         self._folder.add({f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}, again)

@@ -107,6 +107,9 @@ class WeightScheme(ABC):
     spec: ClassVar[QuantSpec | None]  # default grid of the weight; None when unquantized
     layout: ClassVar[Layout] = Layout.OWN
     int8_tokens: ClassVar[bool] = False  # whether it quantizes x per token, and takes QuantizedTokens too
+    stored: ClassVar[str | None] = None  # compressed-tensors' format of its codes; None: it writes no file
+    head: ClassVar[str | None]  # scheme of an int8 head behind layers in it; None: the head stays as it is
+    method: ClassVar[str | None]  # qrt-calibrate's default; None: it does not calibrate it
 
     @abstractmethod
     def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:

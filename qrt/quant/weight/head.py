@@ -6,21 +6,24 @@ from dataclasses import replace
 
 from qrt.errors import ConfigError
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt.quant.weight import WEIGHT_ONLY, WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_SCHEMES
 
 HEAD_BITS = (8, 16)
 
 
 def head_grid(scheme: str, bits: int) -> tuple[str, QuantSpec | None]:
-    """Scheme and grid of a head of `bits` behind layers in `scheme`: w8a8 behind w8a8, w8a16 behind weights
-    alone, unquantized at 16. ConfigError for other bits, and for 8 where the layers are not quantized."""
+    """Return the scheme and grid of a head of `bits` behind layers in `scheme`.
+
+    It is unquantized at 16 bits, and in the scheme's `head` at 8. ConfigError for other bits, and for 8 where
+    the layers are not quantized.
+    """
     if bits not in HEAD_BITS:
         raise ConfigError(f"--head-bits: expected one of {', '.join(map(str, HEAD_BITS))}, got {bits}")
     if bits == 16:
         return "fp16", None
-    if WEIGHT_SCHEMES[scheme].spec is None:
+    name = WEIGHT_SCHEMES[scheme].head
+    if name is None:
         raise ConfigError(f"--head-bits {bits}: goes with quantized layers, not {scheme}; leave the flag out")
-    name = scheme if WEIGHT_SCHEMES[scheme].int8_tokens else WEIGHT_ONLY[bits]
     spec = WEIGHT_SCHEMES[name].spec
     assert spec is not None
     return name, replace(spec, symmetric=True, granularity=Granularity.CHANNEL, group_size=None)

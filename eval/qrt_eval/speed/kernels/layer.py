@@ -19,15 +19,26 @@ from qrt.model.decoder import Decoder
 from qrt.model.fused import FusedLayer
 from qrt.model.random import random_model
 from qrt.quant.kv import KV_FORMATS
+from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.speed.kernels.attention import randomize
-from qrt_eval.speed.kernels.linear import INT8_PRODUCTS
+from qrt_eval.speed.kernels.linear import in_int8
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, microseconds
 from qrt_eval.speed.latency import linear_bytes
 
-PAIRS = (("fp16", "fp16"), ("w8a8", "int8"), ("w8a16", "int8"), ("w4a16", "int8"), ("w4a16", "int4"))
 GPU_LAYERS = 8  # with distinct weights
 VOCABULARY = 256  # small, as embedding and head are not timed
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Return the weight schemes, each with the KV formats that it is timed with."""
+    found = []
+    for scheme in WEIGHT_SCHEMES:
+        spec = WEIGHT_SCHEMES[scheme].spec
+        found.append((scheme, "fp16" if spec is None else "int8"))
+        if spec is not None and spec.bits <= 4:
+            found.append((scheme, "int4"))
+    return found
 
 
 def rows(
@@ -35,7 +46,7 @@ def rows(
 ) -> Iterator[Row]:
     """Yield a row per pair of weight scheme and KV format, and per (batch, context)."""
     plain = _plain(device)
-    for scheme, kv in PAIRS:
+    for scheme, kv in pairs():
         model = layers(config, scheme, device)
         fmt = KV_FORMATS[kv]
         for batch, context in sizes:
@@ -45,7 +56,7 @@ def rows(
             flops = batch * _flops_per_token(model, context)
             names = [plain if name == "fp16" else name for name in (scheme, kv)]
             what, at = "{}, KV {}".format(*names), f"{batch} x {context}"
-            floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)
+            floor_us = rates.floor_us(num_bytes, flops, in_int8(scheme))
             yield Row("layer", what, at, us, floor_us, num_bytes, flops, ours=scheme != "fp16")
         del model
 
@@ -54,7 +65,7 @@ def chain_rows(
     config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device
 ) -> Iterator[Row]:
     """Yield a row per weight scheme and number of tokens."""
-    for scheme in dict.fromkeys(scheme for scheme, _ in PAIRS):
+    for scheme in WEIGHT_SCHEMES:
         model = layers(config, scheme, device)
         blocks = [
             FusedLayer(layer, following.attention_norm, following.attention.qkv)
@@ -67,7 +78,7 @@ def chain_rows(
             us = microseconds(FusedLayer.after_attention, calls)
             flops, num_bytes = m * _flops_per_token(model, 0), _weight_bytes(model)
             what = _plain(device) if scheme == "fp16" else scheme
-            floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)
+            floor_us = rates.floor_us(num_bytes, flops, in_int8(scheme))
             yield Row("chain", what, f"M={m}", us, floor_us, num_bytes, flops, ours=scheme != "fp16")
         del model
 

@@ -17,8 +17,15 @@ from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
 
-INT8_PRODUCTS = {"w8a8"}  # schemes whose arithmetic is int8
-HEADS = ("w8a16", "w8a8", "fp16")  # schemes of a head
+
+def in_int8(scheme: str) -> bool:
+    """Return whether the scheme's products are of int8 by int8."""
+    return WEIGHT_SCHEMES[scheme].int8_tokens
+
+
+def heads() -> set[str]:
+    """Return the schemes that a head may have."""
+    return {WEIGHT_SCHEMES[name].head or name for name in WEIGHT_SCHEMES}
 
 
 def products(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -42,9 +49,10 @@ def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch
 
     Unquantized products are torch's. On a GPU, qrt's own unquantized head has rows too.
     """
-    for scheme in ("w4a16", "w8a16", "w8a8", "fp16"):
-        name = {"fp16": "bf16"}.get(scheme, scheme) if device.type == "cuda" else scheme
-        multiply = _by_torch if scheme == "fp16" else linear
+    for scheme in WEIGHT_SCHEMES:
+        plain = WEIGHT_SCHEMES[scheme].spec is None
+        name = "bf16" if plain and device.type == "cuda" else scheme
+        multiply = _by_torch if plain else linear
         cells = [
             row
             for product, size in products(config).items()
@@ -52,7 +60,7 @@ def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch
         ]
         yield from cells
         yield from sums(cells, name, tokens)
-        if scheme in HEADS:
+        if scheme in heads():
             yield from _product(scheme, f"{name} head", head(config), tokens, rates, device, multiply)
     if device.type == "cuda":
         yield from _product("fp16", "bf16 by qrt head", head(config), tokens, rates, device, linear)
@@ -74,7 +82,7 @@ def _product(
         x = torch.randn(m, k, device=device, dtype=activation_dtype(device))
         us = microseconds(multiply, [(x, weight.tensors, None, scheme) for weight in weights])
         flops, num_bytes = 2 * m * n * k, weight_bytes + m * (n + k) * x.itemsize
-        floor_us = rates.floor_us(num_bytes, flops, scheme in INT8_PRODUCTS)
+        floor_us = rates.floor_us(num_bytes, flops, in_int8(scheme))
         yield Row("linear", name, f"M={m}", us, floor_us, num_bytes, flops, ours=multiply is linear)
 
 

@@ -16,8 +16,10 @@ from qrt.kernels.linear.int8.plans import BlockPlan, HopperPlan
 from qrt.kernels.linear.tiles import plans as tile_plans
 from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
 from qrt.kernels.sizes import next_power_of_2
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.base import Layout
 from qrt.quant.weight.tiles import TILE_ROWS
-from qrt_eval.speed.kernels.linear import HEADS, head, products
+from qrt_eval.speed.kernels.linear import head, heads, products
 
 FUSED_WIDTHS = (8, 16, 32, 64)
 WIDE_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, *tuned.BETWEEN)
@@ -26,6 +28,24 @@ HEAD_WIDTHS = (8, 16, 64, 128, 256)  # numbers of rows that sample
 SMS = 132
 Plan = FusedPlan | WidePlan | BlockPlan | HopperPlan
 KINDS = {plan: kind for kind, plan in {**tile_plans.PLANS, **int8_plans.PLANS}.items()}
+
+
+def schemes(*layouts: Layout) -> list[str]:
+    """Return the schemes whose weights lie in one of these layouts; without any, in one that has plans."""
+    wanted = layouts or (Layout.TILES, Layout.INT8_ROWS)
+    return [name for name in WEIGHT_SCHEMES if WEIGHT_SCHEMES[name].layout in wanted]
+
+
+def has_digits(scheme: str) -> bool:
+    """Return whether few tokens in bf16 are multiplied as `Digits`, which have no plan."""
+    return WEIGHT_SCHEMES[scheme].layout is Layout.TILES and _bits(scheme) == 4
+
+
+def _bits(scheme: str) -> int:
+    """Return the bits of a code."""
+    spec = WEIGHT_SCHEMES[scheme].spec
+    assert spec is not None
+    return spec.bits
 
 
 class Trial(NamedTuple):
@@ -41,9 +61,9 @@ class Trial(NamedTuple):
     @property
     def key(self) -> str:
         """Return the winner's key in the file."""
-        if self.scheme == "w8a8":
+        if WEIGHT_SCHEMES[self.scheme].layout is Layout.INT8_ROWS:
             return int8_plans.tuning_key(self.k, self.n, self.width)
-        return tile_plans.tuning_key(self.k, self.n, 4 if self.scheme == "w4a16" else 8, self.width)
+        return tile_plans.tuning_key(self.k, self.n, _bits(self.scheme), self.width)
 
     @property
     def entry(self) -> tuned.Measured:
@@ -72,17 +92,18 @@ class Trial(NamedTuple):
 def trials(k: int, n: int, gated: bool = False) -> Iterator[Trial]:
     """Yield every configuration to try for a product; those of one weight come together."""
     blocks = -(-n // TILE_ROWS)
-    for scheme, inputs in (("w4a16", 256), ("w8a16", 128)):
+    for scheme in schemes(Layout.TILES):
+        inputs = 1024 // _bits(scheme)  # of a tile
         tiles = -(-k // inputs)
         for width in FUSED_WIDTHS:
             fused = _fused_plans(width, blocks, tiles, gated)
             yield from (Trial(scheme, k, n, width, plan, gated) for plan in fused)
         for width in WIDE_WIDTHS:
-            wide = _wide_plans(width, blocks, tiles, 1024 // inputs)
+            wide = _wide_plans(width, blocks, tiles, _bits(scheme))
             yield from (Trial(scheme, k, n, width, plan, gated) for plan in wide)
-    for width in INT8_WIDTHS:
-        yield from (Trial("w8a8", k, n, width, plan, gated) for plan in _int8_block_plans(width, k, n))
-        yield from (Trial("w8a8", k, n, width, plan, gated) for plan in _int8_hopper_plans(width, k, n))
+    for scheme, width in product(schemes(Layout.INT8_ROWS), INT8_WIDTHS):
+        yield from (Trial(scheme, k, n, width, plan, gated) for plan in _int8_block_plans(width, k, n))
+        yield from (Trial(scheme, k, n, width, plan, gated) for plan in _int8_hopper_plans(width, k, n))
 
 
 def _fused_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[FusedPlan]:
@@ -184,9 +205,10 @@ def pending(configs: Sequence[ModelConfig], table: Mapping[str, tuned.Measured])
     """
     sizes = {size: name == "gate_up" for config in configs for name, size in products(config).items()}
     todo = [trial for (k, n), gated in sizes.items() for trial in trials(k, n, gated)]
+    own_heads = heads()
     for size in dict.fromkeys(head(config) for config in configs):
         if size not in sizes:
             own = (trial for trial in trials(*size) if trial.width in HEAD_WIDTHS)
-            todo += [trial for trial in own if trial.scheme in HEADS]
+            todo += [trial for trial in own if trial.scheme in own_heads]
     done = {trial.key for trial in todo if table.get(trial.key) == trial.entry}
     return [trial for trial in todo if trial.key not in done]

@@ -33,15 +33,14 @@ from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
 from qrt.layers.linear import Linear
 from qrt.quant.digits import MOST_TOKENS
 from qrt_eval.speed.kernels.layer import decode_step, layer_us, layers
-from qrt_eval.speed.kernels.linear import cold_copies, products, random_linear
+from qrt_eval.speed.kernels.linear import cold_copies, in_int8, products, random_linear
 from qrt_eval.speed.kernels.timer import microseconds
-from qrt_eval.speed.kernels.trials import Trial, pending
+from qrt_eval.speed.kernels.trials import Trial, has_digits, pending, schemes
 
 LAYER_WIDTHS = (8, 16, 32, 64, 128, 256)  # wider products are long, so their neighbours matter little
 LAYER_STEP = "int8", 1024  # KV format and tokens of a request
 LAYER_PLANS = 5  # plans of a product tried in a layer: the fastest alone
 MEASURED_AT = {8: 1}  # a width serves all token counts up to it and is measured at the largest, or this one
-SCHEMES = ("w4a16", "w8a16", "w8a8")
 COMPILED_ROWS = 1024  # N of the weights used to compile kernels; K is compiled in, N is not
 
 
@@ -56,7 +55,7 @@ def tune(configs: Sequence[ModelConfig], device: torch.device) -> None:
     _compile({trial.binary: trial for trial in todo}.values())
     with tqdm(total=len(todo), desc="Measuring", unit="kernel") as bar:
         left = todo
-        for config, scheme in product(configs, SCHEMES):
+        for config, scheme in product(configs, schemes()):
             sizes = products(config).values()
             own = {trial for trial in left if trial.scheme == scheme and trial[1:3] in sizes}
             mine, left = [t for t in left if t in own], [t for t in left if t not in own]
@@ -96,7 +95,7 @@ def _choose_in_layer(
     """
     model = layers(config, scheme, device)
     for width in LAYER_WIDTHS:
-        if width <= MOST_TOKENS and scheme == "w4a16":
+        if width <= MOST_TOKENS and has_digits(scheme):
             continue
         keys = {Trial(scheme, k, n, width, None).key for k, n in products(config).values()} & ranked.keys()
         if not keys:
@@ -129,10 +128,10 @@ def _try(trial: Trial, weights: Sequence[Linear], table: dict[str, tuned.Measure
 def _calls(trial: Trial, weights: Sequence[Linear]) -> tuple[Callable[..., object], list[tuple[Any, ...]]]:
     """Return what is timed: an operator, and its arguments for each of the weights."""
     tokens = MEASURED_AT.get(trial.width, trial.width)
-    by_digits = trial.scheme == "w4a16" and tokens <= MOST_TOKENS  # in bf16 it has no plan
+    by_digits = has_digits(trial.scheme) and tokens <= MOST_TOKENS  # in bf16 it has no plan
     dtype = torch.float16 if by_digits else torch.bfloat16
     x = torch.randn(tokens, trial.k, device=weights[0].tensors[0].device, dtype=dtype)
-    if not trial.gated or trial.scheme != "w8a8":
+    if not trial.gated or not in_int8(trial.scheme):
         operator = linear_silu if trial.gated else linear
         return operator, [(x, list(own.tensors), None, trial.scheme) for own in weights]
     codes, scale, dtype = quantize_tokens(x)

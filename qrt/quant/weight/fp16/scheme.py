@@ -18,6 +18,7 @@ class FP16Scheme(WeightScheme):
     name = "fp16"
     spec = None
     layout = Layout.PLAIN
+    head = method = None
 
     def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         if weight.bits:

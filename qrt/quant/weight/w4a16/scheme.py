@@ -15,6 +15,7 @@ class W4A16Scheme(TiledScheme):
 
     name = "w4a16"
     spec = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=128)
+    stored, head, method = "pack-quantized", "w8a16", "awq-yaqa"
     packed = PackedWeight
 
     def unpacker(self) -> Any:

@@ -15,6 +15,7 @@ class W8A16Scheme(TiledScheme):
 
     name = "w8a16"
     spec = QuantSpec(8, symmetric=True, granularity=Granularity.GROUP, group_size=128)
+    stored, head, method = "pack-quantized", "w8a16", "awq-gptq"
     packed = PackedWeight
 
     def unpacker(self) -> Any:

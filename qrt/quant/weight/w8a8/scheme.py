@@ -44,6 +44,7 @@ class W8A8Scheme(WeightScheme):
     spec = QuantSpec(8, symmetric=True, granularity=Granularity.CHANNEL)
     layout = Layout.INT8_ROWS
     int8_tokens = True
+    stored, head, method = "int-quantized", "w8a8", "smoothquant-gptq"
 
     def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         groups = 0 if weight.scale is None else weight.scale.shape[1]

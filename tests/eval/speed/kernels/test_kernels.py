@@ -158,7 +158,7 @@ def test_interrupted_tuning_resumes(small, monkeypatch, tmp_path):
     one that makes a layer fastest wins.
     """
     table, file, cut = {"int8 128x512 16 wide": ["block", 16, 32, 256, 1, 4, 4]}, tmp_path / "gpu.json", [3]
-    table["tiles 128x512 4 bits 128 wide"] = ["gone", 128, 1, 1, 4]
+    table["tiles 128x512 8 bits 128 wide"] = ["gone", 128, 1, 1, 4]
     file.write_text(json.dumps(table))
 
     def size(entry):
