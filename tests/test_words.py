@@ -32,7 +32,8 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
 def wrong_order(message: str) -> bool:
     """Return whether a message says what came before it says what was expected, or never says that."""
     first = re.search(r"\b(expected|got|wanted)\b", message)
-    return first is not None and first[1] != "expected" or "wanted" in message
+    late = re.search(r"\b(is|of|has|to|with|:) \{\}[^;{}]*[,;] expected", message)
+    return bool(first is not None and first[1] != "expected" or "wanted" in message or late)
 
 
 def test_errors_say_what_was_expected_first():
@@ -46,3 +47,4 @@ def test_the_other_order_is_found():
     source = 'raise ConfigError(f"n: got {n}, " "wanted 1")\nraise E.ConfigError(f"n: expected 1, got {n}")'
     assert [(line, wrong_order(text)) for line, text in messages(source)] == [(1, True), (2, False)]
     assert wrong_order("n: got 5") and wrong_order("expected 1, wanted 2") and not wrong_order("no file x")
+    assert wrong_order("n is {}, expected 1") and not wrong_order("file {}: n: expected 1, got {}")

@@ -190,7 +190,7 @@ class ModelConfig:
         heads = positive(config, "num_attention_heads")
         hidden = positive(config, "hidden_size")
         if config["hidden_act"] not in ("silu", "swish"):  # two names of one function
-            raise UnsupportedError(f"config.json: hidden_act {config['hidden_act']!r}; qrt runs 'silu'")
+            raise UnsupportedError(f"config.json: hidden_act: expected 'silu', got {config['hidden_act']!r}")
         if arch.defaults.get("head_dim") is None and config["head_dim"] is None:
             config["head_dim"] = hidden // heads
         if config["num_key_value_heads"] is None:

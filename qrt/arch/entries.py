@@ -17,7 +17,7 @@ def typed(config: Mapping[str, Any], key: str, *kinds: type | None) -> Any:
     value = config.get(key)
     if not any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
         expected = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
-        raise CheckpointError(f"config.json: {key} is {value!r}, expected {expected}")
+        raise CheckpointError(f"config.json: {key}: expected {expected}, got {value!r}")
     return value
 
 
@@ -26,9 +26,9 @@ def positive(config: Mapping[str, Any], key: str, default: int | None = None, mo
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {key} is {value!r}, expected a positive integer")
+        raise CheckpointError(f"config.json: {key}: expected a positive integer, got {value!r}")
     if value > most:
-        raise CheckpointError(f"config.json: {key} is {str(value)[:20]}, expected at most {most:,}")
+        raise CheckpointError(f"config.json: {key}: expected at most {most:,}, got {str(value)[:20]}")
     return value
 
 
@@ -37,7 +37,7 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {key} is {value!r}, expected a positive number")
+        raise CheckpointError(f"config.json: {key}: expected a positive number, got {value!r}")
     return float(value)
 
 
@@ -46,5 +46,5 @@ def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(not isinstance(token, int) for token in ids):
-        raise CheckpointError(f"config.json: {key} is {value!r}, expected a token id or a list of them")
+        raise CheckpointError(f"config.json: {key}: expected a token id or a list of them, got {value!r}")
     return tuple(ids)

@@ -36,7 +36,7 @@ def rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]
     """
     own = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(own, dict):
-        raise CheckpointError(f"config.json: rope_scaling is {own!r}, expected an object, or null")
+        raise CheckpointError(f"config.json: rope_scaling: expected an object or null, got {own!r}")
     if any(isinstance(value, Mapping) for value in own.values()):
         raise UnsupportedError("config.json: rope_parameters differ between layers, which qrt does not run")
     entry = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | own
@@ -47,7 +47,7 @@ def rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]
         raise UnsupportedError("config.json: partial_rotary_factor other than 1 is not run by qrt")
     theta = number(entry, "rope_theta")
     if theta <= 1:
-        raise CheckpointError(f"config.json: rope_theta is {theta}, expected more than 1")
+        raise CheckpointError(f"config.json: rope_theta: expected more than 1, got {theta}")
     match kind:
         case "default":
             return RopeConfig(theta), max_position
@@ -68,7 +68,7 @@ def rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]
             rope = _yarn(entry, theta, max_position)
             return rope, _stretched(rope.original_max_position, rope.factor)
     raise UnsupportedError(
-        f"config.json: RoPE type {kind!r}; qrt runs 'default', 'linear', 'llama3' and 'yarn'"
+        f"config.json: RoPE type: expected 'default', 'linear', 'llama3' or 'yarn', got {kind!r}"
     )
 
 
@@ -97,6 +97,6 @@ def _stretched(max_position: int, factor: float) -> int:
     context = int(max_position * factor)
     if context > MAX_SIZE:
         raise CheckpointError(
-            f"config.json: RoPE stretches the context to {context:,} tokens, expected at most {MAX_SIZE:,}"
+            f"config.json: expected a context of at most {MAX_SIZE:,} as RoPE stretches it, got {context:,}"
         )
     return context

@@ -20,8 +20,8 @@ def architecture(config: Mapping[str, Any], path: str | Path) -> str:
         names = [name for name in (*ARCHS, *MIXTURES) if _model_type(name) == kind.replace("_", "")]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
-            f"{path}: config.json names no architecture ('architectures' is {given!r}); "
-            f"expected a list of one name, e.g. {next(iter(ARCHS))!r}; download config.json again"
+            f"{path}: config.json: architectures: expected a list of one name, e.g. {next(iter(ARCHS))!r}, "
+            f"got {given!r}; download config.json again"
         )
     return names[0]
 

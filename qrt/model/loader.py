@@ -101,8 +101,8 @@ class CheckpointWeights:
         tensor = self.checkpoint.tensor(name)
         if tensor.dtype not in FLOATS:
             raise UnsupportedError(
-                f"{self.checkpoint.path}: {name} is {tensor.dtype}; qrt reads embeddings and norms as "
-                f"{' or '.join(map(str, FLOATS))}: quantize the Linears only"
+                f"{self.checkpoint.path}: {name}: expected {' or '.join(map(str, FLOATS))}, "
+                f"got {tensor.dtype}; quantize the Linears only"
             )
         if tuple(tensor.shape) != shape:
             raise self._mismatch(name, tensor.shape, shape)

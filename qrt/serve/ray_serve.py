@@ -38,7 +38,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     replicas, gpus = int(given.pop("replicas", 1)), float(given.pop("gpus", 0))
     model = given.pop("model", None)
     if model is None:
-        raise ConfigError(f"model: expected {EXPECTED}")
+        raise ConfigError(f"model: expected {EXPECTED}, got none")
     own = {name: given.pop(name) for name in list(given) if name in SERVER_FIELDS}
     for name in ("model_names", "api_keys", "allowed_origins"):
         if name in own:

@@ -142,7 +142,7 @@ def test_figures_of_a_table_in_a_pipe_are_whole(run, llama):
         (
             ["--method", "smoothquant"],
             1,
-            "--method smoothquant: for schemes that round activations, not w4a16",
+            "--method smoothquant: expected a scheme that rounds activations, got w4a16",
         ),
         (
             ["--override", "o_proj"],
@@ -237,7 +237,7 @@ def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
         ): "unknown architecture 'GPT2LMH",
         edit_config(
             llama, folder / "none", architectures=None, model_type=""
-        ): "names no architecture ('architectures' is None)",
+        ): "config.json: architectures: expected a list of one name, e.g. 'LlamaForCausalLM', got None",
         edit_config(llama, folder / "dtype", dtype="float7"): "bfloat16 or float32, got 'float7'",
         edit_config(llama, folder / "double", dtype="float64"): "bfloat16 or float32, got 'float64'",
         altered(llama, folder / "nan", lambda t: t[last].view(-1)[7:8].fill_(torch.nan)): f"{last} holds NaN",

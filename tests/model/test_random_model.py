@@ -88,7 +88,7 @@ def test_a_quantized_head(scheme, wanted, tied):
 def test_heads_that_are_refused():
     with pytest.raises(ConfigError, match="--head-bits: expected one of 8, 16, got 4"):
         make("w4a16", head_bits=4)
-    with pytest.raises(ConfigError, match="--head-bits 8: goes with quantized layers, not fp16"):
+    with pytest.raises(ConfigError, match="--head-bits 8: expected quantized layers, got fp16"):
         make("fp16", head_bits=8)
 
 

@@ -146,15 +146,24 @@ def test_awq_golden_word():
 
 
 REFUSED = [
-    ({"quant_method": "awq", "version": "gemv"}, "'gemv' is another layout"),
-    ({"quant_method": "awq", "version": "new"}, "'new' is another layout"),
-    ({"quant_method": "awq", "bits": 8}, "AWQ with 8 bits is not read.*; start .* qrt-calibrate"),
-    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' is another layout"),
-    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": ["gptq"]}, r"\"\['gptq'\]\" is another layout"),
-    ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "'marlin' is another layout"),
-    ({"quant_method": "awq", "format": "gemv"}, "'gemv' is another layout"),
-    ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "pack_dtype 'int16'"),
-    ({"quant_method": "gptq", "bits": 3, "group_size": G}, "GPTQ with 3 bits .* qrt reads 4 and 8; start"),
+    ({"quant_method": "awq", "version": "gemv"}, "version: expected 'gemm', got 'gemv'"),
+    ({"quant_method": "awq", "version": "new"}, "version: expected 'gemm', got 'new'"),
+    ({"quant_method": "awq", "bits": 8}, "expected AWQ with 4 bits, got 8; start .* qrt-calibrate"),
+    (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        "checkpoint_format: expected gptq or gptq_v2, got 'marlin'",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": ["gptq"]},
+        r"checkpoint_format: expected .*, got \"\['gptq'\]\"",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4, "is_marlin_format": True},
+        "checkpoint_format: expected gptq or gptq_v2, got 'marlin'",
+    ),
+    ({"quant_method": "awq", "format": "gemv"}, "version: expected 'gemm', got 'gemv'"),
+    ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "pack_dtype: expected 'int32', got 'int16'"),
+    ({"quant_method": "gptq", "bits": 3, "group_size": G}, "expected GPTQ with 4 or 8 bits, got 3; start"),
 ]
 
 

@@ -144,7 +144,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     for grid in set(job.quantized.values()):
         _check_grid(grid, recipe, job.scale_dtype)
         if recipe.tune and WEIGHT_SCHEMES[grid.scheme].int8_tokens:
-            raise ConfigError(f"--tune: for weight-only schemes, not {grid.scheme}; leave it out")
+            raise ConfigError(f"--tune: expected a weight-only scheme, got {grid.scheme}; leave it out")
     return job
 
 
@@ -195,7 +195,8 @@ def _check_grid(grid: Grid, recipe: Recipe, dtype: torch.dtype) -> None:
     """Refuse a grid that the scheme's kernels do not run, rather than when the result is served."""
     if recipe.steps.scales is Scales.SMOOTHQUANT and not WEIGHT_SCHEMES[grid.scheme].int8_tokens:
         raise ConfigError(
-            f"--method {recipe.method}: for schemes that round activations, not {grid.scheme}; use awq-gptq"
+            f"--method {recipe.method}: expected a scheme that rounds activations, got {grid.scheme}; "
+            "use awq-gptq"
         )
     sample = torch.zeros(1, 2 * (grid.spec.group_size or 128))
     WEIGHT_SCHEMES[grid.scheme].prepare(round_weight(sample, grid.spec, dtype), torch.device("cpu"), dtype)

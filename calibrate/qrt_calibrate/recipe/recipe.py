@@ -118,9 +118,7 @@ class Recipe:
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{flag}: expected a number above 0, got {value}")
         if self.scheme not in weight_only().values():
-            raise ConfigError(
-                f"{flag}: chooses among weight-only widths, not {self.scheme}; leave --scheme out"
-            )
+            raise ConfigError(f"{flag}: expected a weight-only scheme, got {self.scheme}; leave --scheme out")
         if not any(self.windows):
             raise ConfigError(
                 f"{flag}: needs text to measure on; use a --method that reads some, or --eval-samples"

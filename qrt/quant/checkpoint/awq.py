@@ -37,12 +37,12 @@ class AwqGemm(CheckpointFormat):
         version = next((str(config[name]).lower() for name in names if config.get(name)), "gemm")
         if version != "gemm":
             raise UnsupportedError(
-                f'{where}.version {version!r} is another layout of the words; qrt reads "gemm": '
+                f"{where}.version: expected 'gemm', got {version!r}, another layout of the words; "
                 "quantize again with version gemm, or with qrt-calibrate"
             )
         bits = setting(where, config, ("bits", "w_bit"), BITS)
         if bits != BITS:
-            raise UnsupportedError(f"{where}: AWQ with {bits} bits is not read; qrt reads {BITS}; {REMEDY}")
+            raise UnsupportedError(f"{where}: expected AWQ with {BITS} bits, got {bits}; {REMEDY}")
         self._group = setting(where, config, ("group_size", "q_group_size"), 128)
         self._symmetric = config.get("zero_point", True) is False
 

@@ -104,7 +104,7 @@ class CompressedTensors(CheckpointFormat):
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not groups:
             raise CheckpointError(
-                f"{where}: config_groups is {groups!r}, expected at least one group; "
+                f"{where}: config_groups: expected at least one group, got {groups!r}; "
                 "delete quantization_config if the weights are not quantized"
             )
         read = [_group(where, name, entry, config.get("format")) for name, entry in groups.items()]
@@ -232,7 +232,9 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
     """Check one entry of config_groups and turn it into values."""
     where = f"{where}: config_groups.{name}"
     if not isinstance(entry, dict):
-        raise UnsupportedError(f"{where} is {entry!r}; qrt reads groups written out as objects, not presets")
+        raise UnsupportedError(
+            f"{where}: expected a group written out as an object, not a preset, got {entry!r}"
+        )
     layout, weights = entry.get("format") or default_format, entry.get("weights")
     if layout == NAIVE:
         is_float = isinstance(weights, Mapping) and weights.get("type") == "float"
@@ -256,9 +258,9 @@ def _group(where: str, name: str, entry: Any, default_format: Any) -> Group:
                 decode = partial(LAYOUTS[layout].decode, spec=spec)
                 return Group(_patterns(where, entry.get("targets")), scheme, spec, decode)
     raise UnsupportedError(
-        f"{where}: {layout} with {bits}-bit {weights['strategy']} weights"
-        f"{' and int8 activations' if activations is not None else ''} is not read; qrt reads "
-        f"{', '.join(map(_described, _stored_schemes()))} and float-quantized; {REMEDY}"
+        f"{where}: expected {', '.join(map(_described, _stored_schemes()))} or float-quantized, "
+        f"got {layout} with {bits}-bit {weights['strategy']} weights"
+        f"{' and int8 activations' if activations is not None else ''}; {REMEDY}"
     )
 
 

@@ -57,12 +57,12 @@ class Gptq(CheckpointFormat):
         version = "marlin" if config.get("is_marlin_format") else version
         if version not in VERSIONS:
             raise UnsupportedError(
-                f"{self._where}.checkpoint_format {version!r} is another layout of the words; qrt reads "
-                f"{' and '.join(VERSIONS)}: quantize again in one of them, or with qrt-calibrate"
+                f"{self._where}.checkpoint_format: expected {' or '.join(VERSIONS)}, got {version!r}, "
+                "another layout of the words; quantize again in one of them, or with qrt-calibrate"
             )
         if config.get("pack_dtype", "int32") != "int32":
             raise UnsupportedError(
-                f"{self._where}.pack_dtype {config['pack_dtype']!r}: qrt reads 'int32'; {REMEDY}"
+                f"{self._where}.pack_dtype: expected 'int32', got {config['pack_dtype']!r}; {REMEDY}"
             )
         self._minus_one = VERSIONS[version] == 1
         self._config = config
@@ -86,10 +86,8 @@ class Gptq(CheckpointFormat):
         bits = setting(self._where, config, ("bits",))
         schemes = {width: name for width, name in weight_only().items() if width in ONES}
         if bits not in schemes:
-            known = " and ".join(map(str, schemes))
-            raise UnsupportedError(
-                f"{self._where}: GPTQ with {bits} bits is not read; qrt reads {known}; {REMEDY}"
-            )
+            known = " or ".join(map(str, schemes))
+            raise UnsupportedError(f"{self._where}: expected GPTQ with {known} bits, got {bits}; {REMEDY}")
         words = tensors.tensor(f"{module}.qweight", "W N", torch.int32)
         k, n = words.shape[0] * WORD_BITS // bits, words.shape[1]
         groups = group_count(tensors, module, setting(self._where, config, ("group_size",), -1), k)

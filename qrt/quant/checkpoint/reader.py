@@ -137,6 +137,6 @@ def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     method = str(entry.get("quant_method"))
     if method not in FORMATS:
         raise UnsupportedError(
-            f"{path}: quant_method {method!r} is not read (known: {', '.join(FORMATS)}); {REMEDY}"
+            f"{path}: quant_method: expected one of {', '.join(FORMATS)}, got {method!r}; {REMEDY}"
         )
     return dict(entry)

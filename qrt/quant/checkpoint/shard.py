@@ -105,7 +105,7 @@ def _locate(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[Te
         raise _damaged(path, f"tensor {name!r} has dtype {code!r}")
     if code not in DTYPES:
         raise UnsupportedError(
-            f"{path}: tensor {name!r} has dtype {code}; qrt reads {', '.join(DTYPES)}; "
+            f"{path}: tensor {name!r}: expected dtype {', '.join(DTYPES)}, got {code}; "
             "start from the original checkpoint"
         )
     numbers = *shape, begin, end
@@ -115,7 +115,7 @@ def _locate(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[Te
     spec = TensorSpec(shape, DTYPES[code])
     if end - begin != spec.num_bytes:
         raise _damaged(
-            path, f"tensor {name!r} {code} {list(shape)} takes {spec.num_bytes} bytes, not {end - begin}"
+            path, f"tensor {name!r} {code} {list(shape)}: expected {spec.num_bytes} bytes, got {end - begin}"
         )
     if data + end > size:
         raise _damaged(path, f"tensor {name!r} ends at byte {data + end} of a file of {size}")

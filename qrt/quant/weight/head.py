@@ -23,7 +23,7 @@ def head_grid(scheme: str, bits: int) -> tuple[str, QuantSpec | None]:
         return "fp16", None
     name = WEIGHT_SCHEMES[scheme].head
     if name is None:
-        raise ConfigError(f"--head-bits {bits}: goes with quantized layers, not {scheme}; leave the flag out")
+        raise ConfigError(f"--head-bits {bits}: expected quantized layers, got {scheme}; leave the flag out")
     spec = WEIGHT_SCHEMES[name].spec
     assert spec is not None
     return name, replace(spec, symmetric=True, granularity=Granularity.CHANNEL, group_size=None)

@@ -20,7 +20,7 @@ def file_words(top: ArgumentParser, path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected UTF-8, got {error}") from error
     if not isinstance(entries, dict):
-        raise ConfigError(f"{path}: expected `flag: value` lines")
+        raise ConfigError(f"{path}: expected `flag: value` lines, got {type(entries).__name__}")
     known = top._option_string_actions
     words: list[str] = []
     for key, value in entries.items():

@@ -35,8 +35,9 @@ class StrictJsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            if self.body_field is not None and not _is_json(request.headers.get("content-type", "")):
-                raise HTTPException(415, "Content-Type: expected application/json")
+            kind = request.headers.get("content-type", "")
+            if self.body_field is not None and not _is_json(kind):
+                raise HTTPException(415, f"Content-Type: expected application/json, got {kind[:50]!r}")
             return await handle(StrictJsonRequest(request.scope, request.receive))
 
         return strict

@@ -160,7 +160,7 @@ def lightllm_routes(service: Service) -> APIRouter:
         arrived = time.monotonic()
         collector = await _collector(service, body, shape)
         if collector.params.n > 1:
-            raise ConfigError("best_of: expected 1 for a stream")
+            raise ConfigError(f"best_of: expected 1 for a stream, got {collector.params.n}")
         stream = await service.submit([collector], arrived, request, whole=False)
         reply = shape(service, body, collector)
         return answer_events(stream, Deadline(service, arrived), reply.events, end=b"")

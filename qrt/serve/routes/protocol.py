@@ -239,4 +239,6 @@ class ChatCompletionRequest(Conversation, SamplingFields):
             return
         if choice == "required" or isinstance(choice, dict):
             raise UnsupportedError("tool_choice: only auto and none; a forced call needs grammars")
-        raise ConfigError("tool_choice: expected none, auto, required or a function's name")
+        raise ConfigError(
+            f"tool_choice: expected none, auto, required or a function's name, got {choice!r:.50}"
+        )

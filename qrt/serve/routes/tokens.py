@@ -35,7 +35,7 @@ class TokenizeText(Body):
         """Return the text to tokenize."""
         text = self.content if self.prompt is None else self.prompt
         if text is None:
-            raise ConfigError("prompt: expected a text, or messages")
+            raise ConfigError("prompt: expected a text, or messages, got neither")
         return text
 
 

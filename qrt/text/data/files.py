@@ -152,7 +152,7 @@ def _of_folder(folder: Path) -> DataFiles:
     left_out = dict(Counter(reasons.values()).most_common())
     if not files:
         found = ", ".join(f"{kind} ({count})" for kind, count in left_out.items()) or "no files"
-        raise ConfigError(f"{folder}: expected files of {KINDS}; found {found}")
+        raise ConfigError(f"{folder}: expected files of {KINDS}, got {found}")
     return DataFiles(folder.resolve().name, files, left_out)
 
 

@@ -203,10 +203,10 @@ def test_a_dataset_saved_to_disk(tmp_path):
 
 
 def test_a_folder_without_data_says_what_it_holds(tmp_path):
-    with pytest.raises(ConfigError, match="expected files of text .*; found no files"):
+    with pytest.raises(ConfigError, match="expected files of text .*, got no files"):
         find_files(tmp_path)
     for name in ("a.png", "b.png", "c"):
         (tmp_path / name).write_text("x")
     (tmp_path / "README.md").write_text(CARD)
-    with pytest.raises(ConfigError, match=r"found \.png \(2\), dataset card \(1\), no suffix \(1\)"):
+    with pytest.raises(ConfigError, match=r"got \.png \(2\), dataset card \(1\), no suffix \(1\)"):
         find_files(tmp_path)
