@@ -8,7 +8,7 @@ from math import gcd
 
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import Checkpoint
-from qrt.quant.spec import GROUP_SIZES, largest_group
+from qrt.quant.spec import GROUP_SIZES
 from qrt_calibrate.recipe.recipe import Grid, Recipe
 
 Inputs = Mapping[str, int]  # full names of Linears -> their input features
@@ -47,18 +47,21 @@ def _inputs(checkpoint: Checkpoint, grids: Mapping[str, Grid | None]) -> dict[st
 
 
 def _group_for(inputs: Inputs, grid: Grid, is_main: bool) -> int:
-    """Return the largest group size that divides all `inputs`; the grid's own where there are none."""
+    """Return the largest group size, the grid's own or a smaller one, that divides all `inputs`."""
+    usual = grid.spec.group_size
+    assert usual is not None
     if not inputs:
-        assert grid.spec.group_size is not None
-        return grid.spec.group_size
-    size = largest_group(gcd(*inputs.values()))
-    if size is not None:
-        return size
-    name, count = next((name, count) for name, count in inputs.items() if largest_group(count) is None)
+        return usual
+    sizes = (usual, *(size for size in GROUP_SIZES if size < usual))
+    common = gcd(*inputs.values())
+    for size in sizes:
+        if common % size == 0:
+            return size
+    name, count = next((name, count) for name, count in inputs.items() if count % sizes[-1])
     per_channel = "--group-size -1" if is_main else "group_size: -1 for this override in a --recipe file"
-    sizes = ", ".join(map(str, GROUP_SIZES[:-1]))
+    listed = " or ".join(", ".join(map(str, sizes)).rsplit(", ", 1))
     raise ConfigError(
-        f"{name}: expected input features that groups of {sizes} or {GROUP_SIZES[-1]} divide, got {count}; "
+        f"{name}: expected input features that groups of {listed} divide, got {count}; "
         f"use {per_channel} (one scale per channel) or leave the layer unquantized with --ignore"
     )
 
