@@ -17,24 +17,24 @@ from qrt.errors import ConfigError
 from qrt.peers import ANY, named, refuse
 from qrt.registry import nearest
 
-_GRAMMAR = "grammars are not run; leave it out, and check the answer"
-_SAMPLER = "this sampler is not run; leave it out, or use temperature, top_k, top_p and min_p"
-_BEAMS = "beams are not run; leave it out, or use n or best_of"
-_PENALTIES = "this penalty is not run; use repetition_penalty, frequency_penalty or presence_penalty"
-_PENALTY_RANGE = "penalties see the whole text, not a part of it; leave it out"
-_PROCESSORS = "logits processors are not run; use logit_bias, allowed_token_ids or bad_words"
+_GRAMMAR = "structured output is not supported; leave it out and check the answer"
+_SAMPLER = "this sampler is not supported; leave it out, or use temperature, top_k, top_p and min_p"
+_BEAMS = "beam search is not supported; leave it out, or use n or best_of"
+_PENALTIES = "this penalty is not supported; use repetition_penalty, frequency_penalty or presence_penalty"
+_PENALTY_RANGE = "penalties count the whole text, not a part of it; leave it out"
+_PROCESSORS = "logits processors are not supported; use logit_bias, allowed_token_ids or bad_words"
 _LENGTH = "its name here is max_tokens (in /generate max_new_tokens)"
 _LEAST = "its name here is min_tokens (in /generate min_new_tokens)"
-_TEXT_ONLY = "only text is run; leave it out"
-_ADAPTERS = "adapters are not run; merge them into the checkpoint"
-_THINKING = "say it with reasoning_effort, or in chat_template_kwargs by the template's own name"
-_REASONING = "reasoning is not told apart from the answer, nor limited; leave it out"
+_TEXT_ONLY = "only text is supported; leave it out"
+_ADAPTERS = "adapters are not supported; merge them into the checkpoint"
+_THINKING = "use reasoning_effort, or the template's own name for it in chat_template_kwargs"
+_REASONING = "reasoning is neither separated from the answer nor limited; leave it out"
 _CHAT = "it belongs to /v1/chat/completions"
 _OPENAI = "this route does not have it; ask /v1/completions"
 _LOGPROBS = "use logprobs (in a chat logprobs: true and top_logprobs)"
-_REPLY = "replies do not have what it asks for; leave it out"
-_MIDDLE = "there is no filling in the middle; write the model's own tokens for it into the prompt"
-_SHORTEN = "prompts are not cut; shorten it yourself"
+_REPLY = "replies do not contain what it asks for; leave it out"
+_MIDDLE = "filling in the middle is not supported; put the model's own tokens for it into the prompt"
+_SHORTEN = "prompts are never cut; shorten it yourself"
 _TOKENS = "give the token ids as the prompt"
 _SERVICE = "qrt only generates text; leave it out"
 _MEMBERS = "give its members as fields of the request (for /generate in parameters)"
@@ -89,9 +89,9 @@ FIELDS = PROMPT_FIELDS | named(
     ("min_keep", _SAMPLER, (0, 1)),
     ("samplers sampler_order sampler_priority", "samplers run in one order: min_p, top_k, top_p", ()),
     ("temperature_last", "temperature comes before min_p, top_k and top_p", (False,)),
-    ("guidance_scale cfg_scale", "guidance is not run; leave it out", (0, 1)),
-    ("negative_prompt negative_prompt_ids", "guidance is not run; leave it out", ()),
-    ("watermark watermarking", "watermarks are not run; leave it out", (False,)),
+    ("guidance_scale cfg_scale", "guidance is not supported; leave it out", (0, 1)),
+    ("negative_prompt negative_prompt_ids", "guidance is not supported; leave it out", ()),
+    ("watermark watermarking", "watermarks are not supported; leave it out", (False,)),
     ("logits_processors custom_logit_processor", _PROCESSORS, ()),
     ("custom_params", _PROCESSORS, ({},)),
     ("suppress_tokens begin_suppress_tokens banned_tokens custom_token_bans bad_words_ids", _PROCESSORS, ()),
@@ -127,7 +127,7 @@ FIELDS = PROMPT_FIELDS | named(
     ("n_indent", "indentation ends no answer; leave it out", (0,)),
     # how many, how random
     ("num_return_sequences n_cmpl", "its name here is n", (1,)),
-    ("do_sample", "temperature 0 takes the likeliest token; any other one draws", (True,)),
+    ("do_sample", "temperature 0 takes the likeliest token; any other temperature samples", (True,)),
     ("sampling_seed random_seed", "its name here is seed", (-1,)),
     # chats
     ("function_call", "its name here is tool_choice", ("none", "auto")),
@@ -136,7 +136,7 @@ FIELDS = PROMPT_FIELDS | named(
     ("thinking_token_budget thinking_budget thinking_budget_tokens reasoning_budget", _REASONING, (-1,)),
     ("include_reasoning separate_reasoning", _REASONING, (True,)),
     ("reasoning_format", _REASONING, ("none", "auto")),
-    ("verbosity", "say it in the messages", ("medium",)),
+    ("verbosity", "ask for it in the messages", ("medium",)),
     ("audio", _TEXT_ONLY, ()),
     ("modalities", _TEXT_ONLY, (["text"],)),
     ("lora lora_path lora_request adapter_id adapter_name adapters prompt_adapter_request", _ADAPTERS, ()),
@@ -162,8 +162,8 @@ FIELDS = PROMPT_FIELDS | named(
     ("spaces_between_special_tokens add_spaces_between_special_tokens", "leave it out", (True,)),
     ("print_eos_token", "use skip_special_tokens: false", (False,)),
     ("parse_tool_calls", "start the server with --tool-call-parser none", (True,)),
-    ("stream_interval", "a chunk holds what has come since the last one was sent", (1,)),
-    ("output_kind", "an output holds all that has come so far", (0,)),
+    ("stream_interval", "each chunk holds all text since the last one", (1,)),
+    ("output_kind", "each output holds all tokens so far", (0,)),
     # transfers between engines, and Python arguments that change nothing
     ("move_kv_to_decode_node kv_transfer_params ec_transfer_params", "K and V stay in one engine", ({},)),
     ("vllm_xargs extra_args", "qrt has no extensions that read it; leave it out", ({},)),

@@ -66,13 +66,13 @@ def refuse(table: Mapping[str, NotRun], given: Mapping[str, Any], names: Iterabl
 _ONE_GPU = "qrt runs on one GPU; run several servers behind a router"
 _CHUNKS = "prompts are prefilled in chunks; a step takes at most --max-num-batched-tokens"
 _CHECKPOINT = "the weight scheme comes from the checkpoint; make one with qrt-calibrate"
-_SPECULATION = "there is no speculative decoding"
-_ADAPTERS = "adapters are not run; merge them into the checkpoint"
+_SPECULATION = "speculative decoding is not supported"
+_ADAPTERS = "adapters are not supported; merge them into the checkpoint"
 _GRAPHS = "see --cudagraph-capture-sizes and --enforce-eager"
-_GRAMMARS = "grammars are not run; requests that need one are refused"
-_TEXT_ONLY = "only text is run"
+_GRAMMARS = "structured output is not supported; requests that ask for it are refused"
+_TEXT_ONLY = "only text is supported"
 _CONFIG = "the checkpoint's config.json decides it; change it there"
-_POOLING = "qrt serves generating models only"
+_POOLING = "qrt serves text generation models only"
 
 # Settings of LLM and flags of qrt-serve (with dashes) that vLLM and LightLLM have and qrt does not.
 SETTINGS = named(
@@ -87,7 +87,7 @@ SETTINGS = named(
     ("disable_custom_all_reduce max_parallel_loading_workers ray_workers_use_nsight", _ONE_GPU, ANY),
     ("max_total_token_num num_gpu_blocks_override", "give the pool as --kv-cache-memory-bytes", ()),
     ("block_size", "KV memory is allocated by the token, not by the block", ()),
-    ("kv_group_size llm_kv_quant_group_size", "each KV format has its groups: one scale a half head", ()),
+    ("kv_group_size llm_kv_quant_group_size", "the KV format decides its groups: a scale per half head", ()),
     ("kv_scales kv_quant_calibration_config_path", "no KV format needs calibration", ()),
     ("calculate_kv_scales", "no KV format needs calibration", (False,)),
     ("tokenizer_mode", "qrt uses fast tokenizers only", ("auto", "hf")),
@@ -106,32 +106,32 @@ SETTINGS = named(
     ("speculative_config", _SPECULATION, ({},)),
     ("speculative_model num_speculative_tokens spec_method spec_model spec_tokens", _SPECULATION, ()),
     ("mtp_mode mtp_draft_model_dir mtp_step", _SPECULATION, ()),
-    ("reasoning_parser", "reasoning is not told apart from the answer", ()),
-    ("stream_interval", "a chunk holds what has come since the last one was sent", (1,)),
-    ("health_monitor", "probe /health, which is red when the engine is stuck; see --watchdog-timeout", ()),
+    ("reasoning_parser", "reasoning is not separated from the answer", ()),
+    ("stream_interval", "each chunk holds all text since the last one", (1,)),
+    ("health_monitor", "probe /health, which fails when the engine is stuck; see --watchdog-timeout", ()),
     ("metric_gateway otlp_traces_endpoint", "let Prometheus read /metrics", ()),
-    ("diverse_mode", "outputs of one prompt (n) always share it", ()),
-    ("token_healing_mode", "there is no token healing", ()),
+    ("diverse_mode", "the outputs of one prompt (n) always share its K and V", ()),
+    ("token_healing_mode", "token healing is not supported", ()),
     ("enable_lora enable_prompt_adapter", _ADAPTERS, (False,)),
     ("lora_modules", _ADAPTERS, ()),
     # these count only where enable_lora is true
     ("max_loras max_lora_rank max_cpu_loras fully_sharded_loras enable_lora_bias", _ADAPTERS, ANY),
     ("lora_extra_vocab_size lora_dtype long_lora_scaling_factors", _ADAPTERS, ANY),
     ("max_prompt_adapters max_prompt_adapter_token", _ADAPTERS, ANY),
-    ("swap_space", "weights and KV stay on the device; take fewer bits, or a smaller pool", (0, 4)),
-    ("cpu_offload_gb", "weights and KV stay on the device; take fewer bits, or a smaller pool", (0,)),
+    ("swap_space", "weights and KV stay on the device; use fewer bits, or a smaller pool", (0, 4)),
+    ("cpu_offload_gb", "weights and KV stay on the device; use fewer bits, or a smaller pool", (0,)),
     ("kv_transfer_config kv_connector", "K and V stay in one engine", ({},)),
-    ("log_config_file", "lines go to stderr; see --log-level", ()),
+    ("log_config_file", "log lines go to stderr; see --log-level", ()),
     ("disable_log_stats", "an LLM writes no statistics; read llm.engine", (True,)),
     ("task runner", _POOLING, ("auto", "generate")),
     ("convert", _POOLING, ("auto", "none")),
     ("override_pooler_config pooler_config", _POOLING, ()),
     ("hf_overrides rope_scaling rope_theta", _CONFIG, ({},)),
-    ("disable_sliding_window", "a sliding window is a cap on the context; see --max-model-len", (False,)),
+    ("disable_sliding_window", "the context is cut to the sliding window; see --max-model-len", (False,)),
     ("override_generation_config", "give SamplingParams; see --generation-config", ({},)),
     ("config_format", _CONFIG, ("auto", "hf")),
     ("model_impl", "qrt runs its own layers only", ("auto", "vllm")),
-    ("logits_processors", "logits processors are not run; see logit_bias and allowed_token_ids", ()),
+    ("logits_processors", "logits processors are not supported; see logit_bias and allowed_token_ids", ()),
     ("logprobs_mode", "log-probabilities are the model's own, before penalties", ("raw_logprobs",)),
     ("max_logprobs", "an LLM gives up to 20 log-probabilities a token", (5, 20)),
     ("limit_mm_per_prompt mm_processor_kwargs media_io_kwargs", _TEXT_ONLY, ({},)),
@@ -140,7 +140,7 @@ SETTINGS = named(
     ("enable_sleep_mode", "weights stay on the device; end the process to free it", (False,)),
     ("chat_template_content_format", "qrt finds the form that the template reads; leave it out", ("auto",)),
     ("response_role", "answers have the role assistant", ("assistant",)),
-    ("enable_reasoning", "reasoning is not told apart from the answer", (False,)),
+    ("enable_reasoning", "reasoning is not separated from the answer", (False,)),
     ("model_loader_extra_config additional_config", "qrt has no extension that reads it", ({},)),
     ("scheduler_cls", "see --scheduling-policy", ()),
     ("scheduler_delay_factor max_num_partial_prefills max_long_partial_prefills", _CHUNKS, (0, 1)),
@@ -179,10 +179,10 @@ def is_so_anyway(name: str, value: object) -> bool:
 METHODS = {
     name: remedy
     for names, remedy in (
-        ("beam_search", "beams are not run; use generate with n or best_of"),
+        ("beam_search", "beam search is not supported; use generate with n or best_of"),
         ("encode embed classify reward", _POOLING),
         ("sleep wake_up is_sleeping", "weights stay on the device; drop the object to free them"),
-        ("pause_generation resume_generation is_paused", "abort requests, or make no new ones"),
+        ("pause_generation resume_generation is_paused", "abort requests, or start no new ones"),
         ("add_lora remove_lora list_loras pin_lora", _ADAPTERS),
         ("collective_rpc apply_model scale_elastic_ep", "the engine is one object; read llm.engine"),
         ("get_metrics do_log_stats", "qrt-serve has /metrics; an LLM writes no statistics"),

@@ -328,14 +328,17 @@ def test_arguments_of_vllm(llm):
     assert llm.generate({"prompt": "x", "multi_modal_data": None}, params, **nothing, prompt_token_ids=None)
     assert llm.chat(chat, params, **nothing, chat_template_content_format="auto", mm_processor_kwargs=None)
     for call, asked in (
-        (lambda: llm.generate("x", params, lora_request=object()), "lora_request: adapters are not run"),
+        (
+            lambda: llm.generate("x", params, lora_request=object()),
+            "lora_request: adapters are not supported",
+        ),
         (lambda: llm.generate(prompt_token_ids=[[1]]), "prompt_token_ids: give the token ids as the prompt"),
         (lambda: llm.chat(chat, chat_template_content_format="openai"), "chat_template_content_format: "),
         (lambda: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}), "multi_modal_data: only"),
         (lambda: llm.generate({"prompt_embeds": 1}), "prompt_embeds: prompts are text or token ids"),
-        (lambda: llm.chat([{**chat[0], "images": ["AA=="]}]), "messages.0.images: only text is run"),
-        (lambda: llm.beam_search(["x"], params), "LLM.beam_search: beams are not run"),
-        (lambda: llm.embed(["x"]), "LLM.embed: qrt serves generating models only"),
+        (lambda: llm.chat([{**chat[0], "images": ["AA=="]}]), "messages.0.images: only text is supported"),
+        (lambda: llm.beam_search(["x"], params), "LLM.beam_search: beam search is not supported"),
+        (lambda: llm.embed(["x"]), "LLM.embed: qrt serves text generation models only"),
         (lambda: llm.score("x", ["y", "z"]), "LLM.score: takes lists of token ids"),
     ):
         with pytest.raises(UnsupportedError, match=asked):

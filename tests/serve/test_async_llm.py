@@ -69,7 +69,7 @@ def test_aborts_refusals_and_the_end():
             await anext(llm.generate({"promt": "x"}))
         with pytest.raises(ConfigError, match="sampling_params: expected SamplingParams, got list"):
             await anext(llm.generate("x", [LONG]))
-        with pytest.raises(UnsupportedError, match="lora_request: adapters are not run"):
+        with pytest.raises(UnsupportedError, match="lora_request: adapters are not supported"):
             await anext(llm.generate("x", LONG, lora_request=object()))
         with pytest.raises(UnsupportedError, match="AsyncLLM.sleep: weights stay on the device"):
             llm.sleep()

@@ -178,7 +178,7 @@ async def _collector(service: Service, body: GenerateRequest, shape: type[Lightl
     service.check_running()
     body.check_others()
     if any(body.multimodal_params.values()):
-        raise UnsupportedError("multimodal_params: only text is run by this server; leave it out")
+        raise UnsupportedError("multimodal_params: only text is supported; leave it out")
     defaults = {} if service.config.use_tgi_api else service.defaults  # TGI has its own, for all models
     max_tokens = service.max_tokens(body.parameters.max_new_tokens)
     params = body.parameters.sampling_params(shape.samples(body.parameters), defaults, max_tokens)

@@ -66,7 +66,9 @@ def openai_routes(service: Service) -> APIRouter:
 
     @routes.post("/v1/responses", include_in_schema=False)
     async def responses() -> None:
-        raise UnsupportedError("responses: not run by this server; send the messages to /v1/chat/completions")
+        raise UnsupportedError(
+            "responses: not supported by this server; send the messages to /v1/chat/completions"
+        )
 
     return routes
 

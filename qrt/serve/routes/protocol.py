@@ -238,7 +238,11 @@ class ChatCompletionRequest(Conversation, SamplingFields):
         if choice == "auto":
             return
         if choice == "required" or isinstance(choice, dict):
-            raise UnsupportedError("tool_choice: only auto and none; a forced call needs grammars")
+            got = choice if choice == "required" else "a function"
+            raise UnsupportedError(
+                f"tool_choice: expected auto or none, got {got}; structured output is not supported, "
+                "and without it no call can be forced"
+            )
         raise ConfigError(
             f"tool_choice: expected none, auto, required or a function's name, got {choice!r:.50}"
         )

@@ -315,7 +315,9 @@ def test_pictures_in_a_message(client):
     for url in ("/v1/chat/completions", "/tokenize"):
         said = {"role": "user", "content": "x"}
         body = {"messages": [said, {**said, "images": ["AA=="]}], "max_tokens": 2}
-        assert refused(client.post(url, json=body), 501).startswith("messages.1.images: only text is run")
+        assert refused(client.post(url, json=body), 501).startswith(
+            "messages.1.images: only text is supported"
+        )
         body["messages"][1] = {**said, "images": [], "audio": None}
         assert client.post(url, json=body).status_code == 200
 
