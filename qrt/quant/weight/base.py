@@ -1,4 +1,4 @@
-"""What a weight scheme is, and the one struct that readers, calibrator and schemes exchange."""
+"""The base of weight schemes, and the one struct that readers, calibrator and schemes exchange."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qrt.quant.tokens import QuantizedTokens
 
 @dataclass(frozen=True)
 class WeightData:
-    """One Linear's weight in canonical form, whatever checkpoint format it came from.
+    """The weight of one Linear in canonical form, whatever checkpoint format it came from.
 
     values  [N, K]  codes uint8 0..2^b-1, or the weight itself (fp16/bf16/fp32) when unquantized
     scale   [N, K/G] in the model dtype; None when unquantized
@@ -37,16 +37,16 @@ class WeightData:
 
     @property
     def out_features(self) -> int:
-        """N."""
+        """Return N."""
         return self.values.shape[0]
 
     @property
     def in_features(self) -> int:
-        """K."""
+        """Return K."""
         return self.values.shape[1]
 
     def dequantize(self) -> Tensor:
-        """The weight as fp32 [N, K], columns in input order."""
+        """Return the weight as fp32 [N, K], columns in input order."""
         if self.scale is None:
             return self.values.float()
         weight = affine.dequantize(self.values, self.scale, self.zero, self.bits)
@@ -56,7 +56,7 @@ class WeightData:
 def fuse(parts: Sequence[WeightData]) -> WeightData:
     """Stack weights that read the same input along N (q, k, v or gate, up).
 
-    All parts must have the same bits, group count, symmetry and permutation; ValueError otherwise.
+    Raises ValueError where they differ in bits, number of groups, symmetry or permutation.
     """
     first = parts[0]
     if any(_kind(part) != _kind(first) for part in parts):
@@ -76,70 +76,83 @@ def fuse(parts: Sequence[WeightData]) -> WeightData:
 
 
 def _kind(part: WeightData) -> tuple[object, ...]:
-    """What parts of a fused weight have in common."""
+    """Return what all parts of a fused weight must share."""
     groups = None if part.scale is None else part.scale.shape[1]
     return part.bits, groups, part.zero is None, None if part.perm is None else part.perm.tolist()
 
 
 def _stack(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """None where there is none."""
+    """Return the tensors that are there, stacked; None where none is."""
     found = [tensor for tensor in tensors if tensor is not None]
     return torch.cat(found) if found else None
 
 
 class Layout(Enum):
-    """How a weight lies on the device: what a kernel asks for to read it."""
+    """How a weight lies on the device. A kernel reads one layout."""
 
     PLAIN = "the weight [N, K] in the model's dtype"
     TILES = "integers in a `qrt.quant.weight.tiles.TiledWeight`"
     INT8_ROWS = "codes int8 [N, K], scale fp32 [N], arrivals int32 [N]"
-    OWN = "known to the scheme alone: its definition multiplies"
+    OWN = "known to the scheme alone, whose definition multiplies"
 
 
 class WeightScheme(ABC):
     """How one Linear's weight is stored on the device and multiplied.
 
-    A scheme is a stateless object in WEIGHT_SCHEMES. Its run-time tensors are a tuple in a fixed order
-    that the scheme's docstring documents; `qrt::linear` hands them back to it.
+    A scheme is a stateless object in WEIGHT_SCHEMES. Its run-time tensors are a tuple in a fixed order, which
+    the docstring of the scheme gives; `qrt::linear` hands them back to it.
+
+    name          what checkpoints, flags and reports say
+    spec          default grid of the weight; None when unquantized
+    layout        how the run-time tensors lie
+    int8_tokens   whether it quantizes x token by token, and also takes QuantizedTokens
+    stored        name of compressed-tensors for how its codes lie in a file; None: no file holds them
+    head          scheme of an int8 head behind layers in this one; None: the head stays unquantized
+    method        default method of the calibrator; None when unquantized
     """
 
     name: ClassVar[str]
-    spec: ClassVar[QuantSpec | None]  # default grid of the weight; None when unquantized
+    spec: ClassVar[QuantSpec | None]
     layout: ClassVar[Layout] = Layout.OWN
-    int8_tokens: ClassVar[bool] = False  # whether it quantizes x per token, and takes QuantizedTokens too
-    stored: ClassVar[str | None] = None  # compressed-tensors' format of its codes; None: it writes no file
-    head: ClassVar[str | None]  # scheme of an int8 head behind layers in it; None: the head stays as it is
-    method: ClassVar[str | None]  # qrt-calibrate's default; None: it does not calibrate it
+    int8_tokens: ClassVar[bool] = False
+    stored: ClassVar[str | None] = None
+    head: ClassVar[str | None]
+    method: ClassVar[str | None]
 
     @abstractmethod
     def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Canonical weight -> run-time tensors on `device`, repacked for the kernel; `dtype` is the model's.
+        """Repack a canonical weight for the kernels: return its run-time tensors on `device`.
 
-        Raises UnsupportedError for a grid the kernels do not run (names what came and what is run).
+        `dtype` is the model's. Raises UnsupportedError for a grid that the kernels do not run.
         """
 
     def prepare_cpu(self, weight: WeightData, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Canonical weight -> run-time tensors on the CPU, in the layout of one of torch's own products where
-        it has a fast one for this weight in `dtype`, else as `prepare`."""
+        """Return the run-time tensors of a canonical weight on the CPU.
+
+        They are laid out for one of torch's own products where it has a fast one for this weight in `dtype`,
+        else as `prepare` does it.
+        """
         return self.prepare(weight, torch.device("cpu"), dtype)
 
     @abstractmethod
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        """x [T, K] -> [T, N] in x's dtype, from the definition, in fp32: oracle and spec."""
+        """Multiply x [T, K] by the definition, in fp32: [T, N] in x's dtype. Tests take it as the truth."""
 
     def linear_cpu(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        """The same on the CPU, for tensors of `prepare_cpu` and of `prepare`: torch's product or, where there
-        is none, the reference."""
+        """Do as `linear_ref` on the CPU, with tensors of `prepare_cpu` or of `prepare`.
+
+        It runs torch's product or, where there is none, the reference.
+        """
         return self.linear_ref(x, tensors, bias)
 
     def explain_cpu(self, tensors: Sequence[Tensor]) -> str:
-        """Return what `linear_cpu` multiplies such tensors with, in a sentence."""
+        """Return in a sentence what multiplies such tensors in `linear_cpu`."""
         return f"The definition of {self.name} (linear_ref) multiplies, in fp32."
 
     def linear_int8_ref(self, x: QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        """`linear_ref` of tokens [T, K] that are quantized already; with `int8_tokens` only."""
+        """Do as `linear_ref` with tokens [T, K] that are quantized already; needs `int8_tokens`."""
         raise NotImplementedError(f"{self.name} takes no int8 tokens")
 
     @abstractmethod
     def out_features(self, tensors: Sequence[Tensor]) -> int:
-        """N, from the run-time tensors."""
+        """Return N, from the run-time tensors."""

@@ -1,9 +1,9 @@
-"""Codes of weight-only integers as bf16 in Triton, for the formats' `unpack`.
+"""Turn codes of weight-only integers into bf16 in Triton, for `unpack` of the schemes.
 
-The low 8 bits of a 16-bit word are, read as a bf16, so many times 2^-133: below 128 as a subnormal number,
-from there on as one of the first normal ones. So a mask makes floats of two codes, and one fused multiply-add
-of both takes their zero points away, or scales them where the zero point is in the middle: its product with a
-scale is exact, so the weight is rounded once.
+Read as a bf16, the low 8 bits of a 16-bit word are their value times 2^-133: a subnormal number below 128,
+one of the first normal ones from there on. So a mask makes floats of two codes. One fused multiply-add of
+both then takes their zero points away. Where the zero point is in the middle, it scales them instead: the
+product with a scale is exact, so the weight is rounded once.
 """
 
 import triton
@@ -11,13 +11,13 @@ import triton.language as tl
 
 from qrt.quant.weight import tiles
 
-_MINUS = tl.constexpr("0xf600f600")  # -2^109, which makes n * 2^-133 -n units
+_MINUS = tl.constexpr("0xf600f600")  # -2^109, twice: n * 2^-133 becomes -n units
 _UNIT = tl.constexpr(1 / tiles.BF16_UNIT)
 
 
 @triton.jit
 def unit_of(DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """What planes of weights in DTYPE, or their sums, are multiplied by."""
+    """Return the factor for planes of weights in DTYPE, or for their sums."""
     if ASM and DTYPE == tl.bfloat16:
         return _UNIT
     else:
@@ -28,9 +28,11 @@ def unit_of(DTYPE: tl.constexpr, ASM: tl.constexpr):
 def bf16_plane(
     words, zero, scale, FIELD: tl.constexpr, FACTOR: tl.constexpr, MIDPOINT: tl.constexpr
 ):  # fmt: skip
-    """code - MIDPOINT - zero, int32 or 0, or with scale, int32 of two equal bf16, (code - MIDPOINT) * scale:
-    in bf16, in `tiles.BF16_UNIT`. FIELD is PTX that leaves the two codes of a word $1 in `t`, FACTOR what
-    makes that units, twice."""
+    """Return code - MIDPOINT - zero, or with a scale (code - MIDPOINT) * scale, as bf16 in `tiles.BF16_UNIT`.
+
+    zero is int32, or 0; scale is int32 of two equal bf16. FIELD is PTX that leaves the two codes of a word $1
+    in `t`; FACTOR, twice, makes units of them.
+    """
     OFFSET: tl.constexpr = "0xb500b500" if MIDPOINT == 8 else "0xb700b700"  # -MIDPOINT units
     if scale is not None:
         return tl.inline_asm_elementwise(
@@ -51,7 +53,7 @@ def bf16_plane(
 
 @triton.jit
 def _times(pair, FACTOR: tl.constexpr):
-    """Of two bf16 in an int32; sm_80 has no multiplication of two."""
+    """Multiply the two bf16 of an int32 by FACTOR; sm_80 has no instruction for that."""
     return tl.inline_asm_elementwise(
         f"{{ .reg .b32 f, o; mov.b32 f, {FACTOR}; mov.b32 o, 0x80008000; fma.rn.bf16x2 $0, $1, f, o; }}",
         "=r,r", [pair], dtype=tl.int32, is_pure=True, pack=1,

@@ -1,4 +1,4 @@
-"""What a quantized head is: int8 with one scale per output channel, in its layers' own family of schemes."""
+"""Choose the scheme of a quantized head: int8, with one scale per output channel."""
 
 from __future__ import annotations
 

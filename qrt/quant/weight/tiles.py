@@ -1,16 +1,16 @@
-"""Tile-major run-time layout of weight-only integers: one packing that the kernel reads at every T.
+"""Tile-major run-time layout of weight-only integers: one packing for any number of tokens.
 
-A tile is 64 outputs x (planes * J) inputs, planes = 16 / bits: 64 rows of J int16 words. A word has a code of
-each plane: that of plane p in word j belongs to input p*J + j of the tile, so a plane meets J consecutive
+A tile is 64 outputs x (planes * J) inputs, planes = 16 / bits. It has 64 rows of J int16 words. A word has
+one code of each plane: plane p of word j belongs to input p*J + j of the tile. So a plane meets J consecutive
 inputs, and one `tl.dot` takes it as it leaves the unpacker: no shuffle, no permuted x. Tiles of one row block
 follow each other in memory, each in one piece (8 KB for J = 64).
 
     bits of word j, 4-bit codes:  15..12 | 11..8 | 7..4 | 3..0        8-bit codes:  15..8 | 7..0
     input within the tile:         3J+j  |  J+j  | 2J+j |  j                         J+j  |  j
 
-So the low halves of a word's bytes are the first two planes, whose inputs mostly share a scale, and the high
-ones the others; 8-bit codes have words of 64 only where both bytes share a scale. Such bytes are what
-`qrt.kernels.linear.tiles.digits_kernel` multiplies as they are.
+The low halves of a word's bytes are the first two planes, whose inputs mostly share a scale; the high halves
+are the others. 8-bit codes have 64 words a row only where both bytes share a scale.
+`qrt.kernels.linear.tiles.digits_kernel` multiplies such bytes as they are.
 
 A run is the inputs of one tile that share a scale: the whole tile, a half or a quarter of it. A group longer
 than a run repeats its scale in every run. N and K are padded to whole tiles; the padding is never read back.
@@ -32,14 +32,14 @@ from qrt.quant.weight.base import Layout, WeightData, WeightScheme
 
 TILE_ROWS = 64
 _WORD_BITS = 16
-PLACES = {4: (0, 8, 4, 12), 8: (0, 8)}  # by bits of a code: where in a word each plane's begins
-BF16_UNIT = 2.0**-24  # of planes in bf16
-_SCALE_LIMIT = 2.0**18  # of bf16: below it a scale times 2^109, which makes a code a unit, is finite
-_ZEROS_PER_ROW = 4  # most runs of a tile; four int8 zeros are one 32-bit load
+PLACES = {4: (0, 8, 4, 12), 8: (0, 8)}  # first bit of each plane in a word, by bits of a code
+BF16_UNIT = 2.0**-24  # planes in bf16 are in this unit
+_SCALE_LIMIT = 2.0**18  # below it a bf16 scale times 2^109, which makes a code a unit, is finite
+_ZEROS_PER_ROW = 4  # the most runs of a tile; four int8 zeros are one 32-bit load
 
 
 class TiledWeight(NamedTuple):
-    """The run-time tensors of a weight in Nb x Kt tiles, in this order; an absent tensor has no elements.
+    """Run-time tensors of a weight in Nb x Kt tiles, in this order; an absent tensor has no elements.
 
     packed    [Nb, Kt, 64, J] int16         J = 64 or 32 words a row
     scale     [Nb, Kt, R/V, 64, V]          R runs a tile; V scales that fill 32 bits (16-bit: 2, fp32: 1)
@@ -56,25 +56,25 @@ class TiledWeight(NamedTuple):
 
     @property
     def out_features(self) -> int:
-        """N."""
+        """Return N."""
         return self.arrivals.shape[0]
 
     @property
     def runs(self) -> int:
-        """Runs of one tile: 1, 2 or 4."""
+        """Return how many runs a tile has: 1, 2 or 4."""
         return self.scale.shape[2] * self.scale.shape[4]
 
     @property
     def has_whole_groups(self) -> bool:
-        """Whether 128 inputs or more share a scale, of 16 bits: those that a group of `Digits` has."""
+        """Return whether 128 inputs (a group of `Digits`) or more share a scale, and scales have 16 bits."""
         return self.packed.shape[3] == 64 and self.runs == 2 and self.scale.itemsize == 2
 
     def gather(self, x: Tensor) -> Tensor:
-        """x [T, K] with its columns in the order of the codes."""
+        """Return x [T, K] with its columns in the order of the codes."""
         return x.index_select(1, self.perm) if self.perm.numel() else x
 
     def dequantize(self, bits: int, in_features: int) -> Tensor:
-        """(code - zero) * scale as fp32 [N, K], columns in the order of the codes."""
+        """Return (code - zero) * scale as fp32 [N, K], columns in the order of the codes."""
         blocks, tiles, rows, words = self.packed.shape
         places, midpoint = PLACES[bits], 1 << (bits - 1)
         size = (blocks, rows, tiles, len(places), words)
@@ -90,7 +90,7 @@ class TiledWeight(NamedTuple):
 
 
 def tile(weight: WeightData, device: torch.device) -> TiledWeight:
-    """Repack on `device`; the group must be K or a multiple of 32 inputs, the codes 4 or 8 bits."""
+    """Repack a weight of 4 or 8 bits on `device`; its groups have K or a multiple of 32 inputs."""
     assert weight.scale is not None
     group = weight.in_features // weight.scale.shape[1]
     planes = _WORD_BITS // weight.bits
@@ -122,7 +122,7 @@ def tile(weight: WeightData, device: torch.device) -> TiledWeight:
 
 
 def _runs(group: int, words: int, planes: int, in_features: int, lanes: int) -> int:
-    """Fewest runs a tile that no group boundary cuts and whose scales fill 32 bits, `lanes` each."""
+    """Return the fewest runs of a tile that no group boundary cuts; scales fill 32 bits, `lanes` each."""
     if group == in_features:
         return lanes
     return next(runs for runs in (1, 2, 4) if runs >= lanes and group % (planes * words // runs) == 0)
@@ -133,14 +133,14 @@ def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Row-major also where a dimension is 1, so that the kernel's launcher may view it as words."""
+    """Return it row-major also where a dimension is 1, so that a launcher may view it as words."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class TiledScheme(WeightScheme):
-    """Weight-only integers of one width in tiles; its run-time tensors are a TiledWeight.
+    """Weight-only integers of one width in tiles. Its run-time tensors are a TiledWeight.
 
-    packed    the layout of torch's own product on a CPU: a NamedTuple of another length, with `out_features`,
+    packed    the layout for torch's own CPU product: a NamedTuple of another length, with `out_features`,
               `multiply` and `pack` (WeightData, dtype -> itself, or None where torch has no fast product)
     """
 
@@ -149,19 +149,25 @@ class TiledScheme(WeightScheme):
 
     @abstractmethod
     def unpacker(self) -> Any:
-        """The Triton function (`device.py`) `unpack(words, zero, PLANE, DTYPE, ASM, scale=None)`: int16 words
-        -> plane PLANE of code - 2^(bits-1) - zero in DTYPE, exact, in bf16 times `BF16_UNIT`; zero is int32,
-        broadcast to the words, or 0; ASM False asks for plain Triton. In bf16 and without zero it may be
-        given a scale below 2^18, int32 of two equal bf16, and the plane is times that, rounded once."""
+        """Return the Triton function `unpack(words, zero, PLANE, DTYPE, ASM, scale=None)` of `device.py`.
+
+        It makes of int16 words the plane PLANE of code - 2^(bits-1) - zero in DTYPE, exact, in bf16 times
+        `BF16_UNIT`. zero is int32, broadcast to the words, or 0. ASM False asks for plain Triton. In bf16 and
+        without zero it may get a scale below 2^18, int32 of two equal bf16. It then multiplies the plane by
+        that and rounds once.
+        """
 
     @abstractmethod
     def raw(self) -> tuple[Any, tuple[float, float]]:
-        """As `unpacker`, for bf16 and without the zero point, for a kernel that takes it away from the sums;
-        offset and factor: planes * factor - offset are code - 2^(bits-1)."""
+        """Return a function as `unpacker`'s, without the zero point, with its offset and its factor.
+
+        It is for bf16, and for a kernel that takes zero points away from the sums. planes * factor - offset
+        is code - 2^(bits-1).
+        """
 
     @property
     def bits(self) -> int:
-        """Width of a code."""
+        """Return the width of a code."""
         assert self.spec is not None
         return self.spec.bits
 
@@ -176,7 +182,7 @@ class TiledScheme(WeightScheme):
             )
         scale = weight.scale
         if scale is not None and scale.dtype == torch.bfloat16 and scale.abs().max() >= _SCALE_LIMIT:
-            weight = replace(weight, scale=scale.float())  # of which the kernels take any
+            weight = replace(weight, scale=scale.float())  # kernels take any fp32 scale
         return tile(weight, device)
 
     def prepare_cpu(self, weight: WeightData, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -206,7 +212,7 @@ class TiledScheme(WeightScheme):
         return n
 
     def tiles_for(self, x: Tensor, tensors: Sequence[Tensor]) -> TiledWeight:
-        """The weight; ValueError unless its tiles are those of x's columns."""
+        """Return the weight; ValueError unless its tiles are those of x's columns."""
         weight = TiledWeight(*tensors)
         most = weight.packed.shape[1] * weight.packed.shape[3] * (_WORD_BITS // self.bits)
         tile = most // weight.packed.shape[1]

@@ -1,4 +1,4 @@
-"""Unquantized weights, multiplied by torch but for a few tokens times a head."""
+"""Unquantized weights. Torch multiplies them, except by few tokens on a Hopper GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""int4 in Triton: words of four codes to planes of exact small integers.
+"""Unpack int4 in Triton: words of four codes become planes of exact small integers.
 
-In fp16 a code is written into the mantissa of a power of two (`lop3`), which leaves with the zero point: 9
-to 11 instructions for 8 weights (Kim et al. 2022, arXiv:2211.10017). The sum of the two is an integer whose
-float has its bits in a row, so it is made by adding to the bits. In bf16 a code is a number as it lies: 9.
+In fp16 a code is written into the mantissa of a power of two (`lop3`), and the power leaves with the zero
+point: 9 to 11 instructions for 8 weights (Kim et al. 2022, arXiv:2211.10017). The power plus the zero point
+is an integer; its float is made by adding to the bits. In bf16 a code is a number as it lies: 9 instructions.
 """
 
 import triton
@@ -13,8 +13,10 @@ from qrt.quant.weight.device import bf16_plane
 
 @triton.jit
 def unpack(words, zero, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, scale=None):
-    """int16 words -> plane PLANE of code - 8 - zero in DTYPE, the four bits from `tiles.PLACES` on; see
-    `TiledScheme.unpacker`."""
+    """Unpack plane PLANE of int16 words: code - 8 - zero in DTYPE; see `TiledScheme.unpacker`.
+
+    The four bits of a code begin at the plane's place in `tiles.PLACES`.
+    """
     PLACE: tl.constexpr = PLANE % 2 * 8 + PLANE // 2 * 4
     if ASM and DTYPE == tl.bfloat16:
         MASK: tl.constexpr = "0x00f000f0" if PLANE // 2 else "0x000f000f"
@@ -42,8 +44,10 @@ RAW_OFFSET = 136.0  # what `raw` adds to code - 8
 
 @triton.jit
 def raw(words, zero, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """int16 words -> plane PLANE of 128 + code in bf16, exact: two instructions for two weights, and no zero
-    point taken away."""
+    """Unpack plane PLANE of int16 words: 128 + code in bf16, exact.
+
+    It takes two instructions for two weights, as no zero point is taken away.
+    """
     return tl.inline_asm_elementwise(
         f"""{{ .reg .b32 t; shr.b32 t, $1, {PLANE % 2 * 8 + PLANE // 2 * 4};
         lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }}""",

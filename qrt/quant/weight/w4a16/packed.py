@@ -1,9 +1,10 @@
 """4-bit weights as torch multiplies them on a CPU: `aten::_weight_int4pack_mm_for_cpu`, in bf16.
 
-torch packs R outputs together (64 with AVX-512, 32 with AVX2): byte j of an input holds the code of output j
-in its low and that of output R/2 + j in its high four bits. Its kernel multiplies bf16 x by code' * scale +
-zero, code' = code - 8, in fp32 and rounds the sum to bf16 once; scale and zero are bf16. In fp32 and fp16 it
-is a scalar loop, slower than multiplying a dequantized weight, so models in those dtypes keep the tiles.
+torch packs R outputs together (64 with AVX-512, 32 with AVX2). Byte j of an input holds the code of output j
+in its low four bits, and that of output R/2 + j in its high four. The kernel multiplies bf16 x by code' *
+scale + zero, with code' = code - 8, in fp32, and rounds the sum to bf16 once. Scale and zero are bf16. In
+fp32 and fp16 the kernel is a scalar loop, slower than multiplying a dequantized weight, so models in those
+dtypes keep the tiles.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from qrt.quant.weight.base import WeightData
 
-GROUPS = (256, 128, 64, 32)  # that the kernel runs; a longer group repeats its scale
-FEW_TOKENS = 64  # the kernel dequantizes anew for every four; for more the weight is dequantized once
-SCRATCH_BYTES = 8 << 20  # of dequantized weight: large enough to multiply well, small enough to stay cached
-PACKED_ROWS = 4096  # at a time: the packer wants int32
+GROUPS = (256, 128, 64, 32)  # group sizes that the kernel runs; a longer group repeats its scale
+FEW_TOKENS = 64  # the kernel dequantizes for every four tokens; with more it is done once, here
+SCRATCH_BYTES = 8 << 20  # dequantized weight: enough to multiply well, and still in the cache
+PACKED_ROWS = 4096  # packed at a time, as the packer takes int32 codes
 _MIDPOINT = 8
 
 
@@ -37,8 +38,11 @@ class PackedWeight(NamedTuple):
 
     @classmethod
     def pack(cls, weight: WeightData, dtype: torch.dtype) -> PackedWeight | None:
-        """The weight for a model in `dtype`; None where torch has no fast product for it on this CPU: other
-        dtypes than bf16, groups that are no multiple of 32, an N that is none of R."""
+        """Return the weight for a model in `dtype`; None where torch has no fast product on this CPU.
+
+        It has none for dtypes other than bf16, groups that are not a multiple of 32 and an N that is not one
+        of R.
+        """
         if dtype != torch.bfloat16 or weight.bits != 4 or weight.scale is None or not block_rows():
             return None
         length = weight.in_features // weight.scale.shape[1]
@@ -56,16 +60,16 @@ class PackedWeight(NamedTuple):
 
     @property
     def out_features(self) -> int:
-        """N."""
+        """Return N."""
         return self.packed.shape[0]
 
     @property
     def group(self) -> int:
-        """G."""
+        """Return G."""
         return 2 * self.packed.shape[1] // self.scale_zero.shape[0]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, K] bf16 -> [T, N] bf16; a bias is added to the rounded sum."""
+        """Multiply x [T, K] bf16: [T, N] bf16; a bias is added to the rounded sum."""
         x = (x.index_select(1, self.perm) if self.perm.numel() else x).contiguous()
         if 0 < x.shape[0] <= FEW_TOKENS:
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, self.group, self.scale_zero)
@@ -77,10 +81,10 @@ class PackedWeight(NamedTuple):
         return y if bias is None else y.add_(bias)
 
     def dequantize(self, outputs: slice) -> Tensor:
-        """(code - zero point) * scale, rounded once: bf16 [K, n], rows in the order of the codes.
+        """Return (code - zero point) * scale, rounded once: bf16 [K, n], rows in the order of the codes.
 
         `outputs` begins at a multiple of R. The zero point comes back exactly: zero / scale is an integer
-        of at most 8 but for the one rounding of zero.
+        of at most 8, apart from the one rounding of zero.
         """
         codes = unpack(self.packed[outputs], block_rows())
         scale, zero = self.scale_zero[:, outputs].float().unbind(-1)
@@ -92,7 +96,7 @@ class PackedWeight(NamedTuple):
 
 
 def unpack(packed: Tensor, rows: int) -> Tensor:
-    """Codes as bf16 [K, n] of `packed` [n, K/2], which torch packed by `rows`."""
+    """Return the codes, as bf16 [K, n], of `packed` [n, K/2], which torch packed by `rows`."""
     blocks, half = packed.shape[0] // rows, rows // 2
     words = packed.view(blocks, -1, half).transpose(0, 1)  # [K, blocks, R/2]
     codes = torch.empty(words.shape[0], blocks, 2, half, dtype=torch.bfloat16)
@@ -103,13 +107,13 @@ def unpack(packed: Tensor, rows: int) -> Tensor:
 
 @lru_cache(maxsize=1)
 def block_rows() -> int:
-    """R on this machine, found by packing; 0 where torch packs in another way (then tiles are used)."""
+    """Return R on this machine, found by packing; 0 where torch packs in another way."""
     codes = torch.arange(64 * 32).square().floor_divide(7).remainder(16).view(64, 32)
     packed = _pack(codes)
     return next((rows for rows in (64, 32) if torch.equal(unpack(packed, rows).T, codes.bfloat16())), 0)
 
 
 def _pack(codes: Tensor) -> Tensor:
-    inner_k_tiles = 2  # of the GPU's layout; ignored
+    inner_k_tiles = 2  # for GPUs; ignored here
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), inner_k_tiles)
     return packed

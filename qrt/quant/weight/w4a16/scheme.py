@@ -10,8 +10,10 @@ from qrt.quant.weight.w4a16.packed import PackedWeight
 
 
 class W4A16Scheme(TiledScheme):
-    """Groups of a multiple of 32 inputs or one per output channel; run-time tensors: a `TiledWeight`, or on
-    a CPU a `PackedWeight`."""
+    """Groups of a multiple of 32 inputs, or one group per output channel.
+
+    Run-time tensors: a `TiledWeight`, or on a CPU a `PackedWeight`.
+    """
 
     name = "w4a16"
     spec = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=128)

@@ -1,4 +1,4 @@
-"""int8 in Triton: words of two codes to planes of exact integers, 4 instructions for 4 weights."""
+"""Unpack int8 in Triton: words of two codes become planes of exact integers, an instruction a weight."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from qrt.quant.weight.device import bf16_plane
 
 @triton.jit
 def unpack(words, zero, PLANE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, scale=None):
-    """int16 words -> plane PLANE of code - 128 - zero in DTYPE: byte PLANE; see `TiledScheme.unpacker`."""
+    """Unpack byte PLANE of int16 words: code - 128 - zero in DTYPE; see `TiledScheme.unpacker`."""
     if ASM and DTYPE == tl.bfloat16:
         FIELD: tl.constexpr = "prmt.b32 t, $1, 0, 0x4341;" if PLANE else "and.b32 t, $1, 0x00ff00ff;"
         return bf16_plane(words, zero, scale, FIELD, "0x76007600", 128)

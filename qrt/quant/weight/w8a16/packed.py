@@ -1,8 +1,9 @@
 """8-bit weights as torch multiplies them on a CPU: `aten::_weight_int8pack_mm`, in bf16, group by group.
 
-torch's kernel has one scale per output channel, so each group of inputs is a product of its own, rounded to
-bf16 before the groups are added in fp32: y is off by at most 2^-8 of the sum of the groups' magnitudes, and
-the last rounding. In fp32 and fp16 it is a scalar loop: models in those dtypes keep the tiles.
+The kernel of torch has one scale per output channel. So each group of inputs is a product of its own, rounded
+to bf16 before the groups are added in fp32. The error of y is at most 2^-8 of the sum of the groups'
+magnitudes, and the last rounding. In fp32 and fp16 the kernel is a scalar loop, so models in those dtypes
+keep the tiles.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from qrt.quant.weight.base import WeightData
 
-FEW_TOKENS = 8  # the kernel converts anew for every four; for more the weight is dequantized once
+FEW_TOKENS = 8  # the kernel converts for every four tokens; with more it is done once, here
 
 
 class PackedWeight(NamedTuple):
@@ -32,8 +33,10 @@ class PackedWeight(NamedTuple):
 
     @classmethod
     def pack(cls, weight: WeightData, dtype: torch.dtype) -> PackedWeight | None:
-        """The weight for a model in `dtype`; None where torch has no fast product for it: other dtypes than
-        bf16, zero points, groups that are no multiple of 32."""
+        """Return the weight for a model in `dtype`; None where torch has no fast product for it.
+
+        It has none for dtypes other than bf16, zero points, and groups that are not a multiple of 32.
+        """
         if dtype != torch.bfloat16 or weight.bits != 8 or weight.scale is None or weight.zero is not None:
             return None
         group = weight.in_features // weight.scale.shape[1]
@@ -46,11 +49,11 @@ class PackedWeight(NamedTuple):
 
     @property
     def out_features(self) -> int:
-        """N."""
+        """Return N."""
         return self.codes.shape[1]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, K] bf16 -> [T, N] bf16."""
+        """Multiply x [T, K] bf16: [T, N] bf16."""
         if self.perm.numel():
             x = x.index_select(1, self.perm)
         if x.shape[0] > FEW_TOKENS:

@@ -10,8 +10,10 @@ from qrt.quant.weight.w8a16.packed import PackedWeight
 
 
 class W8A16Scheme(TiledScheme):
-    """Groups of a multiple of 32 inputs or one per output channel; run-time tensors: a `TiledWeight`, or on
-    a CPU a `PackedWeight`."""
+    """Groups of a multiple of 32 inputs, or one group per output channel.
+
+    Run-time tensors: a `TiledWeight`, or on a CPU a `PackedWeight`.
+    """
 
     name = "w8a16"
     spec = QuantSpec(8, symmetric=True, granularity=Granularity.GROUP, group_size=128)

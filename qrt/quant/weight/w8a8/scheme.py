@@ -1,4 +1,4 @@
-"""int8 weights with one scale per output channel, int8 activations with one scale per token, measured."""
+"""int8 weights with one scale per output channel, int8 activations with one measured scale per token."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight.base import Layout, WeightData, WeightScheme
 
-_EXACT_INPUTS = 1024  # sums of so many int8 products (at most 2^14 each) are integers that fp32 holds exactly
+_EXACT_INPUTS = 1024  # fp32 holds the sum of so many int8 products (at most 2^14 each) exactly
 
 
 def integer_product(a: Tensor, b: Tensor) -> Tensor:
-    """a [T, K] @ b [N, K].T of int8 codes, exact, int32 [T, N]. `torch._int_mm` is so where the CPU adds int8
-    products in 32 bits (VNNI), but for K of 1, where torch 2.13 reads past it; elsewhere it is a plain loop,
-    or may saturate at 16 bits."""
+    """Return a [T, K] @ b [N, K].T of int8 codes, exact, int32 [T, N].
+
+    `torch._int_mm` is exact where the CPU adds int8 products in 32 bits (VNNI). Elsewhere it is a plain loop,
+    or may saturate at 16 bits. It is not used for K of 1: torch 2.13 reads past the end there.
+    """
     if a.device.type == "cpu" and a.shape[1] > 1 and _adds_in_32_bits():
         return torch._int_mm(a, b.T)
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device=a.device)
