@@ -199,7 +199,7 @@ def test_the_module_is_the_command(monkeypatch, capsys):
     assert "did you mean '--bits'? (see qrt-calibrate --help)" in capsys.readouterr().err
 
 
-def test_what_groups_do_not_divide_can_be_ignored(run, make_checkpoint, tmp_path):
+def test_linear_with_indivisible_groups_can_be_ignored(run, make_checkpoint, tmp_path):
     model = make_checkpoint("LlamaForCausalLM", intermediate_size=320)
     flags = ("--bits", "4", "--group-size", "128", "--out", "out")
     code, shown = run(*flags, model=model)
@@ -208,7 +208,7 @@ def test_what_groups_do_not_divide_can_be_ignored(run, make_checkpoint, tmp_path
     assert code == 0 and "12 of 14 Linears quantized" in shown.out, shown.err
 
 
-def test_the_group_size_that_an_error_suggests_divides_every_linear(run, make_checkpoint, tmp_path):
+def test_suggested_group_size_divides_every_linear(run, make_checkpoint, tmp_path):
     model = make_checkpoint("LlamaForCausalLM", hidden_size=384, intermediate_size=352)
     code, shown = run("--group-size", "256", "--out", "out", model=model)
     assert code == 1 and "q_proj: group size 256 does not divide 384" in shown.err
@@ -386,9 +386,7 @@ def test_recipes_from_a_file_and_flags_that_win(run, llama, tmp_path):
         ("no-exact-fold: true", "", {"exact_folds": False}),
     ],
 )
-def test_flags_win_over_all_that_a_file_says_of_their_choice(
-    content, flags, wanted, run, llama, tmp_path, monkeypatch
-):
+def test_flags_replace_all_entries_of_their_choice(content, flags, wanted, run, llama, tmp_path, monkeypatch):
     """What the file says of other choices stays, as far as the scheme of the flags can have it."""
     made = []
     monkeypatch.setattr(cli, "_work", lambda arguments, recipe: made.append(recipe))
@@ -423,9 +421,7 @@ def test_push_uploads_the_folder(run, llama, tmp_path, monkeypatch):
     assert "uploaded to https://huggingface.co/me/model-w8" in shown.err
 
 
-def test_an_interrupt_leaves_the_finished_layers_and_the_same_command_goes_on(
-    run, llama, tmp_path, monkeypatch
-):
+def test_interrupted_run_continues_from_its_finished_layers(run, llama, tmp_path, monkeypatch):
     real = pipeline.read_layer
 
     def interrupted(checkpoint, layer):

@@ -135,7 +135,7 @@ def test_the_reported_cost_is_that_of_what_transformers_loads(hard, calib, tmp_p
 
 
 @torch.no_grad()
-def test_an_input_that_is_almost_dead_asks_for_no_weight_beyond_the_dtype(make_checkpoint, calib, tmp_path):
+def test_nearly_dead_input_keeps_weights_finite(make_checkpoint, calib, tmp_path):
     """What earlier layers lack could be made good for by some 1e11 times an input of 1e-13: NaN in fp16."""
 
     def change(tensors):
@@ -179,7 +179,7 @@ def test_ignored_linears_are_untouched(llama, calib, tmp_path):
             assert torch.equal(source.tensor(name), out.tensor(name)), name
 
 
-def test_figures_that_the_first_layer_has_not_are_shown(llama, calib, tmp_path, capsys):
+def test_figures_missing_in_the_first_layer_are_shown(llama, calib, tmp_path, capsys):
     """Such as that a later one could not be rounded by GPTQ."""
     flags = ["--model", llama, "--calib", calib, "--n-samples", 4, "--seqlen", 64, "--eval-samples", 0]
     words = [*flags, "--method", "gptq", "--ignore", "model.layers.0.*", "--out", tmp_path / "out"]

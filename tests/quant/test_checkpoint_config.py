@@ -79,7 +79,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("base, change, pattern", REFUSED, ids=[case[2] for case in REFUSED])
-def test_what_would_change_the_meaning_is_refused_by_name(copy, base, change, pattern):
+def test_entries_that_change_the_meaning_are_refused_by_name(copy, base, change, pattern):
     folder = copy(base)
     edit(folder / "config.json", lambda v: change(v["quantization_config"]))
     refuse(folder, UnsupportedError, pattern)
@@ -92,7 +92,7 @@ def test_malformed_configs(copy, base, change, pattern):
     refuse(folder, CheckpointError, pattern)
 
 
-def test_a_file_that_rounds_the_kv_cache_alone_loads_after_its_remedies(made, copy):
+def test_config_that_quantizes_only_the_kv_cache_loads_after_its_remedies(made, copy):
     plain = copy("plain")
     config = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FP8_KV}
     edit(plain / "config.json", lambda v: v.update(quantization_config=config))
@@ -199,7 +199,7 @@ def test_a_regular_expression_matches_from_the_start_of_a_name(copy, ignore, pla
 
 
 @pytest.mark.parametrize("module", [Q, "model.layers.0.mlp.down_proj", "lm_head"])
-def test_of_several_targets_that_counts_which_compressed_tensors_takes(module):
+def test_target_priority_is_that_of_compressed_tensors(module):
     known = ["Linear", Q, "re:.*proj$", "re:.*down_proj$", "re:model", "re:.*[.]q", "lm"]
     for targets in permutations(known, 3):
         theirs = match_targets(module, torch.nn.Linear(1, 1), targets)

@@ -125,13 +125,13 @@ def test_folders_that_are_not_checkpoints(made, copy, tmp_path):
         ("snapshots/0a1b/config.json", r"no config\.json; .*cache; give .*/snapshots/0a1b$"),
     ],
 )
-def test_folders_that_are_something_else_are_told_what(file, message, tmp_path):
+def test_error_names_what_a_wrong_folder_is(file, message, tmp_path):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_bytes(b"")
     refuse(tmp_path, CheckpointError, message)
 
 
-def test_the_remedy_for_weights_that_are_not_safetensors_makes_a_model_of_them(copy, tmp_path):
+def test_remedy_for_bin_weights_gives_a_loadable_model(copy, tmp_path):
     old, new = copy("plain"), tmp_path / "new"
     tensors = load_file(old / "model.safetensors")
     torch.save(tensors, old / "pytorch_model.bin")

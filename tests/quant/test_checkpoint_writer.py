@@ -156,7 +156,7 @@ def test_an_exception_leaves_nothing(source, tmp_path, error):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_refuses_is_one_line_and_leaves_nothing(source, tmp_path):
+def test_disk_error_is_one_line_and_leaves_nothing(source, tmp_path):
     """The system's own error: no file may grow beyond 100 kB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
@@ -168,7 +168,7 @@ def test_a_disk_that_refuses_is_one_line_and_leaves_nothing(source, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_finished_steps_survive_and_only_the_same_plan_goes_on(source, tmp_path):
+def test_finished_steps_survive_for_the_same_plan_only(source, tmp_path):
     plain = open_checkpoint(source)
     names = [name for name in plain.names() if not name.rpartition(".")[0].endswith("_proj")]
     linears = quantize_checkpoint(source, tmp_path / "whole", "w4a16", W4)

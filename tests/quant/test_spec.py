@@ -40,7 +40,7 @@ def test_group_that_does_not_divide_names_one_that_does():
 
 
 @pytest.mark.parametrize("in_features", [336, 1360, 4095])
-def test_where_the_kernels_run_no_group_that_divides_one_scale_per_channel_is_named(in_features):
+def test_indivisible_group_suggests_per_channel_scale(in_features):
     grouped = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=128)
     with pytest.raises(
         ConfigError, match=r"; use group size -1 \(one scale per channel\) or leave .* --ignore$"

@@ -229,7 +229,7 @@ def test_packed_int4_adds_a_bias():
         (random_weight(64, 256, 8, 128, symmetric=False), torch.bfloat16),
     ],
 )  # fmt: skip
-def test_what_torch_does_not_pack_runs_in_the_reference(weight, dtype):
+def test_weights_torch_cannot_pack_run_in_the_reference(weight, dtype):
     scheme = WEIGHT_SCHEMES[f"w{weight.bits}a16"]
     tensors, tiles = scheme.prepare_cpu(weight, dtype), scheme.prepare(weight, CPU, dtype)
     assert len(tensors) == len(tiles) and all(map(torch.equal, tensors, tiles))

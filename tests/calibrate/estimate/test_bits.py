@@ -34,7 +34,7 @@ def cached(make_checkpoint, dtype):
 
 
 @torch.no_grad()
-def test_prices_are_those_of_the_whole_model(llama):
+def test_prices_equal_those_of_the_whole_model(llama):
     job = plan(open_checkpoint(llama), Recipe("w4a16", W4.spec, "rtn"), CPU)
     windows = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
     parts = [
@@ -74,7 +74,7 @@ def test_spending():
     assert chosen(16.0) == [None, None, W4]
 
 
-def test_what_an_override_pins_to_the_main_grid_is_not_open(llama):
+def test_overridden_linears_keep_their_width(llama):
     """Linears that an override pins elsewhere, and ignored ones, keep their bits too."""
     pins = (Override("q_proj", W4), Override("down_proj", W8))
     recipe = Recipe("w4a16", W4.spec, "rtn", ignore=("o_proj",), overrides=pins, target_bits=10.0)
@@ -95,7 +95,7 @@ def test_the_other_width_has_the_same_groups(bits, symmetric, other, group_size,
     assert grids[12 - bits] == Grid(scheme[12 - bits], grid_of(scheme[12 - bits], group_size, other))
 
 
-def test_a_size_is_kept(llama, calib, tmp_path, capsys):
+def test_max_size_holds(llama, calib, tmp_path, capsys):
     flags = ["--calib", calib, "--seqlen", 64, "--eval-samples", 4, "--method", "rtn", "--model", llama]
     full = open_checkpoint(llama).num_bytes
     words = [*flags, "--out", tmp_path / "out", "--max-size", 0.6 * full / 1e9]
@@ -111,7 +111,7 @@ def test_a_size_is_kept(llama, calib, tmp_path, capsys):
 @pytest.mark.parametrize("group_size", [-1, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("share", [0.5, 0.6, 0.7, 0.8, 0.9])
-def test_a_size_is_kept_whatever_the_grid_and_the_dtype(share, dtype, group_size, make_checkpoint):
+def test_max_size_holds_for_every_grid_and_dtype(share, dtype, group_size, make_checkpoint):
     """A scale per channel weighs more in a Linear of few inputs, and what stays in float32 has 32 bits."""
     source, spec = open_checkpoint(cached(make_checkpoint, dtype)), grid_of("w4a16", group_size, False)
     recipe = Recipe("w4a16", spec, "rtn", max_size=share * source.num_bytes / 1e9)
@@ -144,7 +144,7 @@ def test_a_size_is_kept_whatever_the_grid_and_the_dtype(share, dtype, group_size
     ],
 )
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_what_cannot_be_is_said_before_anything_is_measured(
+def test_impossible_budget_is_refused_before_measuring(
     flags, message, dry, llama, calib, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(bits, "measure", lambda *arguments: pytest.fail("measured"))
@@ -187,7 +187,7 @@ def test_a_dry_run_says_what_is_open(llama, calib, capsys):
     "flag, pattern", [("--target-bits", r"from ([\d.]+) \("), ("--max-size", r"from ([\d.]+) GB")]
 )
 @pytest.mark.parametrize("more", [[], ["--group-size", "-1"], ["--ignore", "layers.0.*"]])
-def test_the_least_budget_that_an_error_names_is_enough(
+def test_smallest_budget_named_by_the_error_works(
     flag, pattern, more, make_checkpoint, calib, tmp_path, capsys
 ):
     """The sizes have no exact decimal form: 96 inputs and an odd number of outputs."""

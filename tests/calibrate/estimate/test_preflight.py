@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "entries", [{"bits": 4}, {"bits": 8}, {"scheme": "w8a8"}, {"bits": 4, "head_bits": 8}]
 )
-def test_the_output_is_as_large_as_foreseen(llama, tmp_path, entries, capsys):
+def test_output_has_the_expected_size(llama, tmp_path, entries, capsys):
     recipe = recipe_of({**entries, "method": "rtn", "eval_samples": 0})
     foreseen = preflight(plan(open_checkpoint(llama), recipe, CPU))
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in entries.items()]
@@ -39,7 +39,7 @@ def test_the_output_is_as_large_as_foreseen(llama, tmp_path, entries, capsys):
     assert foreseen.output_bytes == written
 
 
-def test_a_head_that_was_the_embedding_adds_its_bytes(make_checkpoint):
+def test_untied_head_adds_its_bytes(make_checkpoint):
     checkpoint = open_checkpoint(make_checkpoint("LlamaForCausalLM", tie_word_embeddings=True))
     plain, tuned = (
         [preflight(plan(checkpoint, recipe_of({"bits": 4, "group_size": 64, "tune": steps, **head}), CPU))
@@ -55,7 +55,7 @@ def test_a_head_that_was_the_embedding_adds_its_bytes(make_checkpoint):
     assert "quantized, the head differs from the embedding: it is stored too, 0.00 GB" in plain[1].findings
 
 
-def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, monkeypatch):
+def test_expected_time_is_parts_times_their_count(llama, make_checkpoint, monkeypatch):
     """Every part takes one second here; the Llama's stacks have 256, 128, 512 and 128 rows."""
     monkeypatch.setattr(duration, "_seconds", lambda work, beside: (work(), 1.0)[1])
 
@@ -93,7 +93,7 @@ def test_time_is_that_of_the_parts_times_their_number(llama, make_checkpoint, mo
     assert expected(longer, eval_samples=1) - head == pytest.approx(2 * (expected(eval_samples=1) - head))
 
 
-def test_threads_that_wait_do_not_count(monkeypatch):
+def test_waiting_threads_do_not_count(monkeypatch):
     """Two of them take 9 s by the clock on the wall, one takes 2 s of CPU."""
     clocks = {"perf_counter": 0.0, "process_time": 0.0}
     for name in clocks:
@@ -119,12 +119,12 @@ def test_threads_that_wait_do_not_count(monkeypatch):
         (36 * 3600, "about 1.5 days"), (30 * 86400, "about 30 days"),
     ],
 )  # fmt: skip
-def test_times_are_said_in_words(seconds, words):
+def test_durations_in_words(seconds, words):
     assert duration.in_words(seconds) == words
 
 
 @pytest.mark.parametrize("entries", [{"bits": 4}, {"bits": 4, "symmetric": True}, {"bits": 8}])
-def test_bytes_are_those_of_whole_words(entries, make_checkpoint, tmp_path):
+def test_sizes_count_whole_words(entries, make_checkpoint, tmp_path):
     """Of features that do not fill 32 bits with codes or zero points."""
     sizes = {"intermediate_size": 90, "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
     folder = make_checkpoint("LlamaForCausalLM", **sizes, head_dim=20)
@@ -133,7 +133,7 @@ def test_bytes_are_those_of_whole_words(entries, make_checkpoint, tmp_path):
     assert preflight(report.job).output_bytes == report.stored_bytes
 
 
-def test_what_cannot_be_split_is_said(llama, monkeypatch):
+def test_findings_name_gpu_counts_that_cannot_split(llama, monkeypatch):
     checkpoint = open_checkpoint(llama)  # 4 heads, 2 KV heads of 64; 256 inner features
 
     def findings(**entries):
@@ -152,7 +152,7 @@ def test_what_cannot_be_split_is_said(llama, monkeypatch):
     assert any("Hopper only" in finding for finding in findings(bits=8, symmetric=False))
 
 
-def test_one_reason_for_several_numbers_of_gpus_is_one_note(make_checkpoint, monkeypatch):
+def test_one_reason_for_several_gpu_counts_gives_one_note(make_checkpoint, monkeypatch):
     monkeypatch.setattr(preflight_module, "SHARE_BYTES", 1)
     sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}
     folder = make_checkpoint("LlamaForCausalLM", **sizes)
@@ -163,7 +163,7 @@ def test_one_reason_for_several_numbers_of_gpus_is_one_note(make_checkpoint, mon
     assert [finding for finding in found if "GPUs" in finding] == [note]
 
 
-def test_memory_foreseen_is_of_a_layer_and_of_the_windows(llama):
+def test_expected_memory_is_one_layer_and_the_windows(llama):
     recipe = recipe_of({"bits": 4, "n_samples": 7, "seqlen": 64, "eval_samples": 1})
     job = plan(open_checkpoint(llama), recipe, CPU)
     foreseen = preflight(job)

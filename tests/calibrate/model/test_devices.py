@@ -76,7 +76,7 @@ def test_a_replica_computes_the_same_and_has_its_own_hooks():
     assert not seen and not any(own.requires_grad for own in other.parameters())
 
 
-def test_work_at_once_keeps_its_order_its_setting_and_its_errors():
+def test_parallel_work_keeps_order_grad_mode_and_errors():
     with torch.no_grad():
         assert at_once(lambda x: (x, torch.is_grad_enabled()), [3, 1, 2]) == [(x, False) for x in (3, 1, 2)]
     assert at_once(lambda x: torch.is_grad_enabled(), [1, 2]) == [True, True]
@@ -170,7 +170,7 @@ def files(folder):
 @pytest.mark.parametrize(
     "flags", [["--bits", "4"], ["--scheme", "w8a8"]], ids=["awq-yaqa", "smoothquant-gptq"]
 )
-def test_two_devices_are_as_good_as_one_and_go_on_to_the_same_bytes(
+def test_two_devices_match_one_and_resume_to_the_same_bytes(
     flags, llama, calib, tmp_path, monkeypatch, capsys
 ):
     one, two, out = (tmp_path / name for name in ("one", "two", "out"))

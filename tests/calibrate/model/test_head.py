@@ -147,7 +147,7 @@ def repeated(source, out, factor):
 
 
 @pytest.mark.parametrize("factor", [1, 2])
-def test_a_stored_head_of_a_tied_model_is_the_one_that_is_rounded(make_checkpoint, factor, tmp_path):
+def test_stored_head_of_a_tied_model_is_rounded(make_checkpoint, factor, tmp_path):
     tied = make_checkpoint("LlamaForCausalLM", tie_word_embeddings=True)
     source = repeated(tied, tmp_path / "source", factor)
     calibrate(str(source), recipe_of({"bits": 4, **RTN}), tmp_path / "out", CPU)
@@ -204,7 +204,7 @@ def test_tuning_goes_against_the_rounded_head(make_checkpoint, calib, tmp_path, 
 
 
 @pytest.mark.parametrize("where", ["round_head", "measure_cost"])
-def test_an_interrupted_run_goes_on_to_the_same_bytes(llama, calib, where, tmp_path, monkeypatch):
+def test_interrupted_run_resumes_to_the_same_bytes(llama, calib, where, tmp_path, monkeypatch):
     def command(out):
         cut = ["--n-samples", 4, "--seqlen", 64, "--eval-samples", 2, "--calib", calib]
         words = ["--model", llama, "--bits", 4, "--method", "gptq", "--head-bits", 8, *cut, "--out", out]
@@ -222,7 +222,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(llama, calib, where, tmp_p
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_its_bytes_count_in_a_size_and_not_in_bits_per_weight(llama, calib, tmp_path):
+def test_head_counts_in_max_size_not_in_bits_per_weight(llama, calib, tmp_path):
     most = int(0.6 * open_checkpoint(llama).num_bytes)
     found = []
     for bits in (16, 8):

@@ -70,7 +70,7 @@ def test_each_grid_has_its_own_size(odd):
     assert found.pop("o_proj") == 32 and set(found.values()) == {64}
 
 
-def test_an_override_on_the_chosen_grid_does_not_split_a_fused_linear(odd):
+def test_override_with_the_chosen_grid_keeps_a_fused_linear_whole(odd):
     same = {"match": "q_proj", "scheme": "w4a16", "group_size": 64}
     assert set(sizes(odd, override=[same]).values()) == {64}
     with pytest.raises(ConfigError, match="q_proj is w4a16 g128 asym, self_attn.k_proj is w4a16 g64 asym"):
@@ -89,7 +89,7 @@ def test_a_size_that_was_asked_for_is_not_replaced(odd):
     assert set(sizes(odd, group_size=-1).values()) == {None}
 
 
-def test_where_no_size_divides_the_linear_and_the_remedy_are_named(odder):
+def test_error_names_linear_and_remedy_if_no_group_size_divides(odder):
     with pytest.raises(ConfigError) as error:
         sizes(odder)
     assert str(error.value) == (
@@ -106,7 +106,7 @@ def test_a_budget_keeps_the_chosen_size(odd):
     assert {bits: grid and grid.spec.group_size for bits, grid in grids.items()} == {4: 64, 8: 64, 16: None}
 
 
-def test_the_choice_is_said_once_on_screen_and_in_the_report(odd, calib, tmp_path, capsys):
+def test_chosen_group_is_told_once_on_screen_and_in_the_report(odd, calib, tmp_path, capsys):
     note = f"w4a16 has groups of 64 inputs, because 128 does not divide the 320 of {INNER}; --group-size"
     cut = ["--n-samples", "2", "--seqlen", "32", "--eval-samples", "2"]
     words = ["--model", odd, "--calib", calib, "--out", tmp_path / "out", *cut]

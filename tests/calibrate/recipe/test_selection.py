@@ -38,7 +38,7 @@ def test_patterns_match_whole_names_or_from_a_dot(patterns, left):
     assert sum(grid is not None for grid in grids.values()) == left
 
 
-def test_of_several_overrides_the_last_counts_and_ignore_wins():
+def test_last_override_counts_and_ignore_wins():
     grids = select(ARCH, 2, ("layers.1.mlp.*",), Override("down_proj", W8), Override("layers.0.*", None))
     kinds = {name.removeprefix("model.layers."): grid for name, grid in grids.items()}
     assert {grid for name, grid in kinds.items() if name.startswith("0.")} == {None}

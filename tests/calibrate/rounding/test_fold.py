@@ -57,7 +57,7 @@ def llama_layer():
     return LlamaDecoderLayer(config, 0).requires_grad_(False)
 
 
-def test_tied_statistic_is_the_mean_over_the_query_heads_of_a_kv_head():
+def test_tied_statistic_averages_the_query_heads_of_a_kv_head():
     pair = Pair(llama_layer(), Smooth("self_attn.v_proj", ("self_attn.o_proj",)), head_dim=8)
     columns = torch.arange(64.0)  # o_proj reads 8 query heads of 8 channels; 4 query heads per KV head
     wanted = torch.tensor(

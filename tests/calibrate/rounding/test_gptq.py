@@ -125,7 +125,7 @@ def test_near_the_best_of_all_roundings():
     assert (got >= best * (1 - 1e-6)).all() and got.sum() < 1.5 * best.sum()
 
 
-def test_a_channel_never_active_is_rounded_to_nearest_and_felt_by_none():
+def test_inactive_channel_is_rounded_to_nearest_on_its_own():
     spec = QuantSpec(4, True, Granularity.GROUP, 16)
     weight, hessian = problem()
     hessian[5], hessian[:, 5] = 0, 0
@@ -154,7 +154,7 @@ def test_the_factor_does_not_depend_on_the_scale_of_the_inputs():
     torch.testing.assert_close(plain.solve(rows), torch.linalg.solve(damped, rows.T).T, rtol=1e-3, atol=1e-3)
 
 
-def test_more_damping_where_the_hessian_is_singular_and_none_where_nothing_helps():
+def test_singular_hessian_gets_more_damping_until_none_helps():
     x = torch.ones(3, 32)  # one direction only
     factor = Factor.of(x.T @ x, 0.001)
     assert factor is not None and factor.upper.isfinite().all()
@@ -193,7 +193,7 @@ def test_rows_are_those_of_the_definition(symmetric, monkeypatch):
     assert torch.equal(got.scale, scale) and (got.zero is None) == symmetric
 
 
-def test_rows_lower_what_the_loss_feels_and_runs_of_rows_are_apart():
+def test_row_compensation_lowers_the_loss_and_runs_stay_separate():
     spec = QuantSpec(4, True, Granularity.GROUP, 16)
     weight, hessian = problem(n=64)
     felt = gradients_of(32), gradients_of(32, seed=4)

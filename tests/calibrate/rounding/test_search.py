@@ -135,7 +135,7 @@ def test_smoothquant_shares_an_outlier_by_its_strength():
         torch.testing.assert_close(ratio, ratio[0].expand(64))
 
 
-def test_the_column_cost_ranks_candidates_as_gptq_then_does():
+def test_column_cost_ranks_candidates_as_gptq_does():
     """It is what truly running GPTQ leaves, and its least is near the least of all candidates."""
     block = Block(outliers=15.0)
     pair = Pair(block, Smooth("norm", ("reader",)), head_dim=64)

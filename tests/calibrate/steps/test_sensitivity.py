@@ -103,7 +103,7 @@ def test_gradients_are_kept_in_bf16(make_checkpoint, tmp_path):
         assert (kept.T @ kept - exact.T @ exact).norm() < 0.01 * (exact.T @ exact).norm()
 
 
-def test_windows_are_as_many_as_the_tokens_allow():
+def test_number_of_gradient_windows():
     def windows(**entries):
         return gradient_windows(recipe_of({"bits": 4, **entries}))
 
@@ -111,7 +111,7 @@ def test_windows_are_as_many_as_the_tokens_allow():
     assert windows(method="awq-gptq") == 0
 
 
-def test_moments_are_trusted_as_far_as_two_shares_agree():
+def test_moments_are_trusted_as_far_as_both_halves_agree():
     """Gradients of correlated outputs are believed, those of independent ones are not; diagonals always."""
     torch.manual_seed(0)
     mixed = torch.eye(64) + 0.5 * torch.randn(64, 64)
@@ -127,7 +127,7 @@ def test_moments_are_trusted_as_far_as_two_shares_agree():
         assert low <= float(ratio.mean()) <= high
 
 
-def test_rows_that_are_not_alive_stand_alone():
+def test_dead_rows_stand_alone():
     moments = sensitivity.OutputMoments(8, CPU)
     torch.manual_seed(0)
     gradients = torch.randn(1000, 8) @ torch.randn(8, 8)

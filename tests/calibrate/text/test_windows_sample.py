@@ -142,7 +142,7 @@ def test_a_sample_grows_until_it_is_enough(tiny, monkeypatch):
         choose(data, tiny, count=1000)
 
 
-def test_remote_data_are_read_no_further_than_needed(tiny, monkeypatch):
+def test_remote_data_are_read_only_as_far_as_needed(tiny, monkeypatch):
     monkeypatch.setattr(windows, "SMALL", 1000)
     read = []
 
@@ -155,7 +155,7 @@ def test_remote_data_are_read_no_further_than_needed(tiny, monkeypatch):
     assert len(read) < 150 and found.rows == len(read) - 1
 
 
-def test_data_of_which_nothing_can_be_used_end_early(tiny, monkeypatch):
+def test_unusable_data_end_early(tiny, monkeypatch):
     monkeypatch.setattr(windows, "SMALL", 1000)
     data = [Row({"txt": "x" * 50}, "a", number) for number in range(5000)]
     with pytest.raises(

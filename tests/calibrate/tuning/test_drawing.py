@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from qrt_calibrate.tuning import drawing
 
 
-def test_text_is_drawn_from_the_predictions(llama):
+def test_text_is_drawn_from_predictions(llama):
     """What the cache predicts is what a forward over the whole text predicts; frequencies follow it."""
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     prompts = torch.randint(0, 512, (1, 3), generator=torch.Generator().manual_seed(1)).expand(4000, -1)
@@ -22,7 +22,7 @@ def test_text_is_drawn_from_the_predictions(llama):
         assert likely.sum() > 5 and ((found - wanted).abs() < 5 * noise)[likely].all()
 
 
-def test_text_is_cut_from_anywhere_in_the_calibration_text():
+def test_windows_are_cut_from_anywhere_in_the_text():
     windows = torch.arange(60).view(3, 20)
     text = drawing.cut_windows(windows, 4, 16, seed=0)
     cut = torch.cat([next(text) for _ in range(50)])

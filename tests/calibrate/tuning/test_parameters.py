@@ -21,7 +21,7 @@ def quantized(symmetric, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_step_is_that_of_adam_on_codes_that_are_not_rounded(symmetric):
+def test_step_equals_adam_on_unrounded_codes(symmetric):
     """torch's own Adam, gradients by torch, on (codes - zero) * scale * gain."""
     data = quantized(symmetric)
     tuned = TunedWeight(data, torch.float32, CPU)
@@ -42,7 +42,7 @@ def test_a_step_is_that_of_adam_on_codes_that_are_not_rounded(symmetric):
         torch.testing.assert_close(tuned.codes, codes.detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_norm_s_step_is_that_of_adam():
+def test_norm_step_equals_adam():
     weight = torch.randn(32).to(torch.bfloat16)
     tuned, gain = TunedNorm(weight, torch.float32, CPU), torch.ones(32).requires_grad_()
     adam = torch.optim.Adam([gain], lr=parameters.SCALE_RATE, betas=parameters.BETAS, eps=1e-12)
@@ -56,7 +56,7 @@ def test_a_norm_s_step_is_that_of_adam():
     assert torch.equal(tuned.data(), (weight.float() * tuned.gain).to(torch.bfloat16))
 
 
-def test_what_is_stored_is_on_the_grid():
+def test_stored_weight_is_on_the_grid():
     tuned = TunedWeight(quantized(False, torch.bfloat16), torch.float32, CPU)
     before = tuned.data()
     assert torch.equal(before.values, quantized(False).values)

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_gpu_takes_more_windows_of_a_small_model(llama, monkeypatch, large):
+def test_gpu_takes_more_windows_of_a_small_model(llama, monkeypatch, large):
     """As many as their keys and values fill `DRAWN_BYTES`; a large model's step is work, not launches."""
     monkeypatch.setattr(training, "DRAWN", 8)
     job = plan(open_checkpoint(llama), recipe_of({"bits": 4, "group_size": 64, "tune": 5}), CPU)
@@ -32,7 +32,7 @@ def test_a_gpu_takes_more_windows_of_a_small_model(llama, monkeypatch, large):
     assert preflight(job).tune_bytes > 96 * window
 
 
-def test_what_cannot_be_tuned_is_refused(llama, calib, tmp_path, monkeypatch, capsys):
+def test_tune_is_refused_without_text_or_weight_only_scheme(llama, calib, tmp_path, monkeypatch, capsys):
     for entries, reason in (
         ({"method": "rtn"}, "rtn does not read"),
         ({"tune": -1}, "--tune: expected at least 0, got -1"),

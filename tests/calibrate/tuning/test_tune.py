@@ -27,7 +27,7 @@ def small(monkeypatch):
         monkeypatch.setattr(tune, name, value)
 
 
-def test_gradients_are_those_of_the_loss(llama):
+def test_gradients_equal_those_of_the_loss(llama):
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).requires_grad_(False)
     name = "model.layers.0.mlp.up_proj.weight"
     weight = (model.get_parameter(name) * 1.1).requires_grad_()
@@ -52,7 +52,7 @@ def calibrated(model, calib, out, *flags):
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_a_tuned_checkpoint_is_nearer_to_the_original(calib, tmp_path, monkeypatch):
+def test_tuning_brings_a_checkpoint_closer_to_the_original(calib, tmp_path, monkeypatch):
     """The bundled model on the same drawn windows at every step: those it must learn."""
     monkeypatch.setattr(parameters, "CODE_RATE", 0.05)
     monkeypatch.setattr(parameters, "SCALE_RATE", 0.005)
