@@ -20,7 +20,7 @@ from qrt_calibrate.pipeline import calibrate as run
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.report.report import Report
 
-_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # of `quantize`: removed when the process ends
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # made by `quantize`, removed when the process ends
 
 
 def calibrate(
@@ -41,7 +41,7 @@ def calibrate(
     `settings` are a recipe's entries, as in a --recipe file: bits, scheme, group_size, symmetric, head_bits,
     method, calib, n_samples, seqlen, eval_samples, seed, damping, exact_folds, tune, target_bits, max_size,
     ignore, override.
-    `device` is as for --device: "cuda", or None where there is one, means all GPUs.
+    `device` is that of --device: "cuda", and None on a machine with GPUs, means all GPUs.
     A model in memory needs its `tokenizer`, unless method is "rtn" and no eval_samples are asked for. Raises
     QrtError as the command line does; an unknown entry is a ConfigError.
     """
@@ -65,10 +65,10 @@ def calibrate(
 def quantize(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any
 ) -> str:
-    """Quantize a model in memory; a folder for `LLM(...)`, which is removed when the process ends.
+    """Quantize a model in memory; return a folder for `LLM(...)` that is removed when the process ends.
 
-    Settings as for `calibrate`; unless they name a method, weights are rounded to nearest, which needs no
-    text. Without `tokenizer` give LLM one.
+    Settings are those of `calibrate`; unless they name a method, weights are rounded to nearest, which needs
+    no text. Without a `tokenizer` here, pass one to LLM.
     """
     settings = {"method": "rtn", "eval_samples": 0, **settings}
     folder = tempfile.TemporaryDirectory(prefix="qrt-")

@@ -1,4 +1,4 @@
-"""`qrt-calibrate`: a Hugging Face checkpoint in, a quantized one out; `convert`: from format to format."""
+"""Command line of `qrt-calibrate`: quantize a Hugging Face checkpoint, or convert a quantized one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from qrt_calibrate.recipe.recipe import Recipe
 
-WIDTH = 110  # of the table in a file or a pipe, where there is no terminal to fit
+WIDTH = 110  # of the table when the output is a file or a pipe
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    return run_main(lambda: _main(words))  # what needs torch is imported in there: Ctrl-C may come meanwhile
+    return run_main(lambda: _main(words))  # imports torch inside, because Ctrl-C may come meanwhile
 
 
 def _main(words: list[str]) -> int:
@@ -200,7 +200,7 @@ def _run(arguments: Namespace) -> None:
 
 
 def _work(arguments: Namespace, recipe: Recipe) -> None:
-    from rich.console import Console  # here, because transformers takes seconds
+    from rich.console import Console  # imported here, because transformers takes seconds
 
     from qrt.quant.checkpoint import open_checkpoint
     from qrt_calibrate import hub
@@ -218,7 +218,7 @@ def _work(arguments: Namespace, recipe: Recipe) -> None:
         reading = time.perf_counter() - began
         print(*([budget.line(job.recipe.grid)] if budget else []), *preflight(job).lines(), sep="\n")
         takes, where = in_words(reading + expected_seconds(job, budget)), ", ".join(map(str, devices))
-        print(f"time: {takes} on {where} with nothing else running, by a try of some parts of a layer")
+        print(f"time: {takes} on {where} with nothing else running, measured on parts of a layer")
         return
     name = short_name(arguments.model)
     out = Path(arguments.out or f"{name}-{recipe.scheme.removesuffix('a16')}")

@@ -1,4 +1,4 @@
-"""What a checkpoint stores against what its config.json asks for: told before the work, not at its end."""
+"""Check that a checkpoint stores what its config.json asks for, before the work begins."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None
 
 
 def _weights(arch: Arch, config: ModelConfig) -> set[str]:
-    """Full names of all weights; of the head only where it is not tied."""
+    """Return the full names of all weights; that of the head only where it is not tied."""
     inside = {*arch.projections, *arch.routers, *(pair.source for pair in arch.smooth)}
     inside |= {"self_attn.q_norm", "self_attn.k_norm"} if config.qk_norm else set()
     modules = {f"{arch.layers}.{index}.{name}" for index in range(config.num_layers) for name in inside}
@@ -55,14 +55,14 @@ def _weights(arch: Arch, config: ModelConfig) -> set[str]:
 
 
 def _outer_shapes(arch: Arch, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of the weights outside of layers, whose sizes no layer's run tells."""
+    """Return the shapes of the weights outside the layers; others are checked when a layer is loaded."""
     table = config.vocab_size, config.hidden_size
     shapes = {arch.embed: table, arch.head: table, arch.norm: (config.hidden_size,)}
     return {f"{module}.weight": shape for module, shape in shapes.items()}
 
 
 def _biases(arch: Arch, config: ModelConfig) -> set[str]:
-    """Full names of the biases that config.json speaks of."""
+    """Return the full names of the biases that config.json asks for."""
     (_, qkv), (_, o), *rest = arch.fuse
     biased = [*(qkv if config.qkv_bias else ()), *(o if config.o_bias else ())]
     if config.mlp_bias:

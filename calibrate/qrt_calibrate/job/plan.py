@@ -1,4 +1,4 @@
-"""A job: a checkpoint, how to read it, and what becomes of each Linear; checked before any weight is read."""
+"""A planned calibration: checkpoint, architecture and the grid of each Linear, checked before the work."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from qrt_calibrate.tuning.training import Training
 class Job:
     """One calibration.
 
-    checkpoint  the source as it is calibrated: with a head of its own where that is rounded
-    devices     where it is computed: the first one rounds, and all share the windows
-    grids       full name of every Linear of the layers ("model.layers.0.self_attn.q_proj") -> what it
-                becomes, None where it stays as it is
-    notes       what `plan` chose because nobody asked for anything else, for the screen and the report
+    checkpoint  the source; with a head of its own if the head is rounded
+    devices     devices that compute: the first one rounds, all share the windows
+    grids       grid of every Linear in the layers by full name ("model.layers.0.self_attn.q_proj"), None
+                where it stays unquantized
+    notes       choices that `plan` made because the user left them open, for the screen and the report
     """
 
     checkpoint: Checkpoint
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """The first of its devices."""
+        """The device that rounds."""
         return self.devices[0]
 
     @property
@@ -64,7 +64,7 @@ class Job:
 
     @property
     def written(self) -> dict[str, Grid]:
-        """All that is written quantized: `quantized`, and the head where it is."""
+        """Everything that is written quantized: `quantized`, and the head if it is rounded."""
         head = self.recipe.head
         return self.quantized if head is None else {**self.quantized, self.arch.head: head}
 
@@ -85,7 +85,7 @@ class Job:
 
     @property
     def ignored(self) -> list[str]:
-        """The Linears that stay as they are, routers and an unquantized head among them."""
+        """The Linears that stay unquantized, routers and an unquantized head among them."""
         layers = (self.layer_name(index) for index in range(self.config.num_layers))
         routers = [f"{layer}.{name}" for layer in layers for name in self.arch.routers]
         head = [] if self.recipe.head else [self.arch.head]
@@ -120,7 +120,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     if checkpoint.quantization:
         raise _quantized(checkpoint.path)
     arch, config = _architecture(checkpoint.config, checkpoint.path)
-    checkpoint = as_stored(checkpoint)  # a second plan of one job
+    checkpoint = as_stored(checkpoint)  # it may come from an earlier plan
     if arch.experts is not None:
         recipe = _for_mixture(recipe, arch)
     if any(recipe.windows) and recipe.seqlen > config.max_position:

@@ -26,7 +26,7 @@ BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations in
 class Decoder:
     """Run the decoder layers of one checkpoint, for windows of `seqlen` tokens, in fp32.
 
-    Layers are loaded on `device`; a copy that lies elsewhere runs there.
+    Layers are loaded on `device`; a copy on another device runs there.
     """
 
     def __init__(self, checkpoint: Checkpoint, arch: Arch, seqlen: int, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class Decoder:
         self._arguments = {device: _layer_arguments(model, arch, seqlen, device)}
 
     def embed(self, windows: Tensor) -> Tensor:
-        """Token ids [B, T] -> hidden states [B, T, H], fp32 on the CPU."""
+        """Embed token ids [B, T]: hidden states [B, T, H], fp32 on the CPU."""
         table = read(self._checkpoint, f"{self._arch.embed}.weight")
         if int(windows.max()) >= table.shape[0]:
             raise CheckpointError(
@@ -57,7 +57,7 @@ class Decoder:
         return nn.functional.embedding(windows, table).float()
 
     def load(self, index: int, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """Layer `index` with weights `tensors` (names relative to the layer), in fp32 on the device."""
+        """Return layer `index` with weights `tensors`, named relative to it, in fp32 on the device."""
         layer = copy.deepcopy(self._layers[index])
         filled = {}
         for name, wanted in layer.state_dict().items():
@@ -87,14 +87,14 @@ class Decoder:
         return self.load(index, read_layer(self._checkpoint, self.layer_name(index)))
 
     def run(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """Hidden states [B, T, H] -> the layer's output, fp32 on the layer's device."""
+        """Run a layer on hidden states [B, T, H]; its output is fp32 on the layer's device."""
         device = _device(layer)
-        if device not in self._arguments:  # copies in every call would make the devices wait for each other
+        if device not in self._arguments:  # a copy in every call would make devices wait for each other
             self._arguments[device] = _moved(self._arguments[self.device], device, {})
         return layer(hidden.to(device), **self._arguments[device][index])
 
     def backward(self, index: int, layer: nn.Module, hidden: Tensor, gradient: Tensor) -> Tensor:
-        """Return the loss's gradient at `hidden` [B, T, H], the layer's input, from that at its output."""
+        """Return the loss's gradient at a layer's input `hidden` [B, T, H], given that at its output."""
         with torch.enable_grad():
             leaf = hidden.to(_device(layer)).detach().requires_grad_()
             self.run(index, layer, leaf).backward(gradient.to(leaf.device))
@@ -141,10 +141,10 @@ class Decoder:
 
 
 def _config(folder: Path) -> Any:
-    """Return the config as transformers reads it; CheckpointError where it does not."""
+    """Return the config as transformers reads it; CheckpointError if it cannot."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # no model_type or one that it does not know, an entry of the wrong kind
+    except Exception as error:  # a missing or unknown model_type, an entry of the wrong kind
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"{folder}/config.json: transformers, which calibration runs, does not read it ({reason})"
@@ -156,7 +156,7 @@ def _device(layer: nn.Module) -> torch.device:
 
 
 def _moved(value: Any, device: torch.device, known: dict[int, Tensor]) -> Any:
-    """`value` with the tensors in its lists, tuples and dicts on `device`; what is shared stays shared."""
+    """Copy the tensors in lists, tuples and dicts to `device`; shared tensors stay shared."""
     if isinstance(value, Tensor):
         return known.setdefault(id(value), value.to(device))
     if isinstance(value, dict):
@@ -169,7 +169,7 @@ def _moved(value: Any, device: torch.device, known: dict[int, Tensor]) -> Any:
 def read(checkpoint: Checkpoint, name: str) -> Tensor:
     """Read a tensor as stored; CheckpointError when a value is not finite."""
     tensor = checkpoint.tensor(name)
-    blocks = tensor.flatten().split(1 << 24)  # the test makes copies: an lm_head's would outweigh a layer
+    blocks = tensor.flatten().split(1 << 24)  # isfinite copies, and a whole lm_head is larger than a layer
     if not all(torch.isfinite(block).all() for block in blocks):
         raise CheckpointError(
             f"{checkpoint.path}: {name} holds NaN or infinity; the checkpoint is damaged, download it again"
@@ -178,16 +178,17 @@ def read(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def read_layer(checkpoint: Checkpoint, layer: str) -> dict[str, Tensor]:
-    """All tensors of a decoder layer, by their names inside it."""
+    """Read all tensors of a decoder layer, by their names inside it."""
     prefix = f"{layer}."
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
     return {name.removeprefix(prefix): read(checkpoint, name) for name in names}
 
 
 def _layer_arguments(model: Any, arch: Arch, seqlen: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return what the model passes to each layer besides hidden states: RoPE tables, masks.
+    """Return the arguments that the model passes to each layer besides hidden states: RoPE tables, masks.
 
-    The model's own forward decides (families differ in masks and sliding windows); its layers only record.
+    The model's own forward runs with layers that only record, because families differ in masks and sliding
+    windows.
     """
     body = model.base_model
     body.rotary_emb = type(body.rotary_emb)(model.config).to(device)

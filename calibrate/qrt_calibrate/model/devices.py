@@ -1,4 +1,4 @@
-"""Where to compute: the devices that --device names, and a layer's work on several of them at once."""
+"""The devices that --device names, and work on several of them at once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 def devices_of(name: str | torch.device | None) -> list[torch.device]:
     """Return the devices of --device.
 
-    "cuda" names all CUDA devices; so does None where there are any (else the CPU). Commas separate several of
-    one kind. The first device does what is not divided.
+    "cuda" names all CUDA devices; so does None if there are any, else it names the CPU. Commas separate
+    several devices of one kind. The first device does the work that is not divided.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:
@@ -52,10 +52,10 @@ def replica(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def at_once(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """`work` of every item, in a thread each; of a single one in this thread."""
+    """Call `work` on every item, each in a thread of its own; a single item runs in this thread."""
     if len(items) == 1:
         return [work(items[0])]
-    gradients = torch.is_grad_enabled()  # a thread begins with its own setting
+    gradients = torch.is_grad_enabled()  # every thread begins with a setting of its own
 
     def call(item: Item) -> Result:
         with torch.set_grad_enabled(gradients):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qrt.arch import Arch
 
-EXPERT_BYTES = 4 << 30  # of moments that are held at a time, one expert's at least
+EXPERT_BYTES = 4 << 30  # most bytes of moments held at a time, but one expert's at least
 
 
 class Expert(nn.Module):
@@ -22,13 +22,13 @@ class Expert(nn.Module):
             self.add_module(part, nn.Linear(*shape, bias=False))
 
     def inside(self, x: Tensor) -> Tensor:
-        """Return what the last Linear reads: [T, H] -> [T, I]."""
+        """Return the input [T, I] of the last Linear for x [T, H]."""
         gate, up, _ = (self.get_submodule(part) for part in self._parts)
         inner: Tensor = self._activation(gate(x)) * up(x)
         return inner
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
+        """Run the expert on x [T, H]: [T, H]."""
         out: Tensor = self.get_submodule(self._parts[2])(self.inside(x))
         return out
 
@@ -41,7 +41,7 @@ class Experts(nn.ModuleList):
         super().__init__(Expert(hidden, inner, stacked.act_fn, parts) for _ in range(count))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Hidden states [T, H] through the experts `chosen` [T, k], summed with `weights` [T, k]: [T, H]."""
+        """Run hidden states [T, H] through experts `chosen` [T, k] and sum by `weights` [T, k]: [T, H]."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self)).tolist()
         parts = hidden[order // chosen.shape[1]].split(counts)
@@ -61,9 +61,9 @@ def spell_out(layer: Any, arch: Arch) -> None:
     if name != "mlp":
         del layer.mlp
         layer.add_module(name, block)
-        layer.__dict__["mlp"] = block  # where the layer's forward looks, but no module of its own
+        layer.__dict__["mlp"] = block  # the layer's forward looks here; it is not a second module
 
 
 def inside(layer: nn.Module, name: str, x: Tensor) -> Tensor:
-    """Return what `name`, an expert's last Linear, reads where the expert gets x [T, H]: [T, I]."""
+    """Return the input [T, I] of `name`, an expert's last Linear, when the expert gets x [T, H]."""
     return cast(Expert, layer.get_submodule(name.rpartition(".")[0])).inside(x)

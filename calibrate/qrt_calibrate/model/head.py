@@ -1,6 +1,6 @@
-"""The quantized head: rounded to nearest, and what it predicts.
+"""The head, plain or rounded to nearest, and its logits.
 
-It is handled in blocks of rows: whole and in fp32 it would outweigh a layer.
+Rows are handled in blocks, because the whole head in fp32 takes more memory than a layer.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from qrt.quant.weight.base import fuse
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.rtn import for_writer, round_weight, split
 
-HEAD_ROWS = 16384  # of the head that are rounded or multiplied at a time
+HEAD_ROWS = 16384  # rows that are rounded or multiplied at a time
 
 
 def round_head(weight: Tensor, grid: Grid, dtype: torch.dtype, device: torch.device) -> WeightData:
-    """`weight` [V, H] on `grid`, scales in `dtype`: computed on `device`, on the CPU at the end."""
+    """Round `weight` [V, H] to `grid` on `device`, with scales in `dtype`; the result is on the CPU."""
     parts = (rows.to(device, torch.float32) for rows in weight.split(HEAD_ROWS))
     return fuse([for_writer(round_weight(part, grid.spec, dtype), None) for part in parts])
 
 
 class PlainHead:
-    """A head that is not quantized, `weight` [V, H] where it runs."""
+    """A head that is not quantized; `weight` [V, H] is on the device that computes."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Normed hidden states fp32 [T, H] -> fp32 [T, V]."""
+        """Return the logits fp32 [T, V] of normed hidden states fp32 [T, H]."""
         parts = self.weight.split(HEAD_ROWS)
         return torch.cat([nn.functional.linear(hidden, rows.float()) for rows in parts], -1)
 
@@ -46,7 +46,7 @@ class RoundedHead:
         self._int8_tokens = WEIGHT_SCHEMES[grid.scheme].int8_tokens
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Normed hidden states fp32 [T, H] -> fp32 [T, V]; tokens are rounded where the scheme does so."""
+        """Return logits fp32 [T, V] of normed hidden states fp32 [T, H], rounded if the scheme does so."""
         if self._int8_tokens:
             hidden = QuantizedTokens.of(hidden).dequantize()
         sizes = [len(part) for part in self._weight.values.split(HEAD_ROWS)]

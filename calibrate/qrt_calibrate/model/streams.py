@@ -1,4 +1,4 @@
-"""The hidden states between layers: of the exact model and of the one that is being rounded, side by side."""
+"""Hidden states between layers, of the exact model and of the model that is being rounded."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from qrt.errors import CheckpointError
 from qrt_calibrate.model.decoder import BATCH_TOKENS
 from qrt_calibrate.model.devices import at_once, replica
 
-SHARE_OF_GPU = 0.4  # of its free memory that both streams may take
-SHARE_OF_RAM = 0.4  # of what is available
-LARGEST_TOKEN = "largest token"  # the figure that tells of massive activations
+SHARE_OF_GPU = 0.4  # share of its free memory that both streams may take
+SHARE_OF_RAM = 0.4  # share of the available memory
+LARGEST_TOKEN = "largest token"  # title of the figure that shows massive activations
 Run = Callable[[Tensor], Tensor]
 Result = TypeVar("Result")
 
 
 class Share:
-    """The windows that one device computes: hidden states [b, T, H] fp32 where the next layer begins.
+    """The windows of one device: their hidden states [b, T, H], fp32, before the next layer.
 
-    exact, rounded    in the original model, and in the one whose layers so far are rounded
-    numbers           [b] int64, ascending: which of all windows they are
-    calibrating       how many of these calibrate, the first ones
-    gradients         [L, g, T, H] the loss's at every layer's output, of the first g of these; None until
-                      `loss_gradients` has set them
+    exact, rounded    in the original model, and in the model whose layers so far are rounded
+    numbers           [b] int64, ascending: the numbers of its windows among all windows
+    calibrating       how many of its windows calibrate, the first ones
+    gradients         [L, g, T, H] the loss's gradients at every layer's output, for its first g windows; None
+                      until `loss_gradients` sets them
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Share:
         self._batch = batch
 
     def among(self, first: int) -> int:
-        """How many of its windows are among the `first` of all."""
+        """Return how many of its windows are among the `first` of all."""
         return int((self.numbers < first).sum())
 
     def batches(self, *streams: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Yield its first windows as calibration takes them.
+        """Yield batches of its first windows.
 
-        Each item is 0 or 1, the half of the moments that the batch counts in, and a batch of each of
+        Each item has 0 or 1, the half of the moments that the batch belongs to, and the batch of each of
         `streams` [b, T, H].
         """
         numbers = self.numbers[: len(streams[0])].split(self._batch)
@@ -80,9 +80,9 @@ class Share:
 class Streams:
     """Hidden states of B windows [B, T, H]; the first `calibrating` calibrate, the others only evaluate.
 
-    Batches of windows go round the devices, so that each has its share of both. A share lies on its GPU if it
-    fits there, else in RAM, else in files in `folder` (mapped). `stored` is the dtype of the embedding that
-    the rounded model begins with.
+    Batches of windows are dealt to the devices in turn, so that each gets some of both kinds. A share lies on
+    its GPU if it fits there, else in RAM, else in mapped files in `folder`. `stored` is the dtype of the
+    embedding that the rounded model begins with.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Streams:
         return at_once(lambda arguments: work(*arguments), copies)
 
     def in_order(self, begin: int, end: int) -> Iterator[tuple[Share, int]]:
-        """Windows `begin` to `end`: the share of each, and its place there."""
+        """Yield the share of each window from `begin` to `end`, and the window's index in it."""
         places = {
             int(window): (share, place) for share in self.shares for place, window in enumerate(share.numbers)
         }
@@ -128,10 +128,10 @@ class Streams:
 
 
 def drift_figures(squares: Tensor) -> dict[str, float]:
-    """Return how far the rounded stream is from the exact one, from the squares of `Share.advance` [2, T].
+    """Return how far the rounded stream is from the exact one, by the squares [2, T] of `Share.advance`.
 
-    The drift is relative: of all tokens together, and of the median token. The third figure is how many times
-    the median the largest exact token is.
+    The drift is relative, for all tokens together and for the median token. The third figure is the size of
+    the largest exact token in units of the median.
     """
     apart, size = squares.double()
     tokens = size.sqrt()
@@ -149,7 +149,7 @@ def stream_bytes(windows: int, seqlen: int, hidden_size: int) -> int:
 
 
 def available_ram() -> int:
-    """Bytes that can be taken without swapping; a large number where the system does not say."""
+    """Return the bytes available without swapping; a large number if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -172,9 +172,9 @@ def place(hidden: Tensor, device: torch.device, path: Path, shares: int = 1) -> 
 
 
 def _reserve(path: Path, num_bytes: int) -> None:
-    """Make a file whose blocks the disk has set aside; CheckpointError where it is full.
+    """Make a file and reserve its blocks on the disk; CheckpointError if the disk is full.
 
-    Writing into a mapped file without that ends the process with SIGBUS when the disk fills up.
+    Without that, a full disk ends the process with SIGBUS when it writes into the mapped file.
     """
     try:
         with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""A head of its own: what rounding the head needs where it is tied to the embedding."""
+"""A checkpoint whose head is not tied to the embedding, so that the head can be rounded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from qrt.quant.spec import TensorSpec
 
 
 class UntiedCheckpoint(Checkpoint):
-    """A checkpoint whose config.json ties nothing.
+    """A view of `base` whose config.json ties nothing.
 
-    Where `base` stores no head, the head is the embedding's tensor under the head's name.
+    If `base` stores no head, the head is the embedding's tensor under the head's name.
     """
 
     def __init__(self, base: Checkpoint, arch: Arch) -> None:
@@ -26,11 +26,11 @@ class UntiedCheckpoint(Checkpoint):
             self._shard_of[self._head] = base._shard(self._embedding)
 
     def spec(self, name: str) -> TensorSpec:
-        """As stored."""
+        """Return shape and dtype as stored."""
         return self.base.spec(self._stored_name(name))
 
     def tensor(self, name: str, *checks: Any, **sizes: Any) -> Tensor:
-        """As stored."""
+        """Return the tensor as stored."""
         return self.base.tensor(self._stored_name(name), *checks, **sizes)
 
     def _stored_name(self, name: str) -> str:
