@@ -1,1 +1,1 @@
-"""What a calibration will take, before the work: memory, sizes, time and bits."""
+"""Estimates before the work: memory, sizes, time and bits."""

@@ -1,4 +1,4 @@
-"""Group sizes: choose one that divides the inputs where none was asked for, refuse one that does not."""
+"""Group sizes: choose one that divides the inputs if the user names none, refuse one that does not."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Inputs = Mapping[str, int]  # full names of Linears -> their input features
 def choose_groups(
     checkpoint: Checkpoint, grids: Mapping[str, Grid | None], recipe: Recipe
 ) -> tuple[Recipe, tuple[str, ...]]:
-    """Choose the group size of each grid for which none was asked: the largest that divides all its Linears.
+    """Choose the group size of each grid that leaves it open: the largest that divides all its Linears.
 
-    Returns the recipe with these grids, and a note for each whose groups became smaller. `grids` are those
-    of `matched`. ConfigError where no size divides.
+    Returns the recipe with these grids, and a note for each grid whose groups became smaller. `grids` are
+    those of `matched`. Raises ConfigError where no size divides.
     """
     chosen: dict[Grid, Grid] = {}
     notes = []

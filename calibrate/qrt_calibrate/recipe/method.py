@@ -1,4 +1,4 @@
-"""What a calibration method is: where its channel scales come from, and how it rounds; METHODS lists them."""
+"""Calibration methods: where channel scales come from and how weights are rounded. METHODS lists them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Scales(Enum):
-    """Where the scales that move between a source and its readers come from."""
+    """How channel scales are chosen; they move from a source into its readers."""
 
     NONE = "none"
     AWQ = "awq"
@@ -16,12 +16,12 @@ class Scales(Enum):
 
 @dataclass(frozen=True)
 class Method:
-    """What a method does.
+    """How a method rounds.
 
     scales   how channel scales are searched
-    clip        whether a group's range is searched, or its extremes are kept
-    gptq        whether columns make good for the errors of columns before them
-    rows        and rows for those of rows before them, as far as the model's loss feels both alike (YAQA)
+    clip     whether the range of each group is searched; otherwise it keeps its extremes
+    gptq     whether later columns compensate for the rounding errors of earlier ones
+    rows     whether later rows do so too, as far as the loss's gradients at both rows agree (YAQA)
     """
 
     scales: Scales
@@ -31,7 +31,7 @@ class Method:
 
     @property
     def needs_text(self) -> bool:
-        """Whether it looks at activations."""
+        """Whether the method looks at activations."""
         return self.scales is not Scales.NONE or self.clip or self.gptq
 
 

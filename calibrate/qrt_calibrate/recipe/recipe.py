@@ -18,9 +18,9 @@ UNQUANTIZED = "fp16"
 
 @dataclass(frozen=True)
 class Grid:
-    """What a Linear becomes: the scheme it runs in, and the grid of its weight.
+    """How a Linear is quantized: the scheme it runs in, and the grid of its weight.
 
-    group_open   nobody asked for the group size, so `plan` chooses one that divides the inputs
+    group_open   the user named no group size, so `plan` chooses one that divides the inputs
     """
 
     scheme: str
@@ -28,7 +28,7 @@ class Grid:
     group_open: bool = False
 
     def describe(self) -> str:
-        """E.g. "w4a16 g128 asym"."""
+        """Describe the grid in a few words, such as "w4a16 g128 asym"."""
         if self.spec.granularity is not Granularity.GROUP:
             return self.scheme
         return f"{self.scheme} g{self.spec.group_size} {'sym' if self.spec.symmetric else 'asym'}"
@@ -36,9 +36,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Override:
-    """Linears that differ from the recipe's grid.
+    """Another grid for some Linears.
 
-    Those that `pattern` matches (as in `ignore`) get `grid`, or stay unquantized where it is None.
+    Linears that `pattern` matches (as in `ignore`) get `grid`, or stay unquantized if it is None.
     """
 
     pattern: str
@@ -47,24 +47,24 @@ class Override:
 
 @dataclass(frozen=True)
 class Recipe:
-    """scheme and grid, method, Linears that differ, and the calibration text's shape.
+    """Scheme and grid, method, Linears that differ, and the amount of calibration text.
 
-    head_bits     16: the head stays as it is; 8: it is rounded to nearest (`qrt.quant.weight.head`)
-    ignore        Linears left as they are: globs over names, whole or from any dot ("down_proj",
+    head_bits     16: the head stays unquantized; 8: it is rounded to nearest (`qrt.quant.weight.head`)
+    ignore        Linears that stay unquantized: globs over names, whole or from any dot ("down_proj",
                   "model.layers.0.*"), or "re:<regex>" from the name's start
-    overrides     Linears on other grids; of several that match the last counts
+    overrides     Linears on other grids; the last one that matches wins
     calib         data file, folder of data files, or name of a dataset; None is the default text
-    n_samples     windows of `seqlen` tokens each, drawn with `seed`
-    eval_samples  further windows of the text on which the result is compared with the original; 0: none,
-                  which `recipe_of` takes for a method that needs no text
-    damping       share of the Hessian's mean diagonal that GPTQ adds to it; less fits the windows' noise
+    n_samples     number of windows of `seqlen` tokens, chosen with `seed`
+    eval_samples  number of further windows on which the result is compared with the original; 0: none, the
+                  default of `recipe_of` for a method that needs no text
+    damping       share of the Hessian's mean diagonal that GPTQ adds to the diagonal; with less it fits noise
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
     tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.tuning`)
     target_bits   most bits per weight of the result, as `sizes.bits_per_weight` counts; each fused Linear
-                  gets 4, 8 or 16 by its cost. None: all are on the grid, unless max_size is given
-    max_size      GB (10^9 bytes) that all tensors of the result may take: the same choice, another budget
-    zeros_asked   whether the grid's symmetry was asked for; else a mixture of experts is symmetric
-    group_open    nobody asked for the grid's group size, so `plan` chooses one that divides the inputs
+                  gets 4, 8 or 16 by its cost. None: all have the grid, unless max_size is given
+    max_size      most GB (10^9 bytes) of all tensors of the result: the same choice under another budget
+    zeros_asked   the user chose the grid's symmetry; otherwise a mixture of experts is symmetric
+    group_open    the user named no group size for the grid, so `plan` chooses one that divides the inputs
     """
 
     scheme: str
@@ -126,12 +126,12 @@ class Recipe:
 
     @property
     def grid(self) -> Grid:
-        """What a Linear becomes unless an override says otherwise."""
+        """Grid of a Linear that no override matches."""
         return Grid(self.scheme, self.spec, self.group_open)
 
     @property
     def head(self) -> Grid | None:
-        """What the head becomes; None where it stays as it is."""
+        """Grid of the head; None if it stays unquantized."""
         scheme, spec = head_grid(self.scheme, self.head_bits)
         return None if spec is None else Grid(scheme, spec)
 
@@ -147,16 +147,16 @@ class Recipe:
 
     @property
     def steps(self) -> Method:
-        """What the method does."""
+        """How the method rounds."""
         return METHODS[self.method]
 
     @property
     def windows(self) -> tuple[int, int]:
-        """Windows that calibrate, and windows that evaluate."""
+        """Numbers of windows that calibrate and that evaluate."""
         return (self.n_samples if self.steps.needs_text else 0), self.eval_samples
 
     def metadata(self) -> dict[str, Any]:
-        """Return what `quantization_config["qrt"]` says; without time and path, so reruns agree."""
+        """Return the recipe's part of `quantization_config["qrt"]` (no time, no path: reruns agree)."""
         found: dict[str, Any] = {"version": __version__, "scheme": self.scheme, "method": self.method}
         if self.steps.gptq:
             found["damping"] = self.damping

@@ -1,11 +1,11 @@
-"""Recipes from outside: the entries of a YAML file or of the command line, checked and made a Recipe.
+"""Recipes from a YAML file or the command line: check the entries and build a Recipe.
 
 scheme: w4a16          # or bits: 4
 group_size: 128
 head_bits: 8
 method: awq-yaqa
 ignore: [down_proj]
-override:              # of several that match the last counts
+override:              # the last one that matches wins
   - {match: "re:.*layers[.]0[.]", scheme: w8a16, group_size: 64}
   - o_proj=fp16
 """
@@ -60,7 +60,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _renamed(entries: Mapping[Any, Any]) -> dict[str, Any]:
-    """Keys with underscores, flags' names as the entries that they set; ConfigError where two set one."""
+    """Return the entries under their own names; ConfigError where two keys set the same entry."""
     found: dict[str, Any] = {}
     for given, value in entries.items():
         key = str(given).replace("-", "_")
@@ -76,8 +76,8 @@ def _renamed(entries: Mapping[Any, Any]) -> dict[str, Any]:
 def with_flags(entries: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file's entries with the flags put over them.
 
-    A flag also displaces the other key of a choice and, where it changes the scheme, a grid and a method that
-    the new scheme cannot have.
+    A flag also removes the other key of a choice. One that changes the scheme removes a grid and a method
+    that the new scheme cannot have.
     """
     for key, value in entries.items():
         _check(key, value)
@@ -94,7 +94,7 @@ def with_flags(entries: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
 
 
 def recipe_of(entries: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of some entries; ConfigError for an unknown key or a value of the wrong kind.
+    """Build a recipe from entries; ConfigError for an unknown key or a value of the wrong kind.
 
     A method that needs no text reads some only if eval_samples or a budget asks for it.
     """
@@ -141,7 +141,7 @@ def _check(key: str, value: Any) -> None:
 
 
 def _override(entry: Any) -> Override:
-    """ "PATTERN=SCHEME", or {match: PATTERN, scheme: ..., group_size: ..., symmetric: ...}."""
+    """Read "PATTERN=SCHEME", or {match: PATTERN, scheme: ..., group_size: ..., symmetric: ...}."""
     if isinstance(entry, str) and "=" in entry:
         pattern, _, scheme = entry.rpartition("=")
         entry = {"match": pattern, "scheme": scheme}

@@ -1,4 +1,4 @@
-"""Which Linear gets which grid: the recipe's, an override's or none, in whole fused groups."""
+"""The grid of each Linear: the recipe's, an override's or none, the same for a whole fused group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ REGEX = "re:"
 
 
 def select(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None]:
-    """Full name of every Linear of the layers -> its grid, None where it stays as it is.
+    """Return the grid of every Linear in the layers by full name, None where it stays unquantized.
 
-    ConfigError: a pattern matches nothing, nothing is left to quantize, a fused group is split, or a head is
-    both ignored and to be rounded.
+    Raises ConfigError: a pattern matches nothing, nothing is left to quantize, a fused group is split, or a
+    head is both ignored and to be rounded.
     """
     grids = matched(arch, num_layers, recipe)
     if not any(grids.values()):
@@ -32,7 +32,7 @@ def _layers(arch: Arch, num_layers: int) -> list[str]:
 
 
 def matched(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None]:
-    """Return what `select` does, without a check of what is left and of fused groups."""
+    """Return what `select` does, without its checks of what is left and of fused groups."""
     grids: dict[str, Grid | None] = {
         f"{layer}.{projection}": recipe.grid
         for layer in _layers(arch, num_layers)
@@ -54,7 +54,7 @@ def matched(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | Non
 
 
 def _matching(arch: Arch, names: list[str], pattern: str, source: str) -> list[str]:
-    """Return the names that a pattern means; ConfigError where there is none."""
+    """Return the names that a pattern matches; ConfigError if there is none."""
     found = [name for name in names if matches(name, pattern)]
     if not found and matches(arch.head, pattern):
         raise ConfigError(f"{source} {pattern!r} means {arch.head}; use --head-bits, which alone rounds it")
@@ -67,7 +67,7 @@ def _matching(arch: Arch, names: list[str], pattern: str, source: str) -> list[s
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern of --ignore or of an override means the Linear of that full name."""
+    """Whether a pattern of --ignore or of an override matches the Linear `name`."""
     if pattern.startswith(REGEX):
         try:
             return re.match(pattern.removeprefix(REGEX), name) is not None
@@ -77,7 +77,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _check_fused(arch: Arch, layers: list[str], grids: Mapping[str, Grid | None]) -> None:
-    """Engines run the parts of a fused Linear as one, and all experts of a layer: they have one grid."""
+    """Raise ConfigError unless all parts of a fused Linear, and all experts of a layer, have one grid."""
     experts = [part for part in arch.projections if arch.is_expert(part)]
     for layer in layers:
         found: dict[Grid | None, str] = {}

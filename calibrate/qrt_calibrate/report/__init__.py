@@ -1,1 +1,1 @@
-"""What a calibration says at its end, on the screen and in files."""
+"""The report of a calibration, on the screen and in files."""

@@ -9,7 +9,7 @@ from jinja2 import Environment, StrictUndefined
 
 from qrt_calibrate.estimate.sizes import COUNTED
 
-NEAREST = ", rtn"  # added to an error's title: the same error of rounding to nearest
+NEAREST = ", rtn"  # suffix of an error's title: the same error for rounding to nearest
 PAGE = """<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><title>{{ name }}: {{ title }}</title>
@@ -82,7 +82,7 @@ would leave. {% if facts.above_rtn %}Above it, and marked: {{ facts.above_rtn|jo
 
 
 def figure(value: object) -> str:
-    """Return what a table shows of a layer's figure: a number in four digits, text as it is."""
+    """Return a layer's figure as tables show it: a number in four digits, text unchanged."""
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""What a calibration ends with: a table on screen, qrt_report.json and qrt_report.html beside the weights.
+"""The report of a calibration: a table on screen, qrt_report.json and qrt_report.html beside the weights.
 
 The files hold no time and no path, so that reruns write the same bytes.
 """
@@ -26,14 +26,14 @@ from qrt_calibrate.model.streams import LARGEST_TOKEN
 from qrt_calibrate.report.page import NEAREST, figure, render
 from qrt_calibrate.steps.evaluate import Cost
 
-WORST = 5  # layers that the report names
-MASSIVE = 20  # times the median token, from which on a token has massive activations (arXiv:2402.17762)
-UNCOUNTED = ("bias", "weight_shape")  # tensors of a Linear that its bits per weight do not count
+WORST = 5  # number of worst layers that the report names
+MASSIVE = 20  # a token this many times the median has massive activations (arXiv:2402.17762)
+UNCOUNTED = ("bias", "weight_shape")  # tensors of a Linear that do not count in bits per weight
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One finished layer: its figures by column title, and its time."""
+    """One finished layer: its figures by column title, and the seconds it took."""
 
     name: str
     figures: dict[str, float]
@@ -46,7 +46,7 @@ class LayerReport:
 
     @property
     def nearest(self) -> float | None:
-        """The error that rounding to nearest would leave, None where it is not known."""
+        """The error that rounding to nearest would leave; None if unknown."""
         return self.figures.get(f"{self.error}{NEAREST}")
 
     @property
@@ -59,16 +59,16 @@ class LayerReport:
 class Report:
     """One finished calibration.
 
-    cost          what rounding costs on text kept apart, None where none was
-    stored_bytes  of all tensors written
-    bits_per_weight  as `sizes.bits_per_weight` counts
-    calibration   the text and how it was cut, None where none was read
-    tuned         of training end to end, None where it was not asked for: the KL on drawn text in its first
-                  and last steps, and on the text kept apart before it
-    curve         bits against KL, where bits were chosen under a budget
+    cost          cost of rounding on text kept apart, None without such text
+    stored_bytes  bytes of all tensors written
+    bits_per_weight    as `sizes.bits_per_weight` counts
+    calibration   the text and how it was cut, None if none was read
+    tuned         training's KL on drawn text in its first and last steps, and the KL before it on the text
+                  kept apart; None without --tune
+    curve         bits against KL, if bits were chosen under a budget
     """
 
-    job: Job = field(repr=False)  # each Linear, and each layer below, would make it pages
+    job: Job = field(repr=False)  # with every Linear and layer a repr would take pages
     out: Path
     layers: tuple[LayerReport, ...] = field(repr=False)
     cost: Cost | None
@@ -89,7 +89,7 @@ class Report:
         return f"{', '.join(named)} by {recipe.method}"
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but times and paths."""
+        """Return everything but times and paths."""
         recipe = self.job.recipe
         chosen: dict[str, list[str]] = {}
         for name, grid in (self.job.grids | self.job.written).items():
@@ -123,11 +123,11 @@ class Report:
 
     @property
     def worst(self) -> list[LayerReport]:
-        """The layers of largest error, the worst first."""
+        """The layers with the largest errors, the worst first."""
         return sorted(self.layers, key=lambda layer: -layer.figures[layer.error])[:WORST]
 
     def files(self) -> dict[str, str]:
-        """qrt_report.json and qrt_report.html."""
+        """Return the contents of qrt_report.json and qrt_report.html."""
         facts = self.to_json()
         try:
             content = json.dumps(facts, indent=2, allow_nan=False)
@@ -181,22 +181,22 @@ class Report:
 
     @property
     def massive(self) -> list[LayerReport]:
-        """The layers behind which a token is many times as large as most are."""
+        """The layers after which a token is many times larger than most."""
         return [layer for layer in self.layers if layer.figures.get(LARGEST_TOKEN, 0.0) > MASSIVE]
 
     def _massive_activations(self) -> list[str]:
-        """Name the layers behind which tokens have massive activations."""
+        """Name the layers after which tokens have massive activations."""
         layers = self.massive
         if not layers:
             return []
         most = max(layer.figures[LARGEST_TOKEN] for layer in layers)
         named = ", ".join(layer.name.rpartition(".")[2] for layer in layers)
         return [
-            f"massive activations behind layers {named}: a token is up to {most:.0f} times the median one"
+            f"massive activations after layers {named}: a token is up to {most:.0f} times the median token"
         ]
 
     def _above_nearest(self) -> list[str]:
-        """Name the layers whose error is above rounding to nearest's."""
+        """Name the layers whose error is larger than that of rounding to nearest."""
         error, count = self.layers[0].error, len(self.layers)
         above = [
             f"{layer.name} ({figure(layer.figures[error])}, rtn {figure(layer.nearest)})"
@@ -209,7 +209,7 @@ class Report:
 
 
 def source_of(job: Job) -> dict[str, Any]:
-    """Return the calibrated model of the Hub and its commit; {} for a folder, because its path may change."""
+    """Return the Hub name and commit of the calibrated model; {} for a folder, whose path may change."""
     folder = job.source.path
     commit = model_commit(folder)
     return {} if commit is None else {"source": {"model": model_name(folder), "commit": commit}}
