@@ -1,1 +1,1 @@
-"""Arithmetic of rounding: grids, scales, clipping, GPTQ, folds and the moments they need."""
+"""The arithmetic of rounding: grids, scales, clipping, GPTQ, folds and the moments they need."""

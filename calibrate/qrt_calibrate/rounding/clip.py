@@ -1,4 +1,4 @@
-"""Weight clipping: shrink a group's range when the finer grid is worth more than the clipped extremes."""
+"""Weight clipping: shrink a group's range where the finer grid gains more than the extremes lose."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from qrt.quant.spec import QuantSpec
 from qrt_calibrate.rounding.rtn import round_weight
 
 SHRINKS = tuple(1 - step / 40 for step in range(15))  # 1.00, 0.975, ... 0.65
-_BLOCK_ELEMENTS = 1 << 19  # rows are independent: searched in blocks, which stay in a CPU's cache
-_GPU_BLOCK_ELEMENTS = 1 << 24  # where blocks only bound the temporaries
+_BLOCK_ELEMENTS = 1 << 19  # rows are searched in blocks that stay in a CPU's cache
+_GPU_BLOCK_ELEMENTS = 1 << 24  # on a GPU blocks only bound temporary memory
 
 
 def search_clip(weight: Tensor, importance: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """Find each group's shrink factor [N, K/G] of least sum of importance * (w - dequantized w)^2.
 
     weight       [N, K]
-    importance   [K]: what a squared error in a column costs, e.g. E[x^2], the diagonal of the Hessian
+    importance   [K]: cost of a squared error in each column, e.g. E[x^2], the diagonal of the Hessian
     dtype        of the stored scale
     """
     elements = _GPU_BLOCK_ELEMENTS if weight.is_cuda else _BLOCK_ELEMENTS

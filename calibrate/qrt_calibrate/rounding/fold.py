@@ -1,8 +1,9 @@
 """Move channel scales from a source into its readers without changing the function.
 
-`source` output / s, `readers` input * s (AWQ, arXiv:2306.00978; SmoothQuant, arXiv:2211.10438). As a rule the
-scales are powers of two, so a fold only changes exponents: norms and biases, which stay in the model dtype,
-lose no bit, and the layer's output is the same to the last bit.
+The output of `source` is divided by s, the weights of `readers` are multiplied by s (AWQ, arXiv:2306.00978;
+SmoothQuant, arXiv:2211.10438). By default the scales are powers of two, so a fold only changes exponents:
+norms and biases, which stay in the model dtype, lose no bit, and the layer's output stays the same bit for
+bit.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ class Pair:
         self._width = head_dim if self._heads > 1 else channels
 
     def tie(self, statistic: Tensor) -> Tensor:
-        """Reader channels [K] -> source channels: the mean over the channels that share one scale."""
+        """Reduce reader channels [K] to source channels: the mean of the channels that share a scale."""
         return statistic.view(-1, self._heads, self._width).mean(1).flatten()
 
     def tie_largest(self, statistic: Tensor) -> Tensor:
-        """Reduce as `tie` does, with the largest of the channels that share one scale."""
+        """Reduce as `tie` does, with the largest of the channels that share a scale."""
         return statistic.view(-1, self._heads, self._width).amax(1).flatten()
 
     def spread(self, scales: Tensor) -> Tensor:
-        """Source channels -> reader channels [K]."""
+        """Expand source channels to reader channels [K]."""
         return scales.view(-1, 1, self._width).expand(-1, self._heads, -1).flatten()
 
     def is_exact(self, scales: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the fold loses nothing of the norm or bias in the model dtype.
+        """Whether norm and bias lose nothing by the fold in the model dtype.
 
         A loader casts them to that dtype; fp16 can underflow.
         """

@@ -1,7 +1,7 @@
-"""GPTQ (arXiv:2210.17323): round column by column, each error made good by the columns still to come.
+"""GPTQ (arXiv:2210.17323): round column by column; later columns compensate for the error of each.
 
-Columns go by descending diagonal of the Hessian ("static" activation order): scales and zeros are chosen
-before, groups stay where they are, and nothing of the order is left in the file.
+Columns are rounded in the order of the Hessian's diagonal, largest first ("static" activation order). Scales
+and zeros are chosen before that and groups keep their columns, so the file does not store the order.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from qrt.quant.spec import QuantSpec
 from qrt.quant.weight import WeightData
 from qrt_calibrate.rounding.precision import EXACT, products
 
-BLOCK = 128  # columns whose errors are spread one by one; beyond the block they are spread together
-ROW_BLOCKS = 64  # in which rows are rounded where they feel each other
-NARROW = 2048  # most columns of a weight whose rows are cut into ROW_BLOCKS
+BLOCK = 128  # columns that pass errors on one by one; later blocks get those of a block at once
+ROW_BLOCKS = 64  # blocks of rows, where later rows compensate for earlier ones
+NARROW = 2048  # most columns of a weight with ROW_BLOCKS
 WIDE_ROW_BLOCKS = 16  # for a wider weight, which has many column blocks: each block costs some launches
-CACHED_ROWS = 4096  # that a CPU rounds at a time: a block's columns stay in its cache
-WALK_BYTES = 13  # of a weight while its Linear is rounded: as it came, as it is moved, its error, its code
-MOVED_ROWS = 4096  # of a matrix that change places together
-LEAF = 512  # of a matrix that is factorized whole on a CPU
-DAMPING_STEPS = 3  # each ten times the one before
+CACHED_ROWS = 4096  # rows that a CPU rounds at a time: a block's columns stay in its cache
+WALK_BYTES = 13  # per weight while its Linear is rounded: as given, as moved, its error, its code
+MOVED_ROWS = 4096  # rows of a matrix that are moved together
+LEAF = 512  # largest order of a matrix that a CPU factorizes whole
+DAMPING_STEPS = 3  # attempts, each with ten times the damping before
 
 
 class Factor:
@@ -34,7 +34,7 @@ class Factor:
 
     order     [K] int64, columns by descending diagonal of H
     upper     [K, K] U
-    damping   the share of each column's own diagonal that was added to it
+    damping   share of each column's own diagonal that was added to it
     """
 
     def __init__(self, order: Tensor, upper: Tensor, damping: float) -> None:
@@ -42,14 +42,14 @@ class Factor:
 
     @classmethod
     def of(cls, hessian: Tensor, damping: float, level: float = 0.0) -> Factor | None:
-        """Factorize H = E[x x^T] [K, K], damped; None where no damping is enough.
+        """Factorize H = E[x x^T] [K, K], damped; None if no damping is enough.
 
-        `damping` times its own diagonal and `level` times the mean one are added to each column's, and more
-        where that is not enough.
+        To each diagonal element `damping` times itself and `level` times the mean element are added, and more
+        damping if that is not enough.
 
-        The level keeps columns of hardly any input from taking over errors: their grids do not reach so far.
-        An input that was never active gets a diagonal of its own, so its column is rounded to nearest and no
-        other column feels it.
+        The level keeps columns with hardly any input from taking over errors that their grids cannot hold. An
+        input that was never active gets the mean as its diagonal, so its column is rounded to nearest and
+        affects no other column.
         """
         own = hessian.diagonal()
         mean = float(own.mean()) or 1.0
@@ -67,23 +67,23 @@ class Factor:
         return None
 
     def importance(self) -> Tensor:
-        """[K]: the cost of a squared error in each column once those behind it have made good for it."""
+        """Return [K]: the cost of a squared error in each column after later columns have compensated."""
         cost = torch.empty_like(self.upper.diagonal())
         cost[self.order] = self.upper.diagonal().square().reciprocal()
         return cost
 
     def solve(self, rows: Tensor) -> Tensor:
-        """rows [N, K] @ H^-1."""
+        """Return rows [N, K] @ H^-1."""
         solved = torch.empty_like(rows)
         solved[:, self.order] = rows[:, self.order] @ self.upper.T @ self.upper
         return solved
 
 
 def _inverse_factor(matrix: Tensor) -> bool:
-    """Turn `matrix` = L L^T [n, n] into L^-1, in its place; False where it is not positive definite.
+    """Turn `matrix` = L L^T [n, n] into L^-1 in place; return False if it is not positive definite.
 
-    Both rows and columns reversed, it is the U of `Factor`. By halves, so that on a CPU most of it is
-    products, which are several times faster there than LAPACK's factorizations.
+    With rows and columns reversed the result is the U of `Factor`. A CPU halves the matrix recursively: most
+    of the work is then products, which are several times faster there than LAPACK's factorizations.
     """
     n = len(matrix)
     if n <= LEAF or matrix.is_cuda:
@@ -106,7 +106,7 @@ def _inverse_factor(matrix: Tensor) -> bool:
 
 
 def _reordered(matrix: Tensor, order: Tensor) -> Tensor:
-    """matrix[order][:, order], without a third matrix."""
+    """Return matrix[order][:, order] without a third matrix in memory."""
     found = torch.empty_like(matrix)
     for rows, own in zip(found.split(MOVED_ROWS), order.split(MOVED_ROWS), strict=True):
         rows.copy_(matrix[own][:, order])
@@ -114,7 +114,7 @@ def _reordered(matrix: Tensor, order: Tensor) -> Tensor:
 
 
 def _turn(matrix: Tensor) -> Tensor:
-    """`matrix` [n, n] with its rows and columns reversed, in its place."""
+    """Reverse the rows and the columns of `matrix` [n, n] in place."""
     n = len(matrix)
     for first in range(0, n // 2, MOVED_ROWS):
         last = min(first + MOVED_ROWS, n // 2)
@@ -135,11 +135,11 @@ def round_columns(
     spec: QuantSpec,
     rows: Sequence[Factor] = (),
 ) -> WeightData:
-    """`weight` [N, K] on the grid of `scale` and `zero` [N, K/G], column by column along `factor`.
+    """Round `weight` [N, K] to the grid of `scale` and `zero` [N, K/G], column by column along `factor`.
 
-    With `rows`, factors of E[g g^T] of the outputs' gradients, one for each run of successive rows, rows make
-    good for the errors of rows before them too (YAQA, arXiv:2505.22988, on scalar grids): those with the
-    largest gradients come first, and those of one row block do not feel each other.
+    `rows` are factors of E[g g^T] of the outputs' gradients, one for each run of successive rows. With them
+    later rows compensate for the errors of earlier rows too (YAQA, arXiv:2505.22988, on scalar grids). Rows
+    with the largest gradients come first; rows of one row block do not affect each other.
     """
     return _Walk(weight, factor, scale, zero, spec, rows).run()
 
@@ -147,15 +147,15 @@ def round_columns(
 class _Walk:
     """Walk over blocks of rows by blocks of columns.
 
-    A block waits for those before it in its row and in its column, so whole antidiagonals are
-    rounded together: the steps are hardly more than the columns.
+    A block depends on the blocks before it in its row and in its column, so a whole antidiagonal is rounded
+    at once: there are hardly more steps than columns.
 
     members   [R, N/R] the rows of each row block
-    target    [R, K, N/R] weights that errors of earlier rows have moved; columns in the order of the walk
+    target    [R, K, N/R] weights, moved by errors of earlier rows; columns in the order of the walk
     groups    [K] the group of each of these columns, whose scales and zeros are [R, K/G, N/R]
-    errors    [R, K, N/R] errors / U_ii of the columns rounded so far, which move those behind them
-    spread    for each row block, what its error is to later rows of its run: [runs, n, later rows] for
-              successive runs of one length, n rows of each being in the block
+    errors    [R, K, N/R] errors / U_ii of the columns rounded so far, which move later columns
+    spread    for each row block, the effect of its errors on later rows of its run: [runs, n, later rows] for
+              successive runs of one length, of which n rows each are in the block
     """
 
     def __init__(
@@ -189,14 +189,14 @@ class _Walk:
         self._codes = torch.empty(self._target.shape, dtype=torch.uint8, device=weight.device)
 
     def _arranged(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """[N, C] -> [R, columns, N/R], some columns at a time."""
+        """Rearrange rows [N, C] to [R, columns, N/R], some columns at a time."""
         found = rows.new_empty(len(self._members), len(columns), self._members.shape[1])
         for own, some in zip(found.split(BLOCK, 1), columns.split(BLOCK), strict=True):
             own.copy_(rows[:, some][self._members].transpose(1, 2))
         return found
 
     def run(self) -> WeightData:
-        """Round everything."""
+        """Round all blocks."""
         k = self._target.shape[1]
         waves = k // self._width + self._count - 1
         for wave in range(waves):
@@ -210,7 +210,7 @@ class _Walk:
         return WeightData(values, self._scale, self._zero, bits=self._spec.bits)
 
     def _round(self, at: list[tuple[int, slice]]) -> None:
-        """Round the blocks `at` (row block, columns), of successive row blocks, and let those behind know."""
+        """Round the blocks `at` (row block, columns) of successive row blocks, and pass on their errors."""
         target = torch.stack([self._target[b, span] for b, span in at])
         block = torch.stack([self._moved(b, span) for b, span in at])
         groups = torch.stack([self._groups[span] for _, span in at])
@@ -229,7 +229,7 @@ class _Walk:
                 self._pass_on(b, span, left)
 
     def _moved(self, block: int, span: slice) -> Tensor:
-        """Return the target of columns `span` of row block `block`, moved by errors of earlier ones."""
+        """Return the target of columns `span` of row block `block`, moved by errors of earlier columns."""
         target = self._target[block, span]
         if not span.start:
             return target
@@ -249,7 +249,7 @@ class _Walk:
 
 
 def _spread(upper: Tensor, block: int, count: int) -> Tensor:
-    """Return what errors of row block `block` of `count` are to later rows: [runs, n, later rows].
+    """Return the effect of errors in row block `block` of `count` on later rows: [runs, n, later rows].
 
     `upper` [runs, rows, rows] holds the factors of the runs.
     """
@@ -264,8 +264,8 @@ def _round_block(
 ) -> tuple[Tensor, Tensor]:
     """Round the columns of `block` [blocks, columns, rows] in turn.
 
-    Each error is spread over the rest of them by `upper` [blocks, columns, columns]. Returns codes and errors
-    / U_ii, both fp32 and of the block's shape.
+    `upper` [blocks, columns, columns] spreads each error over the columns that follow. Returns codes and
+    errors / U_ii, both fp32 and of the block's shape.
     """
     if block.is_cuda:
         from qrt_calibrate.rounding.gptq_kernel import round_block

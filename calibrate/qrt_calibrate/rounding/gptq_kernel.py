@@ -1,6 +1,6 @@
-"""GPTQ's inner loop on a GPU: a block's columns rounded in turn by one launch, its rows side by side.
+"""GPTQ's inner loop on a GPU: one launch rounds a block's columns in turn, its rows in parallel.
 
-Column by column from the host a block of 128 takes some thousand launches, which cost more than their work.
+From the host, a block of 128 columns would take some thousand launches, which cost more than their work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 32  # of a block that one program rounds, with all their columns in registers
+ROWS = 32  # rows of a block that one program rounds, with all their columns in registers
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _round_block_kernel(  # noqa: PLR0913  # a kernel takes its operands one by 
     MIDPOINT: tl.constexpr, LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid [row tiles, blocks]; operands as in `round_block`, contiguous."""
+    """Round a tile of rows; the grid is [row tiles, blocks], operands are those of `round_block`."""
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = own < rows
     columns = tl.arange(0, PADDED)
@@ -47,7 +47,7 @@ def _round_block_kernel(  # noqa: PLR0913  # a kernel takes its operands one by 
 def round_block(
     block: Tensor, scales: Tensor, zeros: Tensor | None, upper: Tensor, midpoint: int, levels: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes and errors / U_ii of `block` [blocks, columns, rows], both fp32 and of its shape.
+    """Round `block` [blocks, columns, rows]: codes and errors / U_ii, both fp32 and of its shape.
 
     scales, zeros   as `block`; without zeros every zero is `midpoint`
     upper           [blocks, columns, columns], upper triangular

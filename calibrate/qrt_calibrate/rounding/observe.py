@@ -1,4 +1,4 @@
-"""What a layer's Linears see in calibration: moments of their inputs, and calls to search against."""
+"""Inputs of a layer's Linears in calibration: their moments, and recorded calls to compare with."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TRUST_ROWS = 512  # of a weight, at least, that tell how much of its correction to trust
+TRUST_ROWS = 512  # rows of a weight, at least, that decide how far its correction is trusted
 
 
 class _Reached(Exception):
-    """Ends a layer's forward where its last wanted input is known."""
+    """Ends a layer's forward once its last wanted input is known."""
 
 
 def inputs_of(layer: nn.Module, names: Sequence[str], run: Callable[[], object]) -> list[Tensor]:
     """Return the inputs [T, K] of the submodules `names` while `run` runs `layer`.
 
-    The names are in the order they run in; what comes after the last of them is not run.
+    The names are in the order in which they run; modules after the last one do not run.
     """
     found: dict[str, Tensor] = {}
 
@@ -43,25 +43,26 @@ def inputs_of(layer: nn.Module, names: Sequence[str], run: Callable[[], object])
 
 
 def norm_weights(stream: Tensor, eps: float) -> Tensor:
-    """Return [T, 1]: what a squared error in each token of `stream` [T, H] costs behind RMSNorm.
+    """Return [T, 1]: the cost of a squared error in each token of `stream` [T, H] after RMSNorm.
 
-    RMSNorm divides a token by its size, and an error in it too. So an error in a token with massive
+    RMSNorm divides a token by its size, and the error in it as well. So an error in a token with massive
     activations (arXiv:2402.17762) costs little.
     """
     return 1 / (stream.square().mean(-1, keepdim=True) + eps)
 
 
 class Moments:
-    """Moments of a Linear's input over all calibration tokens, fp32: x in the rounded model, x' in the exact.
+    """Moments of a Linear's input over all calibration tokens, fp32.
 
-    Tokens count by their weights, if `add` gets some; all but max_abs are then up to a common factor.
+    x is the input in the rounded model, x' the input in the exact model. Tokens count by their weights if
+    `add` gets some; all moments but max_abs then have a common factor.
 
     mean_abs, max_abs   [K]       of |x|
     hessian             [K, K]    E[x x^T]
-    drift               [2, K, K] E[(x' - x) x^T]: what rounding so far has done to the input, in two shares,
-                                  each of its own windows. Of a Linear whose output is added to the residual
-                                  stream r, by its `weight` W [N, K], [2, N, K] E[d x^T], where
-                                  d = W (x' - x) + r' - r is what the stream lacks behind it
+    drift               [2, K, K] E[(x' - x) x^T], the effect of rounding so far on the input, in two shares,
+                                  each with windows of its own. For a Linear with `weight` W [N, K] whose
+                                  output is added to the residual stream r it is [2, N, K] E[d x^T], where
+                                  d = W (x' - x) + r' - r is what the stream lacks after the Linear
     """
 
     def __init__(self, in_features: int, weight: Tensor | None, device: torch.device) -> None:
@@ -83,12 +84,12 @@ class Moments:
         stream: tuple[Tensor, Tensor] | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        """Count the inputs x [T, K], and `exact` in their place in the exact model.
+        """Count the inputs x [T, K]; `exact` are the same inputs in the exact model.
 
-        total     tokens in all
-        half      0 or 1: the share of the windows they belong to
-        stream    r and r' [T, N] beside them
-        weights   [T, 1]: what a squared error in each token costs
+        total     number of tokens in all
+        half      0 or 1: the share of the windows that they belong to
+        stream    r and r' [T, N] of these tokens
+        weights   [T, 1]: cost of a squared error in each token
         """
         self._shares[half] += len(x) / total
         self.max_abs = torch.maximum(self.max_abs, x.abs().amax(0))
@@ -106,7 +107,7 @@ class Moments:
         self.drift[half].addmm_(moved.T, x, alpha=1 / total)
 
     def join(self, other: Moments) -> None:
-        """Count in what `other` has counted, on whatever device."""
+        """Add what `other` has counted, on any device."""
         device = self.hessian.device
         self.mean_abs += other.mean_abs.to(device)
         self.max_abs = torch.maximum(self.max_abs, other.max_abs.to(device))
@@ -115,7 +116,7 @@ class Moments:
         self._shares = [own + more for own, more in zip(self._shares, other._shares, strict=True)]
 
     def divide(self, scales: Tensor) -> None:
-        """Follow a fold that divides the input by `scales` [K]: H becomes D^-1 H D^-1, no second pass."""
+        """Follow a fold that divides the input by `scales` [K]: H becomes D^-1 H D^-1."""
         for moment in (self.mean_abs, self.max_abs, self.hessian, self.drift):
             moment.div_(scales)
         self.hessian.div_(scales[:, None])
@@ -123,32 +124,33 @@ class Moments:
             self.drift.div_(scales[:, None])
 
     def take_correction(self, weight: Tensor, solve: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
-        """Return what to add to `weight` [N, K] to be nearest the exact output, and how much of it to trust.
+        """Return the correction of `weight` [N, K] towards the exact output, and how far to trust it, 0 to 1.
 
-        The trust is from 0 to 1. `solve`: rows [N, K] -> rows @ H^-1.
+        `solve` maps rows [N, K] to rows @ H^-1.
 
-        With d what the output lacks, the correction is E[d x^T] H^-1. Each share of the windows estimates E[d
-        x^T] on its own, with noise of its own: <one, other> is the square of what both see, <mean, mean> that
-        plus the noise of the mean, and their ratio the factor of least error (Wiener's). That is one number,
-        so TRUST_ROWS rows tell it. The shares of `drift` are merged in their place: once only.
+        If d is what the output lacks, the correction is E[d x^T] H^-1. Each share of the windows estimates
+        E[d x^T] with noise of its own. The product of the two estimates is the square of what both see; the
+        square of their mean has the noise of the mean in addition. Their ratio is the factor with the least
+        error (Wiener's). That is one number, so TRUST_ROWS rows are enough for it. The shares of `drift` are
+        merged in place, so this can be called only once.
         """
         rows = slice(None, None, max(1, len(weight) // TRUST_ROWS))
         first, second = (self._pull(weight, half, rows) for half in (0, 1))
         agreed = float((solve(first) * second).sum())
         correction = solve(self.drift[0].add_(self.drift[1]))
-        if self._weight is None:  # such Linears have more outputs than inputs: H^-1 on the smaller side
+        if self._weight is None:  # such Linears have more outputs than inputs, so H^-1 is applied before W
             correction = weight @ correction
         size = float((correction[rows] * first.add_(second)).sum()) * self._shares[0] * self._shares[1]
         return correction, min(1.0, max(0.0, agreed / size)) if size > 0 else 0.0
 
     def _pull(self, weight: Tensor, half: int, rows: slice) -> Tensor:
-        """[rows, K]: a share's part of E[d x^T], for some rows."""
+        """Return a share's part of E[d x^T] for some rows: [rows, K]."""
         return weight[rows] @ self.drift[half] if self._weight is None else self.drift[half, rows].clone()
 
 
 @dataclass(frozen=True)
 class Call:
-    """One recorded call of a module: its arguments and its output, to be repeated with other weights."""
+    """A recorded call of a module, its arguments and its output, to be repeated with other weights."""
 
     module: nn.Module
     arguments: tuple[Any, ...]
@@ -156,7 +158,7 @@ class Call:
     output: Tensor
 
     def loss(self, weights: Tensor | None = None) -> float:
-        """Return the mean squared difference of the module's output now from the recorded one.
+        """Return the mean squared difference between the module's output now and the recorded one.
 
         `weights` [T, 1] multiply each token's.
         """

@@ -1,4 +1,4 @@
-"""How exactly fp32 products are computed."""
+"""The precision of fp32 matrix products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TF32 = "high"  # on tensor cores: 10 bits of mantissa, more than the bf16 that m
 
 @contextmanager
 def products(precision: str) -> Iterator[None]:
-    """fp32 products in `precision`, one of torch's names, until the block ends."""
+    """Compute fp32 products in `precision`, one of torch's names, until the block ends."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

@@ -1,4 +1,4 @@
-"""Round to nearest, and what becomes of a weight on its way to the file."""
+"""Round weights to nearest, take stacks of them apart, and prepare them for the writer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from qrt.quant.weight import WeightData
 def round_weight(
     weight: Tensor, spec: QuantSpec, dtype: torch.dtype, shrink: float | Tensor = 1.0
 ) -> WeightData:
-    """`weight` [N, K] on the grid of `spec`, with scales in `dtype`; `shrink` as in `choose_qparams`."""
+    """Round `weight` [N, K] to nearest on the grid of `spec`, scales in `dtype`; see `choose_qparams`."""
     scale, zero = choose_qparams(weight, spec, dtype, shrink)
     return WeightData(quantize(weight, scale, zero, spec), scale, zero, bits=spec.bits)
 
 
 def split(data: WeightData, rows: list[int]) -> list[WeightData]:
-    """Take a stack of weights apart: `rows` output features each."""
+    """Take a stack of weights apart, into parts of `rows` output features."""
     assert data.scale is not None
     zeros = [None] * len(rows) if data.zero is None else data.zero.split(rows)
     return [

@@ -1,4 +1,4 @@
-"""The scale searches: candidates for one smoothing pair, and what each costs once its readers are rounded."""
+"""The search of channel scales: candidates for a smoothing pair, and their cost with rounded readers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from qrt_calibrate.rounding.gptq import Factor
 from qrt_calibrate.rounding.observe import Call
 from qrt_calibrate.rounding.rtn import round_weight
 
-GRID = 20  # candidates of AWQ's search, the identity among them
-STRENGTHS = (0.3, 0.5, 0.65, 0.8, 0.9)  # SmoothQuant's alpha: how much of an outlier the weights take over
+GRID = 20  # candidates of AWQ's search, with the identity
+STRENGTHS = (0.3, 0.5, 0.65, 0.8, 0.9)  # SmoothQuant's alpha: the share of an outlier that weights take
 _TINY = 1e-5
 
 
 def awq_candidates(pair: Pair, magnitude: Tensor, spec: QuantSpec, powers: bool) -> Iterator[Tensor]:
-    """Scales per source channel: the identity, then x^r / w^(1-r) for r from 0 to 1, without repeats.
+    """Yield scales per source channel: the identity, then x^r / w^(1-r) for r from 0 to 1, no repeats.
 
-    x is the channel's `magnitude` [K] in the readers' input, w that in the weights relative to their group's
-    largest. Scales are centred, sqrt(max * min) = 1, and with `powers` rounded to powers of two; a channel
-    never seen active keeps 1.
+    x is the channel's `magnitude` [K] in the readers' input, w its magnitude in the weights, relative to the
+    largest of their group. Scales are centred, sqrt(max * min) = 1, and with `powers` rounded to powers of
+    two. A channel that was never active keeps 1.
     """
     x, w = pair.tie(magnitude), pair.tie(_relative_magnitude(pair, spec))
     active = x > 0
@@ -63,16 +63,16 @@ def _centred(active: Tensor, logs: Iterable[Tensor], powers: bool) -> Iterator[T
 
 
 def _relative_magnitude(pair: Pair, spec: QuantSpec) -> Tensor:
-    """[K]: mean over the readers' rows of |w| / the largest |w| of its group."""
+    """Return [K]: the mean over the readers' rows of |w| / the largest |w| of its group."""
     weight = torch.cat([reader.weight for reader in pair.readers]).abs()
     groups = weight.unflatten(1, (-1, spec.group_of(weight.shape[1])))
     return (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1).mean(0)
 
 
 class RoundedCost:
-    """The mean squared error of a block whose readers are truly rounded to nearest: AWQ's judge.
+    """The cost of scales by AWQ: the mean squared error of a block whose readers are rounded to nearest.
 
-    `weights` [T, 1]: what a squared error in each token costs.
+    `weights` [T, 1] are the cost of a squared error in each token.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class RoundedCost:
 
 
 class ColumnCost:
-    """What GPTQ will leave of the error, without rounding anything.
+    """The cost of scales as the error that GPTQ will leave, estimated without rounding.
 
-    It is the variance of rounding, step^2 / 12, in each column, times what an error there costs after later
-    columns have made good for it. Folding s turns the factor U of the Hessian into U D, so that cost into
-    cost / s^2, whatever the candidate.
+    It is the variance of rounding, step^2 / 12, in each column times the cost of an error there after later
+    columns have compensated. Folding s turns the factor U of the Hessian into U D, and so that cost into
+    cost / s^2, for every candidate.
     """
 
     def __init__(self, pair: Pair, factor: Factor, spec: QuantSpec) -> None:
@@ -127,7 +127,7 @@ class ColumnCost:
 def round_input(module: nn.Linear, columns: Tensor | None = None) -> Any:
     """Make `module` read its input as int8 tokens, as a W8A8 kernel does; return the hook's handle.
 
-    The input is divided by `columns` first, which the weight has already taken in.
+    The input is divided by `columns` first, because the weight was multiplied by them.
     """
 
     def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
