@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a quantized one: read a layer, quantize it, write it, forget it."""
+"""The whole calibration: read a layer, quantize it, write it, forget it, for all layers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from qrt_calibrate.tuning.tune import tune
 def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.device) -> Report:
     """Quantize checkpoint `model` into the new folder `out`, on one device or several of one kind.
 
-    Several devices share the windows, and the first one does the rest. Memory: two copies of one decoder
-    layer in fp32 with their temporaries and one Linear's input moments, and the hidden states of the windows,
-    exact and rounded (each n_samples * seqlen * hidden size, fp32; in files where RAM is short). A run that
-    ends early leaves its finished layers in `<out>.partial`, and the same call goes on from there to the same
-    bytes. Raises QrtError for whatever a user can put right.
+    Several devices share the windows, and the first one does the rest. Memory holds two copies of one decoder
+    layer in fp32 with their temporaries, one Linear's input moments, and the hidden states of the windows,
+    exact and rounded (each n_samples * seqlen * hidden size, fp32; in files if RAM is short). A run that ends
+    early leaves its finished layers in `<out>.partial`; the same call continues from there to the same bytes.
+    Raises QrtError for everything that a user can correct.
     """
     start = time.perf_counter()
     job = plan(open_checkpoint(model), recipe, *devices)
@@ -89,9 +89,9 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.devi
 
 
 def prepare(job: Job) -> tuple[Calibration | None, Budget | None]:
-    """Return the text and the budget of a job, None where it has none.
+    """Return the text and the budget of a job, None if it has none.
 
-    Raises what is wrong with them before anything is measured.
+    Raises QrtError if something is wrong with them, before anything is measured.
     """
     budget = budget_of(job) if job.recipe.has_budget else None
     text = calibration(job.recipe, job.checkpoint.path) if any(job.recipe.windows) else None
@@ -123,7 +123,7 @@ def _with_bits(job: Job, budget: Budget, text: Calibration) -> tuple[Job, tuple[
 
 
 class Run:
-    """The steps of one job, first to last; those that `writer` has already are taken up, not done again."""
+    """The steps of one job, from first to last; steps that `writer` already has are read, not repeated."""
 
     def __init__(self, job: Job, writer: CheckpointWriter, text: Calibration | None) -> None:
         self._job, self._writer = job, writer
@@ -131,7 +131,7 @@ class Run:
         self._windows = None if text is None else self._begin(text.windows)
 
     def _begin(self, ids: Tensor) -> Windows:
-        """Embed the windows, and compute the loss's gradients if a layer is still to round by them."""
+        """Embed the windows, and compute the loss's gradients if a layer is left that needs them."""
         job, folder = self._job, self._writer.working_folder
         decoder = Decoder(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
         calibrating, stored = job.recipe.windows[0], job.checkpoint.spec(f"{job.arch.embed}.weight").dtype
@@ -142,7 +142,7 @@ class Run:
         return Windows(decoder, streams, ids)
 
     def layer(self, index: int) -> LayerReport:
-        """Quantize layer `index` and write it, or take it up as written; then run it, exact and rounded."""
+        """Quantize and write layer `index`, or read it if it is written; then run it, exact and rounded."""
         began = time.perf_counter()
         job, windows, name = self._job, self._windows, self._job.layer_name(index)
         tensors, grids = read_layer(job.checkpoint, name), job.layer_grids(index)
@@ -158,7 +158,7 @@ class Run:
         return LayerReport(name, self._written.figures(label(index)), time.perf_counter() - began)
 
     def rest(self) -> None:
-        """Copy what is outside the layers, the head rounded if it is to be."""
+        """Copy the tensors outside the layers, and round the head if the recipe says so."""
         if self._written.has(REST):
             return
         job, inside = self._job, f"{self._job.arch.layers}."
@@ -172,10 +172,9 @@ class Run:
         self._writer.finish_step(REST, {})
 
     def tune(self) -> dict[str, float] | None:
-        """Train the written layers end to end, write them once more and run them.
+        """Train the written layers end to end, write them again and run them.
 
-        Returns the figures; None where that is not asked for. A run killed here begins again with the first
-        step.
+        Returns the figures; None without --tune. A run that is killed here starts its training again.
         """
         if not self._job.recipe.tune:
             return None
@@ -197,7 +196,7 @@ class Run:
         return self._written.figures(TUNED)
 
     def cost(self) -> Cost | None:
-        """Measure what the whole costs, on the windows kept apart for it."""
+        """Measure the cost of rounding on the windows kept apart for it."""
         if self._windows is None:
             return None
         weight, grid = self._written.head(), self._job.recipe.head
@@ -206,7 +205,7 @@ class Run:
 
 
 def _fingerprint(job: Job, text: Calibration | None) -> dict[str, Any]:
-    """All that decides the bytes: two runs that agree in it may share their parts."""
+    """Return everything that decides the bytes: two runs that agree in it may share their parts."""
     files = sorted(path for path in job.checkpoint.path.glob("*.safetensors"))
     return {
         "recipe": repr(job.recipe),

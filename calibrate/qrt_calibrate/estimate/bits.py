@@ -1,9 +1,9 @@
-"""Bits under a budget: what each fused Linear of each layer costs at each width, and which to spend bits on.
+"""Bits under a budget: measure the cost of each fused Linear at each width, then spend the bits.
 
-One sweep over the layers measures them all: for every fused Linear and every width a stream of hidden states
-sets out, in which that Linear alone is rounded, and travels on through exact layers beside the others. Behind
-the last layer its KL divergence from the exact model is the price of that choice. Then the cheapest widths
-are raised one after the other, each time where a byte saves most KL, until the budget is spent.
+One pass over the layers measures all. For every fused Linear and every width a stream of hidden states
+begins, in which only that Linear is rounded; it continues through exact layers. After the last layer its KL
+divergence from the exact model is the price of that choice. Then widths are raised one by one from the
+narrowest, each time where a byte saves most KL, until the budget is spent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from qrt_calibrate.recipe.recipe import Grid, Override
 from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.rtn import round_weight
 
-WINDOWS = 4  # that measure; hidden states of all candidates are kept
+WINDOWS = 4  # windows that measure; hidden states of all candidates are kept
 
 
 @dataclass(frozen=True)
 class Point:
-    """One step of the trade-off: bits per weight of all Linears, the KL expected, and what was raised."""
+    """One step of the trade-off: bits per weight of all Linears, the expected KL, and the width raised."""
 
     bits: float
     kl: float
@@ -37,7 +37,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The widths chosen, as overrides of the recipe's grid, and the way there."""
+    """The chosen widths, as overrides of the recipe's grid, and the steps that led to them."""
 
     overrides: tuple[Override, ...]
     curve: tuple[Point, ...]
@@ -101,7 +101,7 @@ def _divergence(decoder: Decoder, exact: Tensor, hidden: Tensor) -> float:
 
 
 def _cost(unit: Unit, width: int, wider: int) -> float:
-    """Bits that a wider unit takes in addition."""
+    """Return the additional bits of a wider unit."""
     return unit.weights * (unit.sizes[wider] - unit.sizes[width])
 
 
@@ -112,13 +112,13 @@ def spend(
     target_bits: float,
     settled: Settled,
 ) -> Allocation:
-    """Raise widths greedily from the narrowest, which fits; the target counts the `settled` Linears too."""
+    """Raise widths greedily from the narrowest, which fits; the `settled` Linears count in the target."""
     widths = sorted(grids)
     total = settled.weights + sum(unit.weights for unit in units)
     chosen = dict.fromkeys(range(len(units)), widths[0])
 
     def price(number: int, width: int) -> float:
-        return prices.get((number, width), 0.0)  # 16 bits are exact
+        return prices.get((number, width), 0.0)  # an unchanged Linear costs nothing
 
     def average() -> float:
         return settled.average(units, (units[number].sizes[width] for number, width in chosen.items()))

@@ -27,9 +27,9 @@ SIXTEEN = 16  # stands for the width a Linear already has, which is 32 in a floa
 class Unit:
     """A fused Linear.
 
-    parts     the full names of its Linears
-    weights   how many weights it has
-    sizes     width -> bits per weight on disk, counted as `sizes.bits_per_weight` does
+    parts     full names of its Linears
+    weights   number of its weights
+    sizes     bits per weight on disk by width, counted as `sizes.bits_per_weight` does
     """
 
     parts: tuple[str, ...]
@@ -39,7 +39,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Settled:
-    """Linears with a width that is already decided: how many weights they have, and how many bits in all."""
+    """Linears whose width is already decided: the number of their weights, and of their bits in all."""
 
     weights: int = 0
     bits: float = 0
@@ -52,13 +52,13 @@ class Settled:
 
 @dataclass(frozen=True)
 class Budget:
-    """What there is to choose, and how much it may take.
+    """The open choices, and how much they may take.
 
     units         fused Linears whose width is open
-    grids         width -> what a unit becomes, None: it stays as it is
+    grids         grid of a unit by width; None leaves it unchanged
     settled       the other Linears of the layers
     bits          most bits per weight, on average over all Linears of the layers
-    rest_bytes    of all other tensors of the result
+    rest_bytes    bytes of all other tensors of the result
     """
 
     units: list[Unit]
@@ -74,16 +74,16 @@ class Budget:
 
     @property
     def narrowest(self) -> float:
-        """Bits per weight where all units are at their narrowest."""
+        """Bits per weight with all units at their narrowest."""
         return self.settled.average(self.units, [min(unit.sizes.values()) for unit in self.units])
 
     @property
     def widest(self) -> float:
-        """Bits per weight where all units stay as they are."""
+        """Bits per weight with all units unchanged."""
         return self.settled.average(self.units, [max(unit.sizes.values()) for unit in self.units])
 
     def line(self, own: Grid) -> str:
-        """For the screen, before anything is chosen and while all units are on their `own` grid."""
+        """Return a line for the screen, while nothing is chosen and all units have their `own` grid."""
         bits = (self.narrowest, self.bits)
         least, most = ((self.rest_bytes + self.weights * each / 8) / 1e9 for each in bits)
         return (
@@ -94,7 +94,7 @@ class Budget:
 
 
 def budget_of(job: Job) -> Budget:
-    """Return the choice that target_bits or max_size leaves; ConfigError where it leaves none."""
+    """Return the choice that target_bits or max_size leaves; ConfigError if it leaves none."""
     recipe = job.recipe
     grids: dict[int, Grid | None] = {bits: _grid(recipe.grid, bits) for bits in weight_only()}
     grids[SIXTEEN] = None
@@ -119,7 +119,7 @@ def budget_of(job: Job) -> Budget:
 
 
 def _check_range(recipe: Recipe, budget: Budget) -> None:
-    """ConfigError for a budget that the narrowest widths exceed, or that the Linears keep as they are."""
+    """Raise ConfigError for a budget below the narrowest widths, or one that changes nothing."""
     narrowest, widest = budget.narrowest, budget.widest
     if narrowest - SLACK <= budget.bits < widest - SLACK:
         return
@@ -150,7 +150,7 @@ def _grid(own: Grid, bits: int) -> Grid:
 
 
 def _units(job: Job, grids: Mapping[int, Grid | None]) -> list[Unit]:
-    """Return the fused Linears that neither --ignore nor an override settles."""
+    """Return the fused Linears whose width neither --ignore nor an override decides."""
     patterns = [override.pattern for override in job.recipe.overrides]
     units = []
     for index in range(job.config.num_layers):

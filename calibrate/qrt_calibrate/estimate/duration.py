@@ -1,7 +1,4 @@
-"""How long a calibration will take with nothing else running: parts of its work are timed, then counted.
-
-Writing files is left out.
-"""
+"""Estimate how long a calibration takes: time parts of its work, then count them. Writing is left out."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ from qrt_calibrate.steps.bench import SEARCH_TOKENS
 from qrt_calibrate.steps.sensitivity import block_sizes, gradient_windows
 from qrt_calibrate.tuning.training import TEXT_WINDOWS, Training
 
-SLICE = 256  # columns that GPTQ rounds, and rows whose clipping is searched
-ROWS = 4096  # that GPTQ rounds, and of a head
-ORDER = 512  # of the Hessian that is factorized
-TOKENS = 128  # that a CPU runs through a layer, or a head; a GPU takes a batch of whole windows
-ENOUGH = 0.1  # seconds of timing one part
+SLICE = 256  # columns that GPTQ rounds for timing, and rows whose clipping is searched
+ROWS = 4096  # rows that GPTQ rounds for timing, and rows of a head
+ORDER = 512  # order of the Hessian that is factorized for timing
+TOKENS = 128  # tokens that a CPU runs through a layer or a head; a GPU runs a batch of whole windows
+ENOUGH = 0.1  # seconds spent on timing one part
 LEAST_CALLS, MOST_CALLS = 2, 8
 
 
@@ -67,7 +64,7 @@ def expected_seconds(job: Job, budget: Budget | None = None) -> float:
 
 
 def in_words(seconds: float) -> str:
-    """Return an estimate as one says it: "about 12 minutes"."""
+    """Return an estimate in words, such as "about 12 minutes"."""
     minutes = seconds / 60
     if minutes < 0.75:
         return "less than a minute"
@@ -81,7 +78,7 @@ def in_words(seconds: float) -> str:
 
 
 def _nearest(few: Tensor, spec: QuantSpec, dtype: torch.dtype) -> float:
-    """Round some rows to nearest."""
+    """Time rounding some rows to nearest."""
     return _seconds(lambda: round_weight(few, spec, dtype).dequantize(), few)
 
 
@@ -98,7 +95,8 @@ def _rounding(steps: Method, grid: Grid, weight: Tensor, dtype: torch.dtype) -> 
     nearest = _nearest(few, spec, dtype) * rows / len(few)
     if not steps.needs_text:
         return nearest
-    seconds = nearest * (2 + _candidates(steps.scales))  # once more for the error of rounding to nearest
+    # beside the candidates: the result, and rounding to nearest for its error
+    seconds = nearest * (2 + _candidates(steps.scales))
     if steps.clip:
         cost = torch.ones(columns, device=weight.device)
         found = _seconds(lambda: search_clip(few, cost, spec, dtype), few)
@@ -116,8 +114,9 @@ def _candidates(scales: Scales) -> int:
 def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool, refactored: bool) -> float:
     """Time a Hessian's factorization and the walk over the columns.
 
-    `refactored`: the Hessian is factorized again behind a fold. `coupled`: the moments of the rows are
-    factorized too, the walk is longer, and errors are sent on by rows.
+    refactored   the Hessian is factorized again after a fold
+    coupled      rows compensate too: their moments are factorized, the walk is longer, and errors go to later
+                 rows
     """
     rows, columns = weight.shape
     order = min(columns, ORDER)
@@ -142,9 +141,9 @@ def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool, refacto
 
 
 class _Windows:
-    """Time what depends on the text: forwards over the windows, moments and the head.
+    """Time the work that depends on the text: forwards over the windows, moments and the head.
 
-    Devices are taken to be alike, and to have as many windows each.
+    All devices are assumed to be equal and to have the same number of windows.
 
     forward   seconds of one window through a layer
     """
@@ -161,17 +160,17 @@ class _Windows:
         weights = sum(shape.numel() for shape in self._shapes.values())
         width = job.config.num_heads * job.config.head_dim
         per_token = (2 * weights + 4 * width * length for length in (self._seqlen, tokens))
-        more = next(per_token) / next(per_token)  # a token of a longer window attends to more
-        self._times = self._seqlen / tokens / batch  # a window is so many times what is timed
+        more = next(per_token) / next(per_token)  # tokens of a longer window attend to more tokens
+        self._times = self._seqlen / tokens / batch  # timed pieces of work in one window
         self.forward = more * self._window(lambda: self._decoder.run(0, self._layer, self._hidden))
         self._more = more
 
     def _window(self, work: Callable[[], object]) -> float:
-        """Seconds of `work`, done on `_hidden`, for a whole window."""
+        """Return the seconds of `work`, which takes `_hidden`, for a whole window."""
         return self._times * _seconds(work, self._hidden)
 
     def seconds(self, budget: Budget | None) -> float:
-        """Of everything, on all devices together."""
+        """Return the seconds of everything, with all devices at work."""
         job = self._job
         calibrating, evaluating = job.recipe.windows
         layers = job.config.num_layers
@@ -189,7 +188,7 @@ class _Windows:
         return seconds / len(job.devices)
 
     def _moments(self) -> float:
-        """Moments of the inputs of one window, and the forwards to them in both models."""
+        """Time the moments of one window's inputs, and the forwards to them in both models."""
         total, before, seconds = sum(shape.numel() for shape in self._shapes.values()), 0, 0.0
         for fused, parts in self._job.arch.fuse:
             seconds += 2 * self.forward * before / total  # up to the Linears' input
@@ -198,7 +197,7 @@ class _Windows:
                 self._hidden.shape[:2].numel(), self._shapes[parts[0]][1], device=self._hidden.device
             )
             moments = 2 * self._window(partial(torch.mm, x.T, x))  # Hessian and drift
-            if _apart(self._job.arch, fused):  # every expert's, and what leads there, in both copies
+            if _apart(self._job.arch, fused):  # every expert's, and the forward to it, in both copies
                 flat = self._hidden.flatten(0, 1)
                 moments += 2 * self._window(partial(inside, self._layer, parts[0], flat))
                 moments *= len(parts)
@@ -208,8 +207,8 @@ class _Windows:
     def _judging(self) -> float:
         """Time the forwards of a layer's sample.
 
-        These are the exact layer, the rounded one, the one rounded to nearest, a check of each fold, and the
-        runs that judge candidates where no Hessian does (of a block, half a layer).
+        These are the exact layer, the rounded one, the one rounded to nearest, a check of each fold, and, if
+        no Hessian judges candidates, the runs that do (of a block, half a layer).
         """
         recipe, folds = self._job.recipe, len(self._job.arch.smooth)
         forwards = 3.0
@@ -219,7 +218,7 @@ class _Windows:
         return forwards * self.forward * min(recipe.n_samples, max(1, SEARCH_TOKENS // self._seqlen))
 
     def _felt(self) -> float:
-        """One window's gradients at a layer: a forward, and forth and back twice, once with the moments."""
+        """Time one window's gradients at a layer: a forward, twice forward and back, once with moments."""
         back = self._more * self._window(
             lambda: self._decoder.backward(0, self._layer, self._hidden, self._hidden)
         )
@@ -237,7 +236,7 @@ class _Windows:
         return (2 + 1 + 1 + 2 + (1 + 2) / TEXT_WINDOWS) * self.forward * windows
 
     def _head(self) -> tuple[float, float]:
-        """One window's gradient behind the last layer, and its evaluation in both models."""
+        """Time one window's gradient after the last layer, and its evaluation in both models."""
         job, device = self._job, self._hidden.device
         vocab, width = job.checkpoint.spec(f"{job.arch.embed}.weight").shape
         tokens = min(self._seqlen, TOKENS)
@@ -266,8 +265,8 @@ class _Windows:
 def _seconds(work: Callable[[], object], beside: Tensor) -> float:
     """Return the time of `work` on `beside`'s device, with nothing else running.
 
-    On a busy CPU threads wait for each other, which makes work a hundred times slower than one thread's
-    own CPU time; then that counts.
+    On a busy CPU threads wait for each other, which can take a hundred times the CPU time of one thread; the
+    smaller of the two counts.
     """
     if beside.is_cuda:
         return _shortest(work, partial(_device_time, beside.device))

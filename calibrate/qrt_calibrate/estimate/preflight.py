@@ -1,4 +1,4 @@
-"""Before the work: what it will take, what will come out, and where the result will not load."""
+"""Before the work: the memory it will take, the size of the result, and where the result will not load."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from qrt_calibrate.model.streams import stream_bytes
 from qrt_calibrate.rounding.gptq import WALK_BYTES
 from qrt_calibrate.steps.sensitivity import block_sizes, gradient_windows
 
-PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are looked at
-SHARE_BYTES = 10**9  # of weights, at least, that a GPU should have: less is not worth what GPUs then exchange
+PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are checked
+SHARE_BYTES = 10**9  # fewest weight bytes per GPU: with less, communication costs more than it gains
 SPLIT_BY_INPUT = (".o_proj", ".down_proj", ".w2")  # the others are split by output
 ZEROS_A_WORD = 32
 
@@ -37,17 +37,17 @@ Shapes = Mapping[str, tuple[int, ...]]  # of the weights of one layer, by names 
 class Preflight:
     """What a calibration takes and makes, before it runs.
 
-    output_bytes     of the quantized checkpoint's tensors
-    bits_per_weight     of the result, as the function of this name counts
+    output_bytes        bytes of all tensors of the result
+    bits_per_weight     bits per weight of the result, as the function of this name counts
     working_bytes       two fp32 copies of the largest layer, the moments of an input (the Hessian and two
-                        shares of the drift) and what is most beside them: three matrices to factorize one,
-                        two on a CPU, or the factor and the weights that are rounded; where rows feel each
-                        other, also the moments of a layer's outputs; on a CPU the layer as stored and to be
-    replica_bytes       what each further device takes: the copies and the moments; 0 without one
-    devices             how many there are; hidden states and gradients are divided among them
-    hidden_bytes        hidden states, exact and rounded; on disk where RAM is short
-    gradient_bytes      the loss's gradients at every layer's output, likewise
-    tune_bytes          what training the whole model takes
+                        shares of the drift) and the larger of two: the matrices of a factorization (three, on
+                        a CPU two), or the factor and the weights that are rounded. Methods that couple rows
+                        add the moments of a layer's outputs, a CPU the layer as stored and as it is written
+    replica_bytes       bytes on each further device: the copies and the moments; 0 without one
+    devices             number of devices, which divide hidden states and gradients
+    hidden_bytes        hidden states, exact and rounded; on disk if RAM is short
+    gradient_bytes      the loss's gradients at every layer's output; on disk if RAM is short
+    tune_bytes          bytes that training the whole model takes
     findings            where the result will not load, and why
     """
 
@@ -62,7 +62,7 @@ class Preflight:
     findings: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """For the screen."""
+        """Return the estimate as lines for the screen."""
         working, divided = _gigabytes(self.working_bytes), ""
         if self.replica_bytes:
             working += f" on the first device, {_gigabytes(self.replica_bytes)} on each other"
@@ -90,7 +90,7 @@ def preflight(job: Job) -> Preflight:
     }
     moments, beside = _stage_bytes(job.arch, shapes, job.device) if recipe.steps.needs_text else (0, 0)
     outputs = _output_moments(job.arch, shapes) if recipe.steps.rows else 0
-    on_cpu = max(stored) + max(weights) if job.device.type == "cpu" else 0  # as read, and codes to write
+    on_cpu = max(stored) + max(weights) if job.device.type == "cpu" else 0  # as read, and as codes
     replica = 2 * 4 * max(weights) + moments + outputs
     stream = partial(stream_bytes, seqlen=recipe.seqlen, hidden_size=job.config.hidden_size)
     size = output_bytes(checkpoint, job.written, dtype)
@@ -124,7 +124,7 @@ def _stage_bytes(arch: Arch, shapes: Shapes, device: torch.device) -> tuple[int,
         rows, inputs = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
         square = 4 * inputs**2
         moments = 3 * square
-        if arch.is_expert(fused) and parts[0] not in readers:  # each has an input of its own
+        if arch.is_expert(fused) and parts[0] not in readers:  # each expert has an input of its own
             rows //= len(parts)
             moments *= min(len(parts), max(1, EXPERT_BYTES // moments))
         elif parts[0] not in readers:
@@ -190,7 +190,10 @@ def _parallel_findings(job: Job, size: int) -> list[str]:
 
 
 def _mixture_findings(job: Job) -> list[str]:
-    """Of a mixture of experts; transformers reads all experts by the first grid of the file."""
+    """Return the findings for a mixture of experts.
+
+    transformers reads all experts by the first grid of the file.
+    """
     found = [f"routers ({', '.join(job.arch.routers)}) stay unquantized"]
     experts = {grid for name, grid in job.grids.items() if f".{job.arch.experts}." in name}
     if any(grid and not grid.spec.symmetric for grid in experts):
@@ -204,7 +207,7 @@ def _mixture_findings(job: Job) -> list[str]:
 
 
 def _split(job: Job, size: int) -> str | None:
-    """Why the first Linear that `size` GPUs cannot share cannot be, None if all can."""
+    """Say why `size` GPUs cannot share the first Linear that they cannot share; None if they share all."""
     if job.config.num_heads % size or job.config.num_kv_heads % size and size % job.config.num_kv_heads:
         return f"{job.config.num_heads} query and {job.config.num_kv_heads} KV heads"
     for name, grid in job.quantized.items():

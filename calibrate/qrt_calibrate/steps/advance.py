@@ -18,7 +18,7 @@ from qrt_calibrate.steps.layer import LayerResult
 
 
 class Windows:
-    """The hidden states in `streams`, which hold token ids `ids` [B, T] at first, and what runs layers."""
+    """The hidden states of the token ids `ids` [B, T] in `streams`, and the decoder that runs layers."""
 
     def __init__(self, decoder: Decoder, streams: Streams, ids: Tensor) -> None:
         self.decoder, self.streams, self.ids = decoder, streams, ids
@@ -30,7 +30,7 @@ class Windows:
     ) -> dict[str, float]:
         """Run the exact layer and the rounded one; return the report's figures of their outputs.
 
-        `tensors` are the exact layer's, `result` and `grids` the rounded one's.
+        `tensors` belong to the exact layer, `result` and `grids` to the rounded one.
         """
         exact = self.decoder.load(index, tensors)
         rounded = self.decoder.load(index, _stored(result))
@@ -46,7 +46,7 @@ class Windows:
 
     @torch.no_grad()
     def run_again(self, layers: int, read: Callable[[int], LayerResult]) -> None:
-        """Run the windows that evaluate through `layers` rounded layers once more, each given by `read`."""
+        """Run the windows that evaluate through all `layers` rounded layers again; `read` returns each."""
         hidden = {share: share.rounded[share.calibrating :] for share in self.streams.shares}
         for share, own in hidden.items():
             own.copy_(self.decoder.embed(self.ids[share.numbers[share.calibrating :]]))
@@ -61,7 +61,7 @@ class Windows:
 
 
 def _stored(layer: LayerResult) -> dict[str, Tensor]:
-    """Return a layer's tensors with its weights as their codes say."""
+    """Return a layer's tensors, its quantized weights decoded."""
     stored = dict(layer.tensors)
     for name, weight in layer.linears.items():
         stored[f"{name}.weight"] = weight.dequantize()

@@ -1,4 +1,4 @@
-"""One decoder layer twice, exact and being rounded, and the sample of windows that judges both."""
+"""Two copies of a decoder layer, exact and being rounded, and the sample of windows that judges both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.observe import inputs_of
 
-SEARCH_TOKENS = 4096  # that judge a candidate of AWQ and SmoothQuant; the moments come from all tokens
+SEARCH_TOKENS = 4096  # tokens that judge candidates of AWQ and SmoothQuant; moments see all tokens
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Stage:
 
     parts   their names in the layer
     norm    the last norm before them; it reads the residual stream
-    grid    what they become
+    grid    their grid
     """
 
     parts: tuple[str, ...]
@@ -36,10 +36,10 @@ class Bench:
 
     name      the layer's full name, for messages
     exact     folded but never rounded
-    rounded   its Linears are replaced one stage after the other
-    sample    [b, T, H] hidden states that the rounded model brings to the layer
-    wanted    [b, T, H] what the exact layer makes of them
-    norms     Linears that read a norm's output -> the norm
+    rounded   its Linears are rounded one stage after the other
+    sample    [b, T, H] hidden states of the rounded model before the layer
+    wanted    [b, T, H] output of the exact layer for them
+    norms     the norm whose output a Linear reads, by the Linear
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Bench:
         return self.decoder.run(self.index, layer, self.sample if hidden is None else hidden)
 
     def inputs(self, layer: nn.Module, names: list[str], hidden: Tensor | None = None) -> list[Tensor]:
-        """Return what the submodules `names` of a copy read, as `inputs_of` does."""
+        """Return the inputs of the submodules `names` of a copy, as `inputs_of` does."""
         return inputs_of(layer, names, lambda: self.run(layer, hidden))
 
     def load(self) -> nn.Module:

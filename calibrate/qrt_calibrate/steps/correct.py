@@ -1,9 +1,9 @@
 """Correct a stage's weights for the error that came before, then round them.
 
-W' = W + t (W E[(x' - x) x^T] + E[(r' - r) x^T]) H^-1 undoes what a linear map can of the error that came
-before: in the input x (GPTAQ, arXiv:2504.02692) and, for Linears whose output is added to it, in the residual
-stream r. The trust t is measured: a correction that the two halves of the windows do not agree on would be
-fitted to their noise.
+W' = W + t (W E[(x' - x) x^T] + E[(r' - r) x^T]) H^-1 undoes earlier error as far as a linear map can: the
+error of the input x (GPTAQ, arXiv:2504.02692) and, for Linears whose output is added to it, of the residual
+stream r. The trust t is measured: a correction on which the two halves of the windows disagree would fit
+their noise.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ROW_DAMPING = 0.08  # share of the gradients' moments' diagonal that is added to
 
 
 class Rounder:
-    """How weights are rounded: by `method`, with scales in `dtype`; `damping` as in a recipe."""
+    """Rounds weights by `method`, with scales in `dtype`; `damping` is that of a recipe."""
 
     def __init__(self, method: Method, dtype: torch.dtype, damping: float, figures: Figures) -> None:
         self._method, self._dtype, self._damping, self._figures = method, dtype, damping, figures
 
     def factor(self, moments: Moments) -> Factor | None:
-        """Factorize the Hessian of an input; None without GPTQ, or where it cannot be factorized."""
+        """Factorize the Hessian of an input; None without GPTQ, or if it cannot be factorized."""
         return Factor.of(moments.hessian, OWN_DAMPING, self._damping) if self._method.gptq else None
 
     def round(
@@ -41,7 +41,8 @@ class Rounder:
     ) -> WeightData:
         """Round stacked weights [N, K], whose input has `moments`, to `grid`.
 
-        `felt` is what the loss feels of their output; without it each row is rounded for itself.
+        `felt` are the moments of the loss's gradients at their output; without them each row is rounded on
+        its own.
         """
         if factor is None:
             if self._method.gptq:
@@ -49,7 +50,7 @@ class Rounder:
             shrink = self._shrink(weight, moments.hessian.diagonal(), grid)
             return round_weight(weight, grid.spec, self._dtype, shrink)
         correction, trust = moments.take_correction(weight, factor.solve)
-        # a loader would make infinity of more; a dead input asks for it
+        # an almost dead input asks for larger weights, which would be infinite in the model dtype
         most = torch.finfo(self._dtype).max / 2
         weight = correction.mul_(trust).add_(weight).clamp_(-most, most)
         shrink = self._shrink(weight, factor.importance(), grid)
@@ -60,7 +61,7 @@ class Rounder:
         return search_clip(weight, importance, grid.spec, self._dtype) if self._method.clip else 1.0
 
     def _rows(self, weight: Tensor, felt: OutputMoments | None) -> list[Factor]:
-        """Factorize the moments of the outputs' gradients; [] where rows are rounded each for itself."""
+        """Factorize the moments of the outputs' gradients; [] if each row is rounded on its own."""
         rows = [Factor.of(block, ROW_DAMPING) for block in felt.trusted((weight != 0).any(1))] if felt else []
         known = [factor for factor in rows if factor is not None]
         if rows and len(known) == len(rows):

@@ -15,10 +15,10 @@ from qrt_calibrate.model.streams import Streams
 
 @dataclass(frozen=True)
 class Cost:
-    """Over `tokens` predictions. Perplexities are of the windows' own next tokens.
+    """What rounding costs, over `tokens` predictions. Perplexities are those of the windows' own next tokens.
 
-    kl        mean Kullback-Leibler divergence of the rounded from the exact distribution, in nats
-    agreement share of positions where both find the same token likeliest
+    kl           mean Kullback-Leibler divergence of the rounded from the exact distribution, in nats
+    agreement    share of positions with the same likeliest token in both
     """
 
     tokens: int
@@ -30,10 +30,10 @@ class Cost:
 
 @torch.no_grad()
 def measure_cost(decoder: Decoder, streams: Streams, windows: Tensor, head: AnyHead | None) -> Cost | None:
-    """Measure the cost on the windows of `streams` that do not calibrate; None where there are none.
+    """Measure the cost on the windows of `streams` that do not calibrate; None if there are none.
 
-    `windows` [B, T] are the token ids. Hidden states are those behind the last layer; `head` is the rounded
-    model's, where it has one of its own.
+    `windows` [B, T] are the token ids. The hidden states are those after the last layer; `head` is the
+    rounded model's, if it has one of its own.
     """
     first = streams.calibrating
     totals = torch.zeros(4, dtype=torch.float64)  # losses, exact losses, KL, agreements
@@ -49,6 +49,6 @@ def measure_cost(decoder: Decoder, streams: Streams, windows: Tensor, head: AnyH
     if not tokens:
         return None
     means = totals / tokens
-    means[:2].exp_()  # infinity where no float is as large, which `Report.files` refuses
+    means[:2].exp_()  # may overflow to infinity, which `Report.files` refuses
     ppl, exact_ppl, kl, agreement = means.tolist()
     return Cost(tokens, exact_ppl, ppl, kl, agreement)

@@ -1,4 +1,4 @@
-"""What the report shows of a layer: its errors on the sample, and notes of how it was rounded."""
+"""A layer's figures for the report: its errors on the sample, and notes on how it was rounded."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from qrt_calibrate.steps.bench import Bench
 
 
 class Figures:
-    """Numbers of one layer by column title, the largest of its stages each."""
+    """Numbers of one layer by column title; each is the largest among its stages."""
 
     def __init__(self) -> None:
         self.notes: dict[str, float] = {}
 
     def note(self, title: str, value: float) -> None:
-        """Keep `value` if it is the largest under this title."""
+        """Keep `value` if it is the largest so far under this title."""
         self.notes[title] = max(value, self.notes.get(title, 0.0))
 
 
 def errors(bench: Bench, grids: Mapping[str, Grid], dtype: torch.dtype) -> dict[str, float]:
-    """Return the error of the rounded layer, and that of the layer rounded to nearest."""
+    """Return the error of the rounded layer, and the error of rounding the layer to nearest."""
     own = output_error(bench, bench.rounded)
     nearest = bench.load()
     for name, grid in grids.items():
@@ -42,7 +42,7 @@ def errors(bench: Bench, grids: Mapping[str, Grid], dtype: torch.dtype) -> dict[
 def output_error(bench: Bench, layer: nn.Module) -> float:
     """Return the error of `layer`'s output on the sample, as the next norm sees it.
 
-    It is relative to what the exact layer adds to its input, or to the input where it adds nothing.
+    It is relative to what the exact layer adds to its input, or to the input if it adds nothing.
     """
     root = norm_weights(bench.wanted, bench.eps).sqrt()
     error = ((bench.run(layer) - bench.wanted) * root).norm()

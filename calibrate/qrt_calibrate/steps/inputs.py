@@ -1,4 +1,4 @@
-"""Measure the inputs of a layer's Linears, and what the loss feels of their outputs, on all windows."""
+"""Measure the inputs of a layer's Linears, and the loss's gradients at their outputs, on all windows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Parts = tuple[str, ...]
 
 
 def felt_outputs(bench: Bench, stages: list[Parts]) -> dict[Parts, OutputMoments]:
-    """Measure the moments of the loss's gradients at each stage's output; {} where none were computed.
+    """Measure the moments of the loss's gradients at each stage's output; {} if there are no gradients.
 
-    Folds do not change them: a fold that divides an output comes after its stage.
+    Folds do not change them, because a fold that divides an output comes after its stage.
     """
 
     def measure(share: Share, exact: nn.Module) -> dict[Parts, OutputMoments]:
@@ -40,13 +40,13 @@ def felt_outputs(bench: Bench, stages: list[Parts]) -> dict[Parts, OutputMoments
 def stage_moments(bench: Bench, stage: Stage) -> Moments:
     """Measure the moments of a stage's input over the calibration windows.
 
-    Where its output is added to the residual stream, the stream's are measured too.
+    If its output is added to the residual stream, those of the stream are measured too.
     """
     arch, streams, reader = bench.arch, bench.streams, stage.parts[0]
     part = reader
     first, closes = linear(bench.rounded, part), part not in bench.norms
     adds = closes and not _is_weighted(bench, part)
-    if arch.is_expert(reader):  # it would see no more than is sent to it
+    if arch.is_expert(reader):  # an expert sees only the tokens sent to it; the block sees all
         assert arch.experts is not None
         reader = arch.experts
     names = [stage.norm, reader] if closes else [reader]
@@ -77,8 +77,8 @@ def stage_moments(bench: Bench, stage: Stage) -> Moments:
 def expert_moments(bench: Bench, stage: Stage) -> Iterator[tuple[Parts, Moments]]:
     """Measure the moments of the input of each of the experts' last Linears, over all calibration tokens.
 
-    Every expert sees every token, wherever it is sent, weighted by the stream before the experts. As many
-    moments are held at a time as EXPERT_BYTES allow.
+    Every expert sees every token, wherever the router sends it, weighted by the stream before the experts. At
+    most EXPERT_BYTES of moments are held at a time.
     """
     streams = bench.streams
     assert bench.arch.experts is not None
@@ -110,6 +110,6 @@ def expert_moments(bench: Bench, stage: Stage) -> Iterator[tuple[Parts, Moments]
 
 
 def _is_weighted(bench: Bench, name: str) -> bool:
-    """Whether a router weights what the Linear `name` adds to the residual stream."""
+    """Whether a router weights the output of the Linear `name` before it is added to the stream."""
     block = (bench.arch.experts or "").rpartition(".")[0]
     return block != "" and name.startswith(f"{block}.")

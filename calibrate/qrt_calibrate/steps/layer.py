@@ -1,8 +1,8 @@
 """Quantize one decoder layer: its fused Linears in the order they run, each searched, folded and rounded.
 
-A Linear is fitted to the inputs that it will really have, and to the output that the exact model has in its
-place. Errors of what is added to the residual stream count as the next norm sees them: divided by the token's
-size. Summed as they are, those of a token with massive activations would hide all others.
+A Linear is fitted to the inputs that it has in the rounded model, and to the output that it has in the exact
+model. Errors of outputs that are added to the residual stream count as the next norm sees them, divided by
+the token's size. Otherwise a token with massive activations would hide all others.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class LayerResult:
     """A finished layer; names are relative to it and tensors lie on the CPU.
 
     linears   quantized weights with their biases
-    tensors   everything else, in its stored dtype
-    figures   what the report shows of the layer, by column title
+    tensors   all other tensors, in their stored dtype
+    figures   figures for the report, by column title
     """
 
     linears: dict[str, WeightData]
@@ -49,8 +49,8 @@ def quantize_layer(
 ) -> LayerResult:
     """Round every Linear of layer `index` that has a grid.
 
-    `tensors` are the layer's as stored, names relative to it. A method that needs text needs `decoder` and
-    `streams` too.
+    `tensors` are the layer's as stored, named relative to it. A method that needs text also needs `decoder`
+    and `streams`.
     """
     grids = job.layer_grids(index)
     if not job.recipe.steps.needs_text:
@@ -88,7 +88,7 @@ class LayerWork:
             norm = bench.norms.get(parts[0], norm)
             if parts[0] in grids:
                 stages.append(Stage(parts, norm, grids[parts[0]]))
-        # experts feel only what is sent to them
+        # an expert's outputs have gradients only from the tokens sent to it
         felt = felt_outputs(bench, [stage.parts for stage in stages if not arch.is_expert(stage.parts[0])])
         for stage in stages:
             if arch.is_expert(stage.parts[0]) and stage.parts[0] not in bench.norms:
@@ -118,7 +118,7 @@ class LayerWork:
 def round_to_nearest(
     tensors: Mapping[str, Tensor], grids: Mapping[str, Grid], dtype: torch.dtype, device: torch.device
 ) -> LayerResult:
-    """Round a layer's Linears to nearest, one after the other; no activations are looked at."""
+    """Round a layer's Linears to nearest, one after the other, without activations."""
     wrong = size = 0.0
     done = {}
     weights = {f"{name}.weight" for name in grids}
@@ -135,7 +135,7 @@ def round_to_nearest(
 def _finished(
     bench: Bench, done: Mapping[str, WeightData], tensors: Mapping[str, Tensor]
 ) -> dict[str, WeightData]:
-    """Give the quantized Linears their folded biases, or those of zeros that are stored beside them."""
+    """Give the quantized Linears their biases: as folded, or the zeros stored for them."""
     found = {}
     for name, weight in done.items():
         bias, stored = linear(bench.rounded, name).bias, tensors.get(f"{name}.bias")
@@ -146,7 +146,7 @@ def _finished(
 
 
 def _remaining(bench: Bench, grids: Mapping[str, Grid], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return every stored tensor of the layer that is not part of a quantized Linear, as folded."""
+    """Return the layer's other stored tensors, as folded: those that belong to no quantized Linear."""
     own = {f"{name}.{part}" for name in grids for part in ("weight", "bias")}
     now = bench.rounded.state_dict()
     return {

@@ -21,12 +21,12 @@ from qrt_calibrate.steps.figures import Figures
 
 
 class ScaleSearch:
-    """The smoothing pairs of one layer, and how their scales are searched.
+    """The search of scales for the smoothing pairs of one layer.
 
-    pairs      those whose source may change
-    scales     where candidates come from
+    pairs      pairs whose source may change
+    scales     how candidates are made
     powers     whether scales are powers of two
-    dtype      the model's, in which scales, norms and biases are stored
+    dtype      dtype of the model, in which scales, norms and biases are stored
     head_dim   channels of an attention head
     """
 
@@ -53,7 +53,7 @@ class ScaleSearch:
     ) -> bool:
         """Search scales for the input of `stage` and fold them; return whether anything changed.
 
-        `moments` follow the fold, and so does the source where it is among the Linears that are `done`.
+        `moments` follow the fold, and so does the source if it is among the Linears that are `done`.
         """
         bench, smooth = self._bench, self._pairs.get(stage.parts[0])
         if smooth is None:
@@ -64,14 +64,14 @@ class ScaleSearch:
             candidates = (
                 scales for scales in candidates if self._is_exact(rounded, done.get(smooth.source), scales)
             )
-        # the first one, the identity, unless another is better
+        # the identity comes first, so another must be better
         scales = min(candidates, key=self._cost(pair, smooth, stage, factor))
         figures.note("largest scale", float(scales.max()))
         if (scales == 1).all():
             return False
         for one in (pair, rounded):
             one.fold(scales)
-        if smooth.source in done:  # rounded already: its rows are divided by dividing their scales
+        if smooth.source in done:  # rounded already: dividing the scales of its rows divides the rows
             done[smooth.source] = _divided(done[smooth.source], scales)
         check_unchanged(bench.wanted, bench.run(bench.exact), bench.sample, bench.name, smooth)
         moments.divide(pair.spread(scales))
@@ -85,11 +85,11 @@ class ScaleSearch:
     def _cost(
         self, pair: Pair, smooth: Smooth, stage: Stage, factor: Factor | None
     ) -> ColumnCost | RoundedCost:
-        """Return what judges a candidate."""
+        """Return the function that judges candidates."""
         bench, grid = self._bench, stage.grid
         if factor is not None and self._scales is Scales.AWQ:
             return ColumnCost(pair, factor, grid.spec)
-        # a lone reader is judged by its own output, several by that of the block they are in
+        # a single reader is judged by its own output, several by the output of their block
         block = ".".join(commonprefix([reader.split(".") for reader in smooth.readers]))
         call = record_call(bench.exact, block, lambda: bench.run(bench.exact))
         int8_tokens = WEIGHT_SCHEMES[grid.scheme].int8_tokens
@@ -99,9 +99,9 @@ class ScaleSearch:
         return RoundedCost(pair, call, grid.spec, self._dtype, int8_tokens, weights)
 
     def _sample_weights(self, norm: str) -> Tensor:
-        """Return [T, 1]: what a squared error costs in each token of the sample, as the next norm sees it.
+        """Return [T, 1]: the cost of a squared error in each token of the sample, as the next norm sees it.
 
-        The error is one behind the block that `norm` begins.
+        The error is in the stream after the block that begins with `norm`.
         """
         bench = self._bench
         norms = list(dict.fromkeys(bench.norms.values()))
@@ -113,7 +113,7 @@ class ScaleSearch:
         return norm_weights(behind, bench.eps)
 
     def _is_exact(self, pair: Pair, source: WeightData | None, scales: Tensor) -> bool:
-        """Whether the model dtype holds what the fold makes of the source (fp16 can underflow)."""
+        """Whether the model dtype holds the source after the fold (fp16 can underflow)."""
         if not pair.is_exact(scales, self._dtype):
             return False
         if source is None or source.scale is None:

@@ -1,8 +1,8 @@
-"""What the model's loss feels of each output: second moments of its gradients, the row side of the curvature.
+"""The loss's gradients at the outputs of layers and Linears, and their second moments E[g g^T].
 
-The loss is that of tokens drawn from the exact model's own predictions, so the moments E[g g^T] are a block
-of the Fisher matrix, and half of tr(E[g g^T] D E[x x^T] D^T) is about the KL divergence that an error D of a
-Linear costs (YAQA, arXiv:2505.22988; the inputs' side is `observe.Moments`).
+The loss is that of tokens drawn from the exact model's own predictions. The moments are then a block of the
+Fisher matrix, and half of tr(E[g g^T] D E[x x^T] D^T) is about the KL divergence that an error D of a Linear
+costs (YAQA, arXiv:2505.22988). The moments of inputs, E[x x^T], are in `observe.Moments`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from qrt_calibrate.model.streams import Share, Streams, place
 from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.rounding.fold import linear
 
-TOKENS = 32768  # that gradients are taken of: they say where errors hurt, not by how much to correct them
-STORED = torch.bfloat16  # what gradients are kept in: their moments are trusted to far less
-COUPLED = 2048  # rows whose gradients are seen together: bounds the moments' memory
+TOKENS = 32768  # tokens with gradients: enough to show where errors matter, which is all they are for
+STORED = torch.bfloat16  # dtype of kept gradients, more precise than their moments need
+COUPLED = 2048  # rows with common moments: bounds the memory
 
 
 def gradient_windows(recipe: Recipe) -> int:
-    """Return how many of the calibration windows gradients are taken of; 0 where the method takes none."""
+    """Return for how many calibration windows gradients are computed; 0 if the method uses none."""
     if not recipe.steps.rows:
         return 0
     return min(recipe.n_samples, max(1, TOKENS // recipe.seqlen))
@@ -34,8 +34,9 @@ def gradient_windows(recipe: Recipe) -> int:
 def loss_gradients(decoder: Decoder, streams: Streams, windows: int, seed: int, folder: Path) -> None:
     """Set the `gradients` of every share of `streams`, whose hidden states are the embedding's.
 
-    They are the loss's at every layer's output, [L, b, T, H] in STORED, for those of the share's windows that
-    are among the first `windows` of all. They lie on the GPU or in RAM if they fit there, else in `folder`.
+    These are the gradients at every layer's output, [L, b, T, H] in STORED, for those of the share's windows
+    that are among the first `windows` of all. They lie on the GPU or in RAM if they fit there, else in
+    `folder`.
 
     The exact model runs forward and backward one layer at a time, so each layer is read twice.
     """
@@ -85,14 +86,14 @@ def _backward(decoder: Decoder, streams: Streams, states: Mapping[Share, Tensor]
 
 
 def block_sizes(rows: int) -> list[int]:
-    """How many successive rows are seen together, for each block of `rows`."""
+    """Return the sizes of the blocks of rows with common moments, for `rows` rows."""
     return [min(COUPLED, rows - begin) for begin in range(0, rows, COUPLED)]
 
 
 class OutputMoments:
     """Moments [N, N] of the gradients at the output of stacked Linears.
 
-    They are kept in blocks of at most COUPLED rows and in two shares, each of its own windows: [2, n, n].
+    They are kept in blocks of at most COUPLED rows, in two shares with windows of their own: [2, n, n].
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -104,15 +105,15 @@ class OutputMoments:
             block[half].addmm_(own.T, own)
 
     def join(self, other: OutputMoments) -> None:
-        """Count in what `other` has counted, on whatever device."""
+        """Add what `other` has counted, on any device."""
         for own, more in zip(self.blocks, other.blocks, strict=True):
             own += more.to(own.device)
 
     def trusted(self, alive: Tensor) -> Iterator[Tensor]:
-        """Yield each block [n, n], shrunk beside its diagonal as far as the two shares do not agree on it.
+        """Yield each block [n, n]; off its diagonal it shrinks as far as the two shares disagree.
 
-        They see the same with noise of their own, as in `Moments.take_correction`. Rows that are not `alive`
-        [N] (bool) stand alone: weights of zero have no grid on which to make good for others.
+        Each share has noise of its own, as in `Moments.take_correction`. Rows that are not `alive` [N] (bool)
+        stand alone: a row of zero weights has no grid on which it could compensate for others.
         """
         for (first, second), coupled in zip(self.blocks, alive.split(COUPLED), strict=True):
             whole = first + second
@@ -133,10 +134,10 @@ def output_moments(
     stages: Sequence[tuple[str, ...]],
     windows: Iterator[tuple[int, Tensor, Tensor]],
 ) -> dict[tuple[str, ...], OutputMoments]:
-    """For each of `stages`, Linears that are stacked: the moments at their outputs, summed over all tokens.
+    """Return the moments at the outputs of each of `stages`, stacked Linears, summed over all tokens.
 
-    `windows` are layer `index`'s inputs with the loss's gradients at its outputs, [B, T, H] each, behind the
-    half that they count in.
+    Each of `windows` has the half that it counts in, inputs of layer `index` and the loss's gradients at its
+    outputs, [B, T, H] each.
     """
     gradients: dict[str, Tensor] = {}
 

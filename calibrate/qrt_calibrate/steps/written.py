@@ -1,4 +1,4 @@
-"""What a run has written so far: layers, head and trained weights, to write them and to read them back."""
+"""The finished steps of a run: write layers, head and trained weights, and read them back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TUNED = "tuned"  # the step that ends with trained codes, scales and norms writt
 
 
 class Written:
-    """The finished steps of a run, in its writer's folder."""
+    """The finished steps of a run, in the folder of its writer."""
 
     def __init__(self, job: Job, writer: CheckpointWriter) -> None:
         self._writer = writer
@@ -47,7 +47,7 @@ class Written:
         self._writer.finish_step(label(index), dict(figures))
 
     def write_tuned(self, tuned: Tuned, linears: Mapping[str, WeightData]) -> None:
-        """Write trained weights over `linears`, whose biases they keep, and the KL of the training."""
+        """Replace `linears` by trained weights, which keep the biases, and note the KL of the training."""
         for name, weight in tuned.linears.items():
             self._writer.add_linear(name, for_writer(weight, linears[name].bias), again=True)
         for name, norm in tuned.norms.items():
@@ -59,7 +59,7 @@ class Written:
         return dict(self._writer.notes(step))
 
     def layer(self, index: int, tuned: bool = False) -> LayerResult:
-        """Read a layer back, its Linears and norms as trained if `tuned`."""
+        """Read a layer back; with `tuned` its Linears and norms are the trained ones."""
         own, layer = label(index), self._layers[index]
         step = TUNED if tuned else own
         linears = {name: self._writer.read_linear(step, f"{layer}.{name}") for name in self._linears[index]}
@@ -84,7 +84,7 @@ class Written:
         return linears, rest
 
     def head(self) -> WeightData | None:
-        """Read the head back; None where it is not quantized."""
+        """Read the head back; None if it is not quantized."""
         return None if self._head is None else self._writer.read_linear(REST, self._head)
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 FORM = "ORG/NAME[@REVISION][:CONFIG[:SPLIT]]"
 DATASET = re.compile(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([^:]+))?(?::([^:]*))?(?::(.+))?", re.ASCII)
-MOST_REASON = 300  # characters of what `datasets` says, which lists configs and splits
+MOST_REASON = 300  # characters of an error of `datasets`, which lists configs and splits
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 
 
@@ -38,8 +38,8 @@ class Calibration:
     """The windows of a job.
 
     windows    token ids int64 [B, T]: first the windows that calibrate, then those that evaluate
-    metadata   what the checkpoint's config records of them
-    rows       what the report says of the rows that they come from
+    metadata   facts about the text for the checkpoint's config
+    rows       facts for the report about the rows of the text
     """
 
     windows: Tensor
@@ -104,7 +104,7 @@ def cut_windows(
 
 
 def open_source(calib: str | None, seed: int) -> Source:
-    """Return the data that --calib names; None stands for the standard library's docstrings.
+    """Return the data that --calib names; None names the docstrings of the standard library.
 
     A name is a file, a folder, or a dataset ("org/name", "org/name:config:split").
     """
@@ -134,7 +134,7 @@ def _say_left_out(source: Source, texts: Texts) -> None:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase | None) -> Render | None:
-    """Return the function that writes a conversation, as the server does; None without a chat template."""
+    """Return the function that renders a conversation as the server does; None without a chat template."""
     if tokenizer is None or not tokenizer.chat_template:
         return None
     wrapped = Tokenizer.of(tokenizer)
@@ -169,9 +169,9 @@ def _dataset(name: str, seed: int) -> Iterator[Any]:
 
 
 def docstrings(root: Path) -> Iterator[str]:
-    """Docstrings of the modules, classes and functions under `root`, in the order of the paths.
+    """Yield the docstrings of modules, classes and functions under `root`, in the order of the paths.
 
-    English about programming that every Python installation carries; tests are skipped, and so is
+    They are English about programming that every Python installation has. Tests are skipped, and so is
     `pydoc_data`, which evaluation reads.
     """
     for path in sorted(root.rglob("*.py")):

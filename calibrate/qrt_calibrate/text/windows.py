@@ -16,9 +16,9 @@ from qrt.text.data.rows import Row, pieces
 from qrt.text.data.texts import Render, Texts
 from qrt_calibrate.text.sample import Sample, take
 
-SMALL = 2**22  # characters; data up to this size are used whole, which takes some seconds
+SMALL = 2**22  # characters; smaller data are used whole, which takes some seconds
 CHARACTERS = 8  # characters of a sample for each token needed; English has 4 per token
-READ = 4  # most samples' worth of characters that are read of remote data
+READ = 4  # remote data are read up to this many times the size of the sample
 BATCH = 2**18  # characters that all cores tokenize at once
 BETWEEN = "\n\n"  # stands between two texts
 
@@ -52,7 +52,7 @@ def choose_windows(
     seed: int,
     remote: bool = False,
 ) -> Windows:
-    """Cut `count` disjoint windows of `seqlen` tokens at random places, decided by `seed`.
+    """Cut `count` disjoint windows of `seqlen` tokens at random places, which `seed` decides.
 
     A larger count from the same sample begins with the same windows. Each window begins with one BOS if the
     tokenizer puts one before a text. ConfigError where no row can be used, or the text is too short.
@@ -118,7 +118,7 @@ def _pack(texts: Iterable[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase)
 
 
 def _joined(texts: Iterable[tuple[str, bool]]) -> Iterator[str]:
-    """Yield pieces that together are all texts, joined by blank lines."""
+    """Yield all texts, joined by blank lines, in pieces."""
     before, ended = None, False
     for text, ends in texts:
         if before is not None:
