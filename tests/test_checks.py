@@ -27,7 +27,7 @@ def test_number_of_dimensions():
     assert expect(torch.empty(2, 3), None) == {}
 
 
-def test_messages_name_the_tensor_what_came_and_what_was_wanted():
+def test_messages_name_tensor_expected_and_got():
     with pytest.raises(ValueError, match=re.escape("q: expected shape [B Hq D] with D=64, got [2, 3, 5]")):
         expect(torch.empty(2, 3, 5), "B Hq D", name="q", D=64)
     with pytest.raises(ValueError, match="slots: expected dtype torch.int32, got torch.int64"):

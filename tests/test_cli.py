@@ -66,7 +66,7 @@ def test_exit_codes(error, code, line, capsys):
     assert capsys.readouterr().err == line
 
 
-def test_what_stdout_cannot_encode_is_no_defect(monkeypatch):
+def test_unencodable_output_is_escaped(monkeypatch):
     """A plus-minus where it is ASCII, a file name that is no text."""
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", stdout)
@@ -75,7 +75,7 @@ def test_what_stdout_cannot_encode_is_no_defect(monkeypatch):
     assert stdout.buffer.getvalue() == rb"1 \xb1 2 \udcff" + b"\n"
 
 
-def test_success_is_zero_and_defects_keep_their_traceback():
+def test_exit_code_of_success_and_traceback_of_a_defect():
     assert run_main(lambda: None) == 0
     assert run_main(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
@@ -91,7 +91,7 @@ def parsers() -> list[argparse.ArgumentParser]:
     return [flags.parser(), calibrate._parser(), *commands[0].choices.values()]
 
 
-def test_every_flag_says_what_it_is_and_what_it_is_without():
+def test_every_flag_has_help_and_a_default():
     for own in parsers():
         formatter = own._get_formatter()
         for action in own._actions:
@@ -103,7 +103,7 @@ def test_every_flag_says_what_it_is_and_what_it_is_without():
                 assert "default:" in text or alternative, place
 
 
-def test_the_default_that_is_shown_is_the_one_that_is_taken(capsys):
+def test_shown_default_is_the_real_one(capsys):
     top = ArgumentParser(prog="qrt-x")
     top.add_argument("--sizes", type=float, nargs="+", default=[0.5, 2.0], help="some")
     top.add_argument("--name", help="one (default: the folder's)")

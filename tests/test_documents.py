@@ -49,7 +49,7 @@ def test_links_and_paths_of_a_page_exist(page):
         assert any(place.exists() for place in places), f"{page.name}: python -m {module}"
 
 
-def test_what_code_cites_exists():
+def test_paths_cited_in_code_exist():
     own = Path(__file__)
     for path in files(".py"):
         for cited in CITED.findall(path.read_text()) if path != own else ():

@@ -72,7 +72,7 @@ def weights_asked(server):
 # -- what comes ------------------------------------------------------------------------------------------
 
 
-def test_only_what_is_needed_comes(asking):
+def test_only_needed_files_are_downloaded(asking):
     repo = asking.repos["org/tiny"] = repo_of(TINY)
     repo.files |= BESIDE
     folder = model_folder("org/tiny")
@@ -100,7 +100,7 @@ def test_side_files_of_other_engines_come_too(asking):
     assert found == {"config.json", "model.safetensors", *more} - {"README.md", "recipe.yaml"}
 
 
-def test_of_an_index_only_its_shards_come(asking):
+def test_only_shards_of_the_index_are_downloaded(asking):
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     files = {f"model-{i}-of-2.safetensors": b"x" for i in (1, 2)}
     files |= {"model.safetensors.index.json": json.dumps(index).encode(), "other.safetensors": b"y"}
@@ -125,7 +125,7 @@ def test_a_tokenizer_and_random_weights_need_no_weights(asking):
     assert config.model == str(folder) and not weights_asked(asking)
 
 
-def test_a_cut_off_download_goes_on_where_it_ended(asking):
+def test_interrupted_download_resumes(asking):
     repo = asking.repos["org/tiny"] = repo_of(
         TINY, cut_off=(10_600_000, 1)
     )  # the client reads 10 MiB at once
@@ -160,7 +160,7 @@ def test_an_existing_folder_wins(asking, tmp_path):
 @pytest.mark.parametrize(
     "name", ["./org/tiny", "/org/tiny", "~/tiny", "org/tiny/deep", "tinny", "org/", "../tiny", "a b/c"]
 )
-def test_what_looks_like_a_path_is_never_asked_for(name, asking):
+def test_names_that_look_like_paths_are_not_requested(name, asking):
     assert "no such folder; give a checkpoint folder, ORG/NAME[@REVISION]" in refusal(name)
     assert not asking.requests
 
@@ -224,7 +224,7 @@ def test_the_tokenizers_revision(asking):
         ({"config.json": CONFIG, "adapter_model.safetensors": b"x"}, CheckpointError, "got adapter_model"),
     ],
 )  # fmt: skip
-def test_what_is_not_run_is_refused_before_its_weights(files, error, message, asking):
+def test_unsupported_model_is_refused_before_its_weights(files, error, message, asking):
     weights = {"model.safetensors": b"x"} if error is UnsupportedError else {}
     asking.repos["org/x"] = Repo({**files, **weights})
     with pytest.raises(error, match=message):
@@ -232,7 +232,7 @@ def test_what_is_not_run_is_refused_before_its_weights(files, error, message, as
     assert not weights_asked(asking)
 
 
-def test_a_disk_without_room_is_told_before_the_download(asking, monkeypatch):
+def test_full_disk_is_reported_before_the_download(asking, monkeypatch):
     asking.repos["org/tiny"] = repo_of(TINY)
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(hub_module.shutil, "disk_usage", lambda path: usage._replace(free=70_000_000))
@@ -241,7 +241,7 @@ def test_a_disk_without_room_is_told_before_the_download(asking, monkeypatch):
     assert not weights_asked(asking)
 
 
-def test_a_disk_that_fills_up_meanwhile(asking, monkeypatch):
+def test_disk_full_during_download(asking, monkeypatch):
     asking.repos["org/tiny"] = repo_of(TINY)
 
     def full(*words, **options):
@@ -288,7 +288,7 @@ def test_a_token_without_access(asking):
     assert "its owners grant access" in refusal("org/gated")
 
 
-def test_offline_takes_what_is_cached_and_asks_nobody(asking):
+def test_offline_uses_the_cache_and_makes_no_request(asking):
     asking.repos["org/tiny"] = repo_of(TINY)
     folder = model_folder("org/tiny")
     asking.change(hub_offline=True)
@@ -325,12 +325,12 @@ def test_a_hub_that_fails(asking):
     assert f"org/tiny: {asking.url} answers 500" in refusal("org/tiny")
 
 
-def test_an_answer_that_is_not_the_hubs(asking):
+def test_wrong_answer_of_the_hub(asking):
     asking.repos["org/tiny"] = repo_of(TINY, headers=False)
     assert f"{asking.url} does not answer as the Hub does" in refusal("org/tiny")
 
 
-def test_a_hub_that_is_silent(asking, monkeypatch):
+def test_silent_hub_is_reported(asking, monkeypatch):
     def silent(*words, **options):
         raise httpx.ReadTimeout("The read operation timed out")
 
@@ -338,7 +338,7 @@ def test_a_hub_that_is_silent(asking, monkeypatch):
     assert f"{asking.url} broke off (The read operation timed out); run it again" in refusal("org/tiny")
 
 
-def test_without_a_network_a_cached_dataset_is_taken_at_once(asking, caplog):
+def test_cached_dataset_loads_without_a_network(asking, caplog):
     import datasets
     from huggingface_hub import constants
 

@@ -145,7 +145,7 @@ print(llm.generate(["The"], greedy, use_tqdm=False)[0].outputs[0].text)
         ("eval", ["sweep", "--model", "org/none"]),
     ],
 )
-def test_a_model_that_is_not_there_is_one_line(name, words, start, tmp_path):
+def test_missing_model_is_a_one_line_error(name, words, start, tmp_path):
     process = start(name, *words)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 1 and out == ""

@@ -25,12 +25,12 @@ def test_imports_no_torch(module):
     assert run(f"import sys, {module}; print('torch' in sys.modules)").strip() == "False"
 
 
-def test_command_lines_and_places_need_no_client_of_the_hub():
+def test_command_lines_do_not_import_the_hub_client():
     code = "import sys, qrt.location, qrt.serve.command.cli, qrt_eval.cli, qrt_calibrate.cli;"
     assert run(f"{code} print({{'huggingface_hub', 'datasets'}} & set(sys.modules))").strip() == "set()"
 
 
-def test_completion_knows_what_is_not_loaded_yet():
+def test_dir_lists_names_that_are_not_loaded_yet():
     code = "import sys, qrt; print(set(qrt.__all__) <= set(dir(qrt)), 'torch' in sys.modules)"
     assert run(code).strip() == "True False"
 

@@ -386,7 +386,7 @@ def test_banned_tokens_are_never_sampled(llm):
     llm.generate("x", SamplingParams(allowed_token_ids=[1], min_tokens=4, ignore_eos=True), use_tqdm=False)
 
 
-def test_what_it_says_of_itself(folder, llm, capfd):
+def test_properties_of_the_model(folder, llm, capfd):
     assert (llm.max_model_len, llm.weight_scheme, llm.dtype) == (512, "fp16", "float32")
     assert llm.kv_bytes_per_token == 2 * 2 * 2 * 64 * 4
     quantized = make(folder, kv_cache_dtype="int8")

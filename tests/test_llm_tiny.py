@@ -254,7 +254,7 @@ def test_the_tokenizer_is_that_of_transformers(llm):
     assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].prompt_token_ids == whole
 
 
-def test_the_start_up_lines_say_what_runs(caplog):
+def test_startup_lines_name_the_configuration(caplog):
     with caplog.at_level(logging.INFO, logger="qrt"):
         make(kv="int8")
     text = caplog.text
@@ -262,7 +262,7 @@ def test_the_start_up_lines_say_what_runs(caplog):
     assert "concurrent requests of 2,048 tokens" in text
 
 
-def test_what_greedy_decoding_says_has_rank_one(llm, expected):
+def test_greedy_tokens_have_rank_one(llm, expected):
     prompt = llm.tokenizer.encode(PROMPTS[0])
     first, single = llm.score_ranked([prompt + expected[0][:8], prompt[:1]])
     assert first.ranks[len(prompt) - 1 :].tolist() == [1] * 8 and len(first) == len(prompt) + 7
@@ -270,7 +270,7 @@ def test_what_greedy_decoding_says_has_rank_one(llm, expected):
     torch.testing.assert_close(llm.score([prompt])[0], first.logprobs[: len(prompt) - 1])
 
 
-def test_a_fork_is_told_so(llm):
+def test_use_in_a_fork_is_refused(llm):
     """Its first product would wait for threads that are not there."""
     read, write = os.pipe()
     child = os.fork()
@@ -360,7 +360,7 @@ def test_the_defaults_are_the_callers_own(llm):
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_parameters_changed_meanwhile_change_no_running_request(llm, monkeypatch, listed):
+def test_changing_params_does_not_affect_a_running_request(llm, monkeypatch, listed):
     params, step = SamplingParams(temperature=0, max_tokens=4, min_tokens=4), llm.engine.step
 
     def changed_step():

@@ -78,7 +78,7 @@ def test_attention_reads_what_was_stored():
 
 
 @pytest.mark.parametrize("hands_in", [(), ("k",), ("v",)])
-def test_many_tokens_are_not_written_by_another_formats_encoder(monkeypatch, hands_in):
+def test_long_prompts_use_the_formats_own_encoder(monkeypatch, hands_in):
     """The kernel for many tokens takes a format whose two grids hand in an encoder, and no other."""
     monkeypatch.setattr(many_kernel, "ASM", True)
     assert many_kernel.fits(KV_FORMATS["k8v4"], 128)

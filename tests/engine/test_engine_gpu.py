@@ -126,7 +126,7 @@ def test_the_same_batch_gives_the_same_tokens(folder):
     assert results[0] == results[1] and all(len(tokens) == 40 for tokens in results[0].values())
 
 
-def test_the_memory_of_an_engine_that_is_gone_is_free(folder):
+def test_deleted_engine_frees_its_memory(folder):
     """At once: its weights and its pool may be most of the GPU, and the next one asks for them."""
     config = EngineConfig(
         str(folder), dtype="bfloat16", kv="int8", kv_cache_memory_bytes=512 << 20, max_num_seqs=8

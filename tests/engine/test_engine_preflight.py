@@ -21,7 +21,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_what_is_right_goes_on_to_the_weights(folder):
+def test_valid_settings_go_on_to_the_weights(folder):
     config = EngineConfig(str(folder), kv="bf16", max_model_len=100, kv_skip_layers=(0, 1), device="cpu")
     assert preflight(config)[1].context == 100, "the window is the context"
     with pytest.raises(CheckpointError, match="no weights"):

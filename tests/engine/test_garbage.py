@@ -29,7 +29,7 @@ def test_objects_stay_frozen_until_the_last_holder_ends():
     assert gc.get_freeze_count() == 0
 
 
-def test_new_garbage_is_collected_meanwhile():
+def test_new_garbage_is_still_collected():
     with short_collections():
         cycle: list = []
         cycle.append(cycle)
@@ -37,7 +37,7 @@ def test_new_garbage_is_collected_meanwhile():
         assert gc.collect() >= 1
 
 
-def test_what_the_user_leaves_out_stays_out():
+def test_users_own_gc_freeze_is_kept():
     gc.freeze()
     with short_collections():
         pass

@@ -25,7 +25,7 @@ def test_broken_link_is_an_error(tmp_path):
         GenerationConfig.read(tmp_path)
 
 
-def test_what_is_taken(tmp_path, caplog):
+def test_settings_that_are_read(tmp_path, caplog):
     config = read(tmp_path, eos_token_id=[5, 6], temperature=0.6, top_k=20, top_p=0.95, do_sample=True)
     assert config.eos_token_ids == (5, 6)
     assert config.sampling == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
@@ -33,7 +33,7 @@ def test_what_is_taken(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_what_is_not_taken_is_said(tmp_path, caplog):
+def test_settings_that_are_not_read_are_logged(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         read(tmp_path, typical_p=0.9, no_repeat_ngram_size=3, num_beams=1, suppress_tokens=[3])
     assert [r.getMessage() for r in caplog.records] == [
@@ -43,6 +43,6 @@ def test_what_is_not_taken_is_said(tmp_path, caplog):
     ]
 
 
-def test_without_its_sampling_only_the_ends_are_read(tmp_path):
+def test_vllm_config_reads_only_the_end_tokens(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7, "top_k": 50.0}')
     assert GenerationConfig.read(tmp_path, sampling=False) == GenerationConfig((7,), SamplingParams())

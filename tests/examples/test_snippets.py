@@ -27,7 +27,7 @@ def test_python_of_every_page_compiles():
         compile(code, str(page), "exec")
 
 
-def test_reference_names_what_is_there():
+def test_reference_names_exist():
     """`make docs` finds the same, but is not run by every developer."""
     page = (ROOT / "docs/python-api.md").read_text()
     named = re.findall(r"^::: (\S+)$", page, re.MULTILINE)

@@ -368,7 +368,7 @@ def test_one_slot_extends_are_cheap(count_lines):
     kv.check()
 
 
-def test_publishing_costs_what_is_new(count_lines):
+def test_publishing_reads_only_new_tokens(count_lines):
     """A prompt that is computed in a thousand steps."""
     kv, prompt = KVManager(20_000), ids_of(8000)
     seq = kv.start(prompt)

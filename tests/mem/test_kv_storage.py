@@ -45,7 +45,7 @@ def test_a_write_changes_its_slots_only(name):
 
 
 @FORMATS
-def test_the_pad_slot_is_nobody_elses(name):
+def test_writing_the_pad_slot_changes_no_token(name):
     kv = storage(name)
     assert kv.pad_slot == kv.num_slots == SLOTS
     k, v = random_kv(SLOTS)

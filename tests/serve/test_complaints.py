@@ -43,7 +43,7 @@ def complete(client, **body):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 0])
-def test_echo_with_logprobs_is_what_lm_eval_reads(client, server, max_tokens):
+def test_lm_eval_can_read_echo_with_logprobs(client, server, max_tokens):
     """Prompts as ids; the first token has no log-probability, the others those of the Python API; max_tokens
     0 generates nothing."""
     prompts = [
@@ -126,7 +126,7 @@ def test_more_tokens_than_the_context(client, server):
     assert near.usage.completion_tokens == 3 and near.choices[0].finish_reason == "length"
 
 
-def test_a_seed_gives_the_same_whatever_runs_beside(client):
+def test_seeded_output_does_not_depend_on_the_batch(client):
     arguments = {"temperature": 1.0, "seed": 5, "max_tokens": 10}
     alone = complete(client, **arguments).choices[0].text
     among = complete(client, prompt=["A", "The", PROMPT, "In"], **arguments).choices[2].text
@@ -142,7 +142,7 @@ def test_best_of_returns_the_likeliest(client):
     assert best.usage.completion_tokens == 30, "what was generated is counted"
 
 
-def test_new_parameters_change_what_they_should(client, server):
+def test_new_parameters_take_effect(client, server):
     token = server.tokenizer.encode(" very", add_special_tokens=False)[0]
     extra = {"allowed_token_ids": [token]}
     assert complete(client, extra_body=extra).choices[0].text == " very" * 8
@@ -203,7 +203,7 @@ def test_a_stuck_engine_turns_health_red(server, http, monkeypatch):
     assert http.get("/health").status_code == 200 == http.get("/readiness").status_code
 
 
-def test_the_watchdog_ends_a_step_that_does_not_end():
+def test_watchdog_ends_a_hanging_step():
     code = (
         "import time; from qrt.serve.link.router import Router; r = Router.__new__(Router);"
         "r._watchdog_seconds, r._watchdog_set = 0.3, 0.0; r._watch(); time.sleep(60)"
@@ -220,7 +220,7 @@ def read_metrics(http):
     return {(sample.name, *sorted(sample.labels.values())): sample.value for sample in samples}
 
 
-def test_metrics_count_what_happened(client, http, server):
+def test_metrics_count_requests_and_tokens(client, http, server):
     before = read_metrics(http)
     for _ in range(3):
         complete(client, max_tokens=7, extra_body={"ignore_eos": True})
@@ -261,7 +261,7 @@ def test_a_stop_string_is_no_abort(client, http, server):
         assert after[f"qrt:{name}_count",] - before[f"qrt:{name}_count",] == 2, "not of who left"
 
 
-def test_the_page_asks_nobody_else(http):
+def test_page_loads_nothing_from_other_hosts(http):
     page = http.get("/")
     files = re.findall(r'(?:src|href)="([^"]+)"', page.text)
     assert {"page/app.js", "page/markdown.js", "page/style.css"} < set(files)

@@ -66,7 +66,7 @@ def test_compose_and_prometheus(tmp_path):
 
 
 @pytest.mark.model
-def test_the_dashboard_asks_for_metrics_that_are_there():
+def test_dashboard_uses_existing_metrics():
     from qrt import EngineConfig
     from qrt.serve.link.router import Router
 

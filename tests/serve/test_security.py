@@ -127,7 +127,7 @@ def untouched(server, monkeypatch):
     ],
     ids=range(14),
 )
-def test_what_is_no_json(client, untouched, route, body):
+def test_invalid_json_is_refused(client, untouched, route, body):
     refused(client.post(route, content=body))
 
 
@@ -203,7 +203,7 @@ def test_large_logprob_reply_is_written_in_a_thread(server, client, monkeypatch)
     assert inside == [False, False, True], "a thread takes its time, too"
 
 
-def test_tokens_without_end_do_not_stop_the_event_loop(server, client, monkeypatch):
+def test_long_token_lists_do_not_block_the_event_loop(server, client, monkeypatch):
     """Their texts are looked up in a thread; a prompt that is too long is not decoded for its echo; and
     between two prompts of a body others have their turn."""
     tokenizer, inside, decoded, turns = server.service.tokenizer, [], [], []
@@ -302,7 +302,7 @@ def test_random_bodies(short, route, whole, body):
 # The queue
 
 
-def test_a_full_queue_answers_429_and_what_runs_goes_on(server, client, monkeypatch):
+def test_full_queue_answers_429_and_others_run_on(server, client, monkeypatch):
     """One runs, with a token, until whoever finds no room is refused."""
     step = server.engine.step
 

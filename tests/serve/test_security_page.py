@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_promise_names_what_keeps_and_shows_it():
+def test_every_security_claim_names_code_and_test():
     rows = [line for line in (ROOT / "docs/security.md").read_text().splitlines() if line.startswith("| ")]
     promises = [row for row in rows if "**" not in row and "---" not in row][1:]
     assert len(promises) > 25

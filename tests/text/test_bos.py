@@ -70,7 +70,7 @@ def test_the_entry_alone_adds_bos(post_processor, tmp_path):
     assert load(folder)(TEXT, TEXT)["input_ids"][0] == 0
 
 
-def test_no_bos_token_none_added(tmp_path):
+def test_no_bos_is_added_without_a_bos_token(tmp_path):
     folder = save(tmp_path, BYTES, add_bos_token=True, bos_token=None)
     assert ids_of_all_ways(folder) == AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
 

@@ -298,7 +298,7 @@ def test_the_final_message_goes_on_as_in_transformers():
         ([{"role": "assistant", "function_call": "f"}], "messages.0.function_call: expected a function's"),
     ],
 )
-def test_what_is_no_message_is_named(messages, told):
+def test_invalid_message_is_named(messages, told):
     if told is None:
         assert read_messages(messages) == [{"role": "assistant", "content": "x"}]
         return
@@ -307,7 +307,7 @@ def test_what_is_no_message_is_named(messages, told):
 
 
 @pytest.mark.parametrize("tools, told", [("f", "expected a list"), ([print], "tools.0: expected a mapping")])
-def test_what_is_no_tool_is_named(tools, told):
+def test_invalid_tool_is_named(tools, told):
     assert read_tools(None) is None and read_tools([]) is None
     with pytest.raises(ConfigError, match=told):
         renders(QWEN25, TALK, tools=tools)

@@ -40,7 +40,7 @@ def test_renders_as_transformers(generation):
 
 
 @pytest.mark.parametrize("name", ["tools", "documents"])
-def test_what_the_template_never_shows_is_refused(name):
+def test_tools_that_the_template_ignores_are_refused(name):
     """The model would answer as if it had never been given."""
     items = [{"type": "function", "function": {"name": "f"}}]
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -50,7 +50,7 @@ def test_what_the_template_never_shows_is_refused(name):
     assert "function" in ChatTemplate(plain + "{{ " + name + " }}", {}).render(MESSAGES, **{name: items})
 
 
-def test_a_developer_is_the_system_where_the_template_knows_none():
+def test_developer_becomes_system_if_the_template_lacks_it():
     """Qwen 2.5's template shows the roles it knows, and none of the rest."""
     messages = [{"role": "developer", "content": "In French."}, {"role": "user", "content": "Hi"}]
     known = "{% for m in messages %}{% if m.role in ('system', 'user') %}<{{ m.role }}>{{ m.content }}"

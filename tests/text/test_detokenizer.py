@@ -76,7 +76,7 @@ def test_pieces_add_up_wherever_the_prompt_ends(tokenizer, kind, text):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_bytes_that_are_no_text_are_one_text_however_they_come(tokenizer, seed):
+def test_random_bytes_decode_alike_in_any_chunks(tokenizer, seed):
     """A busy process gives out several tokens at once."""
     rng = random.Random(seed)
     ids = [rng.randrange(3, 300) for _ in range(60)]

@@ -68,7 +68,7 @@ def test_long_texts_leave_other_threads_their_turns(folder):
 
 
 @pytest.mark.parametrize("named", ["LlamaTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", "OwnTokenizer"])
-def test_tokenizer_json_is_taken_as_it_is(folder, named, tmp_path):
+def test_tokenizer_json_is_loaded_unchanged(folder, named, tmp_path):
     """Whatever class is named beside it, the model's own among them: DeepSeek's distilled Llama names
     LlamaTokenizerFast, and its tokens are byte-level."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
@@ -85,14 +85,14 @@ def test_tokenizer_json_is_taken_as_it_is(folder, named, tmp_path):
         assert serving.decode(ids) == truth.decode(ids)
 
 
-def test_files_that_would_fill_the_memory_are_not_read(folder, tmp_path):
+def test_huge_files_are_not_read(folder, tmp_path):
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     os.truncate(copy / "tokenizer.json", 2**40)
     with pytest.raises(CheckpointError, match="tokenizer.json: expected at most .*, got 1099511627776"):
         Tokenizer(copy)
 
 
-def test_chat_templates_without_a_default_are_told(folder, tmp_path):
+def test_chat_templates_without_a_default_are_reported(folder, tmp_path):
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     path = copy / "tokenizer_config.json"
     several = {"chat_template": [{"name": "rag", "template": "x"}]}

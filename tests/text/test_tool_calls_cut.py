@@ -95,7 +95,7 @@ def check_all_cuts(name, text):
 
 
 @pytest.mark.parametrize("name, text, shown, calls", ANSWERS)
-def test_one_result_however_it_is_cut(name, text, shown, calls):
+def test_result_does_not_depend_on_the_cuts(name, text, shown, calls):
     whole, read = check_all_cuts(name, text)
     if calls is not None:
         assert read == calls
@@ -150,7 +150,7 @@ def test_text_and_calls_lose_nothing(name):
 
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in ("gemma", "parts")])
 @pytest.mark.parametrize("name, text, shown, calls", ANSWERS)
-def test_what_is_given_out_is_taken_back(template, name, text, shown, calls):
+def test_calls_that_qrt_returns_are_accepted_back(template, name, text, shown, calls):
     """The server's models and templates of every kind take the calls back, with a result for each."""
     content, read = parse(FORMATS[name], NAMES, text)
     calls = [
@@ -167,7 +167,7 @@ def test_what_is_given_out_is_taken_back(template, name, text, shown, calls):
     assert places == sorted(places) and prompt.encode()
 
 
-def test_no_more_calls_than_a_message_may_have():
+def test_number_of_calls_is_limited():
     text = "\n".join([HERMES] * (MAX_CALLS + 2))
     shown, calls = parse(FORMATS["hermes"], NAMES, text)
     assert len(calls) == MAX_CALLS and shown == "\n".join([HERMES] * 2)

@@ -43,7 +43,7 @@ def test_peak_with_slack_is_never_exceeded(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_requests_that_join_one_by_one_give_the_peak_of_all(seed):
+def test_incremental_peak_equals_the_peak_of_all(seed):
     rng = np.random.default_rng(seed)
     running = [request(rng) for _ in range(int(rng.integers(0, 20)))]
     held = [r.length - r.seq.num_cached for r in running]

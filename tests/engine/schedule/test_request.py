@@ -33,7 +33,7 @@ def test_bad_words_ban_their_last_token_after_the_rest():
 
 
 @pytest.mark.parametrize("pending", [0, 1])
-def test_bad_words_cost_no_walk_through_their_tokens(pending):
+def test_bad_words_are_checked_without_reading_every_token(pending):
     """They are looked at for each token of each request."""
     walks = []
 

@@ -70,7 +70,7 @@ def test_requests_that_come_at_once_share_steps(count_lines):
     assert len(plan.chunks) == 256 and lines < 5 * 256**2 / 2
 
 
-def test_requests_beside_a_thousand_cost_a_few_lines(count_lines):
+def test_adding_requests_beside_a_thousand_stays_cheap(count_lines):
     """Those that run are looked at once a plan, not once for each that joins."""
     running, joining = 1000, 40
     scheduler, rng = make(1 << 17, max_num_seqs=2000, budget=1 << 16), np.random.default_rng(0)
@@ -100,7 +100,7 @@ def test_request_starts_when_the_expected_peak_fits():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_conservative_admission_pauses_nobody(seed):
+def test_conservative_admission_never_pauses(seed):
     """Though slots are given ahead, and prompts take several steps."""
     rng = np.random.default_rng(seed)
     kv = KVManager(int(rng.choice([100, 128, 256])), prefix_caching=seed % 2 == 0)
@@ -223,7 +223,7 @@ def test_last_request_is_paused_and_resumes(monkeypatch):
     assert scheduler.kv.available == 64
 
 
-def test_nobody_is_paused_while_each_can_have_a_slot(monkeypatch):
+def test_no_pause_while_every_request_gets_a_slot(monkeypatch):
     monkeypatch.setattr(admission, "EXPECTED_TOKENS", 0)
     scheduler = make(slots=64, max_model_len=64, max_num_seqs=2, budget=64, prefix_caching=False)
     scheduler.add("a", np.arange(20, dtype=np.int32), SamplingParams(max_tokens=20))
@@ -252,7 +252,7 @@ def test_refused_requests_name_the_lengths():
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, 108), (5, 5), (500, 108)])
-def test_max_tokens_is_what_the_context_leaves(max_tokens, expected):
+def test_max_tokens_defaults_to_the_rest_of_the_context(max_tokens, expected):
     scheduler = make()
     scheduler.add("a", np.zeros(20, np.int32), SamplingParams(max_tokens=max_tokens))
     count = 0

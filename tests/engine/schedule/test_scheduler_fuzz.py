@@ -152,7 +152,7 @@ def test_ten_thousand_steps(seed, monkeypatch):
         assert scheduler.num_pauses == 0
 
 
-def test_nobody_starves_behind_a_stream_of_small_requests():
+def test_large_request_is_not_starved_by_small_ones():
     """First come, first served: a long prompt that does not fit yet is not overtaken for ever."""
     rng = random.Random(0)
     kv = KVManager(256, run=1)

@@ -71,7 +71,7 @@ def admission(row, params, prompt, output=()):
     return Admission(row, sampling, np.array(prompt, np.int32), tuple(output))
 
 
-def test_what_is_applied_is_the_definition(device):
+def test_adjustments_match_the_definition(device):
     """All ways at once, some resumed with output, tokens counted as they come."""
     rng = np.random.default_rng(0)
     adjustments = Adjustments(VOCAB, [EOS], device)

@@ -100,13 +100,13 @@ def test_mixed_step():
     assert [x.dtype for x in dtypes] == [torch.int64, torch.int32, torch.int32, torch.int64, torch.int32]
 
 
-def test_without_attend_cache_the_cached_tokens_are_the_prefixes():
+def test_only_prefixes_are_cached_without_attend_cache():
     prefill = batch_of(mixed_plan()).step.prefill
     assert prefill.cached_start.dtype == torch.int32 and prefill.cached_start.tolist() == [0, 10, 15, 17]
     assert prefill.num_cached == 17
 
 
-def test_a_padded_step_is_the_same_step_with_padding_behind_it():
+def test_padded_step_equals_the_step_plus_padding():
     plan, t = replace(mixed_plan(), admitted=()), table()
     t.write_slots(plan.placed)
     kv = KVStorage([KV_FORMATS["fp16"]], 999, 1, 16, torch.float32, "cpu")
@@ -207,7 +207,7 @@ def test_transfer_keeps_values_shapes_and_alignment(device):
     assert (there["d"].data_ptr() - base) % 64 == 0 and (there["e"].data_ptr() - base) % 64 == 0
 
 
-def test_fetched_tensors_are_those_of_the_time_they_were_taken(device):
+def test_fetched_tensors_keep_their_values_at_fetch_time(device):
     fetch, source = Fetch(device), torch.arange(1000, device=device)
     first = fetch.take(source * 2)
     fetch.sent()

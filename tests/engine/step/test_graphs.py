@@ -126,7 +126,7 @@ def plan_of(decodes, *chunks):
     )
 
 
-def test_what_is_a_padded_step():
+def test_which_steps_are_padded():
     kv = KVStorage([KV_FORMATS["fp16"]], 64, 1, 16, torch.float32, "cpu")
     table = RequestTable(40, 64, 64, torch.device("cpu"))
     steps = TokenSteps(FakeDecoder(), kv, table, [1, 2, 8], [40, 300], num_cached=100)
@@ -138,7 +138,7 @@ def test_what_is_a_padded_step():
         assert steps._size(plan_of(0, *[(0, 2)] * chunks)) == size, "as many chunks as there is room for"
 
 
-def test_padding_alone_reads_and_writes_nothing_but_the_pad_slot(folder, monkeypatch):
+def test_padding_touches_only_the_pad_slot(folder, monkeypatch):
     """As every size is recorded."""
     engine = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20))
     runner, seen = engine.runner, []
@@ -183,7 +183,7 @@ def test_real_load_runs_recorded_with_little_padding():
     assert outputs == lengths[:, 1].sum() and mixed > 100_000 and padded < 1.06 * mixed
 
 
-def test_sizes_of_decodes_leave_steps_with_prompts_recorded():
+def test_capture_sizes_apply_to_decodes_only():
     config = EngineConfig("tiny", cudagraph_capture_sizes=(1, 8), max_num_batched_tokens=2048)
     rows, sizes = _capture_sizes(config, Limits(2048, 256, 2048))
     assert list(rows) == [1, 8] and list(sizes) == default_tokens(2048)
@@ -221,7 +221,7 @@ class Recording(list):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_no_garbage_is_collected_while_a_graph_is_recorded(folder, monkeypatch, enabled):
+def test_no_garbage_collection_while_recording_a_graph(folder, monkeypatch, enabled):
     """CUDA gives up where a graph of an engine that is gone is destroyed in between."""
     engine = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20))
     recording, runner = Recording(), engine.runner
@@ -271,7 +271,7 @@ def test_distinct_first_layers_compile_all_kernels(folder, formats, count):
     assert TokenSteps(layers, kv, runner.table, [1])._distinct_layers() == count
 
 
-def test_an_engine_that_is_gone_leaves_no_garbage(folder, monkeypatch):
+def test_deleted_engine_leaves_no_garbage(folder, monkeypatch):
     """Its weights and its pool would fill the GPU until garbage is collected, which nobody may do in time."""
     Recording().install(monkeypatch)
     engine = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20))
@@ -295,7 +295,7 @@ LAUNCHERS = (
 )  # fmt: skip
 
 
-def test_all_is_launched_on_the_device_of_the_model(folder, monkeypatch):
+def test_kernels_launch_on_the_models_device(folder, monkeypatch):
     """Which need not be the thread's current one, on which Triton launches."""
     inside, called = [], set()
 

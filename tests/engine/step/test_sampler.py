@@ -147,7 +147,7 @@ def test_drawn_tokens_follow_the_distribution(temperature, top_k, top_p, min_p):
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 50, 1000])
-def test_what_is_kept_is_exact(vocab):
+def test_kept_tokens_are_exact(vocab):
     """`least_kept` against the definition; ties with the last kept token are kept, in any order."""
     rng = np.random.default_rng(vocab)
     for _ in range(30):

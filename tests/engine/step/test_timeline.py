@@ -85,7 +85,7 @@ def test_a_table_by_kind_adds_up():
         ([(DECODES, 0, 1)], 0.0),
     ],
 )
-def test_waits_between_decodes_leave_other_steps_out(steps, want):
+def test_decode_gaps_exclude_other_steps(steps, want):
     timeline = Timeline()
     run(timeline, steps)
     assert timeline.summary()["decode_host_gap"] == want
@@ -119,7 +119,7 @@ def test_a_step_that_failed_leaves_nothing():
 
 
 @pytest.mark.model
-def test_the_engine_says_what_its_steps_are():
+def test_timeline_counts_every_token_once():
     """Every prompt token and every decode is in one step's count."""
     engine = LLM("tiny", enable_prefix_caching=False, max_num_batched_tokens=16, device="cpu").engine
     timeline = engine.start_timeline()
@@ -143,7 +143,7 @@ def test_the_engine_says_what_its_steps_are():
 @pytest.mark.gpu
 @pytest.mark.model
 @pytest.mark.parametrize("eager", [False, True])
-def test_recorded_steps_are_told_from_launched_ones(monkeypatch, eager):
+def test_timeline_separates_recorded_and_launched_steps(monkeypatch, eager):
     monkeypatch.undo()  # the GPU has events of its own
     engine = LLM("tiny", max_num_seqs=4, max_model_len=128, enforce_eager=eager).engine
     timeline = engine.start_timeline()

@@ -245,7 +245,7 @@ def test_other_tokenizer_is_refused(tmp_path, capsys):
     assert_names(capsys.readouterr().err, "error:", str(other), "tokenizer", "qrt-eval ppl --baseline")
 
 
-def test_base_file_of_another_kind_is_refused(tmp_path):
+def test_wrong_kind_of_base_file_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"not a file of tensors")
     with pytest.raises(ConfigError, match=r"--base-file.*--save-base.*x\.safetensors"):

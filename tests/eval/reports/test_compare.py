@@ -132,7 +132,7 @@ def test_incomparable_results_are_refused(change, named, tmp_path, capsys):
     assert_error(capsys.readouterr().err, "compare", *named)
 
 
-def test_default_stride_differs_from_another(tmp_path, capsys):
+def test_default_stride_differs_from_a_given_one(tmp_path, capsys):
     sliding = ppl(1, [], protocol="sliding")  # windows of 8: new tokens are 7 by default
     for name, arguments in (("a", {}), ("b", {"stride": None}), ("c", {"stride": 7}), ("d", {"stride": 4})):
         (tmp_path / name).write_text(json.dumps({**sliding, "arguments": arguments}))

@@ -305,6 +305,6 @@ def test_certificates_are_read_when_the_server_starts(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "foo", "mps", "cuda:x"])
-def test_a_device_that_is_not_there(device):
+def test_missing_device_is_refused(device):
     with pytest.raises(ConfigError, match=f"device: expected .*, got '{device}'"):
         Engine(configs("--device", device)[0])

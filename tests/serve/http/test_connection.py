@@ -47,7 +47,7 @@ def test_headers_are_capped(server):
     assert b" 431 " in raw(server, b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n").split(b"\r\n")[0]
 
 
-def test_what_follows_a_body_is_capped(server):
+def test_trailers_and_chunk_extensions_are_capped(server):
     """Its trailers and the extensions of its chunks, as a header is; and they are no headers."""
     chunked = POST.replace(b"Connection: close\r\n", b"Transfer-Encoding: chunked\r\n")
     for begun in (b"0\r\nX: ", b"1;x="):
@@ -77,7 +77,7 @@ def test_bodies_are_capped(server, client):
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-def test_requests_ahead_of_their_answers_are_capped(server, client):
+def test_pipelined_requests_are_capped(server, client):
     """Each answer lets uvicorn read on: what one connection sends would fill the memory."""
     some = HEALTH * 50 + HEALTH.replace(b"Host: x", b"Connection: close")
     assert raw(server, some).count(b"HTTP/1.1 200 OK") == 51
@@ -85,7 +85,7 @@ def test_requests_ahead_of_their_answers_are_capped(server, client):
     assert client.get("/health").status_code == 200
 
 
-def test_no_earlier_request_outlives_its_connection(server, caplog, monkeypatch):
+def test_pipelined_request_ends_with_its_connection(server, caplog, monkeypatch):
     """One that others follow on its connection, whether those are wrong or the client is gone."""
     client, aborted = server.service.client, []
     forget = client.forget
@@ -116,7 +116,7 @@ def test_no_earlier_request_outlives_its_connection(server, caplog, monkeypatch)
     assert aborted == [True, True] and not [record for record in caplog.records if record.exc_info]
 
 
-def test_what_is_not_http(server):
+def test_invalid_http_is_refused(server):
     reply = raw(server, b"\x16\x03\x01 nonsense\r\n\r\n")
     assert (
         b" 400 " in reply.split(b"\r\n")[0]

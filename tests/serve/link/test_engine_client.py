@@ -68,7 +68,7 @@ def test_merged_deltas_are_the_sum():
     assert merge(parts[:1]) is parts[0]
 
 
-def test_what_came_meanwhile_is_one_delta_a_request():
+def test_waiting_outputs_merge_to_one_delta_per_request():
     async def work():
         client = Client()
         stream, (one, two) = await submit(client, collector(n=2))

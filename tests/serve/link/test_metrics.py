@@ -49,7 +49,7 @@ def test_a_request_waits_until_its_first_step():
 
 
 @pytest.mark.parametrize("running", [0, 3])
-def test_a_step_costs_the_same_however_many_wait(count_lines, running):
+def test_metrics_cost_does_not_grow_with_the_queue(count_lines, running):
     counts = []
     for waiting in (10, 2000):
         queue = Queue(running + waiting)

@@ -210,7 +210,7 @@ def nodes_of(parse, text: str) -> list:
         "<a href='javascript:alert(1)'>x</a>",
     ],
 )
-def test_what_is_no_web_address_stays_a_text(parse, text):
+def test_only_web_addresses_become_links(parse, text):
     assert nodes_of(parse, text) == [text]
 
 

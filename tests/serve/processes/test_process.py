@@ -15,7 +15,7 @@ def limits():
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_as_many_connections_as_may_be_are_allowed(limits):
+def test_open_file_limit_is_raised(limits):
     _, hard = limits
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     allow_open_files()

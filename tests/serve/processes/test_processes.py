@@ -239,7 +239,7 @@ def test_ctrl_c_while_it_starts_is_no_traceback(tmp_path):
         server.stop()
 
 
-def test_what_a_server_says_when_it_starts(server):
+def test_startup_log_lines(server):
     """What users look for: the model and its weights, the KV format, memory, the pool in tokens and requests,
     the routes, where to ask."""
     tokens = 41_104  # of 64 MiB: 6 layers x 2 heads x (K and V of 64 bytes and 4 of scales)
@@ -276,7 +276,7 @@ def test_a_killed_supervisor_leaves_no_process(server):
     server.wait(lambda: all(map(gone, children)))
 
 
-def test_a_child_whose_supervisor_is_gone_does_not_begin():
+def test_child_of_a_dead_supervisor_does_not_start():
     """It was killed before the child could ask to die with it."""
     spec = Spec("engine", EngineConfig("tiny"), ServerConfig(("tiny",)), "", 1, -1, -1)
     code = "from qrt.serve.processes.process import child_spec; child_spec('engine')"

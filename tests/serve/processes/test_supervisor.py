@@ -30,7 +30,7 @@ def run(monkeypatch, server, spawned=lambda: None) -> int:
     return asyncio.run(supervisor.run())
 
 
-def test_a_socket_is_taken_over_from_the_dead_only(tmp_path):
+def test_only_a_dead_servers_socket_is_taken_over(tmp_path):
     path = tmp_path / "socket"
     with listen(served(path)):
         for _ in range(2):
@@ -67,7 +67,7 @@ def test_sockets_that_are_not_to_be_had(tmp_path, monkeypatch):
     assert not list(long.iterdir())
 
 
-def test_a_server_that_never_ran_has_no_requests_to_wait_for(tmp_path, monkeypatch, caplog):
+def test_failed_start_waits_for_no_requests(tmp_path, monkeypatch, caplog):
     """Its last line is the engine's, which says why."""
     with caplog.at_level(logging.INFO):
         assert run(monkeypatch, served(tmp_path / "socket")) == 1

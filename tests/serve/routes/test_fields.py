@@ -149,7 +149,7 @@ def test_a_seed_of_minus_one_is_none(client):
         ("min_new_tokens", 20),
     ],
 )
-def test_an_error_says_the_name_that_the_request_has(client, name, value):
+def test_error_uses_the_requests_own_field_name(client, name, value):
     if name.endswith("new_tokens"):
         reply = client.post("/generate", json={"inputs": "x", "parameters": {name: value}})
     else:
@@ -191,7 +191,7 @@ def test_bad_words_are_encoded_once_in_a_thread(monkeypatch):
             assert sorted(encoded) == sorted(2 * [(word.strip(), False) for word in words])
 
 
-def test_a_tokens_own_logprob_is_none_of_the_likeliest():
+def test_max_logprobs_0_still_gives_the_tokens_own_logprob():
     with ThreadServer(kv="fp16", max_logprobs=0) as server:
         with httpx.Client(base_url=server.url, headers=bearer(), timeout=30) as client:
             chat = client.post("/v1/chat/completions", json={**CHAT, "logprobs": True})
@@ -340,7 +340,7 @@ def test_names_of_the_other_route(client):
     assert client.post("/generate", json=cached).status_code == 200, "Hugging Face's, about caching"
 
 
-def test_fields_that_say_what_is_tokenized(client):
+def test_tokenize_checks_only_fields_that_change_tokens(client):
     assert "add_special_tokens" in refused(
         client.post("/tokenize", json={"content": "x", "add_special": True}), 501
     )
@@ -377,7 +377,7 @@ def test_null_is_the_default(client, route, body, names):
         refused(client.post(route, json={**given, wanted: None}))
 
 
-def test_the_document_says_what_may_be_null(client):
+def test_document_names_nullable_fields(client):
     schemas = client.get("/openapi.json").json()["components"]["schemas"]
     for body in (CompletionRequest, ChatCompletionRequest, GenerateRequest, Parameters, Detokenize):
         schema = schemas[body.__name__]
@@ -415,7 +415,7 @@ def test_the_document_says_what_may_be_null(client):
         ("../generate", {"inputs": "x", "parameters": {"stop": ["x"] * 17}}, "parameters.stop: List should"),
     ],
 )
-def test_error_is_that_of_the_intended_alternative(client, route, body, message):
+def test_error_is_about_the_intended_form(client, route, body, message):
     """Its place in what the client sent, and nothing that only this server's source knows."""
     whole = {**({"prompt": "x"} if route == "completions" else {}), **body} if body else body
     reply = client.post(f"/v1/{route}", json=whole)

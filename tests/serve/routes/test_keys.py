@@ -77,7 +77,7 @@ def test_a_proxy_may_strip_the_root_path_or_forward_it():
             refused(client.get(path, headers=bearer()), 404)
 
 
-def test_a_root_path_that_is_a_route_shuts_no_route():
+def test_root_path_equal_to_a_route_hides_none():
     with ThreadServer(kv="fp16", root_path="/v1") as server:
         with httpx.Client(base_url=server.url, headers=bearer()) as client:
             for path in ("/v1/models", "/v1/v1/models", "/v1/metrics", "/metrics"):

@@ -67,7 +67,7 @@ def test_generate(lightllm):
     assert len(set(body["generated_text"])) > 1
 
 
-def test_parameters_mean_what_they_do_elsewhere(lightllm):
+def test_stops_and_penalties_match_the_openai_route(lightllm):
     text = openai_text(lightllm)
     stop = text[6:9]
     body = generate(lightllm, stop_sequences=[stop]).json()
@@ -109,7 +109,7 @@ def test_generate_stream(lightllm):
     assert got[-1]["finish_reason"] == "length" and all(event["generated_text"] is None for event in got)
 
 
-def test_tokens_that_come_together_are_events_of_their_own():
+def test_each_token_is_its_own_event():
     tokenizer = Tokenizer("tiny")
     prompt, *ids = tokenizer.encode("The president of the country", add_special_tokens=False)
     collector = RequestCollector("r", None, [prompt], SamplingParams(max_tokens=len(ids)), tokenizer)
@@ -161,7 +161,7 @@ def test_clients_of_tgi_ask_at_the_root(lightllm, tgi):
         ({"temperature": 1.0}, False),
     ],
 )
-def test_what_shapes_the_draw_asks_for_one_in_tgi(lightllm, tgi, parameters, drawn):
+def test_sampling_settings_turn_on_sampling_in_tgi(lightllm, tgi, parameters, drawn):
     """In LightLLM only do_sample does."""
     greedy = openai_text(tgi)
     texts = {generate(tgi, **parameters, seed=seed).json()["generated_text"] for seed in range(4)}

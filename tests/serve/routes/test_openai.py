@@ -199,7 +199,7 @@ def test_a_key_is_wanted_everywhere_but_health(server):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
 
 
-def test_requests_given_up_when_the_server_ends_may_go_elsewhere():
+def test_shutdown_answers_503_with_retry_after():
     """503 with Retry-After, not a failure of the server."""
     body = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True}
 

@@ -33,7 +33,7 @@ def operations():
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda m: m.value)
-def test_what_the_document_says(operations, mode):
+def test_contents_of_the_openapi_document(operations, mode):
     assert len(operations) > 12
     for operation in operations.values():
         if mode is GenerationMode.NEGATIVE and operation.method == "get":

@@ -52,7 +52,7 @@ def reply(kind, tokenizer, ids, others=(), *, prompt=None, prompt_ids=(5,), **bo
     return made.body()["choices"][0], chunks
 
 
-def test_usage_in_every_chunk_does_not_look_through_all_choices(tokenizer):
+def test_usage_per_chunk_does_not_read_all_choices(tokenizer):
     """With a thousand of them each chunk's would take longer than the chunk."""
 
     class Counted(list):
@@ -108,7 +108,7 @@ def test_the_likeliest_of_one_text_stands_for_all(tokenizer):
 
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("as_text", [False, True])
-def test_offsets_of_a_stream_are_those_of_the_whole(tokenizer, echo, as_text):
+def test_stream_offsets_equal_those_of_the_whole_reply(tokenizer, echo, as_text):
     """And they are where each token stands in the text, though special tokens come between."""
     ids = tokenizer.encode("the dog", add_special_tokens=False)
     ids = [*ids[:2], 2, *ids[2:], 1]

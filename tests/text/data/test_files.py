@@ -21,7 +21,7 @@ def values(path):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.TXT", "a.Md", "a.rst", "a.raw", "a.tokens", "a.text", "README"])
-def test_text_is_read_as_it_is(name, tmp_path):
+def test_text_is_read_unchanged(name, tmp_path):
     (tmp_path / name).write_text(TEXT)
     assert values(tmp_path / name) == [TEXT]
 
@@ -142,7 +142,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     assert found.name == tmp_path.name and found.left_out == {".py": 2, "no suffix": 1}
 
 
-def test_of_a_clone_from_the_hub_the_rows_are_read(tmp_path):
+def test_rows_of_a_hub_clone_are_read(tmp_path):
     (tmp_path / "data").mkdir()
     files = {
         "README.md": CARD,
@@ -159,7 +159,7 @@ def test_of_a_clone_from_the_hub_the_rows_are_read(tmp_path):
     assert values(tmp_path) == ["a text", "x"][::-1]  # a dataset of texts
 
 
-def test_of_several_splits_train_is_read(tmp_path):
+def test_train_is_read_from_several_splits(tmp_path):
     (tmp_path / ".gitattributes").write_text("*.parquet filter=lfs diff=lfs merge=lfs -text\n")
     for name in (
         "train-00000-of-00002.jsonl",

@@ -180,7 +180,7 @@ def test_an_arrow_file_of_either_form(tmp_path):
         assert values(tmp_path / name) == [{"text": "one"}, {"text": "two"}, {"text": None}]
 
 
-def test_a_string_that_is_no_unicode_is_one_row(tmp_path):
+def test_invalid_unicode_is_one_bad_row(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -193,7 +193,7 @@ def test_a_string_that_is_no_unicode_is_one_row(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_what_is_no_such_file_is_refused(name, tmp_path):
+def test_file_of_another_format_is_refused(name, tmp_path):
     (tmp_path / name).write_text("words " * 100)
     with pytest.raises(ConfigError, match=rf"{name}: not a \w+ file .*; download it again"):
         values(tmp_path / name)

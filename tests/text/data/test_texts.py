@@ -79,7 +79,7 @@ def test_a_function_call_is_the_assistants():
     assert reason({"conversations": turns}, TOOLS) == "a function call that is not JSON"
 
 
-def test_a_role_that_is_not_known_is_named():
+def test_unknown_role_is_named():
     turns = [*CHAT, {"from": "narrator", "value": "Night falls."}]
     assert reason({"conversations": turns}) == "a message of the unknown role 'narrator'"
 
@@ -148,7 +148,7 @@ def test_an_entry_with_its_own_system_prompt():
         {"messages": CHAT, "answer": "a tree"},
     ],
 )
-def test_something_asked_and_its_answer_are_a_chat(row):
+def test_question_and_answer_become_a_chat(row):
     assert said(row) == WHOLE
 
 
@@ -269,7 +269,7 @@ def test_rows_left_out_are_counted_by_reason():
     assert "; 1: no key that holds" in note
 
 
-def test_of_many_reasons_the_most_frequent_are_listed():
+def test_most_frequent_reasons_are_listed():
     rows = [Row({f"key{n % 20}": 1}, "a", n) for n in range(100)] + [Row({"text": None}, "a", 100)] * 50
     texts = Texts(None)
     assert not list(texts.of(rows))
