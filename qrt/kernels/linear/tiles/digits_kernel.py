@@ -16,15 +16,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -38,11 +35,11 @@ from qrt.kernels.linear.device import (
     both_are_here,
     of_tiles,
     of_tokens,
-    scale_of_run,
     signals,
     store_block,
     sum_splits,
 )
+from qrt.kernels.linear.tiles.digits_tile_kernel import codes_of, fetch, high_and_low, scaled
 from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.kernels.sizes import cdiv
@@ -91,65 +88,16 @@ def _digits_product(
     fence_async_shared()
     ring = (w, scales, zeros, x, facts, ready, empty)
     work = (ring, met, BIAS, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N)
-    fetch = (ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps)
+    copies = (ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps)
     gl.warp_specialize(
         [
             (_multiply, (work, 0, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
             (_multiply, (work, 1, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
-            (_fetch, (fetch, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
+            (fetch, (copies, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
         ],
         [4, 1],
         [REGISTERS, 24],
     )
-
-
-@gluon.jit
-def _fetch(
-    fetch, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
-    HALVES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Ask for `steps` tiles as long as there is room: of weights at once, of digits when they are written.
-    Not all programs begin with the same one, whose digits would all be read at once."""
-    ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps = fetch
-    weight, empty, turn = (w_desc, scale_desc, zero_desc), ring[6], gl.program_id(0)
-    for s in gl.static_range(STAGES):
-        tile = first + (turn + s) % steps
-        _fetch_weights(ring, weight, s, block, tile, s < steps, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES)
-    gdc_wait()
-    for s in gl.static_range(STAGES):
-        _fetch_digits(ring, x_desc, fact_desc, s, first + (turn + s) % steps, s < steps, RUNS)
-    for i in range(STAGES, steps):
-        slot, tile = i % STAGES, first + (turn + i) % steps
-        mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
-        _fetch_weights(ring, weight, slot, block, tile, True, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES)
-        _fetch_digits(ring, x_desc, fact_desc, slot, tile, True, RUNS)
-
-
-@gluon.jit
-def _fetch_weights(
-    ring, weight, slot, block, tile, wanted, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr,
-    BLOCKS: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
-    """Start the copy of a tile into a slot, which is ready when its digits are there too."""
-    w, scales, zeros, x, facts, ready, empty = ring
-    arrived, row = ready.index(slot), tile * 64
-    size: gl.constexpr = BLOCKS * 64 * (128 + 4 + 4 * ASYMMETRIC) + 2 * BM * (RUNS * 128 + 2 * 4)
-    mbarrier.expect(arrived, size, pred=wanted)
-    for g in gl.static_range(HALVES):
-        at, part = block + g * w.shape[2], slot * HALVES + g
-        tma.async_copy_global_to_shared(weight[0], [0, at, row, 0], arrived, w.index(part), pred=wanted)
-        tma.async_copy_global_to_shared(weight[1], [0, at, row], arrived, scales.index(part), pred=wanted)
-        if ASYMMETRIC:
-            tma.async_copy_global_to_shared(weight[2], [0, at, row], arrived, zeros.index(part), pred=wanted)
-
-
-@gluon.jit
-def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted, RUNS: gl.constexpr):
-    """Start the copy of a tile's digits, all groups of it, with the scales and sums of two groups."""
-    w, scales, zeros, x, facts, ready, empty = ring
-    arrived = ready.index(slot)
-    tma.async_copy_global_to_shared(x_desc, [tile * RUNS, 0, 0, 0], arrived, x.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(fact_desc, [0, tile * RUNS, 0], arrived, facts.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -165,7 +113,7 @@ def _multiply(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BM, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     none = gl.zeros([ROWS, 2 * BM], gl.int32, MMA)
-    acc = _high_and_low(none.to(gl.float32))[0]
+    acc = high_and_low(none.to(gl.float32))[0]
     SUMS: gl.constexpr = acc.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SUMS)
@@ -182,19 +130,19 @@ def _multiply(
         digits = x.index(slot).reshape([RUNS * 2 * BM, 128])
         of_scale, of_sum = slot * 4, slot * 4 + 2
         first = digits.slice(0, 2 * BM).permute((1, 0))
-        sums = warpgroup_mma(_codes(packed, 0, RUNS), first, none, use_acc=False, is_async=True)
+        sums = warpgroup_mma(codes_of(packed, 0, RUNS), first, none, use_acc=False, is_async=True)
         if RUNS == 2:
             second = digits.slice(2 * BM, 2 * BM).permute((1, 0))
-            later = warpgroup_mma(_codes(packed, 1, RUNS), second, none, use_acc=False, is_async=True)
+            later = warpgroup_mma(codes_of(packed, 1, RUNS), second, none, use_acc=False, is_async=True)
             of_x = by_token.index(of_scale).load(COLUMN), by_token.index(of_sum).load(COLUMN)
             sums = warpgroup_mma_wait(1, deps=[sums])
-            acc += _scaled(sums, scale, zero, of_x, 0, RUNS, SCALE, ASYMMETRIC)
+            acc += scaled(sums, scale, zero, of_x, 0, RUNS, SCALE, ASYMMETRIC)
             sums = later
         LAST: gl.constexpr = RUNS - 1
         of_x = by_token.index(of_scale + LAST).load(COLUMN), by_token.index(of_sum + LAST).load(COLUMN)
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty.index(slot), count=1)
-        acc += _scaled(sums, scale, zero, of_x, LAST, RUNS, SCALE, ASYMMETRIC)
+        acc += scaled(sums, scale, zero, of_x, LAST, RUNS, SCALE, ASYMMETRIC)
 
     if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
         gate, up = gl.split(acc.to(gl.bfloat16).reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
@@ -240,44 +188,6 @@ def _meet(met, value, HALF: gl.constexpr):
     met.index(HALF).store(value)
     both_are_here()
     return met.index(0).load(value.type.layout), met.index(1).load(value.type.layout)
-
-
-@triton.jit
-def _codes(packed, RUN: tl.constexpr, RUNS: tl.constexpr):
-    """Of each byte code - 128; of RUN 0 of two the code of its low half, of the other 16 * (code - 8) of its
-    high one; int8."""
-    WHOLE: tl.constexpr = "xor.b32 $0, $1, 0x80808080;"
-    LOW: tl.constexpr = "and.b32 $0, $1, 0x0f0f0f0f;"
-    HIGH: tl.constexpr = "lop3.b32 $0, $1, 0xf0f0f0f0, 0x80808080, 0x6a;"
-    ASM: tl.constexpr = WHOLE if RUNS == 1 else HIGH if RUN else LOW
-    return tl.inline_asm_elementwise(ASM, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
-
-
-@gluon.jit
-def _high_and_low(sums):
-    """Columns of high digits, columns of low ones: a thread has both of a token."""
-    BM: gl.constexpr = sums.shape[1] // 2
-    return gl.split(sums.reshape([sums.shape[0], 2, BM]).permute((0, 2, 1)))
-
-
-@gluon.jit
-def _scaled(
-    sums, scales, zeros, of_x, RUN: gl.constexpr, RUNS: gl.constexpr, SCALE: gl.constexpr,
-    ASYMMETRIC: gl.constexpr,
-):  # fmt: skip
-    """What a run of inputs adds to the product, fp32, from `sums` int32 of `_codes` times digits and x's
-    scales and sums."""
-    high, low = _high_and_low(sums)
-    value = (high * 256 + low).to(gl.float32)
-    MIDPOINT: gl.constexpr = RUN + 1 < RUNS  # is in these codes
-    times: gl.constexpr = 16.0 if RUN else 1.0
-    if ASYMMETRIC or MIDPOINT:
-        offset = gl.full(scales.shape, -8.0 if MIDPOINT else 0.0, gl.float32, scales.type.layout)
-        if ASYMMETRIC:
-            offset -= ((zeros << (24 - 8 * RUN)) >> 24).to(gl.float32) * times
-        value += gl.expand_dims(offset, 1) * gl.expand_dims(of_x[1], 0)
-    scale = scale_of_run((scales,), RUN, SCALE).to(gl.float32) * (1 / times)
-    return value * gl.expand_dims(of_x[0], 0) * gl.expand_dims(scale, 1)
 
 
 class _Plan(NamedTuple):

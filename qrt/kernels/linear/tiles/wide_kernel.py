@@ -26,7 +26,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -46,7 +45,7 @@ from qrt.kernels.linear.device import (
 from qrt.kernels.linear.shared.device import in_panels, split_evenly
 from qrt.kernels.linear.tiles.device import Layout
 from qrt.kernels.linear.tiles.plans import WidePlan, registers
-from qrt.kernels.linear.tiles.wide_tile_kernel import fetch_tile, tile_of, weights_of
+from qrt.kernels.linear.tiles.wide_tile_kernel import fetch_w, fetch_x, first_row, tile_of, weights_of
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.kernels.sizes import cdiv
 from qrt.quant.weight.device import unit_of
@@ -172,16 +171,9 @@ def _part_of_block(
     if PART < S.GROUPS:
         _multiply(PART, ring, output, (block, token, row), done, steps, S, UNPACK)
     elif PART == S.GROUPS:
-        _fetch_x(ring, copies, token, done, steps, S)
+        fetch_x(ring, copies, token, done, steps, S)
     else:
-        _fetch_w(ring, copies, row, done, steps, S)
-
-
-@gluon.jit
-def _first_row(row, GROUP: gl.constexpr, S: gl.constexpr):
-    """A group's first row of a row block, or of each of its halves."""
-    ROWS: gl.constexpr = S.ROWS // S.HALVES
-    return row * (ROWS * S.GROUPS // S.OWN) + (0 if S.TURNS else ROWS * GROUP)
+        fetch_w(ring, copies, row, done, steps, S)
 
 
 @gluon.jit
@@ -256,7 +248,7 @@ def _multiply(
             output_block = block if S.TURNS else block * S.GROUPS + GROUP
             acc, last = sum_splits(acc, PARTS, ARRIVALS, output_block, MMA)
         if last:
-            _store(acc, BIAS, Y, _first_row(row, GROUP, S), token * BM, M, N, S)
+            _store(acc, BIAS, Y, first_row(row, GROUP, S), token * BM, M, N, S)
 
 
 @gluon.jit
@@ -274,40 +266,6 @@ def _store(acc, BIAS, Y, first, token, M, N, S: gl.constexpr):
         gate, up = gl.split(y.reshape([S.ROWS // 16, 2, 8, S.BM]).permute((0, 2, 3, 1)))
         y = silu_times(gate, up, True).reshape([S.ROWS // 2, S.BM])
     store_block(Y, y, first, token, M, N // S.HALVES, 4 * S.BN)
-
-
-@gluon.jit
-def _fetch_x(ring, copies, token, done, steps, S: gl.constexpr):
-    """Ask for the planes of the tokens, XP at a time, as long as there is room; for OWN groups in turn."""
-    desc, plane = copies[0], copies[4] * S.PLANES
-    smem, ready, empty = ring[0], ring[4], ring[5]
-    STAGES: gl.constexpr = S.PLANES // S.XP  # of a tile
-    for i in range(steps * STAGES):
-        stage = done * STAGES + i
-        slot = stage % S.XS
-        if S.OWN > 1:
-            stage = i // (STAGES * S.OWN) * STAGES + i % STAGES
-            slot = stage % S.XS * S.OWN + i // STAGES % S.OWN
-        mbarrier.wait(empty.index(slot), (stage // S.XS - 1) & 1, pred=stage >= S.XS)
-        mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
-        at = [plane + i * S.XP, token * S.BM, 0]
-        tma.async_copy_global_to_shared(desc, at, ready.index(slot), smem.index(slot))
-
-
-@gluon.jit
-def _fetch_w(ring, copies, row, done, steps, S: gl.constexpr):
-    """Ask for the groups' tiles, their scales and zeros, likewise."""
-    first, empty = copies[4], ring[7]
-    FETCHED: gl.constexpr = S.GROUPS // S.OWN  # a turn
-    for i in range(steps):
-        for g in gl.static_range(FETCHED):
-            turn = done + i
-            slot = turn % S.WS * S.GROUPS + g
-            if S.TURNS:
-                turn = i // S.GROUPS
-                slot = turn % S.WS * S.GROUPS + i % S.GROUPS
-            mbarrier.wait(empty.index(slot), (turn // S.WS - 1) & 1, pred=turn >= S.WS)
-            fetch_tile(ring, copies, slot, _first_row(row, g, S), first + i, S)
 
 
 def fits(x: Tensor, weight: TiledWeight) -> bool:

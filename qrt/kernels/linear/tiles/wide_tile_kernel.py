@@ -18,7 +18,7 @@ from qrt.kernels.linear.device import scale_of_run
 
 
 @gluon.jit
-def fetch_tile(ring, copies, slot, row, tile, S: gl.constexpr):
+def _fetch_tile(ring, copies, slot, row, tile, S: gl.constexpr):
     """Start the copy of a tile of some rows, from `row` on of each half, into a slot."""
     _, w_smem, scale_smem, zero_smem, _, _, ready, _ = ring
     _, w_desc, scale_desc, zero_desc, _ = copies
@@ -37,6 +37,47 @@ def fetch_tile(ring, copies, slot, row, tile, S: gl.constexpr):
         tma.async_copy_global_to_shared(zero_desc, [0, block, place], arrived, zero_smem.index(slot))
 
 
+@gluon.jit
+def first_row(row, GROUP: gl.constexpr, S: gl.constexpr):
+    """A group's first row of a row block, or of each of its halves."""
+    ROWS: gl.constexpr = S.ROWS // S.HALVES
+    return row * (ROWS * S.GROUPS // S.OWN) + (0 if S.TURNS else ROWS * GROUP)
+
+
+@gluon.jit
+def fetch_x(ring, copies, token, done, steps, S: gl.constexpr):
+    """Ask for the planes of the tokens, XP at a time, as long as there is room; for OWN groups in turn."""
+    desc, plane = copies[0], copies[4] * S.PLANES
+    smem, ready, empty = ring[0], ring[4], ring[5]
+    STAGES: gl.constexpr = S.PLANES // S.XP  # of a tile
+    for i in range(steps * STAGES):
+        stage = done * STAGES + i
+        slot = stage % S.XS
+        if S.OWN > 1:
+            stage = i // (STAGES * S.OWN) * STAGES + i % STAGES
+            slot = stage % S.XS * S.OWN + i // STAGES % S.OWN
+        mbarrier.wait(empty.index(slot), (stage // S.XS - 1) & 1, pred=stage >= S.XS)
+        mbarrier.expect(ready.index(slot), desc.block_type.nbytes)
+        at = [plane + i * S.XP, token * S.BM, 0]
+        tma.async_copy_global_to_shared(desc, at, ready.index(slot), smem.index(slot))
+
+
+@gluon.jit
+def fetch_w(ring, copies, row, done, steps, S: gl.constexpr):
+    """Ask for the groups' tiles, their scales and zeros, likewise."""
+    first, empty = copies[4], ring[7]
+    FETCHED: gl.constexpr = S.GROUPS // S.OWN  # a turn
+    for i in range(steps):
+        for g in gl.static_range(FETCHED):
+            turn = done + i
+            slot = turn % S.WS * S.GROUPS + g
+            if S.TURNS:
+                turn = i // S.GROUPS
+                slot = turn % S.WS * S.GROUPS + i % S.GROUPS
+            mbarrier.wait(empty.index(slot), (turn // S.WS - 1) & 1, pred=turn >= S.WS)
+            _fetch_tile(ring, copies, slot, first_row(row, g, S), first + i, S)
+
+
 @gluon.constexpr_function
 def _by_eights(OPERAND, J):
     """The layout of words [2, ROWS / 16, 8, J] that are the operand's [ROWS, J], eight rows of each half by
@@ -52,7 +93,7 @@ def _by_eights(OPERAND, J):
 
 @gluon.jit
 def tile_of(ring, slot, S: gl.constexpr, OPERAND: gl.constexpr):
-    """What `fetch_tile` has brought: words [ROWS, J], scales (WORDS of int32 [ROWS]), zeros [ROWS]; without
+    """What `fetch_w` has brought: words [ROWS, J], scales (WORDS of int32 [ROWS]), zeros [ROWS]; without
     zeros the first of the scales stands there."""
     _, w_smem, scale_smem, zero_smem, _, _, _, _ = ring
     if S.HALVES == 2:
