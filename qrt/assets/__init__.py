@@ -8,5 +8,5 @@ _FOLDERS = {"tiny": Path(__file__).parent / "tiny"}
 
 
 def model_path(name: str) -> Path | None:
-    """The folder of the bundled model called `name`, or None where no bundled model has that name."""
+    """Return the folder of the bundled model called `name`; None where there is no such model."""
     return _FOLDERS.get(name)

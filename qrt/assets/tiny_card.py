@@ -98,8 +98,11 @@ The prompts are {prompts}.
 
 @torch.no_grad()
 def nll(model: LlamaForCausalLM, ids: list[int], cap: int | None = None) -> float:
-    """Mean cross entropy by the GPTQ protocol: `ids` is a text tokenised once, `<|bos|>` first; 2048-token
-    windows that do not overlap, the tail dropped; positions 1..2047 of each (`cap` windows at most)."""
+    """Return the mean cross entropy by the GPTQ protocol.
+
+    `ids` is a text, tokenised once, with `<|bos|>` first. Its windows of 2048 tokens do not overlap, the tail
+    is dropped, and positions 1..2047 of each count; `cap` windows at most.
+    """
     training = model.training
     model.eval()
     whole = torch.tensor(ids[: len(ids) // WINDOW * WINDOW], device=model.device)
@@ -114,7 +117,7 @@ def nll(model: LlamaForCausalLM, ids: list[int], cap: int | None = None) -> floa
 
 
 def load_saved(out: Path, device: str) -> LlamaForCausalLM:
-    """The saved bf16 checkpoint, widened to fp32."""
+    """Return the saved bf16 checkpoint, widened to fp32."""
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
     torch.nn.Module.to(model, device)
     return model
@@ -148,7 +151,7 @@ def samples(out: Path, device: str) -> dict[str, str]:
 
 
 def model_card(facts: dict[str, Any], figures: Figures, samples: dict[str, str]) -> str:
-    """The card; `facts` is what the run recorded, `samples` maps a prompt to its continuation."""
+    """Return the card; `facts` is what the run recorded, `samples` maps a prompt to its continuation."""
     gpu = torch.cuda.get_device_name() if facts["device"] == "cuda" else platform.machine()
     return CARD.format(
         seed=facts["seed"],

@@ -62,7 +62,7 @@ def split_corpus(corpus: Path, limit: int | None) -> tuple[Split, Split, int]:
 
 
 def chat_form(doc: str) -> str | None:
-    """The document's first paragraphs as turns of a chat, so that the markers get a meaning.
+    """Return the document's first paragraphs as turns of a chat, so that the markers get a meaning.
 
     One document in eight also appears in this form, half of those with a system turn; else None.
     """

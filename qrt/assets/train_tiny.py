@@ -206,7 +206,7 @@ def train(
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; its defaults are the bundled model's."""
+    """Return the command line; its defaults are the bundled model's."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -224,7 +224,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Reads, splits, trains, measures, writes; or with `--evaluate` measures alone."""
+    """Read, split, train, measure and write; or with `--evaluate` only measure."""
     args = arguments()
     args.started = time.monotonic()
     train_docs, held, dropped = split_corpus(args.corpus, args.limit)

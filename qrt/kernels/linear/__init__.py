@@ -2,20 +2,21 @@
 
 linear(x [T, K], weight: tensors of the scheme, bias [N] | None, scheme: str) -> [T, N] in x's dtype
 linear_int8(codes int8 [T, K], token_scale fp32 [T], weight, bias, scheme, dtype) -> [T, N] in `dtype`
-    the same of x = codes * token_scale, for schemes with `int8_tokens`
+    the same for x = codes * token_scale, for schemes with `int8_tokens`
 linear_silu(x [T, K], weight, bias, scheme) -> [T, N / 2] in x's dtype
     `silu_mul` of `linear`, for a weight that stacks a gate over its up
 linear_silu_int8(codes, token_scale, weight, bias, scheme, dtype) -> codes int8 [T, N / 2], scale fp32 [T]
     `silu_mul_int8` of `linear_int8`, likewise
 linear_shares(x [T, K], weight, scheme) -> fp32 [S, T, N]
 linear_int8_shares(codes int8 [T, K], token_scale fp32 [T], weight, scheme) -> fp32 [S, T, N]
-    what each of S splits of K, as many as the kernel makes, has of the product without a bias: `add_rmsnorm`
-    sums it, and no program waits for others; for schemes with `int8_tokens`
+    the sums of each of S splits of K, without a bias; the kernel chooses S. `add_rmsnorm` adds them, so that
+    no program waits for others; for schemes with `int8_tokens`
 
 Sums and the bias are fp32 before the one rounding to the dtype (fp16, bf16 or fp32). T may be 0.
+`explain` says which kernel multiplies, and why.
 
-On a CPU torch's own packed products run where it has them: `prepare` lays a weight out for them, and their
-roundings are those of the scheme's layout (`packed.py`). QRT_KERNEL_BACKEND=ref runs the definition.
+On a CPU torch's own packed products run where it has them: `prepare` lays a weight out for them, and they
+round as the scheme's layout says (`packed.py`). QRT_KERNEL_BACKEND=ref runs the definition.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PACKED_ON_CPU = ENV.kernel_backend is KernelBackend.AUTO
 
 
 def prepare(scheme: str, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The run-time tensors that `linear` is fastest with on `device`; raises as `WeightScheme.prepare`."""
+    """Return the tensors that make `linear` fastest on `device`; raises as `WeightScheme.prepare`."""
     if _PACKED_ON_CPU and device.type == "cpu":
         return WEIGHT_SCHEMES[scheme].prepare_cpu(weight, dtype)
     return WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)

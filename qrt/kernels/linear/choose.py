@@ -1,4 +1,4 @@
-"""Which kernel multiplies: `choose` is the only place that decides, and the `Product` says why."""
+"""Choose which kernel multiplies. `choose` is the only place that decides; its `Product` says why."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight.base import Layout, WeightScheme
 from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
 
-FUSED_TOKENS = {2: 64, 4: 16}  # most, by bytes of x: accumulators and planes fill the registers
+FUSED_TOKENS = {2: 64, 4: 16}  # most tokens, by bytes of x: accumulators and planes fill the registers
 FASTEST = "it was the fastest for this shape"
-WIDEST = 4096  # of measured widths: more tokens have its plan
+WIDEST = 4096  # widest measured width; more tokens take its plan
 
 
 def choose(
@@ -35,7 +35,7 @@ def choose(
 ) -> Product:
     """Return what multiplies x [T, K] by the run-time tensors of `scheme`, on x's GPU.
 
-    It asks for shapes, dtypes and devices only; x of an int8 layout is quantized, or will be.
+    It asks for shapes, dtypes and devices only. In an int8 layout x is quantized, or will be.
     """
     if scheme.layout is Layout.TILES:
         assert isinstance(x, Tensor) and isinstance(scheme, TiledScheme)
@@ -88,7 +88,7 @@ def tile_plan(x: Tensor, weight: TiledWeight, bits: int) -> Product:
 
 
 def _int8(x: Tensor | QuantizedTokens, codes: Tensor, epilogue: Epilogue) -> Product:
-    """Choose for int8 rows; only x that comes as codes has its epilogue in the kernel."""
+    """Choose for int8 rows. The kernel applies the epilogue only if x comes as codes."""
     rows, n = x.codes if isinstance(x, QuantizedTokens) else x, codes.shape[0]
     if rows.shape[0] == 0:
         return Product(Kernel.NOTHING, "x is empty")
@@ -126,7 +126,7 @@ def _plain(x: Tensor, weight: Tensor) -> Product:
 def choose_unquantized(
     scheme: WeightScheme, x: Tensor, weight: Sequence[Tensor], epilogue: Epilogue = Epilogue.PLAIN
 ) -> Product:
-    """Do as `choose`, for x whose codes are made before the product where `scheme` multiplies codes."""
+    """Do as `choose`, for x that is not quantized yet, if `scheme` multiplies codes."""
     if not scheme.int8_tokens:
         return choose(scheme, x, weight, epilogue)
     codes = x.new_empty(1, dtype=torch.int8).expand(x.shape)

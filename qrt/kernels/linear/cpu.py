@@ -1,4 +1,4 @@
-"""`linear` on CPU tensors: torch's packed product where the scheme laid the weight out for one."""
+"""`linear` on CPU tensors: torch's packed product, if the scheme laid the weight out for one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qrt.quant.weight import WEIGHT_SCHEMES
 
 
 def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
-    """x [T, K] -> [T, N] in x's dtype."""
+    """Multiply x [T, K]: [T, N] in x's dtype."""
     return WEIGHT_SCHEMES[scheme].linear_cpu(x, weight, bias)
 
 
 def linear_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
-    """x [T, K] -> [T, N / 2] in x's dtype."""
+    """Return silu(gate) * up of the product with x [T, K]: [T, N / 2] in x's dtype."""
     return silu_mul(linear(x, weight, bias, scheme))

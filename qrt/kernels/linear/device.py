@@ -1,5 +1,8 @@
-"""What the Gluon kernels share: signals of stages, stores, sums of splits, and the TMA descriptors of weights
-and activations, which say what the bulk copy engine brings and how it lies in shared memory."""
+"""What the Gluon kernels share: signals of stages, stores, sums of splits, and TMA descriptors.
+
+A descriptor says what the bulk copy engine brings of a weight or of activations, and how it lies in shared
+memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 @gluon.jit
 def signals(STAGES: gl.constexpr, READERS: gl.constexpr = 1):
-    """What says of each stage that it is there, and that all READERS let it be overwritten."""
+    """Make the signals of stages: that one has come, and that all READERS are done with it."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -35,7 +38,7 @@ def signals(STAGES: gl.constexpr, READERS: gl.constexpr = 1):
 
 @gluon.jit
 def both_are_here():
-    """A barrier of two groups of 4 warps."""
+    """Wait until two groups of 4 warps are here."""
     gl.inline_asm_elementwise(
         "bar.sync 15, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -43,7 +46,7 @@ def both_are_here():
 
 @gluon.jit
 def scale_of_run(scales, RUN: gl.constexpr, SCALE: gl.constexpr):
-    """The scale, SCALE [ROWS], of run RUN from words: a tuple of int32 [ROWS]."""
+    """Return the scale of run RUN, SCALE [ROWS], from a tuple of words, int32 [ROWS]."""
     if SCALE == gl.float32:
         return scales[RUN].to(gl.float32, bitcast=True)
     else:
@@ -52,7 +55,7 @@ def scale_of_run(scales, RUN: gl.constexpr, SCALE: gl.constexpr):
 
 @gluon.jit
 def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
-    """Y [M, N] = block.T at outputs `first`.. and tokens `token`.., in pieces of 8 outputs."""
+    """Store block.T in Y [M, N], from output `first` and token `token` on, in pieces of 8 outputs."""
     LANES: gl.constexpr = min(8, block.shape[0] // 8)
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, num_warps], [0, 1])
     n = first + gl.arange(0, block.shape[0], layout=gl.SliceLayout(1, OUT))
@@ -64,8 +67,10 @@ def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
 
 @gluon.jit
 def sum_splits(acc, PARTS, ARRIVALS, output, MMA: gl.constexpr):
-    """As in `split_kernel`, for whole blocks, of which acc is number `output`: PARTS [output blocks, splits,
-    acc's size], in an order in which what a thread has of a product lies together."""
+    """Do as `sum_splits` of shared/device.py, for whole blocks; acc is number `output`.
+
+    PARTS is [output blocks, splits, size of acc], in an order that keeps the values of a thread together.
+    """
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     SIZE: gl.constexpr = ROWS * COLUMNS
@@ -78,7 +83,7 @@ def sum_splits(acc, PARTS, ARRIVALS, output, MMA: gl.constexpr):
     arrivals = ARRIVALS + output
     last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
     if last:
-        if splits == 2:  # in either order the same
+        if splits == 2:  # either order gives the same sum
             flat += gl.load(parts + (1 - split) * SIZE + at, cache_modifier=".cg")
         else:
             flat = gl.load(parts + at, cache_modifier=".cg")
@@ -93,7 +98,7 @@ def of_weight(
     weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...],
     layout: gl.NVMMASharedLayout,
 ) -> Descriptor:  # fmt: skip
-    """TMA descriptor: blocks `block` of a contiguous weight seen as `shape` of `dtype`."""
+    """Return the TMA descriptor of blocks `block` of a contiguous weight seen as `shape` of `dtype`."""
     return _dense(weight.get_device(), weight.data_ptr(), shape, dtype, block, layout)
 
 
@@ -109,8 +114,10 @@ def _dense(
 def of_tiles(
     weight: TiledWeight, blocks: int, halves: int = 1, dtype: torch.dtype = torch.int16
 ) -> tuple[Descriptor, Descriptor, Descriptor]:
-    """TMA descriptors of a tile of as many rows as so many row blocks have, as many of each of two halves if
-    there are two: its words as `dtype`, its scales and its zeros."""
+    """Return the TMA descriptors of a tile's words, as `dtype`, of its scales and of its zeros.
+
+    The tile has as many rows as `blocks` row blocks; with two halves, half of them from each.
+    """
     packed, scale, zero = weight.packed, weight.scale, weight.zero
     places = packed.data_ptr(), scale.data_ptr(), zero.data_ptr() if zero.numel() else 0
     return _tiles(packed.get_device(), places, packed.shape, scale.nbytes, blocks, halves, dtype)
@@ -133,7 +140,7 @@ def _tiles(
 
 
 def of_planes(x: Tensor, planes: int, tokens: int, words: int) -> Descriptor:
-    """TMA descriptor of contiguous x [T, K]: so many planes, of `words` inputs each, of so many tokens."""
+    """Return the TMA descriptor of contiguous x [T, K]: planes of `words` inputs, by tokens."""
     x, (count, inputs) = aligned(x), x.shape
     boxes = box(x.dtype, (planes, tokens, words), SWIZZLED[words])
     shape = (inputs // words, count, words)
@@ -141,10 +148,10 @@ def of_planes(x: Tensor, planes: int, tokens: int, words: int) -> Descriptor:
 
 
 def of_tokens(x: Tensor, block: tuple[int, ...], layout: gl.NVMMASharedLayout) -> Descriptor:
-    """TMA descriptor of activations."""
+    """Return the TMA descriptor of activations."""
     return descriptor_of(x, box(x.dtype, block, layout))
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy of it if it does not begin where the copy engine can read."""
+    """Return x, or a copy of it if the copy engine cannot read where it begins."""
     return x if x.data_ptr() % 16 == 0 else x.clone()

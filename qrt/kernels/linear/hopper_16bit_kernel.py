@@ -1,8 +1,8 @@
-"""A few tokens times many rows of an unquantized weight on Hopper, in Gluon.
+"""Multiply an unquantized weight of many rows by a few tokens on Hopper, in Gluon.
 
-Y.T = W [N, K] @ X [M, K].T: all that counts is that W keeps coming. Every multiprocessor has one program,
-whose blocks of W follow each other in one stream: a warp asks for it (TMA) as far ahead as shared memory has
-room, from before the kernel before is done until the last block, while others multiply and store.
+Y.T = W [N, K] @ X [M, K].T. Reading W takes the time, so W must never stop coming. Every multiprocessor has
+one program, whose blocks of W are one stream. A warp asks for them (TMA) as far ahead as shared memory has
+room, from before the previous kernel is done until the last block; the other warps multiply and store.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import DTYPES, aligned, of_tokens, of_weight, signals, store_block
 
 MOST_TOKENS = 64
-LEAST_BLOCKS = 2  # of a program: of fewer cuBLAS is the faster
-OUTPUTS = 128  # of a block
-INPUTS = 64  # of K a stage: a row of swizzled shared memory
+LEAST_BLOCKS = 2  # fewest blocks of a program; with fewer, cuBLAS is faster
+OUTPUTS = 128  # outputs of a block
+INPUTS = 64  # inputs of a stage: a row of swizzled shared memory
 SWIZZLED = gl.NVMMASharedLayout(INPUTS * 2, 16, 2)
-OTHER_BYTES = 20 << 10  # of shared memory: outputs on their way, signals
+OTHER_BYTES = 20 << 10  # shared memory for outputs on their way, and for signals
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -38,7 +38,7 @@ def _hopper_16bit(
     DOT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,): `blocks` of BN outputs, dealt to programs in turn, of `steps` stages of K each."""
+    """Multiply `blocks` of BN outputs in `steps` stages of K; programs take blocks in turn."""
     gdc_launch_dependents()
     first, apart = gl.program_id(0), gl.num_programs(0)
     count = (blocks - first + apart - 1) // apart
@@ -61,7 +61,7 @@ def _fetch(
     ring, x_desc, w_desc, first, apart, count, steps, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the stages of all blocks as long as there is room: of W at once, of x when it is written."""
+    """Ask for the stages of all blocks while there is room: for W at once, for x when it is written."""
     x, w, ready, empty = ring
     for s in gl.static_range(STAGES):
         _fetch_weights(
@@ -80,7 +80,7 @@ def _fetch(
 
 @gluon.jit
 def _fetch_weights(ring, x_desc, w_desc, slot, row, k, wanted):
-    """Start the copy of a stage's weights into a slot, which is ready when its x is there too."""
+    """Start the copy of a stage's weights into a slot. The slot is ready when its x is there too."""
     x, w, ready, empty = ring
     arrived = ready.index(slot)
     mbarrier.expect(arrived, x_desc.block_type.nbytes + w_desc.block_type.nbytes, pred=wanted)
@@ -95,7 +95,7 @@ def _multiply(
     """Multiply the stages as they come; write a block after its last one."""
     x, w, ready, empty = ring
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
-    gdc_wait()  # asleep: a wait for the first stage would keep asking while the kernel before works
+    gdc_wait()  # sleeps; waiting for the first stage would poll while the previous kernel works
     for b in range(count):
         acc = gl.zeros([BN, BM], gl.float32, MMA)
         for k in range(steps):
@@ -103,7 +103,7 @@ def _multiply(
             slot = i % STAGES
             mbarrier.wait(ready.index(slot), i // STAGES & 1)
             acc = warpgroup_mma(w.index(slot), x.index(slot).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])  # the stage before this one is done with
+            acc = warpgroup_mma_wait(1, deps=[acc])  # the previous stage is done
             mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=k > 0)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((b * steps + steps - 1) % STAGES), count=1)
@@ -115,7 +115,7 @@ def _multiply(
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether `hopper_16bit_gemm` multiplies x [T, K] by weight [N, K], and is the fastest to do so."""
+    """Return whether `hopper_16bit_gemm` multiplies x [T, K] by weight [N, K] and is the fastest way."""
     return (
         1 <= x.shape[0] <= MOST_TOKENS
         and x.dtype in DTYPES
@@ -128,7 +128,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def hopper_16bit_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K] @ weight.T + bias [T, N], of tensors that fit."""
+    """Return x [T, K] @ weight.T + bias, [T, N]; x and weight `fit`."""
     (tokens, k), n = x.shape, weight.shape[0]
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     room = next(size for size in (8, 16, 32, 64) if size >= tokens)

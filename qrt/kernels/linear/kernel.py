@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 class Done(NamedTuple):
-    """A product that was multiplied.
+    """A finished product.
 
-    y         what came of it, without the epilogue unless `product.joined`
+    y         its result, without the epilogue unless `product.joined`
     product   what `choose` chose
-    prepared  what multiplies all that are as x, if that can be kept
+    prepared  a function that multiplies every x of the same kind, if one can be kept
     """
 
     y: Tensor
@@ -71,7 +71,7 @@ def _multiply(
 
 @cache
 def _say(scheme: str, chosen: Product) -> None:
-    """Say once that no kernel multiplies a scheme."""
+    """Log once that no kernel multiplies a scheme."""
     logger.warning("%s: %s", scheme, chosen.explain())
 
 
@@ -102,7 +102,7 @@ def _multiply_tiles(
 
 
 def _filled(multiply: Callable[[Tensor, Tensor | None, Tensor], None], size: torch.Size) -> Prepared:
-    """Return `multiply` with a result of `size` of its own."""
+    """Return `multiply` with a new result of `size`."""
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         y = torch.empty(size, dtype=x.dtype, device=x.device)
@@ -137,7 +137,7 @@ def _multiply_codes(
 
 
 def _keep(weight: Sequence[Tensor], key: Hashable, prepared: Prepared | None) -> None:
-    """Keep how the product was multiplied, where the weight keeps it and has not yet."""
+    """Keep how the product was multiplied, if the weight keeps such and has none yet."""
     if is_new(weight, key):
         weight.keep(key, prepared)  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""`linear`, `linear_int8` and `linear_silu_int8` in torch: every scheme defines its own product."""
+"""The operators of `qrt.kernels.linear` in torch. Every scheme defines its own product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES
 
 
 def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
-    """x [T, K] -> [T, N] in x's dtype."""
+    """Multiply x [T, K]: [T, N] in x's dtype."""
     return WEIGHT_SCHEMES[scheme].linear_ref(x, weight, bias)
 
 
@@ -25,24 +25,24 @@ def linear_int8(
     scheme: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """codes int8 [T, K], token_scale fp32 [T] -> [T, N] in `dtype`."""
+    """Multiply codes int8 [T, K] with token_scale fp32 [T]: [T, N] in `dtype`."""
     tokens = QuantizedTokens(codes, token_scale, dtype)
     return WEIGHT_SCHEMES[scheme].linear_int8_ref(tokens, weight, bias)
 
 
 def linear_shares(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
-    """x [T, K] -> fp32 [1, T, N]: nothing is split."""
+    """Multiply x [T, K]: fp32 [1, T, N], as nothing is split."""
     codes, scale, _ = QuantizedTokens.of(x)
     return linear_int8_shares(codes, scale, weight, scheme)
 
 
 def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
-    """codes int8 [T, K], token_scale fp32 [T] -> fp32 [1, T, N]."""
+    """Multiply codes int8 [T, K] with token_scale fp32 [T]: fp32 [1, T, N]."""
     return linear_int8(codes, token_scale, weight, None, scheme, torch.float32)[None]
 
 
 def linear_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
-    """x [T, K] -> [T, N / 2] in x's dtype."""
+    """Return silu(gate) * up of the product with x [T, K]: [T, N / 2] in x's dtype."""
     return silu_mul(linear(x, weight, bias, scheme))
 
 
@@ -54,5 +54,5 @@ def linear_silu_int8(
     scheme: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """codes int8 [T, K], token_scale fp32 [T] -> codes int8 [T, N / 2], scale fp32 [T]."""
+    """Return silu(gate) * up of `linear_int8`, quantized: codes int8 [T, N / 2], scale fp32 [T]."""
     return silu_mul_int8(linear_int8(codes, token_scale, weight, bias, scheme, dtype))

@@ -1,4 +1,4 @@
-"""Weights of layers: they keep how they are multiplied, so that it is worked out once for each size of x."""
+"""Weights of layers. They keep how they are multiplied, so that it is worked out once for each size of x."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from torch import Tensor
 
-MOST_SIZES = 64  # of x; a server's steps are padded to about as many
+MOST_SIZES = 64  # sizes of x that are kept; steps of a server are padded to about as many
 
 Prepared = Callable[..., Tensor]
 
@@ -14,8 +14,8 @@ Prepared = Callable[..., Tensor]
 class Weight(list[Tensor]):
     """The tensors of one weight, as operators take them, and the products that were made ready for it.
 
-    A product is a function of what is multiplied, with its plan, grid, kernel and the TMA descriptors of the
-    weight settled. The first plan stays: a list of the same tensors has none.
+    A product is a function of what is multiplied; its plan, grid, kernel and the TMA descriptors of the
+    weight are settled. The first plan stays. A plain list of the same tensors keeps nothing.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -23,7 +23,7 @@ class Weight(list[Tensor]):
         self.ready: dict[Hashable, Prepared | None] = {}
 
     def keep(self, key: Hashable, product: Prepared | None) -> None:
-        """Keep the product of what has this key; None: there is none to keep."""
+        """Keep the product for this key; None: there is none to keep."""
         if len(self.ready) >= MOST_SIZES:
             self.ready.clear()
         self.ready[key] = product
@@ -35,5 +35,5 @@ def ready(weight: Sequence[Tensor], key: Hashable) -> Prepared | None:
 
 
 def is_new(weight: Sequence[Tensor], key: Hashable) -> bool:
-    """Whether a `Weight` has still to be told what to keep under a key."""
+    """Return whether a `Weight` keeps nothing under a key yet; False for other lists."""
     return type(weight) is Weight and key not in weight.ready

@@ -1,4 +1,4 @@
-"""The product of W8A8 on any GPU: int8 tensor cores, scales and bias in fp32."""
+"""Multiply int8 codes by int8 codes on any GPU: int8 tensor cores, scales and bias in fp32."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _int8_gemm(
     BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PANEL: tl.constexpr,
     SPLITS: tl.constexpr, SHARES: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(M, BM) * cdiv(N, BN), SPLITS), `share` of K a split, in whole blocks. SHARES: Y
-    [SPLITS, M, N], what each split has of it.
+    """Multiply over a grid (cdiv(M, BM) * cdiv(N, BN), SPLITS), `share` inputs a split, in whole blocks.
 
-    Y.T = B [N, K] @ A [M, K].T, so that few tokens waste little MMA.
+    Y.T = B [N, K] @ A [M, K].T, so that few tokens waste little of the tensor cores. If SHARES, Y [SPLITS, M,
+    N] takes the sum of each split.
     """
     token, row = in_panels(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), PANEL)
     m = token * BM + tl.arange(0, BM)
@@ -48,7 +48,7 @@ def _int8_gemm(
         acc = tl.dot(left, right, acc, out_dtype=tl.int32)
         a += BK
         b += BK
-    if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
+    if launch_pdl:  # not earlier, or programs of the next kernel would take the places of this one's
         gdc_launch_dependents()
     real = (m < M)[None, :] & (n < N)[:, None]
     at = m.to(tl.int64)[None, :] * N + n[:, None]

@@ -1,8 +1,8 @@
-"""The product of W8A8 on Hopper where the tensor cores are the bound, in Gluon.
+"""Multiply int8 codes by int8 codes on Hopper, where the tensor cores take the time, in Gluon.
 
-Y.T = B [N, K] @ A [M, K].T over int8 codes, both operands brought to shared memory by the copy engine (TMA)
-some stages ahead of the wgmma that reads them; exact int32 sums, scales and bias in fp32. Where B stacks a
-gate over its up, a block can hold as many rows of both, and silu(gate) * up is all that is written.
+Y.T = B [N, K] @ A [M, K].T. The copy engine (TMA) brings both operands to shared memory some stages ahead of
+the wgmma that reads them. Sums are exact in int32; scales and bias follow in fp32. Where B stacks a gate over
+its up, a block can hold as many rows of both, and only silu(gate) * up is written.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from qrt.kernels.sizes import cdiv
 from qrt.quant.tokens import QuantizedTokens
 
 SWIZZLED = {rank: gl.NVMMASharedLayout(128, 8, rank) for rank in (2, 3)}
-INPUTS = 128  # of K a stage: one row of swizzled shared memory
-MOST_EXCHANGED = gl.constexpr(8 * 32 << 10)  # bits of a block that threads exchange at once
-PANEL = 16  # token blocks
+INPUTS = 128  # inputs of a stage: one row of swizzled shared memory
+MOST_EXCHANGED = gl.constexpr(8 * 32 << 10)  # bits that threads exchange at once
+PANEL = 16  # token blocks of a panel
 
 
 @gluon.jit(do_not_specialize=["M", "share"])
@@ -46,11 +46,12 @@ def _hopper_int8(
     SPLIT: gl.constexpr, SHARES: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
     PERSISTENT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(M, BM) * cdiv(N, BN), splits): BN outputs by BM tokens, `share` steps of K. SHARES: Y
-    [splits, M, N], what each split has of it. If PERSISTENT fewer programs, without splits, take the blocks
-    in turn; the next one's first steps, of STAGES at least, are asked for while this one's last multiply.
+    """Multiply BN outputs by BM tokens over a grid (cdiv(M, BM) * cdiv(N, BN), splits).
 
-    With two HALVES, BN / 2 outputs of each half of B, the gate and the up of the same columns: Y [M, N / 2].
+    A program has `share` steps of K. If SHARES, Y [splits, M, N] takes the sum of each split. If PERSISTENT,
+    fewer programs, without splits, take the blocks in turn; the first steps of the next block, STAGES at
+    least, are asked for while the last steps of this one multiply. With two HALVES a block has BN / 2 outputs
+    of each half of B, the gate and the up of the same columns: Y [M, N / 2].
     """
     ROWS: gl.constexpr = BN // HALVES
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 32])
@@ -94,7 +95,7 @@ def _hopper_int8(
 
 @gluon.jit
 def _place_of(block, M, N, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, PANEL: gl.constexpr):
-    """The first token and output of a block."""
+    """Return the first token and output of a block."""
     token, row = in_panels(block, gl.cdiv(M, BM), gl.cdiv(N, BN), PANEL)
     return token * BM, row * ROWS
 
@@ -104,8 +105,11 @@ def _multiply(
     operands, token, output, first, steps, done, follows, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
-    """A block's sums int32 [BN, BM], in steps whose first STAGES are asked for, after `done` steps of others.
-    If PERSISTENT it asks for as many of the block that `follows`, if there is one."""
+    """Return the sums of a block, int32 [BN, BM].
+
+    Its first STAGES steps are asked for already; `done` steps of other blocks came before. If PERSISTENT, it
+    asks for as many steps of the block that `follows`, if there is one.
+    """
     a_desc, b_desc, a_smem, b_smem, ready = operands
     next_token, next_output, more = follows
     BM: gl.constexpr = a_smem.shape[1]
@@ -127,7 +131,7 @@ def _multiply(
         _fetch_weights(a_desc, b_desc, b_smem, ready, slot, n, (first + ahead) * BK, wanted)
         _fetch_tokens(a_desc, a_smem, ready, slot, m, (first + ahead) * BK, wanted)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    tl.debug_barrier()  # what follows may use the operands' memory, which other warps' products still read
+    tl.debug_barrier()  # what follows may reuse memory that products of other warps still read
     if PERSISTENT:
         slot = (done + steps - 1) % STAGES
         _fetch_weights(a_desc, b_desc, b_smem, ready, slot, next_output, (STAGES - 1) * BK, more)
@@ -140,7 +144,7 @@ def _store(
     acc, TOKEN_SCALES, SCALES, BIAS, Y, output, token, M, N, BIASED: gl.constexpr, HALVES: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """What a block's sums int32 [BN, BM] stand for."""
+    """Scale the sums of a block, int32 [BN, BM], and store them."""
     ROWS: gl.constexpr = acc.shape[0] // HALVES
     m = token + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
@@ -160,7 +164,7 @@ def _store(
 
 @gluon.jit
 def _store_pieces(y, Y, output, token, M, N, num_warps: gl.constexpr):
-    """`store_block`, of so many tokens at a time that what threads exchange has room beside the operands."""
+    """Do as `store_block`, a few tokens at a time: what threads exchange has to fit beside the operands."""
     TOKENS: gl.constexpr = y.shape[1]
     if y.shape[0] * TOKENS * y.dtype.primitive_bitwidth > MOST_EXCHANGED:
         early, late = gl.split(y.reshape([y.shape[0], 2, TOKENS // 2]).permute((0, 2, 1)))
@@ -172,7 +176,7 @@ def _store_pieces(y, Y, output, token, M, N, num_warps: gl.constexpr):
 
 @gluon.jit
 def _fetch_weights(a_desc, b_desc, b_smem, ready, slot, output, k, wanted):
-    """Start the copy of one step's weights into a slot, which is ready when its tokens are there too."""
+    """Start the copy of one step's weights into a slot. The slot is ready when its tokens are there too."""
     arrived = ready.index(slot)
     mbarrier.expect(arrived, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=wanted)
     tma.async_copy_global_to_shared(b_desc, [0, output, k], arrived, b_smem.index(slot), pred=wanted)
@@ -185,7 +189,7 @@ def _fetch_tokens(a_desc, a_smem, ready, slot, token, k, wanted):
 
 
 def fits(x: Tensor) -> bool:
-    """Whether this kernel multiplies codes x [T, K]: rows of whole 16 bytes, on a GPU with wgmma."""
+    """Return whether this kernel multiplies codes x [T, K]: rows of whole 16 bytes, a GPU with wgmma."""
     return is_hopper(x.device) and x.shape[1] % 16 == 0
 
 

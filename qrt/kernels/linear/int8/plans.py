@@ -9,7 +9,7 @@ from qrt.kernels.sizes import cdiv, next_power_of_2
 
 
 class BlockPlan(NamedTuple):
-    """Tokens, outputs and inputs of a program's block, and how it is compiled."""
+    """How `block_kernel` is launched: tokens, outputs and inputs of a block, splits of K, warps, stages."""
 
     tokens: int
     outputs: int
@@ -20,27 +20,35 @@ class BlockPlan(NamedTuple):
 
 
 def width_of(tokens: int) -> int:
-    """Token counts that share a plan, by the largest of them: powers of two, all up to 16 and all above 1024
-    alike."""
+    """Return the largest of the token counts that share a plan with `tokens`.
+
+    It is a power of two, the same for all counts up to 16 and for all above 1024.
+    """
     return min(max(16, next_power_of_2(tokens)), 2048)
 
 
 @lru_cache(maxsize=1 << 10)
 def tuning_key(k: int, n: int, width: int) -> str:
-    """Of a plan in `qrt.kernels.tuned`."""
+    """Return the key of a plan in `qrt.kernels.tuned`."""
     return f"int8 {k}x{n} {width} wide"
 
 
 def block_plan(width: int) -> BlockPlan:
-    """Where nothing was measured."""
-    if width <= 64:  # bound by weight bytes: narrow blocks, so that every SM reads
+    """Return a plan where nothing was measured."""
+    if width <= 64:  # reading the weight takes the time: blocks are narrow, so that every SM reads
         return BlockPlan(width, 32, 256, 1, 4, 4)
     return BlockPlan(128, 128, 128, 1, 8, 3)
 
 
 class HopperPlan(NamedTuple):
-    """Tokens and outputs of a program's block, shares of K, stages in flight; programs an SM that take all
-    blocks in turn, where K is not split, or 0."""
+    """How `hopper_kernel` is launched.
+
+    tokens       tokens of a block
+    outputs      outputs of a block
+    splits       splits of K
+    stages       stages in flight
+    persistent   programs of an SM that take all blocks in turn, where K is not split; or 0
+    """
 
     tokens: int
     outputs: int
@@ -50,12 +58,12 @@ class HopperPlan(NamedTuple):
 
     @property
     def gates(self) -> bool:
-        """Whether gate and up of a column come to lie in one thread: each warp has rows of both halves."""
+        """Return whether a thread has gate and up of a column: each warp has rows of both halves."""
         return self.splits == 1 and self.outputs >= 128
 
 
 def hopper_plan(tokens: int, n: int, sms: int) -> HopperPlan | None:
-    """Where nothing was measured; None: the bytes of the weights are the bound, not the tensor cores.
+    """Return a plan where nothing was measured; None where reading the weights takes the time.
 
     Triton's int8 wgmma takes at most 128 columns, so large blocks grow in outputs.
     """
@@ -65,4 +73,4 @@ def hopper_plan(tokens: int, n: int, sms: int) -> HopperPlan | None:
     return HopperPlan(128, 256 if many else 128, 1, 4)
 
 
-PLANS: dict[str, Any] = {"block": BlockPlan, "hopper": HopperPlan}  # by their names there
+PLANS: dict[str, Any] = {"block": BlockPlan, "hopper": HopperPlan}  # by their names in `qrt.kernels.tuned`

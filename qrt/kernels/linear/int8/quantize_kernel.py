@@ -14,7 +14,7 @@ from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.device import store_token
 from qrt.quant.tokens import QuantizedTokens
 
-WHOLE_ROW = 4096  # inputs of a token that are one block
+WHOLE_ROW = 4096  # so many inputs of a token are one block
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _quantize_tokens(
     X, CODES, SCALES, K, ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T,): a row stays in registers as it came, BLOCKS blocks of it, until its maximum is known."""
+    """Quantize a row a program: its BLOCKS blocks stay in registers until the maximum is known; grid (T,)."""
     after_previous(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     blocks = ()
@@ -33,12 +33,12 @@ def _quantize_tokens(
 
 
 def quantize_tokens(x: Tensor) -> QuantizedTokens:
-    """x [T, K] contiguous; equals `QuantizedTokens.of` on a CPU."""
+    """Quantize x [T, K], contiguous; the same bits as `QuantizedTokens.of` on a CPU."""
     tokens, k = x.shape
     codes = torch.empty(tokens, k, dtype=torch.int8, device=x.device)
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
     wide = k > WHOLE_ROW
-    block = max(4, next_power_of_2(k) // (8 if wide else 1))  # in eight: little lies beyond the row
+    block = max(4, next_power_of_2(k) // (8 if wide else 1))  # in eight, so that little lies beyond the row
     if tokens:
         kernel = variant(
             _quantize_tokens, ASM=COMPILED, BLOCK=block, BLOCKS=cdiv(k, block),

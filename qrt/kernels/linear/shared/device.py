@@ -1,4 +1,4 @@
-"""What Triton kernels of several products share: the order of their blocks, and sums over splits of K."""
+"""The order of blocks, and sums over splits of K: what Triton kernels of several products share."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,11 @@ from qrt.kernels.sizes import cdiv
 
 @triton.jit
 def in_panels(block, token_blocks, row_blocks, PANEL: tl.constexpr):
-    """(token block, row block) of number `block`: PANEL token blocks take a row block before the next one, so
-    that their tokens stay in the L2 cache while all weights pass."""
+    """Return (token block, row block) of number `block`.
+
+    PANEL token blocks take a row block before they take the next one, so that their tokens stay in the L2
+    cache while all weights pass.
+    """
     size = PANEL * row_blocks
     panel = block // size
     width = tl.minimum(token_blocks - panel * PANEL, PANEL)
@@ -19,10 +22,11 @@ def in_panels(block, token_blocks, row_blocks, PANEL: tl.constexpr):
 
 @triton.jit
 def sum_splits(acc, parts, arrivals, at, inside, size, split, SPLITS: tl.constexpr):
-    """acc, this split's share of a block, -> the sum over all splits, and whether this program holds it.
+    """Add the shares of a block; return the sum, and whether this program holds it.
 
-    parts [SPLITS, size] takes the shares, `at` is where the block lies in one, `inside` which of it is real;
-    arrivals points at the block's counter, 0 before and after.
+    acc is the share of this split. The last program to arrive adds the shares in a fixed order. parts
+    [SPLITS, size] takes them; `at` is where the block lies in one, `inside` which of it is real. arrivals
+    points at the counter of the block, 0 before and after.
     """
     tl.store(parts + split * size + at, acc, mask=inside)
     tl.debug_barrier()  # every thread's share is stored before this program counts as arrived
@@ -36,7 +40,9 @@ def sum_splits(acc, parts, arrivals, at, inside, size, split, SPLITS: tl.constex
 
 
 def split_evenly(steps: int, splits: int, blocks: int, counters: int) -> tuple[int, int]:
-    """Steps over K of a split, and how many splits have one: at most `splits`, and one where not each of the
-    blocks has a counter."""
+    """Return the steps over K of a split, and how many splits there are.
+
+    There are at most `splits`, and only one where some block has no counter.
+    """
     share = cdiv(steps, splits if blocks <= counters else 1)
     return share, cdiv(steps, share)

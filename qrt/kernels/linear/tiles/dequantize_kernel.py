@@ -1,4 +1,4 @@
-"""The product of many tokens with weight-only integers in tiles, on any GPU.
+"""Multiply weight-only integers in tiles by many tokens, on any GPU.
 
 The weight is dequantized block by block to scratch, and torch multiplies.
 """
@@ -15,7 +15,7 @@ from qrt.kernels.linear.tiles.device import Layout, scale_of_run, zero_of_run
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
-SCRATCH_BYTES = 64 << 20  # of dequantized weight: near the L2 cache, and small beside a model
+SCRATCH_BYTES = 64 << 20  # dequantized weight: near the L2 cache in size, and small beside a model
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _dequantize(
     K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, RUNS: tl.constexpr,
     SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, row blocks): OUT [64 * row blocks, K] = (code - zero) * scale, rounded to OUT's dtype."""
+    """Fill OUT [64 * row blocks, K] with (code - zero) * scale, rounded; grid (tiles, row blocks)."""
     WORDS: tl.constexpr = 1 if SCALE == tl.float32 else 2
     PER_RUN: tl.constexpr = PLANES // RUNS
     column = tl.program_id(0)
@@ -48,7 +48,7 @@ def _dequantize(
 
 
 def dequantized_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: Layout) -> None:
-    """y [T, N] = x [T, K] @ W.T + bias, by torch from blocks of the dequantized weight."""
+    """Compute y [T, N] = x [T, K] @ W.T + bias by torch, from blocks of the dequantized weight."""
     blocks = max(1, SCRATCH_BYTES // (TILE_ROWS * x.shape[1] * x.itemsize))
     for first in range(0, weight.packed.shape[0], blocks):
         matrix = _dequantized(x, weight, slice(first, first + blocks), layout)
@@ -61,7 +61,7 @@ def dequantized_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Ten
 
 
 def _dequantized(x: Tensor, weight: TiledWeight, blocks: slice, layout: Layout) -> Tensor:
-    """Row blocks of the weight as [rows, K] in x's dtype."""
+    """Return row blocks of the weight as [rows, K] in x's dtype."""
     packed, scale, zero = weight.packed[blocks], weight.scale[blocks], weight.zero[blocks]
     out = torch.empty(packed.shape[0] * TILE_ROWS, x.shape[1], dtype=x.dtype, device=x.device)
     kernel = variant(_dequantize, K=x.shape[1], **layout._asdict())

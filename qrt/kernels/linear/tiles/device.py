@@ -1,4 +1,4 @@
-"""What kernels over tiles share: the constants of a weight, and how scales and zeros of a tile are read."""
+"""Constants of a tiled weight, and how its scales and zeros are read: what kernels over tiles share."""
 
 from __future__ import annotations
 
@@ -16,20 +16,30 @@ TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.
 
 
 class Layout(NamedTuple):
-    """The constants that describe a tiled weight to its kernels."""
+    """The constants that describe a tiled weight to its kernels.
 
-    ROWS: int  # of a tile
-    J: int  # words of a tile's row, inputs of a plane
-    PLANES: int  # of a tile
-    RUNS: int  # of a tile, each with scales of its own
-    SCALE: Any  # dtype of the scales
+    ROWS         rows of a tile
+    J            words of a tile's row, and inputs of a plane
+    PLANES       planes of a tile
+    RUNS         runs of a tile, each with its own scales
+    SCALE        dtype of the scales
+    ASYMMETRIC   whether there are zero points
+    UNPACK       `TiledScheme.unpacker`
+    ASM          whether UNPACK may use inline PTX
+    """
+
+    ROWS: int
+    J: int
+    PLANES: int
+    RUNS: int
+    SCALE: Any
     ASYMMETRIC: bool
-    UNPACK: Any  # `TiledScheme.unpacker`
+    UNPACK: Any
     ASM: bool
 
 
 def layout_of(weight: TiledWeight, bits: int, unpack: Any) -> Layout:
-    """Return the constants of a weight, whose codes `unpack` (`TiledScheme.unpacker`) makes numbers of."""
+    """Return the constants of a weight; `unpack` is its `TiledScheme.unpacker`."""
     scale = weight.scale
     return _cached_layout(
         weight.packed.shape[3], weight.runs, scale.dtype, weight.zero.numel() > 0, bits, unpack
@@ -45,7 +55,7 @@ def _cached_layout(
 
 @triton.jit
 def scale_of_run(ptr, run: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr):
-    """fp32 scale of each row's `run`. 16-bit scales come in pairs: an async copy moves 4 bytes or more."""
+    """Load the scale of `run` of each row, fp32; 16-bit ones in pairs, as a copy moves 4 bytes or more."""
     if SCALE == tl.float32:
         return tl.load(ptr + run * ROWS).to(tl.float32, bitcast=True)
     else:
@@ -55,5 +65,5 @@ def scale_of_run(ptr, run: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr
 
 @triton.jit
 def zero_of_run(zeros, run: tl.constexpr):
-    """Signed byte `run` of each row's word, [ROWS, 1]."""
+    """Return signed byte `run` of each row's word, [ROWS, 1]."""
     return ((zeros << (24 - 8 * run)) >> 24)[:, None]

@@ -1,14 +1,14 @@
-"""int4 and int8 weights times a few tokens on Hopper, as an int8 product, in Gluon.
+"""Multiply int4 and int8 weights by a few tokens on Hopper, as an int8 product, in Gluon.
 
-In bf16 such a product is bound by what unpacks its weights: 7 instructions for 8 of int4, most at half rate,
-and a wgmma takes as long for 8 columns as for 64. As int8 the bytes of a word, or their halves, are codes as
-they lie there (`tiles`), 2 instructions for 8 weights; and an activation is two int8 digits (`Digits`), two
-columns of one wgmma. Sums over a group are exact in int32; they meet the group's scales and zero points in
-fp32. A tile has as many groups of digits as its words have runs: two of int4, one of int8.
+In bf16, unpacking the weights takes the time: 7 instructions for 8 weights of int4, most of them at half
+rate, and a wgmma takes as long for 8 columns as for 64. In int8 the bytes of a word, or their halves, are
+codes as they lie (`tiles`): 2 instructions for 8 weights. An activation is two int8 digits (`Digits`), which
+are two columns of one wgmma. Sums over a group are exact in int32. Scales and zero points of the group follow
+in fp32. A tile has as many groups of digits as its words have runs: two of int4, one of int8.
 
-A warp asks for weights (TMA), before the kernel before is done, and for digits after that. Two groups of 4
-warps multiply and do not wait for each other, so that one scales sums and unpacks while the tensor cores work
-for the other: each has half of a gated program's rows, or every other tile of K.
+One warp asks for weights (TMA) before the previous kernel is done, and for digits after that. Two groups of 4
+warps multiply and do not wait for each other: one scales sums and unpacks while the tensor cores work for the
+other. Each has half of the rows of a gated program, or every other tile of K.
 """
 
 from __future__ import annotations
@@ -59,14 +59,16 @@ def _digits_product(
     BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks / BLOCKS, S): Y [S, M, N], what `share` tiles of K, each RUNS groups of digits, have
-    of x [M, K] @ W.T; with PARTS [row blocks, S, 64, BM] their sum, Y [M, N]. BIAS [N], if any, is added.
+    """Multiply over a grid (row blocks / BLOCKS, S): Y [S, M, N], the sums of `share` tiles of K each.
 
-    With two HALVES half of the blocks are the gate, half the up of the same columns, and silu(gate) * up
-    [M, N / 2] goes to Y and FACTS as `Digits`: four blocks make a group of them. A warp group has gate and up
-    of half of its columns.
+    A tile has RUNS groups of digits. With PARTS [row blocks, S, 64, BM] the sums are added: Y [M, N]. BIAS
+    [N], if any, is added too.
+
+    With two HALVES, half of the blocks are the gate and half the up of the same columns. silu(gate) * up [M,
+    N / 2] goes to Y and FACTS as `Digits`; four blocks make a group of them. A warp group has gate and up of
+    half of its columns.
     """
-    gl.static_assert(HALVES == 2 or STAGES % 2 == 0)  # a group then waits for every phase of its places
+    gl.static_assert(HALVES == 2 or STAGES % 2 == 0)  # so a group waits for every phase of its places
     gdc_launch_dependents()
     EACH: gl.constexpr = BLOCKS // HALVES
     block, first = gl.program_id(0) * EACH, gl.program_id(1) * share
@@ -105,8 +107,10 @@ def _multiply(
     work, GROUP: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr,
     BM: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles as they come and write the sum: a warp group's rows of all of them, or all rows of
-    every other one."""
+    """Multiply the tiles as they come, and write the sum.
+
+    A warp group has its rows of all tiles, or all rows of every other tile.
+    """
     ring, met, BIAS, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N = work
     w, scales, zeros, x, facts, ready, empty = ring
     ROWS: gl.constexpr = BLOCKS * 64 // HALVES
@@ -118,7 +122,7 @@ def _multiply(
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SUMS)
     by_token = facts._reinterpret(gl.float32, [STAGES * 4, BM], _BY_COLUMN)
-    gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
+    gdc_wait()  # sleeps; waiting for the first tile would poll while the previous kernel works
     FIRST: gl.constexpr = 0 if HALVES == 2 else GROUP
     for i in range(FIRST, steps, 3 - HALVES):
         slot = i % STAGES
@@ -168,7 +172,7 @@ def _multiply(
 
 @gluon.jit
 def _store_digits(x, met, CODES, FACTS, group, groups, HALF: gl.constexpr, BM: gl.constexpr):
-    """x fp32 [64, BM], half of a group of `Digits` of BM tokens; the other warp group has the other."""
+    """Store x fp32 [64, BM], half of a group of `Digits`; the other warp group has the other half."""
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, x.type.layout))
     token = gl.arange(0, BM, layout=gl.SliceLayout(0, x.type.layout))
     largest = _meet(met[0], gl.reduce(gl.abs(x), 0, larger), HALF)
@@ -184,44 +188,54 @@ def _store_digits(x, met, CODES, FACTS, group, groups, HALF: gl.constexpr, BM: g
 
 @gluon.jit
 def _meet(met, value, HALF: gl.constexpr):
-    """What both warp groups have, [BM] each."""
+    """Exchange a value [BM] between the two warp groups; return both."""
     met.index(HALF).store(value)
     both_are_here()
     return met.index(0).load(value.type.layout), met.index(1).load(value.type.layout)
 
 
 class _Plan(NamedTuple):
-    """How `_digits_product` is launched; found at Llama-3-8B's sizes on an H200, in layers of 4, 8 and 16
-    tokens (docs/kernels-journal.md)."""
+    """How `_digits_product` is launched.
 
-    blocks: int  # row blocks a program
-    stages: int  # tiles on their way or waiting; even unless gated, so that a place is one warp group's
-    registers: int  # of a thread, those that ask and wait counted in
+    Found at Llama-3-8B's sizes on an H200, in layers of 4, 8 and 16 tokens (docs/kernels-journal.md).
+
+    blocks      row blocks of a program
+    stages      tiles on their way or waiting; even unless gated, so that a place belongs to one warp group
+    registers   registers of a thread, on average with those of the warp that asks
+    """
+
+    blocks: int
+    stages: int
+    registers: int
 
     @property
     def of_second(self) -> int:
-        """Registers of a thread of the second group: half of what 4 warps that ask, with 24 each, leave of
-        12; the first one has the rest."""
+        """Return the registers of a thread of the second group.
+
+        4 warps of 12 are for asking, with 24 registers each. The second group has half of the rest.
+        """
         return (3 * self.registers - 24) // 2 // 8 * 8
 
 
-_PLAIN = {  # by bits and room: with so many stages an SM takes one program, and qkv's spread over all
+_PLAIN = {  # by bits and padded tokens; with so many stages an SM takes one program, so qkv covers all SMs
     (4, 8): _Plan(blocks=1, stages=10, registers=80),
     (4, 16): _Plan(blocks=1, stages=8, registers=80),
     (8, 8): _Plan(blocks=1, stages=14, registers=80),
     (8, 16): _Plan(blocks=1, stages=12, registers=80),
 }
-_SHARES = {  # by bits: two programs an SM
+_SHARES = {  # by bits; an SM takes two programs
     4: _Plan(blocks=1, stages=6, registers=80),
     8: _Plan(blocks=1, stages=8, registers=80),
 }
 _GATED = _Plan(blocks=4, stages=5, registers=136)
-LEAST_SHARE = 16  # groups of inputs
+LEAST_SHARE = 16  # groups of inputs of a program
 
 
 def fits(x: Tensor, weight: TiledWeight, bits: int) -> bool:
-    """Whether `digits_gemm` multiplies x [T, K] and is faster than bf16's kernels: int4 in whole groups, few
-    tokens, on a Hopper GPU."""
+    """Return whether `digits_gemm` multiplies x [T, K] and is faster than the kernels of bf16.
+
+    It is for int4 in whole groups, and few tokens, on a Hopper GPU.
+    """
     tokens, inputs = x.shape
     few = bits == 4 and 1 <= tokens <= MOST_TOKENS and x.dtype == torch.bfloat16
     whole = few and inputs % GROUP == 0 and weight.out_features % TILE_ROWS == 0
@@ -229,7 +243,7 @@ def fits(x: Tensor, weight: TiledWeight, bits: int) -> bool:
 
 
 def digits_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int) -> Tensor:
-    """x [T, K] @ W.T + bias, [T, N], of one that `fits`. K is split where the row blocks are few."""
+    """Return x [T, K] @ W.T + bias, [T, N]; x `fits`. K is split where the row blocks are few."""
     made, sms = make_digits(x.contiguous(), room_for(x.shape[0])), multiprocessors(x.device)
     blocks, tiles = weight.packed.shape[:2]
     if blocks <= sms < 2 * blocks:
@@ -246,14 +260,14 @@ def digits_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int) 
 def digits_product(
     x: Digits, weight: TiledWeight, bias: Tensor | None, bits: int, dtype: torch.dtype
 ) -> Tensor:
-    """x [T, K] @ W.T + bias in dtype, [T, N]; `bits` of a code."""
+    """Return x [T, K] @ W.T + bias in `dtype`, [T, N]; codes have `bits`."""
     y = torch.empty(x.tokens, weight.out_features, dtype=dtype, device=x.codes.device)
     _launch(x, weight, bits, _PLAIN[bits, x.codes.shape[2]], weight.packed.shape[1], y, bias=bias)
     return y
 
 
 def digits_shares(x: Digits, weight: TiledWeight, bits: int) -> Tensor:
-    """fp32 [S, T, N], what each of S splits of K has of it."""
+    """Return the sums of each of S splits of K, fp32 [S, T, N]."""
     share = _share(x, weight)
     splits = cdiv(weight.packed.shape[1], share)
     y = torch.empty(splits, x.tokens, weight.out_features, dtype=torch.float32, device=x.codes.device)
@@ -262,14 +276,14 @@ def digits_shares(x: Digits, weight: TiledWeight, bits: int) -> Tensor:
 
 
 def _share(x: Digits, weight: TiledWeight) -> int:
-    """Tiles of K a program: as many programs as run at once, none of them short."""
+    """Return the tiles of K of a program: as many programs as run at once, and none of them short."""
     blocks, tiles = weight.packed.shape[:2]
     most = min(2 * multiprocessors(x.codes.device) // blocks, x.codes.shape[0] // LEAST_SHARE)
     return cdiv(tiles, max(1, most))
 
 
 def gated_digits_product(x: Digits, weight: TiledWeight, bits: int) -> Digits:
-    """silu(gate) * up of it, [T, N / 2], with the roundings of bf16."""
+    """Return silu(gate) * up of x @ W.T, [T, N / 2], rounded as in bf16."""
     y = Digits.empty(x.tokens, weight.out_features // 2, x.codes.shape[2], x.codes.device)
     _launch(x, weight, bits, _GATED, weight.packed.shape[1], y.codes, y.facts)
     return y
@@ -279,8 +293,11 @@ def _launch(
     x: Digits, weight: TiledWeight, bits: int, plan: _Plan, share: int, y: Tensor,
     facts: Tensor | None = None, bias: Tensor | None = None, parts: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`share` tiles of K a program. y [S, T, N], or [T, N] if they are all or parts are where shares meet, or
-    with facts the codes of Digits."""
+    """Launch `_digits_product` with `share` tiles of K a program.
+
+    y is [S, T, N], or [T, N] if a share is all of K or `parts` is there to add shares up. With `facts` it
+    takes the codes of Digits.
+    """
     (blocks, tiles), room, runs = weight.packed.shape[:2], x.codes.shape[2], 8 // bits
     halves = 1 if facts is None else 2
     kernel = variant(

@@ -21,8 +21,10 @@ def fetch(
     copies, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
     HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for `steps` tiles as long as there is room: of weights at once, of digits when they are written.
-    Not all programs begin with the same one, whose digits would all be read at once."""
+    """Ask for `steps` tiles as long as there is room: for weights at once, for digits when they are written.
+
+    Programs begin with different tiles. Otherwise all of them would read the same digits at once.
+    """
     ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps = copies
     weight, empty, turn = (w_desc, scale_desc, zero_desc), ring[6], gl.program_id(0)
     for s in gl.static_range(STAGES):
@@ -43,7 +45,7 @@ def _fetch_weights(
     ring, weight, slot, block, tile, wanted, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr,
     BLOCKS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of a tile into a slot, which is ready when its digits are there too."""
+    """Start the copy of a tile into a slot. The slot is ready when its digits are there too."""
     w, scales, zeros, x, facts, ready, empty = ring
     arrived, row = ready.index(slot), tile * 64
     size: gl.constexpr = BLOCKS * 64 * (128 + 4 + 4 * ASYMMETRIC) + 2 * BM * (RUNS * 128 + 2 * 4)
@@ -58,7 +60,7 @@ def _fetch_weights(
 
 @gluon.jit
 def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted, RUNS: gl.constexpr):
-    """Start the copy of a tile's digits, all groups of it, with the scales and sums of two groups."""
+    """Start the copy of all groups of a tile's digits, with the scales and sums of two groups."""
     w, scales, zeros, x, facts, ready, empty = ring
     arrived = ready.index(slot)
     tma.async_copy_global_to_shared(x_desc, [tile * RUNS, 0, 0, 0], arrived, x.index(slot), pred=wanted)
@@ -67,8 +69,11 @@ def _fetch_digits(ring, x_desc, fact_desc, slot, tile, wanted, RUNS: gl.constexp
 
 @triton.jit
 def codes_of(packed, RUN: tl.constexpr, RUNS: tl.constexpr):
-    """Of each byte code - 128; of RUN 0 of two the code of its low half, of the other 16 * (code - 8) of its
-    high one; int8."""
+    """Return the codes of RUN as int8, from the bytes of `packed`.
+
+    If there is one run, they are code - 128. Of two runs, the first has the code in the low half of a byte,
+    the second 16 * (code - 8) in the high half.
+    """
     WHOLE: tl.constexpr = "xor.b32 $0, $1, 0x80808080;"
     LOW: tl.constexpr = "and.b32 $0, $1, 0x0f0f0f0f;"
     HIGH: tl.constexpr = "lop3.b32 $0, $1, 0xf0f0f0f0, 0x80808080, 0x6a;"
@@ -78,7 +83,7 @@ def codes_of(packed, RUN: tl.constexpr, RUNS: tl.constexpr):
 
 @gluon.jit
 def high_and_low(sums):
-    """Columns of high digits, columns of low ones: a thread has both of a token."""
+    """Split sums into columns of high and of low digits; one thread has both of a token."""
     BM: gl.constexpr = sums.shape[1] // 2
     return gl.split(sums.reshape([sums.shape[0], 2, BM]).permute((0, 2, 1)))
 
@@ -88,11 +93,13 @@ def scaled(
     sums, scales, zeros, of_x, RUN: gl.constexpr, RUNS: gl.constexpr, SCALE: gl.constexpr,
     ASYMMETRIC: gl.constexpr,
 ):  # fmt: skip
-    """What a run of inputs adds to the product, fp32, from `sums` int32 of `codes_of` times digits and x's
-    scales and sums."""
+    """Return what a run of inputs adds to the product, in fp32.
+
+    `sums` are int32, of `codes_of` times digits; `of_x` are x's scales and sums.
+    """
     high, low = high_and_low(sums)
     value = (high * 256 + low).to(gl.float32)
-    MIDPOINT: gl.constexpr = RUN + 1 < RUNS  # is in these codes
+    MIDPOINT: gl.constexpr = RUN + 1 < RUNS  # these codes still hold the midpoint
     times: gl.constexpr = 16.0 if RUN else 1.0
     if ASYMMETRIC or MIDPOINT:
         offset = gl.full(scales.shape, -8.0 if MIDPOINT else 0.0, gl.float32, scales.type.layout)

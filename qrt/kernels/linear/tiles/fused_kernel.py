@@ -24,26 +24,26 @@ from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TiledWeight
 
-SMALL_BYTES = 4 << 10  # of shared memory, for scales and zeros
+SMALL_BYTES = 4 << 10  # shared memory for scales and zeros
 
 
 @triton.jit(do_not_specialize=["M"])
-def _fused(
+def _fused(  # noqa: C901 -- its branches are constants
     X, W, SCALES, ZEROS, BIAS, Y, PARTS, ARRIVALS, M, N,
     K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, RUNS: tl.constexpr,
     SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr,
     DOT: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr, HALVES: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks / BLOCKS, SPLITS): Y [M, N] = X [M, K] @ W.T for M <= BM; BLOCKS divide the row
-    blocks, and no split is left without a tile.
+    """Multiply over a grid (row blocks / BLOCKS, SPLITS): Y [M, N] = X [M, K] @ W.T, M <= BM.
 
-    With two HALVES the two blocks are the gate and the up of the same columns: Y [M, N / 2], one split.
+    BLOCKS divides the row blocks, and every split has a tile. With two HALVES the two blocks are the gate and
+    the up of the same columns: Y [M, N / 2], one split.
     """
     TILE: tl.constexpr = PLANES * J
     TILES: tl.constexpr = (K + TILE - 1) // TILE
     SHARE: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
-    WORDS: tl.constexpr = 1 if SCALE == tl.float32 else 2  # scales a 32-bit word
+    WORDS: tl.constexpr = 1 if SCALE == tl.float32 else 2  # scales in a 32-bit word
     PER_RUN: tl.constexpr = PLANES // RUNS
     block = tl.program_id(0)
     split = tl.program_id(1)
@@ -82,7 +82,7 @@ def _fused(
         zp += ROWS
         xp += TILE
 
-    if launch_pdl:  # not earlier: the next kernel's programs would take the places of this one's
+    if launch_pdl:  # not earlier, or programs of the next kernel would take the places of this one's
         gdc_launch_dependents()
     acc *= unit_of(DOT, ASM)
     n = block * (BLOCKS // HALVES * ROWS) + (row + rows // ROWS * (N // 2) if HALVES > 1 else rows)
@@ -107,8 +107,10 @@ def fused_gemm(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: Layout,
     chosen: FusedPlan, gated: bool = False,
 ) -> None:  # fmt: skip
-    """y [T, N] = x [T, K] @ W.T + bias of few tokens; gated, by a plan that `gates`, y [T, N / 2] is
-    silu(gate) * up of it."""
+    """Compute y [T, N] = x [T, K] @ W.T + bias for a few tokens.
+
+    If gated, by a plan that `gates`, y [T, N / 2] is silu(gate) * up of it.
+    """
     (tokens, k), n = x.shape, weight.out_features
     blocks, _, rows, words = weight.packed.shape
     width = width_of(tokens)
@@ -129,10 +131,10 @@ def fused_gemm(
 
 
 def _dot_type(x: Tensor) -> tl.dtype:
-    """x's dtype; the interpreter would multiply bf16 as bit patterns, so there fp32."""
+    """Return x's dtype; in the interpreter fp32, as it would multiply bf16 as bit patterns."""
     return TL[x.dtype] if COMPILED else tl.float32
 
 
 def _stages(device: torch.device, stage_bytes: int, most: int) -> int:
-    """As many tiles in flight as shared memory holds, and `most`."""
+    """Return how many tiles are in flight: as many as shared memory holds, up to `most`."""
     return max(1, min(most, (shared_bytes(device) - SMALL_BYTES) // stage_bytes))

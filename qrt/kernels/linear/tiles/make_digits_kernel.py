@@ -1,4 +1,4 @@
-"""Activations to `Digits`, where nothing before them leaves as those."""
+"""Turn activations into `Digits` where the kernel before does not write them so."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from qrt.quant import digits
 from qrt.quant.device import GROUP, store_digits
 from qrt.quant.digits import Digits
 
-_GROUPS = 4  # that one program makes digits of
+_GROUPS = 4  # groups of a program
 
 
 @triton.jit(do_not_specialize=["TOKENS"])
 def _make_digits(
     X, CODES, FACTS, TOKENS, K, ROOM: tl.constexpr, N: tl.constexpr, launch_pdl: tl.constexpr
 ):  # fmt: skip
-    """Grid (TOKENS, cdiv(K, N)): X [TOKENS, K] as `Digits`."""
+    """Store X [TOKENS, K] as `Digits`; grid (TOKENS, cdiv(K, N))."""
     after_previous(launch_pdl)
     row, first = tl.program_id(0), tl.program_id(1) * N
     k = first + tl.arange(0, N)
@@ -31,7 +31,7 @@ def _make_digits(
 
 
 def make_digits(x: Tensor, room: int) -> Digits:
-    """x [T, K] contiguous, T <= room, K in whole groups."""
+    """Return x [T, K] as `Digits`; x is contiguous, T <= room, K in whole groups."""
     tokens, k = x.shape
     made, n = Digits.empty(tokens, k, room, x.device), _GROUPS * digits.GROUP
     kernel = variant(_make_digits, ROOM=room, N=n, num_warps=1, launch_pdl=overlaps(x.device))

@@ -1,5 +1,4 @@
-"""How the products over tiles are launched: by plans that were measured (`qrt.kernels.tuned`), or by rules of
-thumb."""
+"""How the products over tiles are launched: by measured plans (`qrt.kernels.tuned`) or rules of thumb."""
 
 from __future__ import annotations
 
@@ -10,34 +9,43 @@ from qrt.kernels.sizes import next_power_of_2
 
 
 class FusedPlan(NamedTuple):
-    """How `_fused` of `kernel` is launched for one shape."""
+    """How `fused_kernel` is launched for one shape.
 
-    blocks: int  # row blocks a program
+    blocks   row blocks of a program
+    splits   splits of K
+    warps    warps of a program
+    stages   tiles in flight
+    """
+
+    blocks: int
     splits: int
     warps: int
     stages: int
 
     @property
     def gates(self) -> bool:
-        """Whether a program may have a gate and its up."""
+        """Return whether a program may have a gate and its up."""
         return (self.blocks, self.splits) == (2, 1)
 
 
 def width_of(tokens: int) -> int:
-    """BM: columns of the dot for so many tokens."""
+    """Return BM, the columns of the dot for so many tokens."""
     return 8 if tokens <= 8 else max(16, next_power_of_2(tokens))
 
 
 @lru_cache(maxsize=1 << 10)
 def tuning_key(k: int, n: int, bits: int, width: int) -> str:
-    """Of a plan in `qrt.kernels.tuned`."""
+    """Return the key of a plan in `qrt.kernels.tuned`."""
     return f"tiles {k}x{n} {bits} bits {width} wide"
 
 
 @lru_cache(maxsize=1 << 10)
 def fused_plan(width: int, blocks: int, tiles: int) -> FusedPlan:
-    """Where nothing was measured: enough programs to fill 132 SMs about twice, and no share of K that is
-    long while there are few. The constants are those that won on an H200 for Llama-3-8B's shapes."""
+    """Return a plan where nothing was measured.
+
+    Programs fill 132 SMs about twice, and no share of K is long while programs are few. The constants are
+    those that won on an H200 for Llama-3-8B's shapes.
+    """
     splits = next_power_of_2(-(-(256 if width <= 32 else 192) // blocks))
     if width <= 32 and tiles > 8 * splits and blocks * splits <= 256:
         splits *= 2
@@ -47,42 +55,55 @@ def fused_plan(width: int, blocks: int, tiles: int) -> FusedPlan:
 
 
 def even_splits(splits: int, tiles: int) -> int:
-    """At most `splits` and 16, and none without a tile."""
+    """Return at most `splits` and at most 16 splits, each with a tile."""
     return -(-tiles // -(-tiles // min(splits, tiles, 16)))
 
 
 class WidePlan(NamedTuple):
-    """How `wide_kernel` is launched for one shape."""
+    """How `wide_kernel` is launched for one shape.
 
-    tokens: int  # BM
-    blocks: int  # of rows a program
+    tokens       tokens of a program, BM
+    blocks       row blocks of a program
+    splits       splits of K
+    x_planes     planes of x in a stage, XP
+    x_stages     stages of x in flight, XS
+    w_stages     stages of w in flight, WS
+    groups       groups of warps that do not wait for each other: of a block or two each, or two of one block
+    persistent   programs of an SM that take all blocks in turn, where K is not split; or 0
+    """
+
+    tokens: int
+    blocks: int
     splits: int
-    x_planes: int  # XP
-    x_stages: int  # XS
-    w_stages: int  # WS
-    groups: int = 1  # of warps that do not wait for each other: of a block or two each, or two of one block
-    persistent: int = 0  # programs an SM that take all blocks in turn, where K is not split, or 0
+    x_planes: int
+    x_stages: int
+    w_stages: int
+    groups: int = 1
+    persistent: int = 0
 
     @property
     def turns(self) -> bool:
-        """Whether two groups have one row block, and tiles in turn."""
+        """Return whether two groups have one row block, and its tiles in turn."""
         return (self.blocks, self.groups) == (1, 2)
 
     @property
     def group_blocks(self) -> int:
-        """Row blocks of a group."""
+        """Return the row blocks of a group."""
         return 1 if self.turns else self.blocks // self.groups
 
     @property
     def gates(self) -> bool:
-        """Whether a group may have as many rows of a gate as of its up."""
+        """Return whether a group may have as many rows of a gate as of its up."""
         return self.splits == 1 and not self.turns
 
 
 @lru_cache(maxsize=1 << 10)
 def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
-    """Where nothing was measured: the widest block of tokens, K split while some of the SMs are idle. Many
-    blocks of 256 tokens are taken in turn, by one group."""
+    """Return a plan where nothing was measured.
+
+    It has the widest block of tokens, and splits K while SMs are idle. Many blocks of 256 tokens are taken in
+    turn, by one group.
+    """
     tokens = min(width, 256)
     token_blocks = -(-width // tokens)
     rows = 1 if blocks * token_blocks <= sms else 2
@@ -93,8 +114,10 @@ def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
 
 
 def registers(plan: WidePlan) -> tuple[int, int]:
-    """Of a thread of such a kernel, and of one of the groups behind the first: the 4 warps of the copies give
-    most of theirs."""
+    """Return the registers of a thread of the kernel, and of a thread of the groups behind the first.
+
+    The 4 warps that copy give most of theirs to the others.
+    """
     own = 4 * plan.group_blocks * plan.groups
     warps = own + 4
     most = (1 << 16) // (32 * warps) // 8 * 8
@@ -102,4 +125,4 @@ def registers(plan: WidePlan) -> tuple[int, int]:
     return each, (warps * each - 4 * 24) // own // 8 * 8
 
 
-PLANS: dict[str, Any] = {"fused": FusedPlan, "wide": WidePlan}  # by their names there
+PLANS: dict[str, Any] = {"fused": FusedPlan, "wide": WidePlan}  # by their names in `qrt.kernels.tuned`

@@ -1,14 +1,15 @@
-"""The tiled weight-only product on Hopper for some tokens to any number of them, in Gluon.
+"""Multiply weight-only integers in tiles by some or many tokens on Hopper, in Gluon.
 
-There the tensor cores are the bound, and Triton waits for every wgmma whose operand is in registers. Here the
-weights of plane p+1 are unpacked while plane p multiplies: Y.T = W @ X.T with W as the register operand, X
-and the packed tiles brought by the bulk copy engine (TMA). A warp for each asks as long as there is room, and
-for tiles before the previous kernel is done (programmatic dependent launch). What multiplies is one group of
-warps, or several that do not wait for each other: with row blocks of their own they share the tokens, with
-one row block they take its tiles in turn. The scale goes into the weight, rounded to the dtype of the product
-as a dequantized weight is, and one accumulator takes all of K; where it is split, the last program of an
-output block to arrive adds the partial sums in order. Where one program fills an SM it can take blocks in
-turn, by panels of tokens: its copies run ahead into the next one while it stores.
+With so many tokens the tensor cores take the time, and Triton waits for every wgmma whose operand is in
+registers. Here the weights of plane p+1 are unpacked while plane p multiplies: Y.T = W @ X.T with W as the
+register operand. The bulk copy engine (TMA) brings X and the packed tiles. One warp asks for each of them as
+long as there is room, and for tiles before the previous kernel is done (programmatic dependent launch).
+
+One group of warps multiplies, or several that do not wait for each other. Groups with row blocks of their own
+share the tokens; groups with one row block take its tiles in turn. The scale goes into the weight, rounded to
+the dtype of the product as a dequantized weight is, and one accumulator takes all of K. Where K is split, the
+last program of an output block to arrive adds the partial sums in order. Where one program fills an SM, it
+can take blocks in turn, by panels of tokens: its copies run ahead into the next block while it stores.
 Layout: quant/weight/tiles.py.
 """
 
@@ -51,17 +52,17 @@ from qrt.kernels.sizes import cdiv
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TiledWeight
 
-PANEL = 4  # token blocks, where programs take blocks in turn
+PANEL = 4  # token blocks of a panel, where programs take blocks in turn
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What a variant of the kernel is compiled for, beside the format's `unpack`; see `_wide`."""
+    """The constants of a variant of the kernel, beside `unpack` of the scheme; see `_wide` and `Layout`."""
 
-    J: int  # words of a tile's row, inputs of a plane
-    PLANES: int  # of a tile
+    J: int
+    PLANES: int
     RUNS: int
-    SCALE: Any  # dtype of the scales
+    SCALE: Any
     ASYMMETRIC: bool
     DOT: Any  # dtype of the product
     BIASED: bool
@@ -79,17 +80,17 @@ class _Sizes:
 
     @property
     def WORDS(self) -> int:
-        """Of a tile's row that hold its scales."""
+        """Return the words that hold the scales of a tile's row."""
         return self.RUNS if self.SCALE == gl.float32 else (self.RUNS + 1) // 2
 
     @property
     def OWN(self) -> int:
-        """Groups with tokens of their own."""
+        """Return how many groups have tokens of their own."""
         return self.GROUPS if self.TURNS else 1
 
     @property
     def ROWS(self) -> int:
-        """Of a group."""
+        """Return the rows of a group."""
         return self.BN * 64
 
 
@@ -99,13 +100,16 @@ def _wide(
     S: gl.constexpr, UNPACK: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (token blocks * cdiv(row blocks, GROUPS * BN), splits): GROUPS of 4 * BN warps that each multiply
-    BN row blocks by BM tokens, `share` tiles of K. With two HALVES a group has as many rows of the gate as of
-    the up of the same columns, and silu(gate) * up [M, N / 2] goes to Y. If TURNS, two groups have one row
-    block and every other tile. If PERSISTENT fewer programs, without splits, take these `blocks` in turn.
+    """Multiply over a grid (token blocks * cdiv(row blocks, GROUPS * BN), splits).
 
-    A stage of x, which is for all groups unless they take turns, is XP planes of one tile, a stage of w one
-    tile of a group's rows with its scales and zeros; XS (of each group) and WS of them are in flight.
+    Each of GROUPS of 4 * BN warps multiplies BN row blocks by BM tokens, `share` tiles of K. With two HALVES
+    a group has as many rows of the gate as of the up of the same columns, and silu(gate) * up [M, N / 2] goes
+    to Y. If TURNS, two groups have one row block, and every other tile each. If PERSISTENT, fewer programs,
+    without splits, take these `blocks` in turn.
+
+    A stage of x is XP planes of one tile; it is for all groups unless they take turns. A stage of w is one
+    tile of a group's rows with its scales and zeros. XS stages of x (of each group) and WS of w are in
+    flight.
     """
     gdc_launch_dependents()
     first = gl.program_id(1) * share
@@ -144,9 +148,9 @@ def _wide(
 def _part(
     PART: gl.constexpr, ring, output, copies, blocks, steps, S: gl.constexpr, UNPACK: gl.constexpr
 ):  # fmt: skip
-    """What some warps do."""
+    """Do the part of some of the warps."""
     if PART <= S.GROUPS:
-        gdc_wait()  # asleep: a wait for the first tile would keep asking while the kernel before works
+        gdc_wait()  # sleeps; waiting for the first tile would poll while the previous kernel works
     if S.PERSISTENT:
         done = 0
         for block in range(gl.program_id(0), blocks, gl.num_programs(0)):
@@ -161,7 +165,7 @@ def _part_of_block(
     PART: gl.constexpr, ring, output, copies, block, blocks, done, steps, S: gl.constexpr,
     UNPACK: gl.constexpr,
 ):  # fmt: skip
-    """Those of a group multiply, one asks for x and one for weights; after `done` tiles of other blocks."""
+    """Multiply as a warp of a group, or ask for x or for weights, after `done` tiles of other blocks."""
     M = output[5]
     token_blocks = gl.cdiv(M, S.BM)
     if S.PERSISTENT:
@@ -177,13 +181,14 @@ def _part_of_block(
 
 
 @gluon.jit
-def _multiply(
+def _multiply(  # noqa: C901 -- its branches are constants
     GROUP: gl.constexpr, ring, output, where, done, steps, S: gl.constexpr, UNPACK: gl.constexpr
 ):  # fmt: skip
     """Multiply a group's tiles as they come; write the sum, if it is the whole one or the last part of it.
 
-    A plane multiplies while the next one is unpacked; of several groups, others work while one waits. ptxas
-    would wait for every wgmma if several left one from one turn to the next, or if `before` began as zeros.
+    A plane multiplies while the next one is unpacked. Of several groups, others work while one waits. ptxas
+    would wait for every wgmma if several groups left one running from one turn to the next, or if `before`
+    began as zeros.
     """
     x_smem, _, _, _, x_ready, x_empty, w_ready, w_empty = ring
     BIAS, Y, PARTS, ARRIVALS, met, M, N = output
@@ -253,7 +258,7 @@ def _multiply(
 
 @gluon.jit
 def _store(acc, BIAS, Y, first, token, M, N, S: gl.constexpr):
-    """The sums float32 [ROWS, BM] of a group, or with two halves silu(gate) * up of them."""
+    """Store the sums float32 [ROWS, BM] of a group, or with two halves silu(gate) * up of them."""
     if S.BIASED:
         row = gl.arange(0, S.ROWS, layout=gl.SliceLayout(1, acc.type.layout))
         n, half = first + row, 0
@@ -269,7 +274,7 @@ def _store(acc, BIAS, Y, first, token, M, N, S: gl.constexpr):
 
 
 def fits(x: Tensor, weight: TiledWeight) -> bool:
-    """Whether this kernel multiplies x: 16-bit, K in whole planes, on a GPU with wgmma."""
+    """Return whether this kernel multiplies x: 16 bits, K in whole planes, on a GPU with wgmma."""
     return is_hopper(x.device) and x.itemsize == 2 and x.shape[1] % weight.packed.shape[3] == 0
 
 

@@ -1,9 +1,10 @@
-"""A tile of a quantized weight on its way to Hopper's tensor cores, in Gluon: brought by the copy engine
-(TMA), loaded as the register operand, unpacked plane by plane.
+"""Tiles of a quantized weight, and tokens, on their way to Hopper's tensor cores, in Gluon.
 
-Everywhere `ring` and `copies` are what `wide_kernel` has in shared memory and brings there, S its sizes. A
-tile of a gate and its up has as many rows of both, by eights in turn: a thread then has both of a column.
-Layout: quant/weight/tiles.py.
+The copy engine (TMA) brings them; a tile is loaded as the register operand and unpacked plane by plane.
+
+Everywhere `ring` is the shared memory of `wide_kernel`, `copies` is what it brings there, and S are its
+sizes. A tile of a gate and its up has as many rows of both, eight of each in turn: a thread then has both of
+a column. Layout: quant/weight/tiles.py.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from qrt.kernels.linear.device import scale_of_run
 
 @gluon.jit
 def _fetch_tile(ring, copies, slot, row, tile, S: gl.constexpr):
-    """Start the copy of a tile of some rows, from `row` on of each half, into a slot."""
+    """Start the copy of a tile into a slot: some rows, from `row` on, of each half."""
     _, w_smem, scale_smem, zero_smem, _, _, ready, _ = ring
     _, w_desc, scale_desc, zero_desc, _ = copies
     arrived, block, inside = ready.index(slot), row // 64, row % 64
     WORDS: gl.constexpr = S.WORDS
-    FACTS: gl.constexpr = WORDS + S.ASYMMETRIC  # of a row: its scales, its zeros
+    FACTS: gl.constexpr = WORDS + S.ASYMMETRIC  # words of a row: its scales, its zeros
     mbarrier.expect(arrived, w_desc.block_type.nbytes + FACTS * scale_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(w_desc, [0, block, tile * 64 + inside, 0], arrived, w_smem.index(slot))
     for w in gl.static_range(WORDS):
@@ -39,14 +40,14 @@ def _fetch_tile(ring, copies, slot, row, tile, S: gl.constexpr):
 
 @gluon.jit
 def first_row(row, GROUP: gl.constexpr, S: gl.constexpr):
-    """A group's first row of a row block, or of each of its halves."""
+    """Return a group's first row of a row block, or of each of its halves."""
     ROWS: gl.constexpr = S.ROWS // S.HALVES
     return row * (ROWS * S.GROUPS // S.OWN) + (0 if S.TURNS else ROWS * GROUP)
 
 
 @gluon.jit
 def fetch_x(ring, copies, token, done, steps, S: gl.constexpr):
-    """Ask for the planes of the tokens, XP at a time, as long as there is room; for OWN groups in turn."""
+    """Ask for planes of the tokens, XP at a time, as long as there is room; for OWN groups in turn."""
     desc, plane = copies[0], copies[4] * S.PLANES
     smem, ready, empty = ring[0], ring[4], ring[5]
     STAGES: gl.constexpr = S.PLANES // S.XP  # of a tile
@@ -64,9 +65,9 @@ def fetch_x(ring, copies, token, done, steps, S: gl.constexpr):
 
 @gluon.jit
 def fetch_w(ring, copies, row, done, steps, S: gl.constexpr):
-    """Ask for the groups' tiles, their scales and zeros, likewise."""
+    """Ask for the groups' tiles, with scales and zeros, as long as there is room."""
     first, empty = copies[4], ring[7]
-    FETCHED: gl.constexpr = S.GROUPS // S.OWN  # a turn
+    FETCHED: gl.constexpr = S.GROUPS // S.OWN  # tiles in a turn
     for i in range(steps):
         for g in gl.static_range(FETCHED):
             turn = done + i
@@ -80,8 +81,10 @@ def fetch_w(ring, copies, row, done, steps, S: gl.constexpr):
 
 @gluon.constexpr_function
 def _by_eights(OPERAND, J):
-    """The layout of words [2, ROWS / 16, 8, J] that are the operand's [ROWS, J], eight rows of each half by
-    turns: a thread then has both halves of a column."""
+    """Return the layout of words [2, ROWS / 16, 8, J] that are the operand's [ROWS, J].
+
+    Eight rows of each half come in turn, so that a thread has both halves of a column.
+    """
     warps = OPERAND.parent.warps_per_cta[0]
     words = [[0, 0, 0, 8 << i] for i in range((J // 8).bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -93,8 +96,10 @@ def _by_eights(OPERAND, J):
 
 @gluon.jit
 def tile_of(ring, slot, S: gl.constexpr, OPERAND: gl.constexpr):
-    """What `fetch_w` has brought: words [ROWS, J], scales (WORDS of int32 [ROWS]), zeros [ROWS]; without
-    zeros the first of the scales stands there."""
+    """Return what `fetch_w` has brought: words [ROWS, J], scales (WORDS of int32 [ROWS]), zeros [ROWS].
+
+    Without zeros, the first of the scales stands in their place.
+    """
     _, w_smem, scale_smem, zero_smem, _, _, _, _ = ring
     if S.HALVES == 2:
         PAIRED: gl.constexpr = _by_eights(OPERAND, S.J)
@@ -114,7 +119,7 @@ def tile_of(ring, slot, S: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _row_words(smem, S: gl.constexpr, OPERAND: gl.constexpr):
-    """An int32 of each of the operand's rows, from smem [halves, .., rows]."""
+    """Load an int32 for each row of the operand, from smem [halves, .., rows]."""
     ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
     if S.HALVES == 2:
         PAIRED: gl.constexpr = gl.SliceLayout(3, _by_eights(OPERAND, S.J))
@@ -126,7 +131,7 @@ def _row_words(smem, S: gl.constexpr, OPERAND: gl.constexpr):
 
 @triton.jit
 def _times(plane, scale, DTYPE: tl.constexpr):
-    """plane * scale in the 16-bit DTYPE, two at a time."""
+    """Return plane * scale in the 16-bit DTYPE, computed two at a time."""
     if DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "mul.bf16x2 $0, $1, $2;", "=r,r,r", [plane, scale], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -139,7 +144,7 @@ def _times(plane, scale, DTYPE: tl.constexpr):
 
 @gluon.jit
 def weights_of(words, scales, zeros, PLANE: gl.constexpr, S: gl.constexpr, UNPACK: gl.constexpr):
-    """A plane of `words` [ROWS, J] as weights in DOT, rounded once; times `unit_of` they are weights."""
+    """Return a plane of `words` [ROWS, J] in DOT, rounded once; times `unit_of` it is weights."""
     RUN: gl.constexpr = PLANE * S.RUNS // S.PLANES
     if S.SCALE == gl.bfloat16 and S.DOT == gl.bfloat16 and not S.ASYMMETRIC:
         pair = (scales[RUN // 2] >> (RUN % 2 * 16)) & 0xFFFF
