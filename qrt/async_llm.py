@@ -58,7 +58,9 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, *arguments: Any, **named: Any) -> NoReturn:
         """Raise UnsupportedError: the constructor takes vLLM's engine arguments by name."""
-        raise UnsupportedError("AsyncLLM.from_engine_args: make one with AsyncLLM(model, **engine_arguments)")
+        raise UnsupportedError(
+            "AsyncLLM.from_engine_args: not supported; call AsyncLLM(model, **engine_arguments)"
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -100,7 +102,7 @@ class AsyncLLM:
         params = given.clone()  # the caller may change theirs meanwhile
         collector = await asyncio.to_thread(self._collector, prompt, params, request_id, priority)
         if collector.request_id in self._running:
-            raise ConfigError(f"request id {collector.request_id!r}: already in use")
+            raise ConfigError(f"request id {collector.request_id!r}: already in use; choose another id")
         await self._start()
         self._running[collector.request_id] = collector
         try:

@@ -195,7 +195,9 @@ class LLM:
         UnsupportedError for vLLM's `score`, which compares pairs of texts.
         """
         if pair or others or any(isinstance(ids, str) for ids in token_ids):
-            raise UnsupportedError("LLM.score: takes lists of token ids; pairs of texts are not scored")
+            raise UnsupportedError(
+                "LLM.score: expected lists of token ids, got texts; pairs of texts are not scored"
+            )
         return [scores.logprobs for scores in self.score_ranked(token_ids)]
 
     def score_ranked(self, token_ids: Sequence[Sequence[int]]) -> list[Scores]:

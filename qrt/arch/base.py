@@ -124,7 +124,8 @@ class Mixture:
         config = self.dense.filled(config)
         if not self.all_sparse(config):
             raise UnsupportedError(
-                f"config.json: some layers of this {self.name} are dense; qrt-calibrate takes mixtures in all"
+                f"config.json: some layers of this {self.name} are dense; "
+                "qrt-calibrate needs experts in all layers"
             )
         each = [f"{self.experts}.{index}" for index in range(positive(config, count, most=MAX_LAYERS))]
         inner = tuple(f"{expert}.{part}" for expert in each for part in self.parts[:2])
@@ -234,10 +235,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
-                f"config.json: {self.num_heads} attention heads are not a multiple of "
-                f"{self.num_kv_heads} KV heads; correct num_attention_heads and num_key_value_heads"
+                f"config.json: num_attention_heads: expected a multiple of num_key_value_heads "
+                f"{self.num_kv_heads}, got {self.num_heads}; correct the two"
             )
         if self.head_dim % 2:
             raise UnsupportedError(
-                f"config.json: head_dim {self.head_dim} is odd; RoPE turns pairs of channels"
+                f"config.json: head_dim: expected an even number, as RoPE rotates pairs, got {self.head_dim}"
             )

@@ -38,13 +38,15 @@ def rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]
     if not isinstance(own, dict):
         raise CheckpointError(f"config.json: rope_scaling: expected an object or null, got {own!r}")
     if any(isinstance(value, Mapping) for value in own.values()):
-        raise UnsupportedError("config.json: rope_parameters differ between layers, which qrt does not run")
+        raise UnsupportedError(
+            "config.json: rope_parameters: expected one object for all layers, got one per kind of layer"
+        )
     entry = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | own
     if config.get(original := "original_max_position_embeddings") is not None:  # it wins, as in transformers
         entry[original] = config[original]
     kind = entry.get("rope_type") or entry.get("type") or "default"
-    if number(entry, "partial_rotary_factor", 1.0) != 1:
-        raise UnsupportedError("config.json: partial_rotary_factor other than 1 is not run by qrt")
+    if (part := number(entry, "partial_rotary_factor", 1.0)) != 1:
+        raise UnsupportedError(f"config.json: partial_rotary_factor: expected 1, got {part}")
     theta = number(entry, "rope_theta")
     if theta <= 1:
         raise CheckpointError(f"config.json: rope_theta: expected more than 1, got {theta}")

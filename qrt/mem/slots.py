@@ -77,7 +77,7 @@ class SlotAllocator:
         after = self.run - np.count_nonzero(self._rows[rows], axis=1)
         if (after - before).sum() != len(slots):
             self._used[slots] = True
-            raise ValueError(f"free: {len(slots)} slots, of which some come twice")
+            raise ValueError(f"free: expected each slot once, got some of the {len(slots)} twice")
         self._free_in[rows] = after
         self.num_free += len(slots)
         is_whole = after == self.run

@@ -190,8 +190,12 @@ BAD = {
         "num_hidden_layers: expected at most 4,096, got 1000000",
     ),
     "a number of many digits": ({"hidden_size": 10**400}, CheckpointError, "hidden_size"),
-    "heads": ({"num_key_value_heads": 3}, CheckpointError, "8 attention heads .* 3 KV heads"),
-    "odd head": ({"head_dim": 33}, UnsupportedError, "head_dim 33"),
+    "heads": (
+        {"num_key_value_heads": 3},
+        CheckpointError,
+        "num_attention_heads: expected a multiple of .* 3, got 8",
+    ),
+    "odd head": ({"head_dim": 33}, UnsupportedError, "head_dim: expected an even number, .*, got 33"),
     "theta as text": ({"rope_theta": "big"}, CheckpointError, "rope_theta: expected .*, got 'big'"),
     "eps of zero": ({"rms_norm_eps": 0}, CheckpointError, "rms_norm_eps: expected .*, got 0"),
     "activation": ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act: expected 'silu', got 'gelu'"),
@@ -211,7 +215,11 @@ BAD = {
         "expected a context of at most .* as RoPE",
     ),
     "theta of one": ({"rope_theta": 1}, CheckpointError, "rope_theta: expected more than 1.* got 1.0"),
-    "partial": ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor"),
+    "partial": (
+        {"partial_rotary_factor": 0.5},
+        UnsupportedError,
+        "partial_rotary_factor: expected 1, got 0.5",
+    ),
     "linear without factor": (
         {"rope_scaling": {"type": "linear"}},
         CheckpointError,
@@ -225,7 +233,7 @@ BAD = {
     "rope per layer type": (
         {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
         UnsupportedError,
-        "differ between layers",
+        "rope_parameters: expected one object for all layers",
     ),
 }
 

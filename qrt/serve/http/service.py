@@ -77,7 +77,7 @@ class Service:
         """Raise HTTPException 404 for a model that is not served."""
         if name is not None and name not in self.config.model_names:
             known = " or ".join(self.config.model_names)
-            raise HTTPException(404, f"model {name[:100]!r} is not served here; it is {known}")
+            raise HTTPException(404, f"model: expected {known}, got {name[:100]!r}")
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text; ConfigError, before that, if it is too long for the context."""

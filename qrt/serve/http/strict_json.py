@@ -21,9 +21,9 @@ class StrictJsonRequest(Request):
         try:
             value = msgspec.json.decode(await self.body())
         except (ValueError, RecursionError) as error:
-            raise HTTPException(400, f"body: no valid JSON: {str(error)[:100]}") from error
+            raise HTTPException(400, f"body: expected valid JSON ({str(error)[:100]})") from error
         if _depth(value) > MAX_JSON_DEPTH:
-            raise HTTPException(400, f"body: nested deeper than {MAX_JSON_DEPTH}")
+            raise HTTPException(400, f"body: expected at most {MAX_JSON_DEPTH} levels of nesting, got more")
         return value
 
 

@@ -62,7 +62,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     @routes.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> None:
-        raise UnsupportedError("embeddings: qrt serves generating models only")
+        raise UnsupportedError("embeddings: not supported; qrt serves text generation models only")
 
     @routes.post("/v1/responses", include_in_schema=False)
     async def responses() -> None:

@@ -190,11 +190,11 @@ class Conversation(Body):
         """
         if self.given("chat_template") is not None:
             raise ConfigError(
-                "chat_template: a request cannot bring one; start the server with --chat-template"
+                "chat_template: not accepted in a request; start the server with --chat-template"
             )
         named = self.chat_template_kwargs or {}
         if reserved := RESERVED.intersection(named):
-            raise ConfigError(f"chat_template_kwargs: {min(reserved)} is not the template's own")
+            raise ConfigError(f"chat_template_kwargs: expected the template's own names, got {min(reserved)}")
         effort = self.reasoning_effort
         thinking = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
         return {
@@ -234,7 +234,7 @@ class ChatCompletionRequest(Conversation, SamplingFields):
         if choice in (None, "none"):
             return
         if not self.tools:
-            raise ConfigError("tool_choice: given without tools")
+            raise ConfigError("tool_choice: expected only with tools; add tools, or leave it out")
         if choice == "auto":
             return
         if choice == "required" or isinstance(choice, dict):

@@ -143,7 +143,7 @@ def test_a_forced_call_is_refused_by_name(client):
         with pytest.raises(openai.InternalServerError, match="tool_choice") as error:
             ask(client, "plain", tool_choice=choice)
         assert error.value.status_code == 501
-    with pytest.raises(openai.BadRequestError, match="without tools"):
+    with pytest.raises(openai.BadRequestError, match="tool_choice: expected only with tools"):
         client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "x"}], tool_choice="auto"
         )
