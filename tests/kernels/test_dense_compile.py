@@ -13,7 +13,7 @@ from qrt.kernels.linear import choose, kernel
 from qrt.kernels.linear.int8.hopper_kernel import hopper_product
 from qrt.kernels.linear.int8.plans import HopperPlan
 from qrt.kernels.linear.tiles import plans as tile_plans
-from qrt.kernels.linear.tiles.device import layout_of
+from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.tiles.wide_kernel import wide_product
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
 from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8
@@ -47,8 +47,8 @@ for scheme, symmetric, group, dtype, plan in (
     gated = bool(plan.persistent or plan.blocks == 4)
     x, y = torch.empty(300, 1024, dtype=dtype), torch.empty(300, 128 // (1 + gated), dtype=dtype)
     tensors = TiledWeight(*scheme.prepare(weight, torch.device("cpu"), dtype))
-    layout = layout_of(tensors, scheme.bits, scheme.unpacker())
-    wide_product(x, tensors, None, layout, plan, gated)(x, None, y)
+    constants = constants_of(tensors, scheme.bits, scheme.unpacker())
+    wide_product(x, tensors, None, constants, plan, gated)(x, None, y)
 x = QuantizedTokens(torch.empty(300, 1024, dtype=torch.int8), torch.empty(300), BF16)
 weight = torch.empty(128, 1024, dtype=torch.int8), torch.empty(128), torch.zeros(128, dtype=torch.int32)
 for plan, gated, shares in (

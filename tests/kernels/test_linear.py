@@ -19,7 +19,7 @@ from qrt.kernels.linear.int8 import plans as int8_plans
 from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
 from qrt.kernels.linear.tiles import dequantize_kernel, wide_kernel
 from qrt.kernels.linear.tiles import plans as tile_plans
-from qrt.kernels.linear.tiles.device import layout_of
+from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.weight import MOST_SIZES, Weight, is_new, ready
 from qrt.kernels.silu_mul.kernel import silu_mul
 from qrt.quant import affine
@@ -310,9 +310,9 @@ def test_wide_kernel(device, bits, symmetric, dtype, scales, n, k, group, tokens
     weight = random_weight(n, k, bits, group, symmetric=symmetric, dtype=scales, device=device)
     tiled = TiledWeight(*WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, device, dtype))
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
-    layout = layout_of(tiled, bits, WEIGHT_SCHEMES[f"w{bits}a16"].unpacker())
+    constants = constants_of(tiled, bits, WEIGHT_SCHEMES[f"w{bits}a16"].unpacker())
     first, again = torch.empty(2, tokens, n, device=device, dtype=dtype)
-    multiply = wide_kernel.wide_product(x, tiled, bias, layout, tile_plans.WidePlan(*plan), False)
+    multiply = wide_kernel.wide_product(x, tiled, bias, constants, tile_plans.WidePlan(*plan), False)
     multiply(x, bias, first)
     assert relative(first, reference(x, weight, bias)) < 2 * UNIT[dtype]
     for _ in range(3 if GPU else 1):

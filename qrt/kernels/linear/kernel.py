@@ -20,7 +20,7 @@ from qrt.kernels.linear.int8.plans import BlockPlan, HopperPlan
 from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
 from qrt.kernels.linear.product import Epilogue, Kernel, Product
 from qrt.kernels.linear.tiles.dequantize_kernel import dequantized_gemm
-from qrt.kernels.linear.tiles.device import layout_of
+from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.tiles.digits_kernel import digits_gemm
 from qrt.kernels.linear.tiles.fused_kernel import fused_gemm
 from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
@@ -87,15 +87,15 @@ def _multiply_tiles(
     y = torch.empty(tokens, n // 2 if gated else n, dtype=x.dtype, device=x.device)
     if chosen.kernel is Kernel.NOTHING:
         return Done(y, chosen)
-    layout = layout_of(weight, kind.bits, kind.unpacker())
+    constants = constants_of(weight, kind.bits, kind.unpacker())
     if chosen.kernel is Kernel.DEQUANTIZE:
-        dequantized_gemm(x, weight, bias, y, layout)
+        dequantized_gemm(x, weight, bias, y, constants)
         return Done(y, chosen)
     if isinstance(chosen.plan, FusedPlan):
-        fused_gemm(x.contiguous(), weight, bias, y, layout, chosen.plan, gated)
+        fused_gemm(x.contiguous(), weight, bias, y, constants, chosen.plan, gated)
         return Done(y, chosen)
     assert isinstance(chosen.plan, WidePlan)
-    multiply = wide_product(x, weight, bias, layout, chosen.plan, gated)
+    multiply = wide_product(x, weight, bias, constants, chosen.plan, gated)
     multiply(x.contiguous(), bias, y)
     can_stay = not weight.perm.numel() and gated == (epilogue is Epilogue.SILU_MUL)
     return Done(y, chosen, _filled(multiply, y.shape) if can_stay else None)

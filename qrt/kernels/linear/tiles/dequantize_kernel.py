@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qrt.kernels.launch import variant
-from qrt.kernels.linear.tiles.device import Layout, scale_of_run, zero_of_run
+from qrt.kernels.linear.tiles.device import TileConstants, scale_of_run, zero_of_run
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
@@ -47,11 +47,13 @@ def _dequantize(
         tl.store(out, plane.to(OUT.dtype.element_ty), mask=(k < K)[None, :])
 
 
-def dequantized_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: Layout) -> None:
+def dequantized_gemm(
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, constants: TileConstants
+) -> None:
     """Compute y [T, N] = x [T, K] @ W.T + bias by torch, from blocks of the dequantized weight."""
     blocks = max(1, SCRATCH_BYTES // (TILE_ROWS * x.shape[1] * x.itemsize))
     for first in range(0, weight.packed.shape[0], blocks):
-        matrix = _dequantized(x, weight, slice(first, first + blocks), layout)
+        matrix = _dequantized(x, weight, slice(first, first + blocks), constants)
         columns = slice(first * TILE_ROWS, min((first + blocks) * TILE_ROWS, weight.out_features))
         matrix = matrix[: columns.stop - columns.start].T
         if bias is None:
@@ -60,11 +62,11 @@ def dequantized_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Ten
             torch.addmm(bias[columns], x, matrix, out=y[:, columns])
 
 
-def _dequantized(x: Tensor, weight: TiledWeight, blocks: slice, layout: Layout) -> Tensor:
+def _dequantized(x: Tensor, weight: TiledWeight, blocks: slice, constants: TileConstants) -> Tensor:
     """Return row blocks of the weight as [rows, K] in x's dtype."""
     packed, scale, zero = weight.packed[blocks], weight.scale[blocks], weight.zero[blocks]
     out = torch.empty(packed.shape[0] * TILE_ROWS, x.shape[1], dtype=x.dtype, device=x.device)
-    kernel = variant(_dequantize, K=x.shape[1], **layout._asdict())
+    kernel = variant(_dequantize, K=x.shape[1], **constants._asdict())
     kernel.launch(
         (packed.shape[1], packed.shape[0]), packed, scale.view(torch.int32), zero.view(torch.int32), out,
         packed.shape[1],

@@ -15,7 +15,7 @@ from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}  # Triton's dtypes
 
 
-class Layout(NamedTuple):
+class TileConstants(NamedTuple):
     """The constants that describe a tiled weight to its kernels.
 
     ROWS         rows of a tile
@@ -38,19 +38,17 @@ class Layout(NamedTuple):
     ASM: bool
 
 
-def layout_of(weight: TiledWeight, bits: int, unpack: Any) -> Layout:
+def constants_of(weight: TiledWeight, bits: int, unpack: Any) -> TileConstants:
     """Return the constants of a weight; `unpack` is its `TiledScheme.unpacker`."""
     scale = weight.scale
-    return _cached_layout(
-        weight.packed.shape[3], weight.runs, scale.dtype, weight.zero.numel() > 0, bits, unpack
-    )
+    return _cached(weight.packed.shape[3], weight.runs, scale.dtype, weight.zero.numel() > 0, bits, unpack)
 
 
 @cache
-def _cached_layout(
+def _cached(
     words: int, runs: int, scale: torch.dtype, asymmetric: bool, bits: int, unpack: Any
-) -> Layout:  # fmt: skip
-    return Layout(TILE_ROWS, words, 16 // bits, runs, TL[scale], asymmetric, unpack, COMPILED)
+) -> TileConstants:  # fmt: skip
+    return TileConstants(TILE_ROWS, words, 16 // bits, runs, TL[scale], asymmetric, unpack, COMPILED)
 
 
 @triton.jit

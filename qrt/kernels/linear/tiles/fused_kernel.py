@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qrt.kernels.gpu import overlaps, shared_bytes
 from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.linear.shared.device import sum_splits
-from qrt.kernels.linear.tiles.device import TL, Layout, scale_of_run, zero_of_run
+from qrt.kernels.linear.tiles.device import TL, TileConstants, scale_of_run, zero_of_run
 from qrt.kernels.linear.tiles.plans import FusedPlan, width_of
 from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.weight.device import unit_of
@@ -104,7 +104,7 @@ def _fused(  # noqa: C901 -- its branches are constants
 
 
 def fused_gemm(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, layout: Layout,
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, constants: TileConstants,
     chosen: FusedPlan, gated: bool = False,
 ) -> None:  # fmt: skip
     """Compute y [T, N] = x [T, K] @ W.T + bias for a few tokens.
@@ -114,14 +114,14 @@ def fused_gemm(
     (tokens, k), n = x.shape, weight.out_features
     blocks, _, rows, words = weight.packed.shape
     width = width_of(tokens)
-    stage_bytes = chosen.blocks * rows * words * 2 + layout.PLANES * words * width * x.itemsize
+    stage_bytes = chosen.blocks * rows * words * 2 + constants.PLANES * words * width * x.itemsize
     parts = None
     if chosen.splits > 1:
         parts = torch.empty(chosen.splits * n * tokens, dtype=torch.float32, device=x.device)
     kernel = variant(
         _fused, K=k, DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks,
         HALVES=2 if gated else 1, SPLITS=chosen.splits,
-        STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **layout._asdict(),
+        STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **constants._asdict(),
         launch_pdl=overlaps(x.device),
     )  # fmt: skip
     kernel.launch(

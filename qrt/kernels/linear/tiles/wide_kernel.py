@@ -44,7 +44,7 @@ from qrt.kernels.linear.device import (
     sum_splits,
 )
 from qrt.kernels.linear.shared.device import in_panels, split_evenly
-from qrt.kernels.linear.tiles.device import Layout
+from qrt.kernels.linear.tiles.device import TileConstants
 from qrt.kernels.linear.tiles.plans import WidePlan, registers
 from qrt.kernels.linear.tiles.wide_tile_kernel import fetch_w, fetch_x, first_row, tile_of, weights_of
 from qrt.kernels.silu_mul.kernel import silu_times
@@ -57,7 +57,7 @@ PANEL = 4  # token blocks of a panel, where programs take blocks in turn
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The constants of a variant of the kernel, beside `unpack` of the scheme; see `_wide` and `Layout`."""
+    """The constants of a variant of the kernel, beside `unpack` of the scheme; see `TileConstants`."""
 
     J: int
     PLANES: int
@@ -279,7 +279,7 @@ def fits(x: Tensor, weight: TiledWeight) -> bool:
 
 
 def wide_product(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, layout: Layout, plan: WidePlan, gated: bool
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, constants: TileConstants, plan: WidePlan, gated: bool
 ) -> Callable[[Tensor, Tensor | None, Tensor], None]:
     """Return what computes y from x, bias and y, for all that are as x and bias.
 
@@ -294,7 +294,9 @@ def wide_product(
     each, halves = plan.group_blocks, 2 if gated else 1
     persistent = plan.persistent > 0 and splits == 1
     programs = min(plan.persistent * multiprocessors(x.device), outputs) if persistent else outputs
-    kernel = _variant(plan, layout, DTYPES[x.dtype], bias is not None, splits > 1, halves, persistent, PANEL)
+    kernel = _variant(
+        plan, constants, DTYPES[x.dtype], bias is not None, splits > 1, halves, persistent, PANEL
+    )
     descriptors = of_tiles(weight, each, halves)
     others = weight.arrivals, x.shape[0], weight.out_features, outputs, tiles, share
 
@@ -308,16 +310,16 @@ def wide_product(
 
 @cache
 def _variant(
-    plan: WidePlan, layout: Layout, dot: Any, biased: bool, split: bool, halves: int, persistent: bool,
-    panel: int,
+    plan: WidePlan, constants: TileConstants, dot: Any, biased: bool, split: bool, halves: int,
+    persistent: bool, panel: int,
 ) -> Variant:  # fmt: skip
     sizes = _Sizes(
-        layout.J, layout.PLANES, layout.RUNS, layout.SCALE, layout.ASYMMETRIC, dot, biased, plan.tokens,
-        plan.group_blocks, plan.groups, plan.turns, split, halves, plan.x_planes, plan.x_stages,
+        constants.J, constants.PLANES, constants.RUNS, constants.SCALE, constants.ASYMMETRIC, dot, biased,
+        plan.tokens, plan.group_blocks, plan.groups, plan.turns, split, halves, plan.x_planes, plan.x_stages,
         plan.w_stages, persistent, panel,
     )  # fmt: skip
     (of_all, of_group), others, warps = registers(plan), plan.groups - 1, 4 * plan.group_blocks
     return variant(
-        _wide, S=sizes, UNPACK=layout.UNPACK, WARPS=(warps,) * others + (1, 1),
+        _wide, S=sizes, UNPACK=constants.UNPACK, WARPS=(warps,) * others + (1, 1),
         REGISTERS=(of_group,) * others + (24, 24), num_warps=warps, maxnreg=of_all, launch_pdl=True,
     )  # fmt: skip
