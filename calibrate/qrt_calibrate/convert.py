@@ -18,7 +18,8 @@ from qrt.errors import CheckpointError, UnsupportedError
 from qrt.folder import read_config
 from qrt.location import EXPECTED, model_folder, model_name
 from qrt.quant.checkpoint import Checkpoint, awq, gptq, open_checkpoint
-from qrt.quant.checkpoint.compressed_tensors import layout_of, quantization_config
+from qrt.quant.checkpoint.compressed_tensors import quantization_config
+from qrt.quant.checkpoint.config_group import layout_of
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.checkpoint.output import OutputFolder
 from qrt.quant.packing import WORD_BITS

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from qrt.errors import UnsupportedError
-from qrt.quant.checkpoint.compressed_tensors import layout_of, quantization_config, target_of
+from qrt.quant.checkpoint.compressed_tensors import quantization_config, target_of
+from qrt.quant.checkpoint.config_group import layout_of
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.output import OutputFolder
 from qrt.quant.checkpoint.reader import Checkpoint
