@@ -52,7 +52,7 @@ def expected_seconds(job: Job, budget: Budget | None = None) -> float:
                 seconds += (
                     count
                     * times
-                    * _rounding(job.recipe.steps, grid, weight.to(job.device, torch.float32), job.scale_dtype)
+                    * _rounding(job.recipe.rules, grid, weight.to(job.device, torch.float32), job.scale_dtype)
                 )
     if any(job.recipe.windows):
         seconds += _Windows(job, tensors).seconds(budget)
@@ -87,22 +87,22 @@ def _apart(arch: Arch, fused: str) -> bool:
     return arch.is_expert(fused) and fused.endswith("down_proj")
 
 
-def _rounding(steps: Method, grid: Grid, weight: Tensor, dtype: torch.dtype) -> float:
+def _rounding(method: Method, grid: Grid, weight: Tensor, dtype: torch.dtype) -> float:
     """Time the search and the rounding of one stack of weights [N, K]: slices of it, times their number."""
     spec = grid.spec
     rows, columns = weight.shape
     few = weight[:SLICE]
     nearest = _nearest(few, spec, dtype) * rows / len(few)
-    if not steps.needs_text:
+    if not method.needs_text:
         return nearest
     # beside the candidates: the result, and rounding to nearest for its error
-    seconds = nearest * (2 + _candidates(steps.scales))
-    if steps.clip:
+    seconds = nearest * (2 + _candidates(method.scales))
+    if method.clip:
         cost = torch.ones(columns, device=weight.device)
         found = _seconds(lambda: search_clip(few, cost, spec, dtype), few)
         seconds += found * rows / len(few)
-    if steps.gptq:
-        seconds += _gptq(weight, grid, dtype, steps.rows, refactored=steps.scales is not Scales.NONE)
+    if method.gptq:
+        seconds += _gptq(weight, grid, dtype, method.rows, refactored=method.scales is not Scales.NONE)
     return seconds
 
 
@@ -180,8 +180,8 @@ class _Windows:
         seconds *= layers
         gradients, evaluated = self._head()
         seconds += evaluated * evaluating
-        if felt := gradient_windows(job.recipe):
-            seconds += (self._felt() * layers + gradients) * felt
+        if windows := gradient_windows(job.recipe):
+            seconds += (self._gradients() * layers + gradients) * windows
         if budget is not None:
             seconds += self._measured_bits(budget, evaluated)
         seconds += self._training(job.training) * layers
@@ -212,12 +212,12 @@ class _Windows:
         """
         recipe, folds = self._job.recipe, len(self._job.arch.smooth)
         forwards = 3.0
-        if recipe.steps.scales is not Scales.NONE:
-            judged = not (recipe.steps.gptq and recipe.steps.scales is Scales.AWQ)
-            forwards += folds * (1 + _candidates(recipe.steps.scales) / 2 * judged)
+        if recipe.rules.scales is not Scales.NONE:
+            judged = not (recipe.rules.gptq and recipe.rules.scales is Scales.AWQ)
+            forwards += folds * (1 + _candidates(recipe.rules.scales) / 2 * judged)
         return forwards * self.forward * min(recipe.n_samples, max(1, SEARCH_TOKENS // self._seqlen))
 
-    def _felt(self) -> float:
+    def _gradients(self) -> float:
         """Time one window's gradients at a layer: a forward, twice forward and back, once with moments."""
         back = self._more * self._window(
             lambda: self._decoder.backward(0, self._layer, self._hidden, self._hidden)

@@ -88,8 +88,8 @@ def preflight(job: Job) -> Preflight:
     shapes = {
         name: checkpoint.spec(f"{job.layer_name(0)}.{name}.weight").shape for name in job.arch.projections
     }
-    moments, beside = _stage_bytes(job.arch, shapes, job.device) if recipe.steps.needs_text else (0, 0)
-    outputs = _output_moments(job.arch, shapes) if recipe.steps.rows else 0
+    moments, beside = _stage_bytes(job.arch, shapes, job.device) if recipe.rules.needs_text else (0, 0)
+    outputs = _output_moments(job.arch, shapes) if recipe.rules.rows else 0
     on_cpu = max(stored) + max(weights) if job.device.type == "cpu" else 0  # as read, and as codes
     replica = 2 * 4 * max(weights) + moments + outputs
     stream = partial(stream_bytes, seqlen=recipe.seqlen, hidden_size=job.config.hidden_size)

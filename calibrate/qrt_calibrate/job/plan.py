@@ -193,7 +193,7 @@ def _for_mixture(recipe: Recipe, arch: Arch) -> Recipe:
 
 def _check_grid(grid: Grid, recipe: Recipe, dtype: torch.dtype) -> None:
     """Refuse a grid that the scheme's kernels do not run, rather than when the result is served."""
-    if recipe.steps.scales is Scales.SMOOTHQUANT and not WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+    if recipe.rules.scales is Scales.SMOOTHQUANT and not WEIGHT_SCHEMES[grid.scheme].int8_tokens:
         raise ConfigError(
             f"--method {recipe.method}: expected a scheme that rounds activations, got {grid.scheme}; "
             "use awq-gptq"

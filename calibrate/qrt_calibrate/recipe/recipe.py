@@ -103,7 +103,7 @@ class Recipe:
             raise ConfigError("--target-bits and --max-size are two budgets for one choice; give one of them")
         if self.has_budget:
             self._check_budget()
-        if self.tune and not self.steps.needs_text:
+        if self.tune and not self.rules.needs_text:
             raise ConfigError(
                 f"--tune: goes on from calibration text, which --method {self.method} does not read"
             )
@@ -146,19 +146,19 @@ class Recipe:
         return "--max-size" if self.target_bits is None else "--target-bits"
 
     @property
-    def steps(self) -> Method:
+    def rules(self) -> Method:
         """How the method rounds."""
         return METHODS[self.method]
 
     @property
     def windows(self) -> tuple[int, int]:
         """Numbers of windows that calibrate and that evaluate."""
-        return (self.n_samples if self.steps.needs_text else 0), self.eval_samples
+        return (self.n_samples if self.rules.needs_text else 0), self.eval_samples
 
     def metadata(self) -> dict[str, Any]:
         """Return the recipe's part of `quantization_config["qrt"]` (no time, no path: reruns agree)."""
         found: dict[str, Any] = {"version": __version__, "scheme": self.scheme, "method": self.method}
-        if self.steps.gptq:
+        if self.rules.gptq:
             found["damping"] = self.damping
         if self.head_bits != 16:
             found["head_bits"] = self.head_bits

@@ -37,12 +37,17 @@ class Rounder:
         return Factor.of(moments.hessian, OWN_DAMPING, self._damping) if self._method.gptq else None
 
     def round(
-        self, weight: Tensor, moments: Moments, factor: Factor | None, felt: OutputMoments | None, grid: Grid
+        self,
+        weight: Tensor,
+        moments: Moments,
+        factor: Factor | None,
+        gradients: OutputMoments | None,
+        grid: Grid,
     ) -> WeightData:
         """Round stacked weights [N, K], whose input has `moments`, to `grid`.
 
-        `felt` are the moments of the loss's gradients at their output; without them each row is rounded on
-        its own.
+        `gradients` are the moments of the loss's gradients at their output; without them each row is rounded
+        on its own.
         """
         if factor is None:
             if self._method.gptq:
@@ -55,14 +60,15 @@ class Rounder:
         weight = correction.mul_(trust).add_(weight).clamp_(-most, most)
         shrink = self._shrink(weight, factor.importance(), grid)
         scale, zero = choose_qparams(weight, grid.spec, self._dtype, shrink)
-        return round_columns(weight, factor, scale, zero, grid.spec, self._rows(weight, felt))
+        return round_columns(weight, factor, scale, zero, grid.spec, self._rows(weight, gradients))
 
     def _shrink(self, weight: Tensor, importance: Tensor, grid: Grid) -> Tensor | float:
         return search_clip(weight, importance, grid.spec, self._dtype) if self._method.clip else 1.0
 
-    def _rows(self, weight: Tensor, felt: OutputMoments | None) -> list[Factor]:
+    def _rows(self, weight: Tensor, gradients: OutputMoments | None) -> list[Factor]:
         """Factorize the moments of the outputs' gradients; [] if each row is rounded on its own."""
-        rows = [Factor.of(block, ROW_DAMPING) for block in felt.trusted((weight != 0).any(1))] if felt else []
+        blocks = gradients.trusted((weight != 0).any(1)) if gradients else ()
+        rows = [Factor.of(block, ROW_DAMPING) for block in blocks]
         known = [factor for factor in rows if factor is not None]
         if rows and len(known) == len(rows):
             return known

@@ -17,7 +17,7 @@ from qrt_calibrate.steps.sensitivity import OutputMoments, output_moments
 Parts = tuple[str, ...]
 
 
-def felt_outputs(bench: Bench, stages: list[Parts]) -> dict[Parts, OutputMoments]:
+def gradient_moments(bench: Bench, stages: list[Parts]) -> dict[Parts, OutputMoments]:
     """Measure the moments of the loss's gradients at each stage's output; {} if there are no gradients.
 
     Folds do not change them, because a fold that divides an output comes after its stage.

@@ -25,7 +25,7 @@ from qrt_calibrate.rounding.search import round_input
 from qrt_calibrate.steps.bench import Bench, Stage
 from qrt_calibrate.steps.correct import Rounder
 from qrt_calibrate.steps.figures import Figures, errors
-from qrt_calibrate.steps.inputs import expert_moments, felt_outputs, stage_moments
+from qrt_calibrate.steps.inputs import expert_moments, gradient_moments, stage_moments
 from qrt_calibrate.steps.scales import ScaleSearch, foldable
 from qrt_calibrate.steps.sensitivity import OutputMoments
 
@@ -53,7 +53,7 @@ def quantize_layer(
     and `streams`.
     """
     grids = job.layer_grids(index)
-    if not job.recipe.steps.needs_text:
+    if not job.recipe.rules.needs_text:
         return round_to_nearest(tensors, grids, job.scale_dtype, job.device)
     assert decoder is not None and streams is not None
     with torch.no_grad():
@@ -62,9 +62,9 @@ def quantize_layer(
         pairs = foldable(job.arch.smooth, job.arch.projections, grids)
         figures, recipe, dtype = Figures(), job.recipe, job.scale_dtype
         search = ScaleSearch(
-            bench, pairs, recipe.steps.scales, recipe.exact_folds, dtype, job.config.head_dim
+            bench, pairs, recipe.rules.scales, recipe.exact_folds, dtype, job.config.head_dim
         )
-        rounder = Rounder(recipe.steps, dtype, recipe.damping, figures)
+        rounder = Rounder(recipe.rules, dtype, recipe.damping, figures)
         done = LayerWork(bench, search, rounder, figures).quantize(grids)
         return LayerResult(
             _finished(bench, done, tensors),
@@ -89,23 +89,24 @@ class LayerWork:
             if parts[0] in grids:
                 stages.append(Stage(parts, norm, grids[parts[0]]))
         # an expert's outputs have gradients only from the tokens sent to it
-        felt = felt_outputs(bench, [stage.parts for stage in stages if not arch.is_expert(stage.parts[0])])
+        shared = [stage.parts for stage in stages if not arch.is_expert(stage.parts[0])]
+        gradients = gradient_moments(bench, shared)
         for stage in stages:
             if arch.is_expert(stage.parts[0]) and stage.parts[0] not in bench.norms:
                 for parts, moments in expert_moments(bench, stage):
                     self._quantize_stage(Stage(parts, stage.norm, stage.grid), moments, None)
             else:
-                self._quantize_stage(stage, stage_moments(bench, stage), felt.pop(stage.parts, None))
+                self._quantize_stage(stage, stage_moments(bench, stage), gradients.pop(stage.parts, None))
         return self._done
 
-    def _quantize_stage(self, stage: Stage, moments: Moments, felt: OutputMoments | None) -> None:
+    def _quantize_stage(self, stage: Stage, moments: Moments, gradients: OutputMoments | None) -> None:
         """Fold and round the Linears of `stage`, whose input has `moments`."""
         rounded = self._bench.rounded
         factor = self._rounder.factor(moments)
         if self._search.fold(stage, moments, factor, self._done, self._figures):
             factor = self._rounder.factor(moments)  # of D^-1 H D^-1, in its own order
         weights = [linear(rounded, part).weight for part in stage.parts]
-        data = self._rounder.round(torch.cat(weights), moments, factor, felt, stage.grid)
+        data = self._rounder.round(torch.cat(weights), moments, factor, gradients, stage.grid)
         rows = [linear(rounded, part).out_features for part in stage.parts]
         for part, own in zip(stage.parts, split(data, rows), strict=True):
             self._done[part] = own

@@ -26,7 +26,7 @@ COUPLED = 2048  # rows with common moments: bounds the memory
 
 def gradient_windows(recipe: Recipe) -> int:
     """Return for how many calibration windows gradients are computed; 0 if the method uses none."""
-    if not recipe.steps.rows:
+    if not recipe.rules.rows:
         return 0
     return min(recipe.n_samples, max(1, TOKENS // recipe.seqlen))
 
