@@ -10,25 +10,15 @@ from math import prod
 import torch
 
 from qrt.arch import Arch
+from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.spec import TensorSpec
-from qrt.quant.weight import WEIGHT_SCHEMES
-from qrt_calibrate.estimate.sizes import (
-    COUNTED,
-    bits_per_weight,
-    linear_weights,
-    output_bytes,
-    stored_bytes,
-)
+from qrt_calibrate.estimate.findings import findings
+from qrt_calibrate.estimate.sizes import COUNTED, bits_per_weight, gigabytes, linear_weights, output_bytes
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.experts import EXPERT_BYTES
 from qrt_calibrate.model.streams import stream_bytes
 from qrt_calibrate.rounding.gptq import WALK_BYTES
 from qrt_calibrate.steps.sensitivity import block_sizes, gradient_windows
-
-PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are checked
-SHARE_BYTES = 10**9  # fewest weight bytes per GPU: with less, communication costs more than it gains
-SPLIT_BY_INPUT = (".o_proj", ".down_proj", ".w2")  # the others are split by output
-ZEROS_A_WORD = 32
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the weights of one layer, by names inside it
 
@@ -63,26 +53,26 @@ class Preflight:
 
     def lines(self) -> list[str]:
         """Return the estimate as lines for the screen."""
-        working, divided = _gigabytes(self.working_bytes), ""
+        working, divided = gigabytes(self.working_bytes), ""
         if self.replica_bytes:
-            working += f" on the first device, {_gigabytes(self.replica_bytes)} on each other"
+            working += f" on the first device, {gigabytes(self.replica_bytes)} on each other"
             divided = f", divided among {self.devices} devices"
         sizes = (
-            f"output {_gigabytes(self.output_bytes)} ({self.bits_per_weight:.3f} {COUNTED}), working memory "
-            f"{working} and hidden states {_gigabytes(self.hidden_bytes)} (in files where RAM is "
+            f"output {gigabytes(self.output_bytes)} ({self.bits_per_weight:.3f} {COUNTED}), working memory "
+            f"{working} and hidden states {gigabytes(self.hidden_bytes)} (in files where RAM is "
             f"short{divided})"
         )
         if self.gradient_bytes:
-            sizes += f", gradients {_gigabytes(self.gradient_bytes)} (likewise)"
+            sizes += f", gradients {gigabytes(self.gradient_bytes)} (likewise)"
         if self.tune_bytes:
-            sizes += f"; tuning, afterwards, {_gigabytes(self.tune_bytes)}"
+            sizes += f"; tuning, afterwards, {gigabytes(self.tune_bytes)}"
         return [sizes, *(f"note: {finding}" for finding in self.findings)]
 
 
 def preflight(job: Job) -> Preflight:
     """Estimate a job and find where its result will not load; no weight is read."""
     checkpoint, recipe, dtype = job.checkpoint, job.recipe, job.scale_dtype
-    layers = [_layer(job, index) for index in range(job.config.num_layers)]
+    layers = [_tensors(checkpoint, job.layer_name(index)) for index in range(job.config.num_layers)]
     weights = [sum(prod(spec.shape) for spec in layer) for layer in layers]
     stored = [sum(spec.num_bytes for spec in layer) for layer in layers]
     shapes = {
@@ -103,7 +93,7 @@ def preflight(job: Job) -> Preflight:
         hidden_bytes=2 * stream(sum(recipe.windows)),
         gradient_bytes=job.config.num_layers * stream(gradient_windows(recipe)),
         tune_bytes=_tune_bytes(job),
-        findings=tuple(_findings(job, size)),
+        findings=tuple(findings(job, size)),
     )
 
 
@@ -142,85 +132,7 @@ def _output_moments(arch: Arch, shapes: Shapes) -> int:
     return 2 * 4 * sum(size**2 for size in sizes)
 
 
-def _layer(job: Job, index: int) -> list[TensorSpec]:
-    prefix = f"{job.layer_name(index)}."
-    return [job.checkpoint.spec(name) for name in job.checkpoint.names() if name.startswith(prefix)]
-
-
-def _findings(job: Job, size: int) -> list[str]:
-    """Say where a result of `size` bytes will not load, and what else a user should know."""
-    found = list(job.notes)
-    if job.recipe.calib is not None and not any(job.recipe.windows):
-        found.append(
-            f"--calib is not read: --method {job.recipe.method} needs no text; --eval-samples N measures the "
-            "cost on it"
-        )
-    found += _parallel_findings(job, size)
-    if any(not grid.spec.symmetric and grid.spec.bits == 8 for grid in job.quantized.values()):
-        found.append("vLLM runs 8-bit weights with zero points on Hopper only; --sym runs on all its GPUs")
-    if any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in job.quantized.values()):
-        found.append("transformers loads w8a8 and simulates it; its speed is vLLM's, SGLang's and qrt's")
-    if job.arch.experts is not None:
-        found += _mixture_findings(job)
-    head = f"{job.arch.head}.weight"
-    if job.checkpoint.has(head) and not job.source.has(head):
-        assert job.recipe.head is not None
-        own = stored_bytes(job.checkpoint.spec(head), job.recipe.head, job.scale_dtype)
-        found.append(f"quantized, the head differs from the embedding: it is stored too, {_gigabytes(own)}")
-    if job.recipe.head is not None:
-        found.append(
-            "vLLM before PR 37291 (March 2026) and SGLang before PR 35228 (August 2026) do not read a "
-            "quantized head, SGLang without saying so; --head-bits 16 loads in all"
-        )
-    if job.config.tied_embeddings:
-        found.append("the head is the embedding and stays unquantized")
-    return found
-
-
-def _parallel_findings(job: Job, size: int) -> list[str]:
-    """Say over how many GPUs other engines cannot split a result of `size` bytes; only counts worth using."""
-    reasons: dict[str, list[str]] = {}
-    for count in PARALLEL:
-        if size >= count * SHARE_BYTES and (reason := _split(job, count)):
-            reasons.setdefault(reason, []).append(str(count))
-    return [
-        f"vLLM and SGLang cannot split it over {' or '.join(counts)} GPUs (tensor parallelism): {reason}"
-        for reason, counts in reasons.items()
-    ]
-
-
-def _mixture_findings(job: Job) -> list[str]:
-    """Return the findings for a mixture of experts.
-
-    transformers reads all experts by the first grid of the file.
-    """
-    found = [f"routers ({', '.join(job.arch.routers)}) stay unquantized"]
-    experts = {grid for name, grid in job.grids.items() if f".{job.arch.experts}." in name}
-    if any(grid and not grid.spec.symmetric for grid in experts):
-        found.append("transformers does not load experts with zero points; vLLM and SGLang do; --sym: all do")
-    if experts != {job.recipe.grid}:
-        found.append(
-            "transformers loads experts wrong, and hardly says so, unless all of all layers are on the main "
-            f"grid, {job.recipe.grid.describe()}; vLLM and SGLang read them as they are"
-        )
-    return [*found, f"qrt does not run {job.arch.name}; vLLM, SGLang and transformers do"]
-
-
-def _split(job: Job, size: int) -> str | None:
-    """Say why `size` GPUs cannot share the first Linear that they cannot share; None if they share all."""
-    if job.config.num_heads % size or job.config.num_kv_heads % size and size % job.config.num_kv_heads:
-        return f"{job.config.num_heads} query and {job.config.num_kv_heads} KV heads"
-    for name, grid in job.quantized.items():
-        out_features, in_features = job.checkpoint.spec(f"{name}.weight").shape
-        by_input = name.endswith(SPLIT_BY_INPUT)
-        group = grid.spec.group_size or 1
-        if by_input and in_features % (size * group):
-            return f"{name} has {in_features} inputs in groups of {group}"
-        packed = 1 if grid.spec.symmetric else ZEROS_A_WORD // grid.spec.bits
-        if not by_input and out_features % (size * packed):
-            return f"{name} has {out_features} outputs, whose zero points lie {packed} to a word"
-    return None
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"
+def _tensors(checkpoint: Checkpoint, layer: str) -> list[TensorSpec]:
+    """Return shape and dtype of every tensor of a layer."""
+    names = (name for name in checkpoint.names() if name.startswith(f"{layer}."))
+    return [checkpoint.spec(name) for name in names]

@@ -64,3 +64,8 @@ def bits_per_weight(checkpoint: Checkpoint, grids: Mapping[str, Grid | None], dt
 def _in_words(bits: int) -> int:
     """Return the bytes of the 32-bit words that hold `bits` bits."""
     return -(-bits // 32) * 4
+
+
+def gigabytes(count: int) -> str:
+    """Return a number of bytes in GB, for the screen."""
+    return f"{count / 1e9:.2f} GB"

@@ -9,7 +9,7 @@ from qrt.arch import ARCHS
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.estimate import duration
-from qrt_calibrate.estimate import preflight as preflight_module
+from qrt_calibrate.estimate import findings as findings_module
 from qrt_calibrate.estimate.budget import budget_of
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
@@ -52,7 +52,7 @@ def test_untied_head_adds_its_bytes(make_checkpoint):
     assert "the head is the embedding and stays unquantized" in plain[0].findings
     assert not any("stays unquantized" in finding for finding in plain[1].findings)
     assert ["do not read a quantized head" in " ".join(each.findings) for each in plain] == [False, True]
-    assert "quantized, the head differs from the embedding: it is stored too, 0.00 GB" in plain[1].findings
+    assert "the quantized head is stored beside the embedding and takes 0.00 GB" in plain[1].findings
 
 
 def test_expected_time_is_parts_times_their_count(llama, make_checkpoint, monkeypatch):
@@ -141,19 +141,19 @@ def test_findings_name_gpu_counts_that_cannot_split(llama, monkeypatch):
 
     assert not any("GPUs (" in finding for finding in findings(bits=4, group_size=128)), "too small to split"
     size = preflight(plan(checkpoint, recipe_of({"bits": 4, "method": "rtn"}), CPU)).output_bytes
-    monkeypatch.setattr(preflight_module, "SHARE_BYTES", size // 8)
+    monkeypatch.setattr(findings_module, "SHARE_BYTES", size // 8)
     w4 = findings(bits=4, group_size=128)
     assert any("over 4 GPUs (tensor parallelism): model.layers.0.self_attn.o_proj has 256 i" in f for f in w4)
     assert not any("over 2 GPUs" in finding for finding in w4)
     assert any("over 8 GPUs (tensor parallelism): 4 query and 2 KV heads" in finding for finding in w4)
     assert not any("over 4 GPUs" in finding for finding in findings(bits=4, group_size=64))
-    monkeypatch.setattr(preflight_module, "SHARE_BYTES", size // 4 - 1)
+    monkeypatch.setattr(findings_module, "SHARE_BYTES", size // 4 - 1)
     assert not any("over 8 GPUs" in finding for finding in findings(bits=4, group_size=128))
     assert any("Hopper only" in finding for finding in findings(bits=8, symmetric=False))
 
 
 def test_one_reason_for_several_gpu_counts_gives_one_note(make_checkpoint, monkeypatch):
-    monkeypatch.setattr(preflight_module, "SHARE_BYTES", 1)
+    monkeypatch.setattr(findings_module, "SHARE_BYTES", 1)
     sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}
     folder = make_checkpoint("LlamaForCausalLM", **sizes)
     found = preflight(plan(open_checkpoint(folder), recipe_of({"bits": 4, "method": "rtn"}), CPU)).findings

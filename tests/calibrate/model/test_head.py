@@ -160,7 +160,7 @@ def test_report_says_that_a_tied_model_gets_a_head(make_checkpoint, tmp_path):
     source = make_checkpoint("LlamaForCausalLM", tie_word_embeddings=True)
     facts = calibrate(str(source), recipe_of({"bits": 4, **RTN}), tmp_path / "out", CPU).to_json()
     assert facts["source_bytes"] == open_checkpoint(source).num_bytes
-    assert any("quantized, the head differs from the embedding" in found for found in facts["findings"])
+    assert any("quantized head is stored beside the embedding" in found for found in facts["findings"])
 
 
 def test_mixed_grids_name_the_head_with_its_like(llama, tmp_path):

@@ -1,0 +1,95 @@
+"""Where the result of a calibration will not load, and what else a user should know before the work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from qrt.arch import Arch, ModelConfig
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt_calibrate.estimate.sizes import gigabytes, stored_bytes
+from qrt_calibrate.job.plan import Job
+from qrt_calibrate.recipe.recipe import Grid
+
+PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are checked
+SHARE_BYTES = 10**9  # fewest weight bytes per GPU: with less, communication costs more than it gains
+SPLIT_BY_INPUT = (".o_proj", ".down_proj", ".w2")  # the others are split by output
+WORD_BITS = 32  # of a word with zero points
+
+
+def findings(job: Job, size: int) -> list[str]:
+    """Say where a result of `size` bytes will not load, and what else a user should know."""
+    found = list(job.notes)
+    if job.recipe.calib is not None and not any(job.recipe.windows):
+        found.append(
+            f"--calib is not read: --method {job.recipe.method} needs no text; --eval-samples N measures the "
+            "cost on it"
+        )
+    found += _parallel(job, size)
+    if any(not grid.spec.symmetric and grid.spec.bits == 8 for grid in job.quantized.values()):
+        found.append("vLLM runs 8-bit weights with zero points on Hopper only; --sym runs on all its GPUs")
+    if any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in job.quantized.values()):
+        found.append("transformers only simulates w8a8, slowly; vLLM, SGLang and qrt run it fast")
+    if job.arch.experts is not None:
+        found += _mixture(job.arch, job.grids, job.recipe.grid)
+    head = f"{job.arch.head}.weight"
+    if job.checkpoint.has(head) and not job.source.has(head):
+        assert job.recipe.head is not None
+        own = stored_bytes(job.checkpoint.spec(head), job.recipe.head, job.scale_dtype)
+        found.append(f"the quantized head is stored beside the embedding and takes {gigabytes(own)}")
+    if job.recipe.head is not None:
+        found.append(
+            "vLLM before PR 37291 (March 2026) and SGLang before PR 35228 (August 2026) do not read a "
+            "quantized head, SGLang without saying so; --head-bits 16 loads in all"
+        )
+    if job.config.tied_embeddings:
+        found.append("the head is the embedding and stays unquantized")
+    return found
+
+
+def _parallel(job: Job, size: int) -> list[str]:
+    """Say over how many GPUs other engines cannot split a result of `size` bytes; only counts worth using."""
+    reasons: dict[str, list[str]] = {}
+    weights = [
+        (name, job.checkpoint.spec(f"{name}.weight").shape, grid) for name, grid in job.quantized.items()
+    ]
+    for count in PARALLEL:
+        if size >= count * SHARE_BYTES and (reason := _split(job.config, weights, count)):
+            reasons.setdefault(reason, []).append(str(count))
+    return [
+        f"vLLM and SGLang cannot split it over {' or '.join(counts)} GPUs (tensor parallelism): {reason}"
+        for reason, counts in reasons.items()
+    ]
+
+
+def _mixture(arch: Arch, grids: Mapping[str, Grid | None], main: Grid) -> list[str]:
+    """Return the findings for a mixture of experts.
+
+    transformers reads all experts by the first grid of the file.
+    """
+    found = [f"routers ({', '.join(arch.routers)}) stay unquantized"]
+    experts = {grid for name, grid in grids.items() if f".{arch.experts}." in name}
+    if any(grid and not grid.spec.symmetric for grid in experts):
+        found.append("only vLLM and SGLang load experts with zero points; with --sym transformers does too")
+    if experts != {main}:
+        found.append(
+            "transformers loads experts wrong, almost without a warning, unless all of them are on the main "
+            f"grid, {main.describe()}; vLLM and SGLang read them right"
+        )
+    return [*found, f"qrt does not run {arch.name}; vLLM, SGLang and transformers do"]
+
+
+def _split(
+    config: ModelConfig, weights: Sequence[tuple[str, tuple[int, ...], Grid]], size: int
+) -> str | None:
+    """Say why `size` GPUs cannot share the first Linear that they cannot share; None if they share all."""
+    if config.num_heads % size or config.num_kv_heads % size and size % config.num_kv_heads:
+        return f"{config.num_heads} query and {config.num_kv_heads} KV heads"
+    for name, (out_features, in_features), grid in weights:
+        by_input = name.endswith(SPLIT_BY_INPUT)
+        group = grid.spec.group_size or 1
+        if by_input and in_features % (size * group):
+            return f"{name} has {in_features} inputs in groups of {group}"
+        packed = 1 if grid.spec.symmetric else WORD_BITS // grid.spec.bits
+        if not by_input and out_features % (size * packed):
+            return f"{name} has {out_features} outputs, whose zero points lie {packed} to a word"
+    return None
