@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine as an asyncio object, in vLLM's shape, for requests that come and go.
+"""AsyncLLM: the engine as an asyncio object, as vLLM's AsyncLLM, for requests that come at any time.
 
 llm = AsyncLLM("tiny", kv="int8")
 async for output in llm.generate("The", SamplingParams(max_tokens=32), request_id="1"):
@@ -147,7 +147,7 @@ class AsyncLLM:
     if not TYPE_CHECKING:  # it would hide misspelt names from mypy
 
         def __getattr__(self, name: str) -> Any:
-            """Name the remedy for a method that vLLM's AsyncLLM has and this class does not."""
+            """Say what to use instead of a method that vLLM's AsyncLLM has and this class lacks."""
             return refuse_method(type(self).__name__, name)
 
     async def _start(self) -> None:

@@ -1,4 +1,4 @@
-"""What qrt's command lines share: a parser that suggests the flag you meant, and exit codes.
+"""Shared parts of qrt's command lines: a parser that suggests the flag you meant, and exit codes.
 
     def main(argv: list[str] | None = None) -> int:
         arguments = parser().parse_args(argv)
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from qrt.errors import ConfigError, QrtError
 from qrt.registry import nearest
 
-# Escapes for control characters, so that text of a checkpoint or a client cannot steer a terminal.
+# Escapes for control characters, so that text from a checkpoint or a client cannot control the terminal.
 CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 
 

@@ -1,4 +1,4 @@
-"""LLM: the engine as a Python object. Prompts in, RequestOutputs out, in vLLM's shape."""
+"""LLM: the engine as a Python object. It takes prompts and returns RequestOutputs, as vLLM's LLM does."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class LLM:
     if not TYPE_CHECKING:  # it would hide misspelt names from mypy
 
         def __getattr__(self, name: str) -> Any:
-            """Name the remedy for a method that vLLM's LLM has and this class does not."""
+            """Say what to use instead of a method that vLLM's LLM has and this class lacks."""
             return refuse_method(type(self).__name__, name)
 
     @contextmanager

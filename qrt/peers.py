@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from qrt.errors import UnsupportedError
 
-ANY = (object(),)  # as `NotRun.nothing`: no value changes anything
+ANY = (object(),)  # for `NotRun.nothing`: no value changes anything
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class NotRun:
     """A setting, flag, request field or argument of other engines that qrt does not have.
 
     remedy       what to do instead
-    nothing      the values that ask for nothing, beside None, "" and []
-    only_with    names that it depends on: it asks for something only if one of them does (empty: always)
+    nothing      the values that change nothing; None, "" and [] are always among them
+    only_with    names that it depends on: it counts only if one of them is set (empty: always)
     """
 
     remedy: str
@@ -25,7 +25,7 @@ class NotRun:
     only_with: tuple[str, ...] = ()
 
     def asks_nothing(self, value: Any) -> bool:
-        """Return whether this value asks for nothing; null members of an object do not count."""
+        """Return whether this value changes nothing; null members of an object do not count."""
         if self.nothing is ANY or value is None:
             return True
         if isinstance(value, Mapping):

@@ -12,7 +12,7 @@ from qrt.errors import ConfigError
 from qrt.peer_fields import refuse_arguments
 
 MAX_TOKENS_LISTED = 1024  # most ids in logit_bias and allowed_token_ids, which bounds a request's work
-MAX_BAD_WORDS = 128  # as text; the engine gets one or two lists of tokens for each
+MAX_BAD_WORDS = 128  # words given as text; each becomes one or two lists of tokens
 MAX_LOGPROBS = 20  # per token, as in OpenAI and vLLM, so that no request gets the whole vocabulary
 GREEDY_TEMPERATURE = 1e-5  # below it the likeliest token is taken, as logits / temperature may overflow
 LARGE = 1e30  # larger factors and divisors of logits overflow fp32
@@ -21,7 +21,7 @@ Params = TypeVar("Params")
 
 
 def _for_vllm_users(cls: type[Params]) -> type[Params]:
-    """Let vLLM's users make and change a frozen dataclass as they are used to.
+    """Let callers make and change a frozen dataclass as they do in vLLM.
 
     The constructor also takes vLLM's other arguments if their values ask for nothing. An assignment
     (`params.max_tokens = 5`) checks all fields as the constructor does.
@@ -39,7 +39,7 @@ def _for_vllm_users(cls: type[Params]) -> type[Params]:
         for each in names:
             object.__setattr__(self, each, getattr(checked, each))
 
-    setattr(cls, "__init__", init)  # noqa: B010 -- mypy takes a plain assignment for a mistake
+    setattr(cls, "__init__", init)  # noqa: B010 -- mypy reports a plain assignment as an error
     setattr(cls, "__setattr__", assign)  # noqa: B010
     return cls
 
@@ -55,7 +55,7 @@ class SamplingParams:
     top_p           the fewest likeliest of these whose probability reaches p (1: off)
     min_p           tokens at least this share of the likeliest one's probability (0: off); before the other
                     two
-    seed            makes a request reproducible whatever it is batched with (None or -1: none)
+    seed            makes a request reproducible in any batch (None or -1: no seed)
     max_tokens      None: all that the context leaves
     min_tokens      no token that ends the text is sampled before this many
     stop            strings that end the text, which is cut before them unless `include_stop_str_in_output`
@@ -205,5 +205,5 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whatever it was given as."""
+        """`stop` as a tuple, even if it was given as one string."""
         return tuple(self.stop or ())

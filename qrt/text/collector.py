@@ -1,4 +1,4 @@
-"""RequestCollector: turn what the engine adds to one prompt's completions into what callers get."""
+"""RequestCollector: turn the engine's new tokens for one prompt into the results that callers get."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qrt.text.output import (
 )
 from qrt.text.tokenizer import Tokenizer
 
-# Tokens that are decoded at once when nobody reads the text before the end. With stop strings it is done more
+# Tokens that are decoded at once when the text is only read at the end. With stop strings it is done more
 # often, because tokens after a stop string are computed for nothing.
 TOKENS_AT_ONCE, TOKENS_WITH_STOPS = 64, 4
 
@@ -131,7 +131,7 @@ class RequestCollector:
     def gather(self, delta: StepDelta) -> StepDelta | None:
         """Store a delta; return all stored deltas, merged, when there are enough or the request ends.
 
-        Use it when nobody reads the text before the end, and `feed` what it returns.
+        Use it when the text is only read at the end, and pass what it returns to `feed`.
         """
         gathered = self._completions[self._indices[delta.request_id]].gathered
         gathered.append(delta)

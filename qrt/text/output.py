@@ -1,4 +1,4 @@
-"""RequestOutput and its parts, which callers get, in vLLM's shape."""
+"""RequestOutput and its parts: the results that callers get, shaped as in vLLM."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MAX_REPEATED = 1_000_000  # characters or items that an operator or an integer a
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Refuses single steps that make a large result, beside what jinja's sandbox refuses."""
+    """Refuses what jinja's sandbox refuses, and single steps that make a large result."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
 

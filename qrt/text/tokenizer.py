@@ -27,7 +27,7 @@ LONG = 4096  # from this many characters or tokens on, encode and decode let oth
 class Tokenizer:
     """The tokenizer of a checkpoint: of a folder, of the Hub, or of the bundled "tiny".
 
-    hf    the transformers tokenizer, for what is not offered here
+    hf    the transformers tokenizer, for everything that this class lacks
 
     The Rust backend encodes and decodes; many threads may use it at once. Only its batch methods release
     Python's lock: its `encode` and `decode` hold it, for seconds on a long text.
@@ -101,7 +101,7 @@ class Tokenizer:
             try:
                 found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
                 return [list(one.ids) for one in found]
-            except TypeError:  # of one of them, which `encode` names
+            except TypeError:  # one text is wrong; `encode` names it
                 pass
         return [self.encode(text, add_special_tokens) for text in texts]
 
@@ -150,7 +150,7 @@ class Tokenizer:
             return text
         try:
             return str(self.hf.get_chat_template(tools=[{}] if tools else None))
-        except ValueError:  # of several
+        except ValueError:  # it has several templates and none is the default
             raise CheckpointError(
                 "chat template: the checkpoint has several and no default; give one"
             ) from None

@@ -291,7 +291,7 @@ class Scheduler:
         return request
 
     def _spare(self, request: Request, num_tokens: int, cached: int) -> int:
-        """Return the slots that must stay free, beside those of a new request, for all to grow.
+        """Return the slots that must stay free, besides those of a new request, so that all can grow.
 
         `cached` of its `num_tokens` tokens are cached. The request joins this plan's estimate.
         """

@@ -19,7 +19,7 @@ from qrt.serve.http.service import Service
 from qrt.serve.link.engine_client import RequestStream, ShutdownError
 from qrt.text.output import TextDelta
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody reads the reply
+CLIENT_CLOSED_REQUEST = 499  # nginx's code; the client is gone, so the reply is not read
 PING_SECONDS = 15.0  # after this silence a comment shows proxies that the stream is alive
 INLINE_SCORES = 4096  # a reply with more log-probabilities is written in a thread
 PING = b": ping\n\n"

@@ -47,9 +47,9 @@ class ShutdownError(EngineError):
 class RequestStream:
     """An async iterator over running requests: (index of the collector, its delta).
 
-    Deltas that come while nobody reads are merged, one per request. So text for a slow client, or in a busy
-    process, takes less work per token. With `whole` nobody reads before the end, and the collectors gather
-    the deltas.
+    Deltas that arrive before the last ones are read are merged, one per request. So text for a slow client,
+    or in a busy process, takes less work per token. With `whole` the text is only read at the end, and the
+    collectors gather the deltas.
     """
 
     def __init__(

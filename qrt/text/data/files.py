@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TextIO
 from qrt.errors import ConfigError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".raw", ".tokens")
-MARKUP = (".md", ".rst")  # whose names are topics, not splits
+MARKUP = (".md", ".rst")  # their names are topics, not splits
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"

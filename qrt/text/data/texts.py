@@ -13,8 +13,8 @@ from qrt.text.data.files import decoding_fault
 from qrt.text.data.json_rows import Broken
 from qrt.text.data.rows import Row
 
-MAX_REASONS = 50  # that are counted apart
-MAX_LISTED = 6  # reasons that a message lists
+MAX_REASONS = 50  # different reasons that are counted separately
+MAX_LISTED = 6  # reasons that one message lists
 
 Render = Callable[[Sequence[Message], Sequence[Any]], str]  # messages and tools to text
 
