@@ -22,7 +22,7 @@ from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.scores import Scores, concat
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.peer_fields import refuse_arguments
-from qrt.peers import is_so_anyway, refuse_method, setting
+from qrt.peers import has_no_effect, refuse_method, setting
 from qrt.registry import nearest
 from qrt.sampling_params import SamplingParams
 from qrt.text.collector import RequestCollector
@@ -297,7 +297,7 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     for name, value in settings.items():
         field = ALIASES.get(name, name)
         if field not in known:
-            if is_so_anyway(name, value):
+            if has_no_effect(name, value):
                 continue
             entry = setting(name)
             hint = f"; {entry.remedy}" if entry else nearest(name, [*known, *ALIASES])

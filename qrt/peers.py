@@ -8,56 +8,58 @@ from typing import Any, NoReturn
 
 from qrt.errors import UnsupportedError
 
-ANY = (object(),)  # for `NotRun.nothing`: no value changes anything
+ANY = (object(),)  # for `Unsupported.no_effect`: no value changes anything
 
 
 @dataclass(frozen=True)
-class NotRun:
+class Unsupported:
     """A setting, flag, request field or argument of other engines that qrt does not have.
 
     remedy       what to do instead
-    nothing      the values that change nothing; None, "" and [] are always among them
+    no_effect    the values that change nothing; None, "" and [] are always among them
     only_with    names that it depends on: it counts only if one of them is set (empty: always)
     """
 
     remedy: str
-    nothing: tuple[Any, ...] = ()
+    no_effect: tuple[Any, ...] = ()
     only_with: tuple[str, ...] = ()
 
-    def asks_nothing(self, value: Any) -> bool:
+    def has_no_effect(self, value: Any) -> bool:
         """Return whether this value changes nothing; null members of an object do not count."""
-        if self.nothing is ANY or value is None:
+        if self.no_effect is ANY or value is None:
             return True
         if isinstance(value, Mapping):
             value = {key: inner for key, inner in value.items() if inner is not None}
         elif isinstance(value, (str, list, tuple)) and not value:
             return True
         plain = isinstance(value, (bool, int, float, str, list, dict))  # an array has no single truth value
-        return plain and value in self.nothing
+        return plain and value in self.no_effect
 
 
-def named(*rows: tuple[Any, ...]) -> dict[str, NotRun]:
-    """Make a table from rows: names in one string, remedy, `nothing`, and optionally `only_with`."""
+def named(*rows: tuple[Any, ...]) -> dict[str, Unsupported]:
+    """Make a table from rows: names in one string, remedy, `no_effect`, and optionally `only_with`."""
     return {
-        name: NotRun(remedy, nothing, tuple(leads[0].split()) if leads else ())
-        for names, remedy, nothing, *leads in rows
+        name: Unsupported(remedy, no_effect, tuple(leads[0].split()) if leads else ())
+        for names, remedy, no_effect, *leads in rows
         for name in names.split()
     }
 
 
-def refused(table: Mapping[str, NotRun], given: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
+def refused(
+    table: Mapping[str, Unsupported], given: Mapping[str, Any], names: Iterable[str]
+) -> Iterator[str]:
     """Yield a line for each name that asks, by its value in `given`, for something that is not run."""
     for name in sorted(names):
         entry = table.get(name)
-        if entry is None or entry.asks_nothing(given[name]):
+        if entry is None or entry.has_no_effect(given[name]):
             continue
         if not entry.only_with or any(
-            not table[lead].asks_nothing(given.get(lead)) for lead in entry.only_with
+            not table[lead].has_no_effect(given.get(lead)) for lead in entry.only_with
         ):
             yield f"{name}: {entry.remedy}"
 
 
-def refuse(table: Mapping[str, NotRun], given: Mapping[str, Any], names: Iterable[str]) -> None:
+def refuse(table: Mapping[str, Unsupported], given: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise UnsupportedError if some of `names` ask for something that is not run; list their remedies."""
     if lines := list(refused(table, given, names)):
         raise UnsupportedError("; ".join(lines))
@@ -162,17 +164,17 @@ SWITCHES = frozenset(
 )
 
 
-def setting(name: str) -> NotRun | None:
+def setting(name: str) -> Unsupported | None:
     """Return the entry of a setting, or of the flag with that name; None for an unknown one."""
     return SETTINGS.get(name.lstrip("-").replace("-", "_"))
 
 
-def is_so_anyway(name: str, value: object) -> bool:
+def has_no_effect(name: str, value: object) -> bool:
     """Return whether this value of a setting or flag changes nothing; a flag's value is a word."""
     entry = setting(name)
     if entry is None:
         return False
-    return entry.asks_nothing(value) or value in [str(nothing) for nothing in (None, *entry.nothing)]
+    return entry.has_no_effect(value) or value in [str(each) for each in (None, *entry.no_effect)]
 
 
 # Methods that vLLM's LLM and AsyncLLM have and qrt's do not.

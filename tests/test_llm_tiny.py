@@ -339,7 +339,7 @@ def test_arguments_of_vllm(llm):
         (lambda: llm.chat([{**chat[0], "images": ["AA=="]}]), "messages.0.images: only text is supported"),
         (lambda: llm.beam_search(["x"], params), "LLM.beam_search: beam search is not supported"),
         (lambda: llm.embed(["x"]), "LLM.embed: qrt serves text generation models only"),
-        (lambda: llm.score("x", ["y", "z"]), "LLM.score: takes lists of token ids"),
+        (lambda: llm.score("x", ["y", "z"]), "LLM.score: expected lists of token ids, got texts"),
     ):
         with pytest.raises(UnsupportedError, match=asked):
             call()

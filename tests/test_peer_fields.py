@@ -8,7 +8,7 @@ import pytest
 
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.peer_fields import FIELDS, refuse_arguments
-from qrt.peers import SETTINGS, is_so_anyway
+from qrt.peers import SETTINGS, has_no_effect
 from qrt.sampling_params import SamplingParams
 
 # vLLM's SamplingParams with the defaults of vLLM 0.8 to 0.11, those left out that qrt has too
@@ -79,7 +79,7 @@ def test_arrays_ask_for_something():
 def test_every_refusal_says_what_to_do_instead():
     """Every name with a value that can be refused has a remedy."""
     for name, entry in [*FIELDS.items(), *SETTINGS.items()]:
-        assert entry.remedy or entry.asks_nothing(object()), name
+        assert entry.remedy or entry.has_no_effect(object()), name
 
 
 # vLLM's EngineArgs with the defaults of 0.8 to 0.11, those left out that qrt has too
@@ -106,8 +106,8 @@ ENGINE_DEFAULTS = {
 
 
 def test_defaults_of_vllms_engine_are_accepted():
-    assert [name for name, value in ENGINE_DEFAULTS.items() if not is_so_anyway(name, value)] == []
-    assert not is_so_anyway("tensor_parallel_size", 2) and not is_so_anyway("quantization", "awq")
+    assert [name for name, value in ENGINE_DEFAULTS.items() if not has_no_effect(name, value)] == []
+    assert not has_no_effect("tensor_parallel_size", 2) and not has_no_effect("quantization", "awq")
 
 
 def test_an_unknown_argument_is_named():

@@ -11,7 +11,7 @@ import yaml
 from qrt.cli import ArgumentParser
 from qrt.errors import ConfigError
 from qrt.location import EXPECTED
-from qrt.peers import SWITCHES, is_so_anyway, setting
+from qrt.peers import SWITCHES, has_no_effect, setting
 from qrt.registry import nearest
 from qrt.serve.command.flag_groups import GROUPS
 from qrt.serve.command.flags_file import file_words
@@ -67,7 +67,7 @@ def _without_peers(top: ArgumentParser, argv: Sequence[str]) -> list[str]:
         entry = setting(flag) if flag.startswith("-") and flag not in top._option_string_actions else None
         if entry is None:
             left.append(word)
-        elif not is_so_anyway(flag, value if equals else next(words, word)):
+        elif not has_no_effect(flag, value if equals else next(words, word)):
             top.error(f"{flag}: {entry.remedy}")
     return left
 

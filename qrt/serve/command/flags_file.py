@@ -9,7 +9,7 @@ import yaml
 
 from qrt.cli import ArgumentParser
 from qrt.errors import ConfigError
-from qrt.peers import SWITCHES, is_so_anyway, setting
+from qrt.peers import SWITCHES, has_no_effect, setting
 from qrt.registry import nearest
 
 
@@ -26,7 +26,7 @@ def file_words(top: ArgumentParser, path: Path) -> list[str]:
     for key, value in entries.items():
         flag = f"--{str(key).replace('_', '-')}"
         entry = setting(flag) if flag not in known else None
-        if flag in SWITCHES or (entry and is_so_anyway(flag, value)):
+        if flag in SWITCHES or (entry and has_no_effect(flag, value)):
             continue
         if entry:
             raise ConfigError(f"{path}: {key}: {entry.remedy}")

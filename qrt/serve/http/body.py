@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from qrt.errors import ConfigError
-from qrt.peers import NotRun, refuse
+from qrt.peers import Unsupported, refuse
 from qrt.sampling_params import MAX_TOKENS_LISTED
 from qrt.serve.settings import MAX_STOP_CHARS
 
@@ -92,7 +92,7 @@ class Body(BaseModel):
         never = _never_null(cls)
         return {key: value for key, value in given.items() if value is not None or key not in never}
 
-    def refuse_not_run(self, table: Mapping[str, NotRun]) -> None:
+    def refuse_unsupported(self, table: Mapping[str, Unsupported]) -> None:
         """Raise UnsupportedError for fields of other servers in `table` that would change something."""
         refuse(table, dict(self), self.model_extra or ())
 

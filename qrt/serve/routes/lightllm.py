@@ -76,7 +76,7 @@ class Parameters(Body):
         defaults     the model's values for settings that are not given
         max_tokens   from `Service.max_tokens`
         """
-        self.refuse_not_run(FIELDS)
+        self.refuse_unsupported(FIELDS)
         if max_tokens is not None and (self.min_new_tokens or 0) > max_tokens:
             raise ConfigError(
                 f"min_new_tokens: expected at most max_new_tokens {max_tokens}, got {self.min_new_tokens}"
@@ -131,7 +131,7 @@ class GenerateRequest(Body):
         for name in self.model_extra or ():
             if name in PARAMETERS:
                 raise ConfigError(f"{name}: expected in parameters, got it beside them; move it there")
-        self.refuse_not_run(BESIDE)
+        self.refuse_unsupported(BESIDE)
 
 
 class RootRequest(GenerateRequest):

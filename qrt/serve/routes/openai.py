@@ -95,7 +95,7 @@ def _check_body(service: Service, body: SamplingFields) -> None:
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise ConfigError("stream_options: expected only with stream: true; leave it out or set stream")
-    body.refuse_not_run(FIELDS)
+    body.refuse_unsupported(FIELDS)
     declared = type(body).model_fields
     for name in declared.keys() & {"logprobs", "top_logprobs", "prompt_logprobs"}:
         wanted = body.given(name) or 0

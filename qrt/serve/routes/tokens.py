@@ -61,7 +61,7 @@ def token_routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeChat | TokenizeText) -> Response:
         service.check_running()
         service.check_model(body.model)
-        body.refuse_not_run(PROMPT_FIELDS)
+        body.refuse_unsupported(PROMPT_FIELDS)
         if isinstance(body, TokenizeChat):
             messages = [message.for_template() for message in body.messages]
             text = await service.render_chat(messages, **body.template_arguments())
