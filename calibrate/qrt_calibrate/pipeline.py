@@ -20,7 +20,7 @@ from qrt_calibrate.estimate.bits import WINDOWS, Point, allocate
 from qrt_calibrate.estimate.budget import Budget, budget_of
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import Job, plan
-from qrt_calibrate.model.decoder import Decoder, read, read_layer
+from qrt_calibrate.model.executor import LayerExecutor, read, read_layer
 from qrt_calibrate.model.head import RoundedHead, round_head
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe import Recipe
@@ -115,8 +115,8 @@ def _writer(job: Job, out: Path, text: Calibration | None) -> CheckpointWriter:
 def _with_bits(job: Job, budget: Budget, text: Calibration) -> tuple[Job, tuple[Point, ...]]:
     """Return the job with widths chosen under its budget, and the trade-off."""
     windows = text.windows[:WINDOWS]
-    decoder = Decoder(job.checkpoint, job.arch, windows.shape[1], job.device)
-    allocation = allocate(decoder, budget, windows, job.scale_dtype)
+    executor = LayerExecutor(job.checkpoint, job.arch, windows.shape[1], job.device)
+    allocation = allocate(executor, budget, windows, job.scale_dtype)
     overrides = (*allocation.overrides, *job.recipe.overrides)
     chosen = plan(job.checkpoint, replace(job.recipe, overrides=overrides), *job.devices)
     return replace(chosen, notes=job.notes), allocation.curve
@@ -133,13 +133,13 @@ class Run:
     def _begin(self, ids: Tensor) -> Windows:
         """Embed the windows, and compute the loss's gradients if a layer is left that needs them."""
         job, folder = self._job, self._writer.working_folder
-        decoder = Decoder(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
+        executor = LayerExecutor(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
         calibrating, stored = job.recipe.windows[0], job.checkpoint.spec(f"{job.arch.embed}.weight").dtype
-        streams = Streams(decoder.embed(ids), calibrating, job.devices, folder, stored)
+        streams = Streams(executor.embed(ids), calibrating, job.devices, folder, stored)
         count = gradient_windows(job.recipe)
         if count and not self._written.all_layers:
-            loss_gradients(decoder, streams, count, job.recipe.seed, folder)
-        return Windows(decoder, streams, ids)
+            loss_gradients(executor, streams, count, job.recipe.seed, folder)
+        return Windows(executor, streams, ids)
 
     def layer(self, index: int) -> LayerReport:
         """Quantize and write layer `index`, or read it if it is written; then run it, exact and rounded."""
@@ -147,8 +147,8 @@ class Run:
         job, windows, name = self._job, self._windows, self._job.layer_name(index)
         tensors, grids = read_layer(job.checkpoint, name), job.layer_grids(index)
         if not self._written.has(label(index)):
-            decoder, streams = (windows.decoder, windows.streams) if windows else (None, None)
-            result = quantize_layer(job, index, tensors, decoder, streams)
+            executor, streams = (windows.executor, windows.streams) if windows else (None, None)
+            result = quantize_layer(job, index, tensors, executor, streams)
             figures = dict(result.figures)
             if windows is not None:
                 figures |= windows.advance(index, tensors, result, grids)
@@ -201,7 +201,7 @@ class Run:
             return None
         weight, grid = self._written.head(), self._job.recipe.head
         head = RoundedHead(weight, grid, self._job.device) if weight and grid else None
-        return measure_cost(self._windows.decoder, self._windows.streams, self._windows.ids, head)
+        return measure_cost(self._windows.executor, self._windows.streams, self._windows.ids, head)
 
 
 def _fingerprint(job: Job, text: Calibration | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from qrt.errors import CheckpointError
 from qrt_calibrate import cli, pipeline
-from qrt_calibrate.model import decoder, streams
+from qrt_calibrate.model import executor, streams
 from qrt_calibrate.rounding import search
 from qrt_calibrate.steps import correct
 
@@ -71,7 +71,7 @@ def test_peak_does_not_grow_with_the_number_of_layers(
 
     # in the middle of a layer, and where the next one is read
     monkeypatch.setattr(correct, "search_clip", sampled(correct.search_clip))
-    for module in (pipeline, decoder):
+    for module in (pipeline, executor):
         monkeypatch.setattr(module, "read_layer", sampled(module.read_layer))
     monkeypatch.setattr(search, "GRID", 3)
     peaks = []

@@ -18,7 +18,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
-from qrt_calibrate.model.decoder import Decoder, read_layer
+from qrt_calibrate.model.executor import LayerExecutor, read_layer
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.rounding.fold import Pair
@@ -89,35 +89,35 @@ def windows(count, length=40):
 @torch.no_grad()
 def test_hidden_states_and_gradients_are_those_of_transformers(mixture):
     checkpoint, ids = open_checkpoint(mixture), windows(3)
-    decoder = Decoder(checkpoint, arch_of(mixture), 40, CPU)
+    executor = LayerExecutor(checkpoint, arch_of(mixture), 40, CPU)
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     wanted = model(ids, output_hidden_states=True).hidden_states
-    hidden = decoder.embed(ids)
-    layer = decoder.load(0, read_layer(checkpoint, "model.layers.0"))
-    torch.testing.assert_close(decoder.run(0, layer, hidden), wanted[1], rtol=1e-4, atol=1e-5)
+    hidden = executor.embed(ids)
+    layer = executor.load(0, read_layer(checkpoint, "model.layers.0"))
+    torch.testing.assert_close(executor.run(0, layer, hidden), wanted[1], rtol=1e-4, atol=1e-5)
     pull = torch.randn(hidden.shape)
     with torch.enable_grad():
         leaf = hidden.clone().requires_grad_()
         model.model.norm = torch.nn.Identity()
         model.model.layers = model.model.layers[:1]
         (model.model(inputs_embeds=leaf).last_hidden_state * pull).sum().backward()
-    torch.testing.assert_close(decoder.backward(0, layer, hidden, pull), leaf.grad, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(executor.backward(0, layer, hidden, pull), leaf.grad, rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()
 def test_folds_reach_every_expert_and_the_router(mixture):
     """Powers of two: the layer computes the same to the last bit."""
     checkpoint, arch = open_checkpoint(mixture), arch_of(mixture)
-    decoder = Decoder(checkpoint, arch, 40, CPU)
-    layer, hidden = decoder.load(0, read_layer(checkpoint, "model.layers.0")), decoder.embed(windows(2))
-    before, router = decoder.run(0, layer, hidden), layer.mlp.gate.weight.clone()
+    executor = LayerExecutor(checkpoint, arch, 40, CPU)
+    layer, hidden = executor.load(0, read_layer(checkpoint, "model.layers.0")), executor.embed(windows(2))
+    before, router = executor.run(0, layer, hidden), layer.mlp.gate.weight.clone()
     for number, smooth in enumerate(arch.smooth):
         channels = layer.get_submodule(smooth.source).weight.shape[0]
         generator = torch.Generator().manual_seed(number)
         Pair(layer, smooth, 64).fold(
             torch.exp2(torch.randint(-4, 5, (channels,), generator=generator).float())
         )
-    assert torch.equal(decoder.run(0, layer, hidden), before)
+    assert torch.equal(executor.run(0, layer, hidden), before)
     assert not torch.equal(layer.mlp.gate.weight, router)
     assert len(arch.smooth) == 3 + 4 + shares(mixture)
 
@@ -126,11 +126,11 @@ def test_a_router_that_is_left_out_is_found(mixture, tmp_path):
     job = plan(open_checkpoint(mixture), recipe_of(ENTRIES), CPU)
     without = tuple(replace(pair, routers=()) for pair in job.arch.smooth)
     job = replace(job, arch=replace(job.arch, smooth=without))
-    decoder = Decoder(job.checkpoint, job.arch, 40, CPU)
-    streams = Streams(decoder.embed(windows(8)), 8, [CPU], tmp_path)
+    executor = LayerExecutor(job.checkpoint, job.arch, 40, CPU)
+    streams = Streams(executor.embed(windows(8)), 8, [CPU], tmp_path)
     tensors = read_layer(job.checkpoint, "model.layers.1")
     with pytest.raises(QrtError, match=r"model\.layers\.1: folding scales from post_attention_layernorm"):
-        quantize_layer(job, 1, tensors, decoder, streams)
+        quantize_layer(job, 1, tensors, executor, streams)
 
 
 @pytest.mark.parametrize("devices", [[CPU], [CPU, CPU]])
@@ -140,8 +140,8 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
     job = plan(open_checkpoint(mixture), recipe_of(entries), *devices)
     three = 3 * 3 * 4 * job.config.intermediate_size**2  # of four experts
     monkeypatch.setattr("qrt_calibrate.steps.inputs.EXPERT_BYTES", three)
-    decoder, ids = Decoder(job.checkpoint, job.arch, 40, CPU), windows(8)
-    streams = Streams(decoder.embed(ids), 8, devices, tmp_path)
+    executor, ids = LayerExecutor(job.checkpoint, job.arch, 40, CPU), windows(8)
+    streams = Streams(executor.embed(ids), 8, devices, tmp_path)
     found, correction = [], Moments.take_correction
 
     def keep(self, *arguments):
@@ -149,7 +149,7 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
         return correction(self, *arguments)
 
     monkeypatch.setattr(Moments, "take_correction", keep)
-    quantize_layer(job, 0, read_layer(job.checkpoint, "model.layers.0"), decoder, streams)
+    quantize_layer(job, 0, read_layer(job.checkpoint, "model.layers.0"), executor, streams)
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     first, inputs = model.model.layers[0], []
     for module in (first.post_attention_layernorm, first.mlp.experts):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from qrt_calibrate.estimate.budget import Budget, Settled, Unit
-from qrt_calibrate.model.decoder import Decoder
+from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.recipe.recipe import Grid, Override
 from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.rtn import round_weight
@@ -43,30 +43,30 @@ class Allocation:
     curve: tuple[Point, ...]
 
 
-def allocate(decoder: Decoder, budget: Budget, windows: Tensor, dtype: torch.dtype) -> Allocation:
+def allocate(executor: LayerExecutor, budget: Budget, windows: Tensor, dtype: torch.dtype) -> Allocation:
     """Choose 4, 8 or 16 bits for every unit of the budget, by their cost on `windows`.
 
     windows   token ids [B, T]
     dtype     of the scales
     """
     rounded = {bits: grid for bits, grid in budget.grids.items() if grid}
-    prices = measure(decoder, budget.units, rounded, windows, dtype)
+    prices = measure(executor, budget.units, rounded, windows, dtype)
     return spend(budget.units, prices, budget.grids, budget.bits, budget.settled)
 
 
 @torch.no_grad()
 def measure(
-    decoder: Decoder, units: list[Unit], grids: Mapping[int, Grid], windows: Tensor, dtype: torch.dtype
+    executor: LayerExecutor, units: list[Unit], grids: Mapping[int, Grid], windows: Tensor, dtype: torch.dtype
 ) -> dict[tuple[int, int], float]:
     """Measure the KL divergence, nats per token, with one unit rounded: (number of the unit, bits) -> KL."""
-    exact = decoder.embed(windows)
+    exact = executor.embed(windows)
     streams: dict[tuple[int, int], Tensor] = {}
     numbers = {unit.parts[0]: number for number, unit in enumerate(units)}
-    for index in tqdm(range(decoder.num_layers), "Measuring bits", unit="layer"):
-        name, layer = decoder.layer_name(index), decoder.load_stored(index)
+    for index in tqdm(range(executor.num_layers), "Measuring bits", unit="layer"):
+        name, layer = executor.layer_name(index), executor.load_stored(index)
 
         def run(hidden: Tensor, index: int = index, layer: nn.Module = layer) -> Tensor:
-            return decoder.run(index, layer, hidden).cpu()
+            return executor.run(index, layer, hidden).cpu()
 
         streams = {key: run(hidden) for key, hidden in streams.items()}
         for first, number in numbers.items():
@@ -75,7 +75,7 @@ def measure(
                 for bits, grid in grids.items():
                     streams[number, bits] = _rounded(layer, parts, grid, dtype, partial(run, exact))
         exact = run(exact)
-    return {key: _divergence(decoder, exact, hidden) for key, hidden in streams.items()}
+    return {key: _divergence(executor, exact, hidden) for key, hidden in streams.items()}
 
 
 def _rounded(
@@ -92,10 +92,10 @@ def _rounded(
     return hidden
 
 
-def _divergence(decoder: Decoder, exact: Tensor, hidden: Tensor) -> float:
+def _divergence(executor: LayerExecutor, exact: Tensor, hidden: Tensor) -> float:
     total = 0.0
     for own, other in zip(exact, hidden, strict=True):
-        p, q = (F.log_softmax(decoder.logits(h), -1) for h in (own, other))
+        p, q = (F.log_softmax(executor.logits(h), -1) for h in (own, other))
         total += float(F.kl_div(q, p, reduction="batchmean", log_target=True))
     return total / len(exact)
 

@@ -16,7 +16,7 @@ from qrt.quant.spec import QuantSpec
 from qrt_calibrate.estimate.bits import WINDOWS
 from qrt_calibrate.estimate.budget import Budget
 from qrt_calibrate.job.plan import Job
-from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder, read_layer
+from qrt_calibrate.model.executor import BATCH_TOKENS, LayerExecutor, read_layer
 from qrt_calibrate.model.experts import inside
 from qrt_calibrate.model.head import PlainHead
 from qrt_calibrate.recipe.method import Method, Scales
@@ -153,8 +153,8 @@ class _Windows:
         on_cpu = job.device.type == "cpu"
         tokens = min(self._seqlen, TOKENS) if on_cpu and job.arch.experts is None else self._seqlen
         batch = 1 if on_cpu else max(1, BATCH_TOKENS // self._seqlen)
-        self._decoder = Decoder(job.checkpoint, job.arch, tokens, job.device)
-        self._layer = self._decoder.load(0, tensors)
+        self._executor = LayerExecutor(job.checkpoint, job.arch, tokens, job.device)
+        self._layer = self._executor.load(0, tensors)
         self._hidden = torch.randn(batch, tokens, job.config.hidden_size, device=job.device)
         self._shapes = {name: tensors[f"{name}.weight"].shape for name in job.arch.projections}
         weights = sum(shape.numel() for shape in self._shapes.values())
@@ -162,7 +162,7 @@ class _Windows:
         per_token = (2 * weights + 4 * width * length for length in (self._seqlen, tokens))
         more = next(per_token) / next(per_token)  # tokens of a longer window attend to more tokens
         self._times = self._seqlen / tokens / batch  # timed pieces of work in one window
-        self.forward = more * self._window(lambda: self._decoder.run(0, self._layer, self._hidden))
+        self.forward = more * self._window(lambda: self._executor.run(0, self._layer, self._hidden))
         self._more = more
 
     def _window(self, work: Callable[[], object]) -> float:
@@ -220,7 +220,7 @@ class _Windows:
     def _gradients(self) -> float:
         """Time one window's gradients at a layer: a forward, twice forward and back, once with moments."""
         back = self._more * self._window(
-            lambda: self._decoder.backward(0, self._layer, self._hidden, self._hidden)
+            lambda: self._executor.backward(0, self._layer, self._hidden, self._hidden)
         )
         seconds = self.forward + 2 * back
         for fused, parts in self._job.arch.fuse:

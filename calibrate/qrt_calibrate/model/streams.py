@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from qrt.errors import CheckpointError
-from qrt_calibrate.model.decoder import BATCH_TOKENS
 from qrt_calibrate.model.devices import at_once, replica
+from qrt_calibrate.model.executor import BATCH_TOKENS
 
 SHARE_OF_GPU = 0.4  # share of its free memory that both streams may take
 SHARE_OF_RAM = 0.4  # share of the available memory

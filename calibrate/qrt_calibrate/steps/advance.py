@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qrt.quant.weight import WEIGHT_SCHEMES
-from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.model.executor import BATCH_TOKENS, LayerExecutor
 from qrt_calibrate.model.streams import Share, Streams, drift_figures
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.fold import linear
@@ -18,10 +18,10 @@ from qrt_calibrate.steps.layer import LayerResult
 
 
 class Windows:
-    """The hidden states of the token ids `ids` [B, T] in `streams`, and the decoder that runs layers."""
+    """The hidden states of the token ids `ids` [B, T] in `streams`, and the executor that runs layers."""
 
-    def __init__(self, decoder: Decoder, streams: Streams, ids: Tensor) -> None:
-        self.decoder, self.streams, self.ids = decoder, streams, ids
+    def __init__(self, executor: LayerExecutor, streams: Streams, ids: Tensor) -> None:
+        self.executor, self.streams, self.ids = executor, streams, ids
         self._batch = max(1, BATCH_TOKENS // streams.seqlen)
 
     @torch.no_grad()
@@ -32,12 +32,12 @@ class Windows:
 
         `tensors` belong to the exact layer, `result` and `grids` to the rounded one.
         """
-        exact = self.decoder.load(index, tensors)
-        rounded = self.decoder.load(index, _stored(result))
+        exact = self.executor.load(index, tensors)
+        rounded = self.executor.load(index, _stored(result))
         for name, grid in grids.items():
             if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
                 round_input(linear(rounded, name))
-        run = self.decoder.run
+        run = self.executor.run
 
         def advance(share: Share, exact: nn.Module, rounded: nn.Module) -> Tensor:
             return share.advance(partial(run, index, exact), partial(run, index, rounded), self._batch)
@@ -49,14 +49,14 @@ class Windows:
         """Run the windows that evaluate through all `layers` rounded layers again; `read` returns each."""
         hidden = {share: share.rounded[share.calibrating :] for share in self.streams.shares}
         for share, own in hidden.items():
-            own.copy_(self.decoder.embed(self.ids[share.numbers[share.calibrating :]]))
+            own.copy_(self.executor.embed(self.ids[share.numbers[share.calibrating :]]))
 
         def advance(share: Share, layer: nn.Module, index: int) -> None:
             for part in hidden[share].split(self._batch):
-                part.copy_(self.decoder.run(index, layer, part))
+                part.copy_(self.executor.run(index, layer, part))
 
         for index in range(layers):
-            layer = self.decoder.load(index, _stored(read(index)))
+            layer = self.executor.load(index, _stored(read(index)))
             self.streams.each(partial(advance, index=index), layer)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from qrt.arch import Arch
-from qrt_calibrate.model.decoder import Decoder
+from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.observe import inputs_of
@@ -47,17 +47,17 @@ class Bench:
         name: str,
         arch: Arch,
         eps: float,
-        decoder: Decoder,
+        executor: LayerExecutor,
         index: int,
         tensors: Mapping[str, Tensor],
         streams: Streams,
     ) -> None:
         self.name, self.arch, self.eps = name, arch, eps
-        self.decoder, self.index, self.streams = decoder, index, streams
+        self.executor, self.index, self.streams = executor, index, streams
         self._tensors = tensors
         pairs = [pair for pair in arch.smooth if pair.source not in arch.projections]
         self.norms = {reader: pair.source for pair in pairs for reader in pair.readers}
-        self.exact = decoder.load(index, tensors)
+        self.exact = executor.load(index, tensors)
         self.rounded = copy.deepcopy(self.exact)
         first, windows = streams.shares[0], max(1, SEARCH_TOKENS // streams.seqlen)
         self.sample = first.rounded[: first.calibrating][:windows].to(first.device)
@@ -65,7 +65,7 @@ class Bench:
 
     def run(self, layer: nn.Module, hidden: Tensor | None = None) -> Tensor:
         """Run a copy of the layer on `hidden`, or on the sample."""
-        return self.decoder.run(self.index, layer, self.sample if hidden is None else hidden)
+        return self.executor.run(self.index, layer, self.sample if hidden is None else hidden)
 
     def inputs(self, layer: nn.Module, names: list[str], hidden: Tensor | None = None) -> list[Tensor]:
         """Return the inputs of the submodules `names` of a copy, as `inputs_of` does."""
@@ -73,4 +73,4 @@ class Bench:
 
     def load(self) -> nn.Module:
         """Return a third copy, as stored."""
-        return self.decoder.load(self.index, self._tensors)
+        return self.executor.load(self.index, self._tensors)

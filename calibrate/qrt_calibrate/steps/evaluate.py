@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qrt_calibrate.model.decoder import Decoder
+from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.head import AnyHead
 from qrt_calibrate.model.streams import Streams
 
@@ -29,7 +29,9 @@ class Cost:
 
 
 @torch.no_grad()
-def measure_cost(decoder: Decoder, streams: Streams, windows: Tensor, head: AnyHead | None) -> Cost | None:
+def measure_cost(
+    executor: LayerExecutor, streams: Streams, windows: Tensor, head: AnyHead | None
+) -> Cost | None:
     """Measure the cost on the windows of `streams` that do not calibrate; None if there are none.
 
     `windows` [B, T] are the token ids. The hidden states are those after the last layer; `head` is the
@@ -40,7 +42,7 @@ def measure_cost(decoder: Decoder, streams: Streams, windows: Tensor, head: AnyH
     places = streams.in_order(first, len(windows))
     for ids, (share, at) in zip(windows[first:], places, strict=True):
         states = ((share.exact[at], None), (share.rounded[at], head))
-        p, q = (F.log_softmax(decoder.logits(hidden[:-1], by), -1).cpu() for hidden, by in states)
+        p, q = (F.log_softmax(executor.logits(hidden[:-1], by), -1).cpu() for hidden, by in states)
         totals[0] += F.nll_loss(q, ids[1:], reduction="sum")
         totals[1] += F.nll_loss(p, ids[1:], reduction="sum")
         totals[2] += F.kl_div(q, p, reduction="sum", log_target=True)

@@ -28,7 +28,7 @@ def gradient_moments(bench: Bench, stages: list[Parts]) -> dict[Parts, OutputMom
             return {}
         gradients = share.gradients[bench.index]
         windows = share.batches(share.exact[: len(gradients)], gradients)
-        return output_moments(bench.decoder, bench.index, exact, stages, windows)
+        return output_moments(bench.executor, bench.index, exact, stages, windows)
 
     found, *others = bench.streams.each(measure, bench.exact)
     for other in others:

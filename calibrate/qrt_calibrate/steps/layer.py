@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.job.plan import Job
-from qrt_calibrate.model.decoder import Decoder
+from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.fold import linear
@@ -45,20 +45,24 @@ class LayerResult:
 
 
 def quantize_layer(
-    job: Job, index: int, tensors: Mapping[str, Tensor], decoder: Decoder | None, streams: Streams | None
+    job: Job,
+    index: int,
+    tensors: Mapping[str, Tensor],
+    executor: LayerExecutor | None,
+    streams: Streams | None,
 ) -> LayerResult:
     """Round every Linear of layer `index` that has a grid.
 
-    `tensors` are the layer's as stored, named relative to it. A method that needs text also needs `decoder`
+    `tensors` are the layer's as stored, named relative to it. A method that needs text also needs `executor`
     and `streams`.
     """
     grids = job.layer_grids(index)
     if not job.recipe.rules.needs_text:
         return round_to_nearest(tensors, grids, job.scale_dtype, job.device)
-    assert decoder is not None and streams is not None
+    assert executor is not None and streams is not None
     with torch.no_grad():
         eps = job.config.rms_norm_eps
-        bench = Bench(job.layer_name(index), job.arch, eps, decoder, index, tensors, streams)
+        bench = Bench(job.layer_name(index), job.arch, eps, executor, index, tensors, streams)
         pairs = foldable(job.arch.smooth, job.arch.projections, grids)
         figures, recipe, dtype = Figures(), job.recipe, job.scale_dtype
         search = ScaleSearch(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qrt_calibrate.model.decoder import BATCH_TOKENS, Decoder
+from qrt_calibrate.model.executor import BATCH_TOKENS, LayerExecutor
 from qrt_calibrate.model.streams import Share, Streams, place
 from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.rounding.fold import linear
@@ -31,7 +31,7 @@ def gradient_windows(recipe: Recipe) -> int:
     return min(recipe.n_samples, max(1, TOKENS // recipe.seqlen))
 
 
-def loss_gradients(decoder: Decoder, streams: Streams, windows: int, seed: int, folder: Path) -> None:
+def loss_gradients(executor: LayerExecutor, streams: Streams, windows: int, seed: int, folder: Path) -> None:
     """Set the `gradients` of every share of `streams`, whose hidden states are the embedding's.
 
     These are the gradients at every layer's output, [L, b, T, H] in STORED, for those of the share's windows
@@ -42,17 +42,17 @@ def loss_gradients(decoder: Decoder, streams: Streams, windows: int, seed: int, 
     """
     states = {share: share.exact[: share.among(windows)].clone() for share in streams.shares}
     for number, (share, own) in enumerate(states.items()):
-        room = own.to(STORED).expand(decoder.num_layers, *own.shape)
+        room = own.to(STORED).expand(executor.num_layers, *own.shape)
         share.gradients = place(room, share.device, folder / f"gradients-{number}", len(states))
-    _forward(decoder, streams, states)
-    generator = torch.Generator(decoder.device).manual_seed(seed)
+    _forward(executor, streams, states)
+    generator = torch.Generator(executor.device).manual_seed(seed)
     for share, at in streams.in_order(0, windows):
         window = states[share][at]
-        window.copy_(decoder.loss_gradient(window, generator))
-    _backward(decoder, streams, states)
+        window.copy_(executor.loss_gradient(window, generator))
+    _backward(executor, streams, states)
 
 
-def _forward(decoder: Decoder, streams: Streams, states: Mapping[Share, Tensor]) -> None:
+def _forward(executor: LayerExecutor, streams: Streams, states: Mapping[Share, Tensor]) -> None:
     """Run `states` through all layers, and keep each layer's input in the place of its output's gradient."""
     step = max(1, BATCH_TOKENS // streams.seqlen)
 
@@ -60,26 +60,26 @@ def _forward(decoder: Decoder, streams: Streams, states: Mapping[Share, Tensor])
         assert share.gradients is not None
         share.gradients[index].copy_(states[share])
         for part in states[share].split(step):
-            part.copy_(decoder.run(index, layer, part))
+            part.copy_(executor.run(index, layer, part))
 
     with torch.no_grad():
-        for index in range(decoder.num_layers):
-            streams.each(partial(run, index), decoder.load_stored(index))
+        for index in range(executor.num_layers):
+            streams.each(partial(run, index), executor.load_stored(index))
 
 
-def _backward(decoder: Decoder, streams: Streams, states: Mapping[Share, Tensor]) -> None:
+def _backward(executor: LayerExecutor, streams: Streams, states: Mapping[Share, Tensor]) -> None:
     """Take gradients back through all layers, from `states`, the gradients behind the last one."""
     step = max(1, BATCH_TOKENS // streams.seqlen)
 
     def run(index: int, share: Share, layer: nn.Module) -> None:
         assert share.gradients is not None
         for x, own in zip(share.gradients[index].split(step), states[share].split(step), strict=True):
-            before = decoder.backward(index, layer, x.float(), own)
+            before = executor.backward(index, layer, x.float(), own)
             x.copy_(own)
             own.copy_(before)
 
-    for index in range(decoder.num_layers - 1, 0, -1):
-        streams.each(partial(run, index), decoder.load_stored(index))
+    for index in range(executor.num_layers - 1, 0, -1):
+        streams.each(partial(run, index), executor.load_stored(index))
     for share, own in states.items():
         assert share.gradients is not None
         share.gradients[0].copy_(own)
@@ -128,7 +128,7 @@ class OutputMoments:
 
 
 def output_moments(
-    decoder: Decoder,
+    executor: LayerExecutor,
     index: int,
     layer: nn.Module,
     stages: Sequence[tuple[str, ...]],
@@ -153,7 +153,7 @@ def output_moments(
         rows = sum(linear(layer, part).out_features for part in parts)
         found[parts] = OutputMoments(rows, linear(layer, parts[0]).weight.device)
     for half, hidden, gradient in windows:
-        decoder.backward(index, layer, hidden, gradient.float())
+        executor.backward(index, layer, hidden, gradient.float())
         for parts, moments in found.items():
             moments.add(torch.cat([gradients[part] for part in parts], 1), half)
     for handle in handles:

@@ -20,7 +20,7 @@ from qrt_calibrate.estimate.bits import measure, spend
 from qrt_calibrate.estimate.budget import Settled, Unit, budget_of
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
-from qrt_calibrate.model.decoder import Decoder
+from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
 
 W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
@@ -41,9 +41,9 @@ def test_prices_equal_those_of_the_whole_model(llama):
         ("model.layers.0.self_attn.o_proj",),
         ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"),
     ]
-    decoder = Decoder(job.checkpoint, job.arch, 32, CPU)
+    executor = LayerExecutor(job.checkpoint, job.arch, 32, CPU)
     units = [Unit(part, 1, {}) for part in parts]
-    prices = measure(decoder, units, {4: W4, 8: W8}, windows, torch.bfloat16)
+    prices = measure(executor, units, {4: W4, 8: W8}, windows, torch.bfloat16)
     assert set(prices) == {(unit, bits) for unit in (0, 1) for bits in (4, 8)}
     for number, part in enumerate(parts):
         model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)

@@ -12,8 +12,8 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
-from qrt_calibrate.model.decoder import Decoder, read_layer
 from qrt_calibrate.model.devices import at_once, devices_of, replica
+from qrt_calibrate.model.executor import LayerExecutor, read_layer
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.rounding.observe import Moments
@@ -111,8 +111,8 @@ def measured(folder, stage, devices, tmp_path, monkeypatch):
     job = plan(open_checkpoint(folder), recipe_of(entries), *devices)
     generator = torch.Generator().manual_seed(0)
     windows = torch.randint(0, 512, (11, 40), generator=generator)
-    decoder = Decoder(job.checkpoint, job.arch, 40, devices[0])
-    hidden = decoder.embed(windows)
+    executor = LayerExecutor(job.checkpoint, job.arch, 40, devices[0])
+    hidden = executor.embed(windows)
     moved = 0.05 * hidden.std() * torch.randn(hidden.shape, generator=generator)
     streams = Streams(hidden, 9, devices, tmp_path)
     for share in streams.shares:
@@ -127,7 +127,7 @@ def measured(folder, stage, devices, tmp_path, monkeypatch):
 
         patch.setattr(Moments, "take_correction", keep)
         tensors = read_layer(job.checkpoint, "model.layers.0")
-        codes = quantize_layer(job, 0, tensors, decoder, streams).linears
+        codes = quantize_layer(job, 0, tensors, executor, streams).linears
     (moments,) = found
     return moments, torch.cat([weight.values for weight in codes.values()])
 

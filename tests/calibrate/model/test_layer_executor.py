@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 from qrt.arch import ARCHS
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
-from qrt_calibrate.model import decoder as decoder_module
-from qrt_calibrate.model.decoder import Decoder
+from qrt_calibrate.model import executor as executor_module
+from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.rounding.observe import Moments, inputs_of, norm_weights
 from tiny_models import LLAMA3_ROPE
 
@@ -30,33 +30,33 @@ def layer_tensors(checkpoint, index):
 @torch.no_grad()
 @pytest.mark.parametrize("architecture, config", CASES)
 def test_hidden_states_are_those_of_transformers(architecture, config, make_checkpoint, monkeypatch):
-    monkeypatch.setattr(decoder_module, "HEAD_ROWS", 200)
+    monkeypatch.setattr(executor_module, "HEAD_ROWS", 200)
     folder = make_checkpoint(architecture, dtype=torch.float32, **config)
     checkpoint = open_checkpoint(folder)
     windows = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(0))
-    decoder = Decoder(checkpoint, ARCHS[architecture], 40, torch.device("cpu"))
-    hidden = decoder.embed(windows)
+    executor = LayerExecutor(checkpoint, ARCHS[architecture], 40, torch.device("cpu"))
+    hidden = executor.embed(windows)
     wanted = AutoModelForCausalLM.from_pretrained(folder)(windows, output_hidden_states=True).hidden_states
     assert torch.equal(hidden, wanted[0])
-    layer = decoder.load(0, layer_tensors(checkpoint, 0))
+    layer = executor.load(0, layer_tensors(checkpoint, 0))
     for part in hidden.split(2):
-        part.copy_(decoder.run(0, layer, part))
+        part.copy_(executor.run(0, layer, part))
     torch.testing.assert_close(hidden, wanted[1])
-    last = decoder.load(1, layer_tensors(checkpoint, 1))
+    last = executor.load(1, layer_tensors(checkpoint, 1))
     whole = AutoModelForCausalLM.from_pretrained(folder).model
     whole.norm = nn.Identity()
-    behind = decoder.run(1, last, hidden)
+    behind = executor.run(1, last, hidden)
     torch.testing.assert_close(behind, whole(windows).last_hidden_state)
     logits = AutoModelForCausalLM.from_pretrained(folder)(windows).logits
-    torch.testing.assert_close(decoder.logits(behind[0]), logits[0])
+    torch.testing.assert_close(executor.logits(behind[0]), logits[0])
 
 
 @torch.no_grad()
 def test_inputs_are_those_of_the_whole_layer_and_moments_are_means(llama):
     checkpoint = open_checkpoint(llama)
-    decoder = Decoder(checkpoint, ARCHS["LlamaForCausalLM"], 40, torch.device("cpu"))
-    hidden = decoder.embed(torch.randint(0, 512, (4, 40)))
-    layer = decoder.load(0, layer_tensors(checkpoint, 0))
+    executor = LayerExecutor(checkpoint, ARCHS["LlamaForCausalLM"], 40, torch.device("cpu"))
+    hidden = executor.embed(torch.randint(0, 512, (4, 40)))
+    layer = executor.load(0, layer_tensors(checkpoint, 0))
     names = ["post_attention_layernorm", "mlp.down_proj"]
     wanted: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     hooks = [
@@ -65,13 +65,13 @@ def test_inputs_are_those_of_the_whole_layer_and_moments_are_means(llama):
         )
         for name in names
     ]
-    decoder.run(0, layer, hidden)
+    executor.run(0, layer, hidden)
     for hook in hooks:
         hook.remove()
     weight = torch.randn(128, 256)
     free, moments = (Moments(256, own, torch.device("cpu")) for own in (None, weight))
     for half, part in enumerate(hidden.split(2)):
-        stream, x = inputs_of(layer, names, lambda part=part: decoder.run(0, layer, part))
+        stream, x = inputs_of(layer, names, lambda part=part: executor.run(0, layer, part))
         free.add(x, 2 * x, 160, half)
         moments.add(x, 2 * x, 160, half, (stream, stream + 1))
     x = wanted["mlp.down_proj"][0].double()
@@ -157,14 +157,14 @@ def test_one_share_alone_is_not_trusted():
 
 def test_tensors_that_do_not_fit_are_named(llama):
     checkpoint = open_checkpoint(llama)
-    decoder = Decoder(checkpoint, ARCHS["LlamaForCausalLM"], 8, torch.device("cpu"))
+    executor = LayerExecutor(checkpoint, ARCHS["LlamaForCausalLM"], 8, torch.device("cpu"))
     tensors = layer_tensors(checkpoint, 1)
     with pytest.raises(
         CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight: expected .*, got \[3, 128\]"
     ):
-        decoder.load(1, {**tensors, "mlp.up_proj.weight": torch.zeros(3, 128)})
+        executor.load(1, {**tensors, "mlp.up_proj.weight": torch.zeros(3, 128)})
     del tensors["mlp.up_proj.weight"]
     with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
-        decoder.load(1, tensors)
+        executor.load(1, tensors)
     with pytest.raises(CheckpointError, match="the tokenizer gives id 512, but the embedding has 512 rows"):
-        decoder.embed(torch.tensor([[0, 512]]))
+        executor.embed(torch.tensor([[0, 512]]))

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate.job.plan import plan
-from qrt_calibrate.model import decoder as decoder_module
+from qrt_calibrate.model import executor as executor_module
 from qrt_calibrate.model import streams as streams_module
-from qrt_calibrate.model.decoder import Decoder
+from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.steps import sensitivity
@@ -42,16 +42,16 @@ def whole_model(folder, windows, seed):
     return {name: output.grad for name, output in outputs.items()}
 
 
-def gradients_of(decoder, windows, folder, devices=(CPU,)):
+def gradients_of(executor, windows, folder, devices=(CPU,)):
     """The streams of `windows`, all calibrating, with the loss's gradients."""
-    streams = Streams(decoder.embed(windows), len(windows), devices, folder)
-    loss_gradients(decoder, streams, len(windows), 5, folder)
+    streams = Streams(executor.embed(windows), len(windows), devices, folder)
+    loss_gradients(executor, streams, len(windows), 5, folder)
     return streams
 
 
 @pytest.mark.parametrize("devices", [(CPU,), (CPU, CPU), (CPU,) * 9])
 def test_gradients_and_their_moments(devices, make_checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoder_module, "HEAD_ROWS", 200)
+    monkeypatch.setattr(executor_module, "HEAD_ROWS", 200)
     for module in (sensitivity, streams_module):
         monkeypatch.setattr(module, "BATCH_TOKENS", 80)
     monkeypatch.setattr(sensitivity, "STORED", torch.float32)
@@ -60,8 +60,8 @@ def test_gradients_and_their_moments(devices, make_checkpoint, tmp_path, monkeyp
     job = plan(open_checkpoint(folder), recipe_of({"bits": 4, "group_size": 64}), CPU)
     windows = torch.randint(0, 512, (5, 40), generator=torch.Generator().manual_seed(0))
     wanted = whole_model(folder, windows, 5)
-    decoder = Decoder(job.checkpoint, job.arch, 40, CPU)
-    streams = gradients_of(decoder, windows, tmp_path, devices)
+    executor = LayerExecutor(job.checkpoint, job.arch, 40, CPU)
+    streams = gradients_of(executor, windows, tmp_path, devices)
     assert [share.numbers.tolist() for share in streams.shares] == {
         1: [[0, 1, 2, 3, 4]],
         2: [[0, 1, 4], [2, 3]],
@@ -71,11 +71,11 @@ def test_gradients_and_their_moments(devices, make_checkpoint, tmp_path, monkeyp
         for index in range(2):
             layer_wanted = wanted[f"model.layers.{index}"][share.numbers]
             torch.testing.assert_close(share.gradients[index], layer_wanted, rtol=1e-3, atol=1e-4)
-    layer = decoder.load_stored(0)
+    layer = executor.load_stored(0)
 
     def measure(share, layer):
         batches = share.batches(share.exact, share.gradients[0])
-        return output_moments(decoder, 0, layer, [QKV, DOWN], batches)
+        return output_moments(executor, 0, layer, [QKV, DOWN], batches)
 
     found, *others = streams.each(measure, layer)
     for parts, moments in found.items():
@@ -94,8 +94,8 @@ def test_gradients_are_kept_in_bf16(make_checkpoint, tmp_path):
     job = plan(open_checkpoint(folder), recipe_of({"bits": 4, "group_size": 64}), CPU)
     windows = torch.randint(0, 512, (5, 40), generator=torch.Generator().manual_seed(0))
     wanted = whole_model(folder, windows, 5)
-    decoder = Decoder(job.checkpoint, job.arch, 40, CPU)
-    (share,) = gradients_of(decoder, windows, tmp_path).shares
+    executor = LayerExecutor(job.checkpoint, job.arch, 40, CPU)
+    (share,) = gradients_of(executor, windows, tmp_path).shares
     gradients = share.gradients
     assert gradients.dtype == torch.bfloat16
     for index in range(2):

@@ -1,4 +1,4 @@
-"""Run a checkpoint one decoder layer at a time, with transformers' own modules as the executor.
+"""Run a checkpoint one decoder layer at a time, with transformers' own modules.
 
 The model is built on the meta device, so it has no memory; one layer is filled with weights, run, and freed.
 """
@@ -23,7 +23,7 @@ from qrt_calibrate.model.head import HEAD_ROWS, AnyHead, PlainHead
 BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations inside it
 
 
-class Decoder:
+class LayerExecutor:
     """Run the decoder layers of one checkpoint, for windows of `seqlen` tokens, in fp32.
 
     Layers are loaded on `device`; a copy on another device runs there.
