@@ -56,7 +56,7 @@ def loss(model):
     return float(llm.score([llm.tokenizer.encode(TEXT)])[0].mean())
 
 
-def test_a_calibration_writes_what_compressed_tensors_calls_three_bits(calibrated):
+def test_calibration_writes_three_bits_as_compressed_tensors(calibrated):
     config = json.loads((calibrated / "config.json").read_text())["quantization_config"]
     (group,) = config["config_groups"].values()
     assert group["format"] == "pack-quantized" and group["weights"]["num_bits"] == 3

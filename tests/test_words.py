@@ -1,4 +1,4 @@
-"""Messages of errors keep one form: `NAME: expected A, got B; remedy`."""
+"""Errors keep one form, `NAME: expected A, got B; remedy`, and names of tests are short."""
 
 import ast
 import re
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+LONGEST_NAME = 60  # characters of a test's name
 SOURCES = [path for top in ("qrt", "calibrate", "eval") for path in sorted((ROOT / top).rglob("*.py"))]
 
 
@@ -48,3 +49,14 @@ def test_the_other_order_is_found():
     assert [(line, wrong_order(text)) for line, text in messages(source)] == [(1, True), (2, False)]
     assert wrong_order("n: got 5") and wrong_order("expected 1, wanted 2") and not wrong_order("no file x")
     assert wrong_order("n is {}, expected 1") and not wrong_order("file {}: n: expected 1, got {}")
+
+
+def test_names_of_tests_are_short():
+    found = [
+        (path.relative_to(ROOT), node.name)
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(found) > 1000
+    assert not [f"{path}: {name}" for path, name in found if len(name) > LONGEST_NAME]

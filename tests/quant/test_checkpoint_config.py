@@ -92,7 +92,7 @@ def test_malformed_configs(copy, base, change, pattern):
     refuse(folder, CheckpointError, pattern)
 
 
-def test_config_that_quantizes_only_the_kv_cache_loads_after_its_remedies(made, copy):
+def test_remedy_for_a_kv_cache_config_makes_it_load(made, copy):
     plain = copy("plain")
     config = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FP8_KV}
     edit(plain / "config.json", lambda v: v.update(quantization_config=config))

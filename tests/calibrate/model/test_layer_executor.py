@@ -52,7 +52,7 @@ def test_hidden_states_are_those_of_transformers(architecture, config, make_chec
 
 
 @torch.no_grad()
-def test_inputs_are_those_of_the_whole_layer_and_moments_are_means(llama):
+def test_layer_inputs_and_their_mean_moments(llama):
     checkpoint = open_checkpoint(llama)
     executor = LayerExecutor(checkpoint, ARCHS["LlamaForCausalLM"], 40, torch.device("cpu"))
     hidden = executor.embed(torch.randint(0, 512, (4, 40)))

@@ -70,7 +70,7 @@ def test_each_grid_has_its_own_size(odd):
     assert found.pop("o_proj") == 32 and set(found.values()) == {64}
 
 
-def test_override_with_the_chosen_grid_keeps_a_fused_linear_whole(odd):
+def test_override_with_the_chosen_grid_keeps_fused_linears(odd):
     same = {"match": "q_proj", "scheme": "w4a16", "group_size": 64}
     assert set(sizes(odd, override=[same]).values()) == {64}
     with pytest.raises(ConfigError, match="q_proj is w4a16 g128 asym, self_attn.k_proj is w4a16 g64 asym"):
