@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from qrt_calibrate.recipe.recipe import Recipe
 
-WIDTH = 110  # of the table when the output is a file or a pipe
+WIDTH = 110  # columns of the table when the output is a file or a pipe
 
 
 def main(argv: list[str] | None = None) -> int:

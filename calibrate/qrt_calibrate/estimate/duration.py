@@ -83,7 +83,7 @@ def _nearest(few: Tensor, spec: QuantSpec, dtype: torch.dtype) -> float:
 
 
 def _apart(arch: Arch, fused: str) -> bool:
-    """Whether the parts of `fused` have inputs of their own: experts behind their first Linears."""
+    """Whether the parts of `fused` have inputs of their own, as the last Linears of experts have."""
     return arch.is_expert(fused) and fused.endswith("down_proj")
 
 

@@ -13,7 +13,7 @@ from qrt_calibrate.recipe.recipe import Grid
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are checked
 SHARE_BYTES = 10**9  # fewest weight bytes per GPU: with less, communication costs more than it gains
 SPLIT_BY_INPUT = (".o_proj", ".down_proj", ".w2")  # the others are split by output
-WORD_BITS = 32  # of a word with zero points
+WORD_BITS = 32  # zero points are packed in words of so many bits
 
 
 def findings(job: Job, size: int) -> list[str]:

@@ -20,7 +20,7 @@ from qrt_calibrate.model.streams import stream_bytes
 from qrt_calibrate.rounding.gptq import WALK_BYTES
 from qrt_calibrate.steps.sensitivity import block_sizes, gradient_windows
 
-Shapes = Mapping[str, tuple[int, ...]]  # of the weights of one layer, by names inside it
+Shapes = Mapping[str, tuple[int, ...]]  # shapes of one layer's weights, by names inside it
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.recipe.recipe import Grid
 
 COUNTED = "bits per weight, scales and zero points included, over all Linears in the layers"
-SHAPE_BYTES = 16  # of the weight_shape that packed formats store
+SHAPE_BYTES = 16  # bytes of the weight_shape that packed formats store
 
 
 def output_bytes(checkpoint: Checkpoint, written: Mapping[str, Grid], dtype: torch.dtype) -> int:

@@ -92,7 +92,7 @@ class Job:
         return [*head, *routers, *(name for name, grid in self.grids.items() if grid is None)]
 
     def layer_name(self, index: int) -> str:
-        """Full name of layer `index`."""
+        """Return the full name of layer `index`."""
         return f"{self.arch.layers}.{index}"
 
     def layer_grids(self, index: int) -> dict[str, Grid]:

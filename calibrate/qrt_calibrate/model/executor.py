@@ -102,7 +102,7 @@ class LayerExecutor:
         return leaf.grad
 
     def loss_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the loss's gradient [T, H], fp32, at the hidden states behind the last layer.
+        """Return the loss's gradient [T, H], fp32, at the hidden states after the last layer.
 
         The loss is a sum over tokens; next tokens are drawn from the predictions themselves.
         """
@@ -121,7 +121,7 @@ class LayerExecutor:
         return leaf.grad
 
     def logits(self, hidden: Tensor, other: AnyHead | None = None) -> Tensor:
-        """Return logits [T, V], fp32 on the device, of hidden states [T, H] behind the last layer.
+        """Return logits [T, V], fp32 on the device, of hidden states [T, H] after the last layer.
 
         Uses the checkpoint's head unless `other` gives one.
         """

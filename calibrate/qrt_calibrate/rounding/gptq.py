@@ -21,7 +21,7 @@ from qrt_calibrate.rounding.precision import EXACT, products
 BLOCK = 128  # columns that pass errors on one by one; later blocks get those of a block at once
 ROW_BLOCKS = 64  # blocks of rows, where later rows compensate for earlier ones
 NARROW = 2048  # most columns of a weight with ROW_BLOCKS
-WIDE_ROW_BLOCKS = 16  # for a wider weight, which has many column blocks: each block costs some launches
+WIDE_ROW_BLOCKS = 16  # of a wider weight: it has many column blocks, and each block costs some launches
 CACHED_ROWS = 4096  # rows that a CPU rounds at a time: a block's columns stay in its cache
 WALK_BYTES = 13  # per weight while its Linear is rounded: as given, as moved, its error, its code
 MOVED_ROWS = 4096  # rows of a matrix that are moved together

@@ -108,7 +108,7 @@ class LayerWork:
         rounded = self._bench.rounded
         factor = self._rounder.factor(moments)
         if self._search.fold(stage, moments, factor, self._done, self._figures):
-            factor = self._rounder.factor(moments)  # of D^-1 H D^-1, in its own order
+            factor = self._rounder.factor(moments)  # H became D^-1 H D^-1, which has another order
         weights = [linear(rounded, part).weight for part in stage.parts]
         data = self._rounder.round(torch.cat(weights), moments, factor, gradients, stage.grid)
         rows = [linear(rounded, part).out_features for part in stage.parts]

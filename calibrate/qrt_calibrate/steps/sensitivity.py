@@ -68,7 +68,7 @@ def _forward(executor: LayerExecutor, streams: Streams, states: Mapping[Share, T
 
 
 def _backward(executor: LayerExecutor, streams: Streams, states: Mapping[Share, Tensor]) -> None:
-    """Take gradients back through all layers, from `states`, the gradients behind the last one."""
+    """Take gradients back through all layers, from `states`, the gradients after the last one."""
     step = max(1, BATCH_TOKENS // streams.seqlen)
 
     def run(index: int, share: Share, layer: nn.Module) -> None:

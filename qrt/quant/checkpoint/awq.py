@@ -71,7 +71,7 @@ class AwqGemm(CheckpointFormat):
 
 
 def unpack_columns(words: Tensor) -> Tensor:
-    """int32 [R, N/8] -> codes uint8 [R, N], columns in plain order."""
+    """Unpack int32 [R, N/8] to codes uint8 [R, N], columns in plain order."""
     slots = unpack(words, BITS, words.shape[1] * 8).unflatten(1, (-1, 8))
     return slots[..., SLOT_OF_COLUMN].flatten(1)
 
@@ -82,7 +82,7 @@ def pack_columns(codes: Tensor) -> Tensor:
 
 
 def encode(weight: WeightData) -> dict[str, Tensor]:
-    """Tensors of a 4-bit weight in input order by suffix, without the bias."""
+    """Encode a 4-bit weight in input order: its tensors by suffix, without the bias."""
     assert weight.scale is not None and weight.perm is None and weight.bits == BITS
     zero = torch.full_like(weight.scale, MIDPOINT, dtype=torch.uint8) if weight.zero is None else weight.zero
     return {

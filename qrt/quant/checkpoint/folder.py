@@ -30,11 +30,11 @@ class TensorFolder:
         self._shard_of = _shards(path) if shards is None else dict(shards)
 
     def names(self) -> list[str]:
-        """All tensor names, sorted."""
+        """Return all tensor names, sorted."""
         return sorted(self._shard_of)
 
     def stored_names(self) -> list[str]:
-        """All tensor names in the order of the shards, and within each in that of its header."""
+        """Return all tensor names in the order of the shards and of their headers."""
         return list(self._shard_of)
 
     def has(self, name: str) -> bool:
@@ -42,7 +42,7 @@ class TensorFolder:
         return name in self._shard_of
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype of a tensor, without reading its data; CheckpointError when it is absent."""
+        """Return shape and dtype of a tensor without reading its data; CheckpointError when it is absent."""
         return self._shard(name).tensors[name][0]
 
     @property

@@ -140,7 +140,7 @@ def _rules(where: str, dynamic: Any) -> list[tuple[re.Pattern[str], Mapping[str,
 
 
 def encode(weight: WeightData) -> dict[str, Tensor]:
-    """Tensors of a weight in version 2 by suffix, without the bias."""
+    """Encode a weight in version 2: its tensors by suffix, without the bias."""
     assert weight.scale is not None
     midpoint = 1 << (weight.bits - 1)
     zero = torch.full_like(weight.scale, midpoint, dtype=torch.uint8) if weight.zero is None else weight.zero

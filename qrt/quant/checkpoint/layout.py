@@ -45,7 +45,7 @@ class Layout(ABC):
 
     @abstractmethod
     def encode(self, weight: WeightData) -> dict[str, Tensor]:
-        """Tensors of a quantized weight by suffix ("weight_packed"), without the bias."""
+        """Encode a quantized weight: its tensors by suffix ("weight_packed"), without the bias."""
 
     @abstractmethod
     def decode(self, tensors: TensorFolder, module: str, spec: QuantSpec) -> WeightData:

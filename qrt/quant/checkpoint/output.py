@@ -55,7 +55,7 @@ class OutputFolder:
         self._added = set(self.names())
 
     def names(self) -> list[str]:
-        """Names of the tensors on disk."""
+        """Return the names of the tensors on disk."""
         return self.parts.tensors().names()
 
     def add(self, tensors: Mapping[str, Tensor], again: bool = False) -> None:

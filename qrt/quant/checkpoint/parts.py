@@ -36,9 +36,9 @@ class Parts:
     def __init__(self, path: Path, plan: Mapping[str, Any] | None) -> None:
         self.path = path
         self._plan = None if plan is None else json.loads(json.dumps(plan))
-        self._files: list[str] = []  # of finished steps, in order
+        self._files: list[str] = []  # files of finished steps, in order
         self._notes: dict[str, Mapping[str, Any]] = {}
-        self._open: list[str] = []  # of the step being written
+        self._open: list[str] = []  # files of the step being written
 
     def begin(self) -> None:
         """Make the folder, or take up the finished steps of an earlier run with the same plan.
@@ -57,7 +57,7 @@ class Parts:
             raise ConfigError(f"{self.path}: another run is writing there; wait for it, or end it") from None
         if (self.path / PLAN).is_file():
             self._take_up(read_json(self.path / PLAN))
-        for path in self.path.iterdir():  # of a step that did not finish
+        for path in self.path.iterdir():  # removes files of a step that did not finish
             if path.name not in (LOCK, PLAN, *self._files, *(f"{label}.json" for label in self._notes)):
                 path.unlink()
         self._write_json(PLAN, {"plan": self._plan})

@@ -12,7 +12,7 @@ class Plain(CheckpointFormat):
     """Weights as they are."""
 
     def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:
-        """("fp16", the weight in its stored dtype)."""
+        """Return "fp16" and the weight in its stored dtype."""
         weight = tensors.tensor(f"{module}.weight", "N K", FLOATS)
         return "fp16", WeightData(weight, bias=bias_of(tensors, module, weight.shape[0]))
 

@@ -43,7 +43,7 @@ class Checkpoint(TensorFolder):
 
     path            the folder
     config          config.json as a dict; without a dtype it gets that of the stored embedding
-    quantization    its quantization_config, or the file in its place; empty in a plain checkpoint
+    quantization    its quantization_config, or the separate file that holds it; empty in a plain checkpoint
     """
 
     def __init__(self, path: Path, *, weights: bool = True) -> None:

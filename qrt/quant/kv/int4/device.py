@@ -31,8 +31,8 @@ from qrt.quant.kv.device import (
     words_weight,
 )
 
-LOW_BIAS = tl.constexpr(1024.0 + 7.5)  # of 1024 + n
-HIGH_BIAS = tl.constexpr(1024.0 + 16 * 7.5)  # of 1024 + 16 n
+LOW_BIAS = tl.constexpr(1024.0 + 7.5)  # bias of 1024 + n
+HIGH_BIAS = tl.constexpr(1024.0 + 16 * 7.5)  # bias of 1024 + 16 n
 
 
 @triton.jit
